@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from moeq.oracle.engines.vllm.stored_tables import packed, text
 from vllm_tables import names, tables
+from vllm_tables.storing import packed, text
 
 DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
 

@@ -193,8 +193,7 @@ def _matrix(
     markdown: bool,
 ) -> int:
     from moeq.deploy.gpus import parse_gpu
-    from moeq.oracle.backends import matrix_markdown
-    from moeq.oracle.sweep import unmet
+    from moeq.oracle.sweep import matrix_markdown, unmet
 
     gpus = [parse_gpu(name) for name in axes[0]] or [base.gpu]
     swept = _cells(checkpoint, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep])
@@ -267,7 +266,7 @@ def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from moeq.oracle.backends import matrix
+    from moeq.oracle.sweep import matrix
 
     columns, rows = matrix(cells)
     table = Table(title=title, title_justify="left")

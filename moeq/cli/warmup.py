@@ -36,7 +36,7 @@ def command(
     """
     from moeq.load.torch_loader import open_converted
     from moeq.load.warmup import kernel_gpu, warm_up
-    from moeq.oracle.engines.vllm.verdict import derive_dp
+    from moeq.oracle.engines.vllm.outcome import derive_dp
 
     out: Output = ctx.obj
     named = given.named

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from moeq.deploy.deployment import Deployment
-from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.engines.moeq import builtin_policy
-from moeq.oracle.engines.vllm.experts_classes import ExpertsClass, Variant
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.policy import Backend, EnginePolicy, Family, load_policy
-from moeq.oracle.judge import judge
-from moeq.oracle.records import AS_IT_IS, MoeShape, Verdict
-from moeq.oracle.sweep import Cell
+from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
+from moeq.oracle.records import AS_IT_IS
 from moeq.oracle.versions import BUILTIN, choose_engine
-from moeq.schemes.base import Scheme
 
 # ------------------------------------------------------------------------------------------------ backends
 
@@ -95,122 +89,3 @@ def _builtin_rows() -> list[dict[str, Any]]:
         }
         for row in policy.kernels
     ]
-
-
-# ------------------------------------------------------------------------------------------------ matrices
-
-
-def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of a sweep: one row per GPU, one column per TP and EP; `*` marks advisories."""
-    forms = list(dict.fromkeys((cell.tp, cell.ep) for cell in cells))
-    columns = ["GPU", *(f"TP{tp}" + (f" EP{ep}" if ep > 1 else "") for tp, ep in forms)]
-    by_key = {(cell.gpu, cell.tp, cell.ep): cell for cell in cells}
-    rows = []
-    for gpu in dict.fromkeys(cell.gpu for cell in cells):
-        words = [by_key[gpu, tp, ep] for tp, ep in forms]
-        rows.append(
-            [gpu, *(cell.word + ("*" if cell.verdict.advisories and cell.verdict.ok else "") for cell in words)]
-        )
-    return columns, rows
-
-
-def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(' --- ' for _ in columns)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def matrix_markdown(cells: Sequence[Cell]) -> str:
-    """A sweep as a Markdown table."""
-    return markdown(*matrix(cells))
-
-
-# ------------------------------------------------------------------------------------------------ the docs page
-
-
-@dataclass(frozen=True)
-class Example:
-    """One checkpoint of the docs table: its name, and what the oracle is asked."""
-
-    name: str
-    scheme: Scheme
-    shape: MoeShape
-    config: Mapping[str, Any] | None = None
-
-
-#: Columns of the docs table: title, device, packages.
-DEVICES: tuple[tuple[str, str, tuple[tuple[str, bool], ...]], ...] = (
-    ("A100", "A100", ()),
-    ("H100", "H100", ()),
-    ("H100, no Humming", "H100", (("humming", False),)),
-    ("B200", "B200", ()),
-    ("RTX 5090", "RTX 5090", ()),
-    ("MI300X", "MI300X", ()),
-    ("MI355X", "MI355X", ()),
-    ("CPU (AMX)", "CPU", ()),
-)
-
-
-def verdict_words(verdict: Verdict) -> str:
-    """A verdict in a table cell: what runs, and what convert writes."""
-    if verdict.chosen is None:
-        kind = verdict.error.kind if verdict.error else next(gate.kind for gate in verdict.gates if not gate.passed)
-        text = f"**no** ({str(kind).lower().replace('_', ' ')})"
-    else:
-        text = verdict.chosen.backend
-    if verdict.convert is None:
-        return text
-    flag = f", `{verdict.convert.flag}`" if verdict.convert.flag else ""
-    return f"{text}<br>→ {verdict.convert.layout}{flag}"
-
-
-def verdict_table(examples: Iterable[Example], engine: str) -> str:
-    """Checkpoints x devices under one policy, as Markdown."""
-    rows = []
-    for example in examples:
-        words = [f"`{example.name}`"]
-        for _, gpu, packages in DEVICES:
-            where = Deployment(parse_gpu(gpu), engine=engine, packages=packages)
-            verdict = judge(example.scheme, example.shape, where, config=example.config, explain=False)
-            words.append(verdict_words(verdict))
-        rows.append(words)
-    return markdown(["checkpoint", *(title for title, _, _ in DEVICES)], rows)
-
-
-def _builtin_table(examples: Iterable[Example]) -> str:
-    """What moeq's built-in kernels read of each checkpoint, the first choice first."""
-    rows = []
-    for example in examples:
-        where = Deployment(parse_gpu("H100"), engine=BUILTIN)
-        verdict = judge(example.scheme, example.shape, where, explain=False)
-        fits = [f"{row.backend} ({row.layout or 'no offline layout'})" for row in verdict.candidates if row.supported]
-        rows.append([f"`{example.name}`", ", ".join(fits) or f"**no**: {verdict.refusal}", verdict.runs_as or ""])
-    return markdown(["checkpoint", "kernels", "runs as"], rows)
-
-
-def backends_page(examples: Sequence[Example]) -> str:
-    """The whole of `docs/reference/backends.md`."""
-    parts = [
-        "# Backends",
-        "<!-- Generated by moeq.oracle.backends.backends_page; a test checks that it is up to date. -->",
-        "Which backend runs which checkpoint, and what `moeq convert` writes for it (`→ layout`, with the flag "
-        "to start the engine with where that is not its own choice). `moeq oracle SRC --gpu ...` gives every reason; "
-        "`moeq explain CODE` explains one.",
-        "## vLLM 0.33.0, one GPU, bf16",
-        verdict_table(examples, "vllm@0.33.0"),
-        "## moeq's built-in kernels",
-        "The same on every device they run on (sm_80 and newer, gfx942, gfx950; a CPU in Triton's interpreter):",
-        _builtin_table(examples),
-        "## Families",
-        _families("vllm@0.33.0"),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _families(engine: str) -> str:
-    rows = []
-    for row in backend_rows(engine):
-        layouts = ", ".join(row["layouts"]) or f"none: {row['no_layout']}"
-        flag = f"`{row['flag']}`" if row["flag"] else ""
-        rows.append([row["family"], row["backend"], flag, ", ".join(row["devices"]), "; ".join(row["limits"]), layouts])
-    return markdown(["family", "backend", "flag", "device", "limits", "offline layout"], rows)

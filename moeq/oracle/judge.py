@@ -7,17 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
-from moeq.errors import MoeqError
 from moeq.oracle.engines.moeq import judge_builtin
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.configs.question import PREFIX
-from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, suggested
-from moeq.oracle.engines.vllm.outcome import Outcome
-from moeq.oracle.engines.vllm.policy import load_policy
-from moeq.oracle.engines.vllm.verdict import derive_dp, resolve, sensitivity, verdict_of
+from moeq.oracle.engines.vllm.verdict import judge_vllm
 from moeq.oracle.quantization_config import checked, config_of
 from moeq.oracle.records import MoeShape, Verdict
-from moeq.oracle.versions import BUILTIN, choose_engine
+from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
 
 
@@ -67,49 +63,4 @@ def judge_config(
     config = checked(config)
     if is_sglang(deployment.engine):
         return judge_sglang(config, shape, deployment, title)
-    choice = choose_engine(deployment.engine)
-    policy = load_policy(choice.policy)
-    notes = list(choice.notes)
-    deployment = derive_dp(deployment, notes)
-    outcome = resolve(policy, config, shape, deployment, prefix=prefix)
-    if choice.other is not None:
-        notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
-    verdict = verdict_of(outcome, title, tuple(notes))
-    if not explain:
-        return verdict
-
-    def again(asked: Mapping[str, Any], layer: MoeShape, where: Deployment) -> Outcome:
-        return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
-
-    mattered = sensitivity(outcome, lambda other: again(config, shape, other))
-    candidates = suggested(outcome, shape, again, admits)
-    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
-    return replace(verdict, mattered=mattered, candidates=candidates, works=works.text if works else None)
-
-
-def _beside(outcome: Outcome, other: Outcome) -> str:
-    """What the next known version decides, for one between the two."""
-    name = other.case.policy.name
-    if outcome.runs == other.runs:
-        return f"{name} decides the same"
-    return f"{name} decides otherwise: {other.runs or 'it refuses'}"
-
-
-def decide(
-    scheme: Scheme,
-    shape: MoeShape,
-    deployment: Deployment,
-    *,
-    config: Mapping[str, Any] | None = None,
-    prefix: str = PREFIX,
-    explain: bool = True,
-) -> Verdict:
-    """`judge`, with a backend that was asked for and cannot work as an error.
-
-    Raises:
-        MoeqError: `answer.backend-unsupported` with the reasons and the alternatives; `usage.unknown-engine`.
-    """
-    verdict = judge(scheme, shape, deployment, config=config, prefix=prefix, explain=explain)
-    if deployment.backend != "auto" and not verdict.ok:
-        raise MoeqError("answer.backend-unsupported", verdict.refusal, verdict.nearest)
-    return verdict
+    return judge_vllm(config, shape, deployment, title, prefix=prefix, explain=explain, admits=admits)

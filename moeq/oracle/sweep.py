@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.errors import MoeqError
-from moeq.oracle.engines.vllm.configs.question import PREFIX
-from moeq.oracle.judge import judge
-from moeq.oracle.records import MoeShape, Verdict
-from moeq.schemes.base import Scheme
+from moeq.oracle.records import Verdict
 
 
 @dataclass(frozen=True)
@@ -45,32 +42,6 @@ class Cell:
     def word(self) -> str:
         """Backend that runs, or `-`."""
         return self.verdict.chosen.backend if self.verdict.chosen else "-"
-
-
-def sweep(
-    scheme: Scheme,
-    shape: MoeShape,
-    base: Deployment,
-    gpus: Sequence[Gpu],
-    tps: Sequence[int],
-    eps: Sequence[int],
-    config: Mapping[str, Any] | None = None,
-    prefix: str = PREFIX,
-) -> list[Cell]:
-    """Every cell of GPUs x TP x EP, in that order. Cells that cannot be are refusals, never exceptions.
-
-    Where one deployment has both, `ep` is the number of ranks that share the experts (tp x dp), so `tp 2, ep 8` is
-    four data-parallel groups of two.
-    """
-    return [
-        Cell(
-            where.gpu.name,
-            where.tp,
-            where.ep,
-            judge(scheme, shape, where, config=config, prefix=prefix, explain=False),
-        )
-        for where in deployments(base, gpus, tps, eps)
-    ]
 
 
 def deployments(base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]) -> Iterator[Deployment]:
@@ -134,3 +105,28 @@ def _named(cell: Cell, match: re.Match[str]) -> bool:
         and match["tp"] in (None, str(cell.tp))
         and match["ep"] in (None, str(cell.ep))
     )
+
+
+def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a sweep: one row per GPU, one column per TP and EP; `*` marks advisories."""
+    forms = list(dict.fromkeys((cell.tp, cell.ep) for cell in cells))
+    columns = ["GPU", *(f"TP{tp}" + (f" EP{ep}" if ep > 1 else "") for tp, ep in forms)]
+    by_key = {(cell.gpu, cell.tp, cell.ep): cell for cell in cells}
+    rows = []
+    for gpu in dict.fromkeys(cell.gpu for cell in cells):
+        words = [by_key[gpu, tp, ep] for tp, ep in forms]
+        rows.append(
+            [gpu, *(cell.word + ("*" if cell.verdict.advisories and cell.verdict.ok else "") for cell in words)]
+        )
+    return columns, rows
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(' --- ' for _ in columns)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def matrix_markdown(cells: Sequence[Cell]) -> str:
+    """A sweep as a Markdown table."""
+    return markdown(*matrix(cells))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from oracle.examples import checkpoints
 
-from moeq.oracle.backends import DEVICES, backends_page
+from pages.backends import DEVICES, backends_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
 
@@ -16,7 +16,7 @@ def test_backends_page_is_up_to_date() -> None:
     page = backends_page(checkpoints())
     if os.environ.get("MOEQ_UPDATE_DOCS"):
         PAGE.write_text(page, encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == page, "run: MOEQ_UPDATE_DOCS=1 pytest tests/oracle/test_docs.py"
+    assert PAGE.read_text(encoding="utf-8") == page, "run: MOEQ_UPDATE_DOCS=1 pytest tests/documents/test_backends.py"
 
 
 def test_page_has_ten_checkpoints_and_all_devices() -> None:

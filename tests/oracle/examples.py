@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import moeq
-from moeq.oracle.backends import Example
 from moeq.oracle.records import MoeShape
 from moeq.pipeline.plan.layer_verdict import moe_shape
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from pages.backends import Example
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = (

@@ -15,9 +15,8 @@ from typing import Any
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.entry_points import canonical
-from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.outcome import Outcome, resolve, resolve_method
 from moeq.oracle.engines.vllm.policy import load_policy
-from moeq.oracle.engines.vllm.verdict import resolve, resolve_method
 from moeq.oracle.records import MoeShape
 
 OWN_FILE = Path(__file__).parents[1] / "data" / "oracle" / "oracle_vectors.json"

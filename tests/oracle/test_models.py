@@ -12,8 +12,8 @@ from checkpoint.builder import Stored, Tensors, config, experts, write
 from oracle.asking import ct, gpu
 
 import moeq
+from moeq.oracle.engines.vllm.outcome import resolve
 from moeq.oracle.engines.vllm.policy import load_policy
-from moeq.oracle.engines.vllm.verdict import resolve
 from moeq.oracle.records import MoeShape
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 

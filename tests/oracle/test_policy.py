@@ -18,14 +18,15 @@ from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import device_term, nearest_device
-from moeq.oracle.engines.vllm.policy import build_policy, knowledge, load_policy, parse_search
-from moeq.oracle.engines.vllm.stored_tables import fewest, longest, packed, text, unpacked
-from moeq.oracle.engines.vllm.verdict import resolve
+from moeq.oracle.engines.vllm.outcome import resolve
+from moeq.oracle.engines.vllm.policy import build_policy, knowledge, load_policy
+from moeq.oracle.engines.vllm.tables import longest, parse_search, unpacked
 from moeq.oracle.judge import judge, judge_config
 from moeq.oracle.quantization_config import config_of
 from moeq.oracle.records import MoeShape
 from moeq.oracle.upgrade import differences, steps
 from moeq.oracle.versions import choose_engine, engine_names, installed_version, version_range, versions
+from vllm_tables.storing import fewest, packed, text
 
 
 @pytest.fixture

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from oracle.differential import samples
 from oracle.differential.compare import Comparison, Row, short
 from oracle.differential.known import DIFFERENCES
 
 from moeq.oracle.engines.vllm.policy import load_policy
-from moeq.oracle.engines.vllm.stored_tables import text as tables_text
 from moeq.oracle.versions import release
+from vllm_tables.storing import text as tables_text
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "tests" / "data" / "oracle" / "agreement.json"

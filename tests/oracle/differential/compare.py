@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
-from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.sizes import sizes_for
-from moeq.oracle.engines.vllm.verdict import resolve
 from moeq.oracle.records import MoeShape
 
 Row = dict[str, Any]

@@ -25,9 +25,8 @@ from oracle.differential.compare import Row, engine_answer, moeq_outcome, questi
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL
 from moeq.oracle.engines.vllm.counterfactuals import Change, nearest_yes
-from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
-from moeq.oracle.engines.vllm.verdict import resolve
 from moeq.oracle.records import MoeShape
 
 

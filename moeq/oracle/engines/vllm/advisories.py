@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moeq.oracle.engines.vllm.experts_classes import ExpertsClass
 from moeq.oracle.engines.vllm.outcome import Outcome, declared_activation_bits, runs_as
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.sizes import marlin_padded
+from moeq.oracle.engines.vllm.tables import ExpertsClass
 from moeq.oracle.records import Advisory
 from moeq.oracle.versions import release
 

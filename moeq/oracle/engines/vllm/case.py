@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moeq.deploy.deployment import Deployment, Gpu
-from moeq.oracle.engines.vllm.experts_classes import Variant
 from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.oracle.engines.vllm.tables import Variant
 from moeq.oracle.records import MoeShape
 
 #: All-to-all kinds that deliver activations as `[E, max_tokens, K]`.

@@ -9,9 +9,9 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.gates import run_gates
-from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp
 from moeq.oracle.engines.vllm.select import on_device
-from moeq.oracle.engines.vllm.verdict import candidate_variants, derive_dp, with_env, with_package
+from moeq.oracle.engines.vllm.tables import Variant
 from moeq.oracle.records import CandidateReport, MoeShape
 
 Config = Mapping[str, Any]
@@ -193,3 +193,42 @@ def _ct_configs(config: Config) -> Iterator[tuple[str, Config]]:
             options.append(("a symmetric checkpoint", {"symmetric": True}))
         for text, change in options:
             yield text, {**config, "config_groups": {**groups, key: {**group, "weights": {**weights, **change}}}}
+
+
+# ------------------------------------------------------------------------------------------------ what mattered
+
+
+def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tuple[tuple[str, str], ...]:
+    """Environment variables and packages whose other value would change what runs, with their present values."""
+    case = outcome.case
+    found: list[tuple[str, str]] = []
+    rows = candidate_variants(case)
+    for package in sorted({name for row in rows for name in row.packages}):
+        present = case.package(package)
+        if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
+            found.append((package, "present" if present else "absent"))
+    # What is set counts if unsetting it changes the outcome; what is unset, if some class asks for it.
+    others: dict[str, str | None] = {name: allowed[0] for row in rows for name, allowed in row.env}
+    others.update({name: None for name, _ in case.deployment.env})
+    for name, value in sorted(others.items()):
+        if again(with_env(case.deployment, name, value)).runs != outcome.runs:
+            found.append((name, case.env(name) or "unset"))
+    return tuple(found)
+
+
+def candidate_variants(case: Case) -> list[Variant]:
+    """What the family's classes accept on this device: no switch can help the others."""
+    backends = case.policy.families[case.method.family].backends.values()
+    names = sorted({name for row in backends for name in row.classes})
+    return [item for name in names for item in case.policy.classes[name].variants.get(case.device, ())]
+
+
+def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
+    """The same deployment with a package there or not."""
+    return replace(deployment, packages=tuple(sorted({**dict(deployment.packages), name: present}.items())))
+
+
+def with_env(deployment: Deployment, name: str, value: str | None) -> Deployment:
+    """The same deployment with an environment variable set, or unset where the value is None."""
+    env = {key: old for key, old in deployment.env if key != name}
+    return replace(deployment, env=tuple(sorted({**env, name: value}.items() if value is not None else env.items())))

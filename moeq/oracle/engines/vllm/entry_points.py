@@ -7,6 +7,7 @@ from typing import Any
 
 from moeq.oracle.engines.vllm.configs.compressed_tensors import read_compressed_tensors
 from moeq.oracle.engines.vllm.configs.floats import (
+    algorithm_of,
     read_deepseek_v4,
     read_fp8,
     read_gpt_oss,
@@ -38,13 +39,6 @@ _OF_MODEL = {("mxfp4:gpt_oss", "mxfp4"): "gpt_oss_mxfp4", ("fp8:deepseek_v4", "f
 def canonical(name: str) -> str:
     """The entry point behind a method's name."""
     return _ENTRIES.get(name, name)
-
-
-def algorithm_of(config: Mapping[str, Any]) -> str:
-    """ModelOpt's `quant_algo`, flat or under `quantization`, in capitals; empty where there is none."""
-    nested = config.get("quantization")
-    source = nested if isinstance(nested, Mapping) else config
-    return str(source.get("quant_algo") or "").upper()
 
 
 def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy, device: str) -> str:

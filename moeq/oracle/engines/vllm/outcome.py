@@ -1,23 +1,41 @@
-"""The result of one question to an engine: the config as it was read, the selection and every gate."""
+"""One question to vLLM, answered: the config read as its entry point reads it, the selection, and every gate."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from moeq.oracle.engines.vllm.case import Case
-from moeq.oracle.engines.vllm.configs.question import PREFIX
-from moeq.oracle.engines.vllm.entry_points import declared_kind
-from moeq.oracle.engines.vllm.gates import Stage
-from moeq.oracle.engines.vllm.select import Selection
-from moeq.oracle.records import CandidateReport, Gate
+from moeq.deploy.deployment import Deployment
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.configs.floats import check_activation_request
+from moeq.oracle.engines.vllm.configs.question import (
+    PREFIX,
+    ConfigRefusal,
+    Question,
+    built_in_kernel,
+    check_layer,
+    check_selected,
+)
+from moeq.oracle.engines.vllm.entry_points import OUTSIDE, READERS, declared_kind, entry_of
+from moeq.oracle.engines.vllm.gates import Stage, run_gates
+from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.oracle.engines.vllm.select import Selection, candidate_reports, select
+from moeq.oracle.records import CandidateReport, EngineError, Gate, MoeShape, Reason
 
-_ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
-#: Classes that run weight-only whatever the activation key says.
-_WEIGHT_ONLY = ("Marlin", "Emulation")
-#: Classes whose call of `fused_experts_cpu` names another precision of activations than their keys do.
-_CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
+#: Family whose backends are listed where the engine refuses a config before choosing any.
+_FAMILY_OF_ENTRY = {
+    "gptq": "wna16",
+    "awq": "wna16",
+    "moe_wna16": "wna16",
+    "inc": "wna16",
+    "gpt_oss_mxfp4": "mxfp4",
+    "mxfp4": "mxfp4-generic",
+    "experts_int8": "int8",
+    "fp8": "fp8",
+    "deepseek_v4_fp8": "mxfp4-generic",
+}
+_OPEN = Method("", "wna16", "none", "none")
 
 
 @dataclass(frozen=True)
@@ -53,6 +71,101 @@ class Outcome:
         """Backend and class that really run, or None: the fact that counterfactuals compare."""
         chosen = self.selection.selected
         return f"{chosen.backend}/{chosen.experts}" if chosen and all(gate.passed for gate in self.gates) else None
+
+
+def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
+    """Fill in what the engine derives: expert parallelism takes every rank, so `dp` follows from `ep` and `tp`."""
+    if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
+        dp = deployment.ep // deployment.tp
+        if dp > 1 and notes is not None:
+            notes.append(f"ep {deployment.ep} with tp {deployment.tp} means dp {dp}: ep is tp x dp in this engine")
+        return replace(deployment, dp=dp)
+    return deployment
+
+
+def resolve(
+    policy: EnginePolicy,
+    config: Mapping[str, Any],
+    shape: MoeShape,
+    deployment: Deployment,
+    *,
+    prefix: str = PREFIX,
+    brief: bool = False,
+) -> Outcome:
+    """Run config reading, selection and gates for a checkpoint's quantisation config.
+
+    Args:
+        policy: the engine.
+        config: the checkpoint's `quantization_config`.
+        shape: the layer.
+        deployment: where it is to run.
+        prefix: module path of the layer's experts, which per-module rules are matched against.
+        brief: only yes or no matters (see `Case`).
+    """
+    device = policy.device(deployment.gpu) or ""
+    entry = entry_of(policy, device, config, shape, deployment.quantization)
+    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
+    try:
+        check_layer(probe)
+        method = _read(entry, Question(config, probe, prefix))
+    except ConfigRefusal as refusal:
+        outcome = _refused(probe, entry, refusal, config)
+    else:
+        outcome = resolve_method(replace(probe, method=method), entry, config)
+    return replace(outcome, prefix=prefix)
+
+
+def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
+    """Selection and gates for a method that is already known."""
+    selection = select(case)
+    if selection.selected is not None:
+        try:
+            check_selected(case, selection.selected.backend)
+        except ConfigRefusal as refusal:
+            error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
+            selection = replace(selection, selected=None, error=error)
+    return _gated(Outcome(case, entry, selection, (), config=config or {}))
+
+
+def _gated(outcome: Outcome) -> Outcome:
+    return replace(outcome, gates=run_gates(outcome.stage(outcome.selection.selected)))
+
+
+def _read(entry: str, question: Question) -> Method:
+    reader = READERS["online" if entry and not question.config else entry] if entry in READERS else None
+    if reader is None:
+        what = (
+            "runs without a selection function"
+            if entry in OUTSIDE
+            else "is not a quantisation method this oracle knows"
+        )
+        raise ConfigRefusal(
+            "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(filter(None, READERS))}", "G0"
+        )
+    method = built_in_kernel(question.probe, reader(question))
+    check_activation_request(method, question.config)
+    return method
+
+
+def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[str, Any]) -> Outcome:
+    reason = Reason(refusal.code or "G0", refusal.text, refusal.hint)
+    family = probe.policy.families[probe.method.family]
+    listed = [
+        replace(row, supported=False, reasons=(reason,), layout=None, no_layout="the engine refuses the config")
+        for row in candidate_reports(probe, family)
+    ]
+    error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
+    selection = Selection(None, error, tuple(listed))
+    return _gated(Outcome(probe, entry, selection, (), True, config))
+
+
+# ------------------------------------------------------------------------------------------------ precision
+
+_ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
+#: Classes that run weight-only whatever the activation key says.
+_WEIGHT_ONLY = ("Marlin", "Emulation")
+#: Classes whose call of `fused_experts_cpu` names another precision of activations than their keys do.
+_CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
 
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:

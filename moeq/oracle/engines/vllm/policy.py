@@ -14,8 +14,7 @@ from typing import Any
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
-from moeq.oracle.engines.vllm.experts_classes import ExpertsClass, experts_class
-from moeq.oracle.engines.vllm.stored_tables import longest, unpacked
+from moeq.oracle.engines.vllm.tables import ExpertsClass, Search, SearchTable, experts_class, parse_search, unpacked
 from moeq.oracle.versions import BUILTIN, engine_names, release
 
 # ------------------------------------------------------------------------------------------------ backends
@@ -88,86 +87,6 @@ class Backend:
     no_layout: str | None = None
     as_it_is: bool = False
     native: bool = False
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One candidate that a search tries: a class of a backend, asked with an activation key (None: the method's own).
-
-    `reported` is the backend that the engine's log names where that is not the one that runs.
-    """
-
-    backend: str
-    experts: str
-    activation: str | None = None
-    reported: str | None = None
-
-
-@dataclass(frozen=True)
-class Search:
-    """What a selection function tries, in order, and how it ends where nothing fits.
-
-    Attributes:
-        attempts: candidates in order.
-        error: exception type and kind of the end, or None.
-        unchecked: the candidate that is taken unasked at the end, or None.
-    """
-
-    attempts: tuple[Attempt, ...]
-    error: tuple[str, str] | None = None
-    unchecked: Attempt | None = None
-
-
-@cache
-def parse_search(text: str) -> Search:
-    """A search as the tables write it: `BACKEND/Class@key ... !Error:KIND` or `... =BACKEND~REPORTED/Class`."""
-    *words, end = text.split(" ")
-    attempts = tuple(_attempt(word) for word in words)
-    if end.startswith("="):
-        return Search(attempts, None, _attempt(end[1:]))
-    error, _, kind = end[1:].partition(":")
-    return Search(attempts, (error, kind))
-
-
-def _attempt(text: str) -> Attempt:
-    backend, _, rest = text.partition("/")
-    experts, _, key = rest.partition("@")
-    backend, _, reported = backend.partition("~")
-    return Attempt(backend, experts, key or None, reported or None)
-
-
-@dataclass(frozen=True)
-class SearchTable:
-    """A requested backend's searches on a device: by factors of the case that matter there.
-
-    Attributes:
-        factors: names of the factors, in the order of a row's key.
-        same: factor -> value -> the value that stands for it.
-        rows: `factor=value,...` without the usual values -> search; a key that is not there goes by the one without
-            its last words.
-    """
-
-    factors: tuple[str, ...]
-    same: Mapping[str, Mapping[str, str]]
-    rows: Mapping[str, str]
-
-    @cached_property
-    def known(self) -> frozenset[str]:
-        """Every `factor=value` that makes a difference."""
-        return frozenset(word for key in self.rows for word in key.split(",") if word)
-
-    def word(self, factor: str, value: str) -> str | None:
-        """The part of a row's key for a factor's value, None where the value changes nothing."""
-        word = f"{factor}={self.same.get(factor, {}).get(value, value)}"
-        return word if word in self.known else None
-
-    @cached_property
-    def _by_words(self) -> Mapping[tuple[str, ...], str]:
-        return {tuple(key.split(",")) if key else (): search for key, search in self.rows.items()}
-
-    def search(self, words: tuple[str, ...]) -> str:
-        """The search of a case that has these words, in the order of the factors."""
-        return self._by_words[longest(words, self._by_words)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
-from moeq.oracle.engines.vllm.experts_classes import ExpertsClass, Variant
+from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import Reason
 
 Failure = tuple[str, str | None]

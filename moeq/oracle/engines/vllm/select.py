@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.filters import filter_reasons
-from moeq.oracle.engines.vllm.policy import Attempt, Backend, Family, Search, SearchTable, parse_search
+from moeq.oracle.engines.vllm.policy import Backend, Family
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons
+from moeq.oracle.engines.vllm.tables import Attempt, Search, SearchTable, parse_search
 from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}

@@ -88,19 +88,3 @@ def transient_bytes(case: Case, report: CandidateReport, sizes: Sizes) -> int:
         return 0
     rows = 2 * sizes.padded_intermediate if case.shape.gated else sizes.padded_intermediate
     return sizes.local_experts * rows * sizes.padded_hidden * (case.method.bits or 16) // 8
-
-
-# Rows of one Marlin tile, smallest first.
-_BLOCK_M = (8, 16, 32, 48, 64)
-
-
-def marlin_block_m(rows_per_expert: float, activation_bits: int = 16) -> int:
-    """Rows per tile that Marlin picks: the first size that an expert's rows fill to less than 90 %, else the largest.
-
-    Args:
-        rows_per_expert: standard format: tokens x top-k / experts; batched format: the static capacity per expert
-            (not the real counts, which the engine does not look at).
-        activation_bits: 8-bit activations need at least 16 rows.
-    """
-    least = 16 if activation_bits == 8 else 8
-    return next((size for size in _BLOCK_M if size >= least and rows_per_expert / size < 0.9), _BLOCK_M[-1])

@@ -1,4 +1,4 @@
-"""One engine's verdict: config, method, selection, gates, and what convert can write."""
+"""The verdict on vLLM: what one question's outcome means for a user, and what `convert` writes for it."""
 
 from __future__ import annotations
 
@@ -8,128 +8,99 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.advisories import advisories_for
-from moeq.oracle.engines.vllm.case import Case, Method
-from moeq.oracle.engines.vllm.configs.floats import check_activation_request
-from moeq.oracle.engines.vllm.configs.question import (
-    PREFIX,
-    ConfigRefusal,
-    Question,
-    built_in_kernel,
-    check_layer,
-    check_selected,
-)
-from moeq.oracle.engines.vllm.entry_points import OUTSIDE, READERS, entry_of
-from moeq.oracle.engines.vllm.experts_classes import Variant
+from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, sensitivity, suggested
 from moeq.oracle.engines.vllm.gates import run_gates
-from moeq.oracle.engines.vllm.outcome import Outcome, runs_as
-from moeq.oracle.engines.vllm.policy import EnginePolicy
-from moeq.oracle.engines.vllm.select import Selection, candidate_reports, select
+from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp, resolve, runs_as
+from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.select import select
 from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
-from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Verdict
+from moeq.oracle.records import CandidateReport, ConvertTarget, MoeShape, Verdict
+from moeq.oracle.versions import choose_engine
 
-#: Family whose backends are listed where the engine refuses a config before choosing any.
-_FAMILY_OF_ENTRY = {
-    "gptq": "wna16",
-    "awq": "wna16",
-    "moe_wna16": "wna16",
-    "inc": "wna16",
-    "gpt_oss_mxfp4": "mxfp4",
-    "mxfp4": "mxfp4-generic",
-    "experts_int8": "int8",
-    "fp8": "fp8",
-    "deepseek_v4_fp8": "mxfp4-generic",
-}
 _MARLIN = ("MARLIN", "BATCHED_MARLIN")
-_OPEN = Method("", "wna16", "none", "none")
 
 
-def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
-    """Fill in what the engine derives: expert parallelism takes every rank, so `dp` follows from `ep` and `tp`."""
-    if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
-        dp = deployment.ep // deployment.tp
-        if dp > 1 and notes is not None:
-            notes.append(f"ep {deployment.ep} with tp {deployment.tp} means dp {dp}: ep is tp x dp in this engine")
-        return replace(deployment, dp=dp)
-    return deployment
-
-
-def resolve(
-    policy: EnginePolicy,
+def judge_vllm(
     config: Mapping[str, Any],
     shape: MoeShape,
     deployment: Deployment,
+    title: str,
     *,
     prefix: str = PREFIX,
-    brief: bool = False,
-) -> Outcome:
-    """Run config reading, selection and gates for a checkpoint's quantisation config.
+    explain: bool = True,
+    admits: Callable[[Deployment], bool] | None = None,
+) -> Verdict:
+    """Judge a checked `quantization_config` by the tables of one version of vLLM (see `moeq.oracle.judge.judge`)."""
+    choice = choose_engine(deployment.engine)
+    policy = load_policy(choice.policy)
+    notes = list(choice.notes)
+    deployment = derive_dp(deployment, notes)
+    outcome = resolve(policy, config, shape, deployment, prefix=prefix)
+    if choice.other is not None:
+        notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
+    verdict = verdict_of(outcome, title, tuple(notes))
+    if not explain:
+        return verdict
 
-    Args:
-        policy: the engine.
-        config: the checkpoint's `quantization_config`.
-        shape: the layer.
-        deployment: where it is to run.
-        prefix: module path of the layer's experts, which per-module rules are matched against.
-        brief: only yes or no matters (see `Case`).
-    """
-    device = policy.device(deployment.gpu) or ""
-    entry = entry_of(policy, device, config, shape, deployment.quantization)
-    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
-    try:
-        check_layer(probe)
-        method = _read(entry, Question(config, probe, prefix))
-    except ConfigRefusal as refusal:
-        outcome = _refused(probe, entry, refusal, config)
-    else:
-        outcome = resolve_method(replace(probe, method=method), entry, config)
-    return replace(outcome, prefix=prefix)
+    def again(asked: Mapping[str, Any], layer: MoeShape, where: Deployment) -> Outcome:
+        return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
 
-
-def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
-    """Selection and gates for a method that is already known."""
-    selection = select(case)
-    if selection.selected is not None:
-        try:
-            check_selected(case, selection.selected.backend)
-        except ConfigRefusal as refusal:
-            error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
-            selection = replace(selection, selected=None, error=error)
-    return _gated(Outcome(case, entry, selection, (), config=config or {}))
+    mattered = sensitivity(outcome, lambda other: again(config, shape, other))
+    candidates = suggested(outcome, shape, again, admits)
+    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
+    return replace(verdict, mattered=mattered, candidates=candidates, works=works.text if works else None)
 
 
-def _gated(outcome: Outcome) -> Outcome:
-    return replace(outcome, gates=run_gates(outcome.stage(outcome.selection.selected)))
+def _beside(outcome: Outcome, other: Outcome) -> str:
+    """What the next known version decides, for one between the two."""
+    name = other.case.policy.name
+    if outcome.runs == other.runs:
+        return f"{name} decides the same"
+    return f"{name} decides otherwise: {other.runs or 'it refuses'}"
 
 
-def _read(entry: str, question: Question) -> Method:
-    reader = READERS["online" if entry and not question.config else entry] if entry in READERS else None
-    if reader is None:
-        what = (
-            "runs without a selection function"
-            if entry in OUTSIDE
-            else "is not a quantisation method this oracle knows"
-        )
-        raise ConfigRefusal(
-            "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(filter(None, READERS))}", "G0"
-        )
-    method = built_in_kernel(question.probe, reader(question))
-    check_activation_request(method, question.config)
-    return method
+def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Verdict:
+    """The report of an outcome, without counterfactuals."""
+    case, chosen = outcome.case, outcome.selection.selected
+    sizes = sizes_for(case, chosen) if chosen else None
+    target, against = (None, None) if outcome.refused else convert_target(outcome)
+    return Verdict(
+        engine=case.policy.name,
+        scheme=title,
+        deployment=case.deployment,
+        shape=case.shape,
+        asked=case.deployment.backend,
+        method=case.method.name or None,
+        family=None if outcome.refused else case.method.family,
+        weight_key=None if outcome.refused else case.method.weight_key,
+        activation_key=case.method.activation_key,
+        selected=chosen,
+        error=outcome.selection.error if chosen is None else None,
+        gates=outcome.gates,
+        candidates=outcome.selection.candidates,
+        convert=target,
+        no_convert=against,
+        runs_as=runs_as(case, chosen) if chosen else None,
+        sizes=sizes,
+        transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,
+        advisories=advisories_for(outcome),
+        notes=(*notes, *case.method.notes, *outcome.selection.notes, *_transport_notes(case)),
+        reported_backend=outcome.selection.reported,
+    )
 
 
-def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[str, Any]) -> Outcome:
-    reason = Reason(refusal.code or "G0", refusal.text, refusal.hint)
-    family = probe.policy.families[probe.method.family]
-    listed = [
-        replace(row, supported=False, reasons=(reason,), layout=None, no_layout="the engine refuses the config")
-        for row in candidate_reports(probe, family)
-    ]
-    error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
-    selection = Selection(None, error, tuple(listed))
-    return _gated(Outcome(probe, entry, selection, (), True, config))
+def _transport_notes(case: Case) -> tuple[str, ...]:
+    """What the all-to-all does to the experts' sizes and activations."""
+    found = [f"activations reach the experts in the {case.format} format ({case.all2all})"] if case.uses_all2all else []
+    rounded = transported_hidden(case)
+    if rounded != case.shape.hidden_size:
+        found.append(f"{case.all2all} rounds the hidden size {case.shape.hidden_size} up to {rounded}")
+    return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------------ convert
+# ------------------------------------------------------------------------------------------------ what convert writes
 
 
 def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
@@ -200,84 +171,3 @@ def _target(case: Case, row: CandidateReport, selected: CandidateReport | None, 
         flag = f"{case.policy.backend_flag} {row.flag}"
         why = f"{against or 'the engine alone does not start'}; start the engine with {flag}"
     return ConvertTarget(row.backend, row.experts, row.layout, flag, sizes_for(case, row), why)
-
-
-# ------------------------------------------------------------------------------------------------ what mattered
-
-
-def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tuple[tuple[str, str], ...]:
-    """Environment variables and packages whose other value would change what runs, with their present values."""
-    case = outcome.case
-    found: list[tuple[str, str]] = []
-    rows = candidate_variants(case)
-    for package in sorted({name for row in rows for name in row.packages}):
-        present = case.package(package)
-        if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
-            found.append((package, "present" if present else "absent"))
-    # What is set counts if unsetting it changes the outcome; what is unset, if some class asks for it.
-    others: dict[str, str | None] = {name: allowed[0] for row in rows for name, allowed in row.env}
-    others.update({name: None for name, _ in case.deployment.env})
-    for name, value in sorted(others.items()):
-        if again(with_env(case.deployment, name, value)).runs != outcome.runs:
-            found.append((name, case.env(name) or "unset"))
-    return tuple(found)
-
-
-def candidate_variants(case: Case) -> list[Variant]:
-    """What the family's classes accept on this device: no switch can help the others."""
-    backends = case.policy.families[case.method.family].backends.values()
-    names = sorted({name for row in backends for name in row.classes})
-    return [item for name in names for item in case.policy.classes[name].variants.get(case.device, ())]
-
-
-def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
-    """The same deployment with a package there or not."""
-    return replace(deployment, packages=tuple(sorted({**dict(deployment.packages), name: present}.items())))
-
-
-def with_env(deployment: Deployment, name: str, value: str | None) -> Deployment:
-    """The same deployment with an environment variable set, or unset where the value is None."""
-    env = {key: old for key, old in deployment.env if key != name}
-    return replace(deployment, env=tuple(sorted({**env, name: value}.items() if value is not None else env.items())))
-
-
-# ------------------------------------------------------------------------------------------------ verdict
-
-
-def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Verdict:
-    """The report of an outcome, without counterfactuals."""
-    case, chosen = outcome.case, outcome.selection.selected
-    sizes = sizes_for(case, chosen) if chosen else None
-    target, against = (None, None) if outcome.refused else convert_target(outcome)
-    return Verdict(
-        engine=case.policy.name,
-        scheme=title,
-        deployment=case.deployment,
-        shape=case.shape,
-        asked=case.deployment.backend,
-        method=case.method.name or None,
-        family=None if outcome.refused else case.method.family,
-        weight_key=None if outcome.refused else case.method.weight_key,
-        activation_key=case.method.activation_key,
-        selected=chosen,
-        error=outcome.selection.error if chosen is None else None,
-        gates=outcome.gates,
-        candidates=outcome.selection.candidates,
-        convert=target,
-        no_convert=against,
-        runs_as=runs_as(case, chosen) if chosen else None,
-        sizes=sizes,
-        transient_bytes=transient_bytes(case, chosen, sizes) if chosen and sizes else None,
-        advisories=advisories_for(outcome),
-        notes=(*notes, *case.method.notes, *outcome.selection.notes, *_transport_notes(case)),
-        reported_backend=outcome.selection.reported,
-    )
-
-
-def _transport_notes(case: Case) -> tuple[str, ...]:
-    """What the all-to-all does to the experts' sizes and activations."""
-    found = [f"activations reach the experts in the {case.format} format ({case.all2all})"] if case.uses_all2all else []
-    rounded = transported_hidden(case)
-    if rounded != case.shape.hidden_size:
-        found.append(f"{case.all2all} rounds the hidden size {case.shape.hidden_size} up to {rounded}")
-    return tuple(found)

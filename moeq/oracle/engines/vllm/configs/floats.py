@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
 from math import gcd
 from typing import Any
 
@@ -17,6 +18,7 @@ from moeq.oracle.engines.vllm.configs.question import (
     skipped_module,
     unquantized,
 )
+from moeq.oracle.engines.vllm.select import search_of
 
 
 def read_gpt_oss(question: Question) -> Method:
@@ -133,8 +135,6 @@ def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
 def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str) -> bool:
     """Whether a class of the requested backend lists the refined block."""
     policy, device = question.policy, question.probe.device
-    from moeq.oracle.engines.vllm.select import search_of
-
     family = policy.families["fp8"]
     search = search_of(question.probe, family, asked)
     if search.error == ("ValueError", "OVERRIDE_UNKNOWN") and not search.attempts:
@@ -203,10 +203,15 @@ _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
 }
 
 
+def algorithm_of(config: Mapping[str, Any]) -> str:
+    """ModelOpt's `quant_algo`, flat or under `quantization`, in capitals; empty where there is none."""
+    nested = config.get("quantization")
+    source = nested if isinstance(nested, Mapping) else config
+    return str(source.get("quant_algo") or "").upper()
+
+
 def read_modelopt(question: Question) -> Method:
     """NVIDIA ModelOpt: `quant_algo` decides, but for modules in the exclude list."""
-    from moeq.oracle.engines.vllm.entry_points import algorithm_of
-
     config = question.config
     nested = isinstance(config.get("quantization"), Mapping)
     source: Mapping[str, Any] = config["quantization"] if nested else config
@@ -240,6 +245,4 @@ def read_modelopt(question: Question) -> Method:
 
 def excluded(entries: Iterable[str], prefix: str) -> bool:
     """ModelOpt's exclude list: exact names, parts of names, wildcards."""
-    from fnmatch import fnmatch
-
     return skipped_module(entries, prefix) or any(entry in prefix or fnmatch(prefix, entry) for entry in entries)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.filters import marlin_shape
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 Config = Mapping[str, Any]
@@ -115,8 +116,6 @@ def skipped_module(entries: Iterable[str] | None, prefix: str) -> bool:
 
 def marlin_fails(question: Question, group: int, *, tile_padding: bool = True) -> bool:
     """Whether Marlin's shape test fails, as the GPTQ and AWQ integrations run it themselves."""
-    from moeq.oracle.engines.vllm.filters import marlin_shape
-
     return next(marlin_shape(question.probe, group, tile_padding=tile_padding), None) is not None
 
 

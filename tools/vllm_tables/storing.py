@@ -1,10 +1,12 @@
-"""How an engine's tables are stored: what repeats is written once, so that a file stays small and its diff readable.
+"""Store extracted tables: what repeats is written once, so that a file stays small and its diff readable.
 
 * A search is stored once in a family, under a name made of its content; tables refer to it.
-* A row of a search table is left out where it is the same as the row without its last factor.
+* A row of a search table is left out when it equals the row without its last factor.
 * What is the same on several devices, or for several requested backends, is under all their names; `*` is all devices.
-* Of names, each method in force has the list of methods that a user may name for it: `*` is every one, and `=` in place
-  of a method is the one that is named.
+* In `names`, each method in force has the list of methods that a user may name for it: `*` is every one, and `=` in
+  place of a method is the one that is named.
+
+`moeq.oracle.engines.vllm.tables.unpacked` reads them back.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moeq.oracle.engines.vllm.tables import Tables, longest
+
 _WIDTH = 118
 
-Tables = dict[str, Any]
 Rows = dict[tuple[str, ...], str]
 
 
@@ -42,32 +45,6 @@ def packed(tables: Mapping[str, Any]) -> Tables:
     }  # fmt: skip
 
 
-def unpacked(stored: Mapping[str, Any]) -> Tables:
-    """The tables as they were extracted, but for rows that follow from others; names by device."""
-
-    def devices(listed: str) -> list[str]:
-        return list(stored["devices"]) if listed == "*" else listed.split(" ")
-
-    names: dict[str, dict[str, dict[str, str]]] = {device: {} for device in stored["devices"]}
-    for kind, groups in stored["names"].items():
-        for listed, row in groups.items():
-            for device in devices(listed):
-                names[device][kind] = _unpack_names(row, stored["users"])
-    classes = {
-        name: {**row, "blocks": [{"devices": devices(d), "variants": v} for d, v in row["blocks"].items()]}
-        for name, row in stored["classes"].items()
-    }
-    found = {
-        **stored,
-        "names": [{"devices": [device], "value": value} for device, value in names.items()],
-        "classes": classes,
-        "families": {name: _unpack_family(row, devices) for name, row in stored["families"].items()},
-        "rounding": [{"devices": devices(d), "value": value} for d, value in stored["rounding"].items()],
-    }
-    del found["users"]
-    return found
-
-
 def _pack_names(
     kind: str, groups: list[Mapping[str, Any]], users: list[str], devices: Callable[[list[str]], str]
 ) -> Tables:
@@ -80,17 +57,6 @@ def _pack_names(
         value = {method: "*" if set(listed) == set(users) else listed for method, listed in by_method.items()}
         found.setdefault(json.dumps(value), ([], value))[0].extend(group["devices"])
     return {devices(listed): value for listed, value in found.values()}
-
-
-def _unpack_names(row: Mapping[str, Any], users: list[str]) -> dict[str, str]:
-    return {
-        user: user if method == "=" else method
-        for method, listed in row.items()
-        for user in (users if listed == "*" else listed)
-    }
-
-
-# ------------------------------------------------------------------------------------------------ searches
 
 
 def _pack_family(blocks: Mapping[str, list[Mapping[str, Any]]], devices: Callable[[list[str]], str]) -> Tables:
@@ -121,21 +87,6 @@ def _pack_table(row: Any, name: Any) -> Any:
     return {"by": list(factors), **same, "rows": {",".join(key): name(text) for key, text in rows.items()}}
 
 
-def _unpack_family(stored: Mapping[str, Any], devices: Callable[[str], list[str]]) -> dict[str, list[Tables]]:
-    searches = {name: " ".join(words) for name, words in stored["searches"].items()}
-
-    def table(row: Any) -> Any:
-        if isinstance(row, str):
-            return searches.get(row, row)
-        return {**row, "rows": {key: searches.get(name, name) for key, name in row["rows"].items()}}
-
-    return {
-        asked: [{"devices": devices(listed), "table": table(row)} for listed, row in groups.items()]
-        for together, groups in stored["tables"].items()
-        for asked in together.split(" ")
-    }
-
-
 def fewest(factors: tuple[str, ...], rows: Mapping[str, str]) -> tuple[tuple[str, ...], Rows]:
     """The order of factors that needs the fewest rows, and those rows: the others follow from a shorter key."""
     keys = {tuple(key.split(",")) if key else (): text for key, text in rows.items()}
@@ -153,16 +104,6 @@ def fewest(factors: tuple[str, ...], rows: Mapping[str, str]) -> tuple[tuple[str
             best = order, kept
     assert best is not None  # there is at least one order
     return best
-
-
-def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]:
-    """The row that a key goes by: without as many of its last words as it takes."""
-    while key and key not in rows:
-        key = key[:-1]
-    return key
-
-
-# ------------------------------------------------------------------------------------------------ text
 
 
 def text(value: Any, indent: int = 0) -> str:

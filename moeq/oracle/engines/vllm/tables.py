@@ -1,0 +1,267 @@
+"""One version's extracted tables, read back as records: experts classes, and the order in which backends are tried.
+
+`tools/extract.py` writes the files in `tables/`; `tools/vllm_tables/storing.py` describes their form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+Tables = dict[str, Any]
+
+# ------------------------------------------------------------------------------------------------ the stored form
+
+
+def unpacked(stored: Mapping[str, Any]) -> Tables:
+    """The tables as they were extracted, but for rows that follow from others; names by device."""
+
+    def devices(listed: str) -> list[str]:
+        return list(stored["devices"]) if listed == "*" else listed.split(" ")
+
+    names: dict[str, dict[str, dict[str, str]]] = {device: {} for device in stored["devices"]}
+    for kind, groups in stored["names"].items():
+        for listed, row in groups.items():
+            for device in devices(listed):
+                names[device][kind] = _unpack_names(row, stored["users"])
+    classes = {
+        name: {**row, "blocks": [{"devices": devices(d), "variants": v} for d, v in row["blocks"].items()]}
+        for name, row in stored["classes"].items()
+    }
+    found = {
+        **stored,
+        "names": [{"devices": [device], "value": value} for device, value in names.items()],
+        "classes": classes,
+        "families": {name: _unpack_family(row, devices) for name, row in stored["families"].items()},
+        "rounding": [{"devices": devices(d), "value": value} for d, value in stored["rounding"].items()],
+    }
+    del found["users"]
+    return found
+
+
+def _unpack_names(row: Mapping[str, Any], users: list[str]) -> dict[str, str]:
+    return {
+        user: user if method == "=" else method
+        for method, listed in row.items()
+        for user in (users if listed == "*" else listed)
+    }
+
+
+def _unpack_family(stored: Mapping[str, Any], devices: Callable[[str], list[str]]) -> dict[str, list[Tables]]:
+    searches = {name: " ".join(words) for name, words in stored["searches"].items()}
+
+    def table(row: Any) -> Any:
+        if isinstance(row, str):
+            return searches.get(row, row)
+        return {**row, "rows": {key: searches.get(name, name) for key, name in row["rows"].items()}}
+
+    return {
+        asked: [{"devices": devices(listed), "table": table(row)} for listed, row in groups.items()]
+        for together, groups in stored["tables"].items()
+        for asked in together.split(" ")
+    }
+
+
+def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]:
+    """The row that a key goes by: without as many of its last words as it takes."""
+    while key and key not in rows:
+        key = key[:-1]
+    return key
+
+
+# ------------------------------------------------------------------------------------------------ experts classes
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a class accepts for some pairs of keys on some devices: one row of the extracted table.
+
+    Attributes:
+        pairs: `(weight key, activation key)`; activation `*` is any.
+        activations: activation functions.
+        routing: routing methods, None for all.
+        fp32_logits: routing methods that take fp32 router logits, None for all of `routing`.
+        parallel: parallel forms, as `Case.parallel_form` names them.
+        dtypes: dtypes of activations.
+        lora: adapters on experts.
+        bias: expert biases.
+        limit: activation functions that may have a clamp, None for all.
+        hidden: the hidden size is a multiple of it.
+        intermediate: the intermediate size per rank is a multiple of it.
+        intermediate_by: the same for activations where it is another.
+        max_experts: most experts, None without a limit.
+        min_top_k: fewest experts per token.
+        hash_routing: experts may be chosen by token id.
+        decomposed: the router may stay outside.
+        batch_invariant: results do not depend on the batch.
+        packages: optional packages it needs.
+        env: variables it depends on, each with the values that it stands with (None: unset).
+    """
+
+    pairs: frozenset[tuple[str, str]]
+    activations: tuple[str, ...]
+    parallel: frozenset[str]
+    routing: tuple[str, ...] | None = None
+    fp32_logits: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] = ()
+    lora: bool = False
+    bias: bool = True
+    limit: tuple[str, ...] | None = None
+    hidden: int | None = 1
+    intermediate: int | None = 1
+    intermediate_by: tuple[tuple[str, int], ...] = ()
+    max_experts: int | None = None
+    min_top_k: int | None = 1
+    hash_routing: bool = True
+    decomposed: bool = True
+    batch_invariant: bool = False
+    packages: tuple[str, ...] = ()
+    env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+
+    def admits(self, weight: str, activation: str) -> bool:
+        """Whether a pair of keys is among its own."""
+        return (weight, activation) in self.pairs or (weight, "*") in self.pairs
+
+
+def _variant(row: Mapping[str, Any], forms: tuple[str, ...]) -> Variant:
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    values["pairs"] = frozenset(_pair(text) for text in row["pairs"])
+    refused = frozenset(row["parallel"].get("not", ()))
+    values["parallel"] = frozenset(row["parallel"].get("only", ())) or frozenset(forms) - refused
+    values["intermediate_by"] = tuple(row.get("intermediate_by", {}).items())
+    values["env"] = tuple((name, tuple(allowed)) for name, allowed in row.get("env", {}).items())
+    return Variant(**values)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    weight, _, activation = text.partition("|")
+    return weight, activation
+
+
+@dataclass(frozen=True)
+class ExpertsClass:
+    """One experts class: its variants by device, and what it leaves out although it says yes.
+
+    Attributes:
+        name: class name (`W4A8:` before one that is there twice).
+        format: activation format, `standard` or `batched`.
+        monolithic: it does its own routing.
+        gemm_type: Humming's GEMM type, None for others.
+        variants: device -> variants.
+        ignores_lora: adapters are not applied.
+        drops_bias: biases are not added.
+        drops_zero_points: stored zero points are not read.
+        drops_scaling: the routed scaling factor and the clamp are not applied.
+        asserted_dtypes: dtypes asserted when the kernel is made.
+    """
+
+    name: str
+    format: str
+    monolithic: bool
+    gemm_type: str | None
+    variants: Mapping[str, tuple[Variant, ...]]
+    ignores_lora: bool = False
+    drops_bias: bool = False
+    drops_zero_points: bool = False
+    drops_scaling: bool = False
+    asserted_dtypes: tuple[str, ...] | None = None
+
+    @property
+    def short(self) -> str:
+        """The engine's own name of the class."""
+        return self.name.rpartition(":")[2]
+
+
+def experts_class(name: str, row: Mapping[str, Any], forms: tuple[str, ...], flags: Mapping[str, Any]) -> ExpertsClass:
+    """From a row of the extracted tables, and what moeq knows of the class beside it."""
+    variants: dict[str, tuple[Variant, ...]] = {}
+    for block in row["blocks"]:
+        made = tuple(_variant(item, forms) for item in block["variants"])
+        variants.update({device: made for device in block["devices"]})
+    asserted = {"asserted_dtypes": tuple(flags["asserted_dtypes"])} if "asserted_dtypes" in flags else {}
+    return ExpertsClass(name, row["format"], row["monolithic"], row["gemm_type"], variants, **{**flags, **asserted})
+
+
+# ------------------------------------------------------------------------------------------------ the order of trial
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One candidate that a search tries: a class of a backend, asked with an activation key (None: the method's own).
+
+    `reported` is the backend that the engine's log names where that is not the one that runs.
+    """
+
+    backend: str
+    experts: str
+    activation: str | None = None
+    reported: str | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a selection function tries, in order, and how it ends where nothing fits.
+
+    Attributes:
+        attempts: candidates in order.
+        error: exception type and kind of the end, or None.
+        unchecked: the candidate that is taken unasked at the end, or None.
+    """
+
+    attempts: tuple[Attempt, ...]
+    error: tuple[str, str] | None = None
+    unchecked: Attempt | None = None
+
+
+@cache
+def parse_search(text: str) -> Search:
+    """A search as the tables write it: `BACKEND/Class@key ... !Error:KIND` or `... =BACKEND~REPORTED/Class`."""
+    *words, end = text.split(" ")
+    attempts = tuple(_attempt(word) for word in words)
+    if end.startswith("="):
+        return Search(attempts, None, _attempt(end[1:]))
+    error, _, kind = end[1:].partition(":")
+    return Search(attempts, (error, kind))
+
+
+def _attempt(text: str) -> Attempt:
+    backend, _, rest = text.partition("/")
+    experts, _, key = rest.partition("@")
+    backend, _, reported = backend.partition("~")
+    return Attempt(backend, experts, key or None, reported or None)
+
+
+@dataclass(frozen=True)
+class SearchTable:
+    """A requested backend's searches on a device: by factors of the case that matter there.
+
+    Attributes:
+        factors: names of the factors, in the order of a row's key.
+        same: factor -> value -> the value that stands for it.
+        rows: `factor=value,...` without the usual values -> search; a key that is not there goes by the one without
+            its last words.
+    """
+
+    factors: tuple[str, ...]
+    same: Mapping[str, Mapping[str, str]]
+    rows: Mapping[str, str]
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Every `factor=value` that makes a difference."""
+        return frozenset(word for key in self.rows for word in key.split(",") if word)
+
+    def word(self, factor: str, value: str) -> str | None:
+        """The part of a row's key for a factor's value, None where the value changes nothing."""
+        word = f"{factor}={self.same.get(factor, {}).get(value, value)}"
+        return word if word in self.known else None
+
+    @cached_property
+    def _by_words(self) -> Mapping[tuple[str, ...], str]:
+        return {tuple(key.split(",")) if key else (): search for key, search in self.rows.items()}
+
+    def search(self, words: tuple[str, ...]) -> str:
+        """The search of a case that has these words, in the order of the factors."""
+        return self._by_words[longest(words, self._by_words)]
