@@ -6,7 +6,8 @@ import pytest
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.layouts.registry import LAYOUTS
+from moeq.layouts.readers import VLLM
+from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape
@@ -24,8 +25,23 @@ NOT_CONVERTED = {
 }
 
 
-def test_kernels_read_layouts_that_exist() -> None:
-    assert {capability.layout for capability in CAPABILITIES} - NOT_CONVERTED <= set(LAYOUTS)
+def test_layouts_name_the_kernels_that_read_them() -> None:
+    declared = {layout for layout, kind in LAYOUTS.items() if kind.own_reader()}
+    assert {capability.layout for capability in CAPABILITIES} - NOT_CONVERTED == declared
+
+
+def test_versions_of_an_engine_that_read_a_layout() -> None:
+    readers = [reader for kind in LAYOUTS.values() for reader in kind.vllm_readers()]
+    assert all(reader.versions for reader in readers)
+    assert VLLM("X", since="0.31.0").versions == ("0.33.0", "0.32.0", "0.31.0")
+    assert VLLM("X", since="0.27.0", until="0.28.0").versions == ("0.28.0", "0.27.1", "0.27.0")
+
+
+def test_readers_are_not_inherited() -> None:
+    """A layout that changes bytes of another is not read by what reads the other."""
+    assert LAYOUTS["marlin-wna16/1"].readers
+    assert not LAYOUTS["humming-wna16/1"].readers
+    assert all(layout_class(name) is kind for name, kind in LAYOUTS.items())
 
 
 def test_backends_name_layouts_that_exist() -> None:

@@ -12,6 +12,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
+from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class AiterA16W4(MXFP4Layout):
 
     id = "aiter-a16w4/1"
     title = "AITER MXFP4, bf16 activations"
+    readers = (VLLM("AITER_MXFP4_BF16", "aiter", dtypes=("bf16",), activates=True),)
     source = "AITER e4048607, vLLM 0.33.0"
     arch = "gfx942, gfx950"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 256"
@@ -62,6 +64,7 @@ class AiterShuffle(MXFP4Layout):
 
     id = "aiter-shuffle/1"
     title = "AITER MXFP4, (16, 16)"
+    readers = (VLLM("AITER_MXFP4_MXFP4", "aiter_mxfp4_mxfp4", since="0.28.0", dtypes=("bf16",)),)
     source = "AITER e4048607, vLLM 0.33.0"
     arch = "gfx950"
     slicing = "N by 32, K by 256"
@@ -87,6 +90,7 @@ class AiterGfx1250(MXFP4Layout):
 
     id = "aiter-gfx1250/1"
     title = "AITER Triton MXFP4, n32k4 scales"
+    readers = (VLLM("AITER_TRITON_MXFP4_MXFP4", "aiter_triton_mxfp4_mxfp4", since="0.33.0", dtypes=("bf16",)),)
     source = "AITER e4048607, vLLM 0.33.0"
     arch = "gfx1250"
     slicing = "N by 32, K by 128"
@@ -150,6 +154,7 @@ class AiterMXFP8(ArrangedLayout):
 
     id = "aiter-mxfp8/1"
     title = "AITER MXFP8"
+    readers = (VLLM("AITER_MXFP8", "aiter"),)
     source = "AITER e4048607, vLLM 0.33.0"
     elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with a gate, no bias"
@@ -211,6 +216,7 @@ class AiterFp8Block(_Aiter):
 
     id = "aiter-fp8-block/1"
     title = "AITER FP8, blocks"
+    readers = (VLLM("AITER", "aiter"),)
     slicing = "N by 128, K by 128"
     scope = "block"
 
@@ -220,6 +226,7 @@ class AiterFp8Channel(_Aiter):
 
     id = "aiter-fp8-channel/1"
     title = "AITER FP8, one scale per channel"
+    readers = (VLLM("AITER", "aiter"),)
     scope = "channel"
 
 
@@ -228,6 +235,7 @@ class AiterFp8Tensor(_Aiter):
 
     id = "aiter-fp8-tensor/1"
     title = "AITER FP8, one scale per matrix"
+    readers = (VLLM("AITER", "aiter"),)
     scope = "tensor"
 
 
@@ -293,6 +301,7 @@ class AiterFp8BlockFnuz(AiterFnuz, AiterFp8Block):
 
     id = "aiter-fp8-block-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), blocks"
+    readers = (VLLM("AITER", "aiter"),)
 
 
 class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
@@ -300,6 +309,7 @@ class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
 
     id = "aiter-fp8-channel-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per channel"
+    readers = (VLLM("AITER", "aiter"),)
 
 
 class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
@@ -307,6 +317,7 @@ class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
 
     id = "aiter-fp8-tensor-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per matrix"
+    readers = (VLLM("AITER", "aiter"),)
 
 
 def _bits(flags: Tensor) -> Tensor:

@@ -120,6 +120,7 @@ class ArrangedLayout(Layout):
     rearranges: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         if "rearranges" not in cls.__dict__:
             cls.rearranges = cls.rearranges and not any(name in cls.__dict__ for name in _RECODING)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -135,6 +136,7 @@ class Layout(ABC):
         lossy: what is lost for some inputs, or None where packing is always exact.
         lossy_as_engine: what is written then is, bit for bit, what the engine makes of the checkpoint itself.
         calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
+        readers: the kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
     """
 
     id: ClassVar[str]
@@ -149,6 +151,12 @@ class Layout(ABC):
     lossy: ClassVar[str | None] = None
     lossy_as_engine: ClassVar[bool] = False
     calibration_scope: ClassVar[str | None] = None
+    readers: ClassVar[tuple[Reader, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "readers" not in cls.__dict__:
+            cls.readers = ()
 
     def __init__(self, *, allow_lossy: bool = False, calibration: float | None = None) -> None:
         self.allow_lossy = allow_lossy
@@ -202,6 +210,16 @@ class Layout(ABC):
         What fits is kept, and the first value that does not is `usage.lossy`: headers cannot tell whether there is one.
         """
         return False
+
+    @classmethod
+    def vllm_readers(cls) -> tuple[VLLM, ...]:
+        """Return the backends of vLLM that read these bytes, the engine's preferred one first."""
+        return tuple(reader for reader in cls.readers if isinstance(reader, VLLM))
+
+    @classmethod
+    def own_reader(cls) -> MOEQ | None:
+        """Return moeq's kernel that the oracle may choose for these bytes, or None."""
+        return next((reader for reader in cls.readers if isinstance(reader, MOEQ)), None)
 
     @classmethod
     def how_to_allow(cls) -> str:

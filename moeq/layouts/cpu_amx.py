@@ -12,6 +12,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
 from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.readers import VLLM
 from moeq.layouts.words import block_sums
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -38,6 +39,7 @@ class CpuAmxInt4(ArrangedLayout):
 
     id = "cpu-amx-int4/1"
     title = "CPU AMX int4"
+    readers = (VLLM("CPU", since="0.32.0"),)
     source = "vLLM 0.33.0"
     elements = ("int4",)
     schemes = "int4, symmetric or (GPTQ, AWQ) with zero points, with bias"
@@ -153,6 +155,7 @@ class CpuAmxInt8(ArrangedLayout):
 
     id = "cpu-amx-int8/1"
     title = "CPU int8 W8A8"
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     source = "vLLM 0.33.0"
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
@@ -230,6 +233,7 @@ class CpuAmxMXFP4(MXFP4Layout):
 
     id = "cpu-amx-mxfp4/1"
     title = "CPU AMX MXFP4"
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     source = "vLLM 0.33.0"
     arch = "x86 with AMX"
     slicing = "N by 32, K by 32"
@@ -251,6 +255,7 @@ class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
 
     id = "cpu-amx-mxfp4-interleaved/1"
     title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     w13_order: ClassVar[W13Order] = "interleaved"
 
 
@@ -267,6 +272,7 @@ class CpuAmxFp8(Fp8Layout):
 
     id = "cpu-amx-fp8/1"
     title = "CPU AMX FP8, blocks, 16-bit activations"
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     arch = "x86 with AMX"
     slicing = "N by 128, K by 128"
     scope = "block"

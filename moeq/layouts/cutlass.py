@@ -6,6 +6,7 @@ from moeq.layouts.arranged import STORED_DTYPE, Part
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, TILE_128X4, MXFP4Layout, bias_as, scale_bytes, weight_bytes
 from moeq.layouts.nvfp4 import TiledNVFP4
+from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec
 
 
@@ -18,6 +19,7 @@ class CutlassMXFP4(MXFP4Layout):
 
     id = "cutlass-mxfp4/1"
     title = "CUTLASS MXFP4 x MXFP4"
+    readers = (VLLM("CUTLASS_MXFP4_MXFP4", since="0.32.0"),)
     source = "vLLM 0.33.0"
     arch = "SM100 and newer"
     slicing = "N by 128, K by 128"
@@ -47,5 +49,6 @@ class CutlassNVFP4(TiledNVFP4):
 
     id = "cutlass-nvfp4/1"
     title = "CUTLASS NVFP4 (vLLM), FlashInfer CuteDSL NVFP4 in batches"
+    readers = (VLLM("VLLM_CUTLASS", "cutlass"),)
     arch = "SM100 and newer"
     padding = PaddingRule(ungated=128)

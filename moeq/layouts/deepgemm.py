@@ -11,6 +11,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, PLAIN, Fp8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
+from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class DeepGemmFp8Sm90(_DeepGemm):
 
     id = "deepgemm-fp8-sm90/1"
     title = "DeepGEMM FP8, blocks, power-of-two scales in float32"
+    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
     arch = "SM90"
     slicing = "N by 128, K by 128"
 
@@ -97,6 +99,7 @@ class DeepGemmFp8Sm100(_DeepGemm):
 
     id = "deepgemm-fp8-sm100/1"
     title = "DeepGEMM FP8, blocks, packed E8M0 scales"
+    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
     arch = "SM100, SM120"
     slicing = "N by 128, K by 512"
 
@@ -128,6 +131,7 @@ class DeepGemmMXFP8(ArrangedLayout):
 
     id = "deepgemm-mxfp8/1"
     title = "DeepGEMM MXFP8"
+    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
     source = "vLLM 0.33.0, DeepGEMM 54e2261"
     elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
@@ -182,6 +186,7 @@ class DeepGemmMXFP4(MXFP4Layout):
 
     id = "deepgemm-mxfp4/1"
     title = "DeepGEMM MXFP4"
+    readers = (VLLM("DEEPGEMM_MXFP4", "deep_gemm", dtypes=("bf16",)),)
     source = "DeepGEMM 54e2261, vLLM 0.33.0"
     arch = "SM100 and newer"
     slicing = "N by 4, K by 128"

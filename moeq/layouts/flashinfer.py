@@ -25,6 +25,7 @@ from moeq.layouts.mxfp4 import (
     weight_bytes,
 )
 from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale, nvfp4_weight
+from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ class TrtllmMXFP4(MXFP4Layout):
 
     id = "trtllm-mxfp4/1"
     title = "FlashInfer TRTLLM MXFP4, bf16 or MXFP8 activations"
+    readers = (
+        VLLM("FLASHINFER_TRTLLM_MXFP4_BF16", "flashinfer_trtllm", since="0.27.0", dtypes=("bf16",), activates=True),
+        VLLM(
+            "FLASHINFER_TRTLLM_MXFP4_MXFP8", "flashinfer_trtllm_afp8", since="0.27.0", dtypes=("bf16",), activates=True
+        ),
+    )
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 128"
@@ -94,6 +101,9 @@ class FlashInferCutlassBF16(MXFP4Layout):
 
     id = "flashinfer-cutlass-mxfp4-bf16/1"
     title = "FlashInfer CUTLASS MXFP4, bf16 activations"
+    readers = (
+        VLLM("FLASHINFER_CUTLASS_MXFP4_BF16", "flashinfer_cutlass", since="0.29.0", dtypes=("bf16",), activates=True),
+    )
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM90"
     slicing = "N by 64, K by 128"
@@ -123,6 +133,7 @@ class FlashInferCutlassMXFP8(MXFP4Layout):
 
     id = "flashinfer-cutlass-mxfp4-mxfp8/1"
     title = "FlashInfer CUTLASS MXFP4, MXFP8 activations"
+    readers = (VLLM("FLASHINFER_CUTLASS_MXFP4_MXFP8", "flashinfer_cutlass_afp8", dtypes=("bf16",), activates=True),)
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM100 and newer, SM120"
     slicing = "N by 128, K by 128"
@@ -152,6 +163,7 @@ class TrtllmNVFP4(NVFP4Layout):
 
     id = "trtllm-nvfp4/1"
     title = "FlashInfer TRTLLM NVFP4"
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
@@ -181,6 +193,7 @@ class CuteDslNVFP4(NVFP4Layout):
 
     id = "flashinfer-cutedsl-nvfp4/1"
     title = "FlashInfer CuteDSL NVFP4"
+    readers = (VLLM("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", since="0.32.0"),)
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
@@ -199,6 +212,7 @@ class FlashInferCutlassNVFP4(TiledNVFP4):
 
     id = "flashinfer-cutlass-nvfp4/1"
     title = "FlashInfer CUTLASS NVFP4"
+    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass"),)
     arch = "SM100 and newer"
     padding = PaddingRule(ungated=128)
     w13_order = "up-gate"
@@ -215,6 +229,7 @@ class TrtllmMXFP8(ArrangedLayout):
 
     id = "trtllm-mxfp8/1"
     title = "FlashInfer TRTLLM MXFP8"
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
@@ -295,6 +310,7 @@ class FlashInferCutlassFp8Block(RaisedBlocks):
 
     id = "flashinfer-cutlass-fp8-block/1"
     title = "FlashInfer CUTLASS FP8, blocks"
+    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass"),)
     arch = "SM90"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -307,6 +323,7 @@ class TrtllmFp8Block(RaisedBlocks):
 
     id = "trtllm-fp8-block/1"
     title = "FlashInfer TRTLLM FP8, blocks"
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
     arch = "SM100 family"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -349,6 +366,7 @@ class FlashInferCutlassFp8Tensor(OneScale):
 
     id = "flashinfer-cutlass-fp8-tensor/1"
     title = "FlashInfer CUTLASS FP8, one scale per matrix"
+    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass"),)
     arch = "SM90 and newer"
     slicing = "N by 16, K by 16"
     n_multiple = 16
@@ -362,6 +380,7 @@ class TrtllmFp8Tensor(OneScale):
 
     id = "trtllm-fp8-tensor/1"
     title = "FlashInfer TRTLLM FP8, one scale per matrix"
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
     arch = "SM100 family"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
 

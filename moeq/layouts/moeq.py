@@ -8,6 +8,7 @@ from moeq.layouts.arranged import Part
 from moeq.layouts.bits import MOEQ_MXFP4
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
+from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 #: Greatest exponent byte.
@@ -29,6 +30,7 @@ class MoeqMXFP4(MarlinMXFP4):
 
     id = "moeq-mxfp4/1"
     title = "MXFP4 for moeq's own kernels, bf16 activations"
+    readers = (MOEQ("MOEQ"),)
     arch = "SM80 and newer, gfx942, gfx950"
     source = "moeq"
     exact_scales = (0, GREATEST)

@@ -4,81 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
+from types import ModuleType
 
 from moeq.errors import MoeqError
+from moeq.layouts import (
+    aiter,
+    b12x,
+    cpu_amx,
+    cutlass,
+    deepgemm,
+    flashinfer,
+    humming,
+    moeq,
+    rdna3,
+    triton_kernels,
+    vllm_triton,
+    xpu,
+)
 from moeq.layouts.base import Layout
+from moeq.layouts.marlin import fp8, mxfp4, nvfp4, wna16
 
-#: layout id -> "module:class", imported on first use.
-LAYOUTS: dict[str, str] = {
-    "marlin-wna16/1": "marlin.wna16:MarlinWNA16",
-    "marlin-wna16-int8act/1": "marlin.wna16:MarlinInt8Act",
-    "marlin-wna16-fp8act/1": "marlin.wna16:MarlinFp8Act",
-    "marlin-act-order/1": "marlin.wna16:MarlinActOrder",
-    "marlin-mxfp4/1": "marlin.mxfp4:MarlinMXFP4",
-    "marlin-mxfp4-interleaved/1": "marlin.mxfp4:MarlinMXFP4Interleaved",
-    "marlin-mxfp4-fp16/1": "marlin.mxfp4:MarlinMXFP4Fp16",
-    "marlin-mxfp4-fp16-interleaved/1": "marlin.mxfp4:MarlinMXFP4Fp16Interleaved",
-    "marlin-mxfp4-fp8act/1": "marlin.mxfp4:MarlinMXFP4Fp8Act",
-    "marlin-mxfp4-fp8act-interleaved/1": "marlin.mxfp4:MarlinMXFP4Fp8ActInterleaved",
-    "moeq-mxfp4/1": "moeq:MoeqMXFP4",
-    "marlin-nvfp4/1": "marlin.nvfp4:MarlinNVFP4",
-    "marlin-nvfp4-fp16/1": "marlin.nvfp4:MarlinNVFP4Fp16",
-    "trtllm-nvfp4/1": "flashinfer:TrtllmNVFP4",
-    "flashinfer-cutlass-nvfp4/1": "flashinfer:FlashInferCutlassNVFP4",
-    "cutlass-nvfp4/1": "cutlass:CutlassNVFP4",
-    "flashinfer-cutedsl-nvfp4/1": "flashinfer:CuteDslNVFP4",
-    "b12x-nvfp4/1": "b12x:B12xNVFP4",
-    "b12x-nvfp4-a16/1": "b12x:B12xNVFP4A16",
-    "flashinfer-b12x-nvfp4/1": "b12x:FlashInferB12xNVFP4",
-    "marlin-fp8/1": "marlin.fp8:MarlinFp8",
-    "marlin-fp8-fp16/1": "marlin.fp8:MarlinFp8Fp16",
-    "marlin-mxfp8/1": "marlin.fp8:MarlinMXFP8",
-    "trtllm-fp8-block/1": "flashinfer:TrtllmFp8Block",
-    "trtllm-fp8-tensor/1": "flashinfer:TrtllmFp8Tensor",
-    "flashinfer-cutlass-fp8-block/1": "flashinfer:FlashInferCutlassFp8Block",
-    "flashinfer-cutlass-fp8-tensor/1": "flashinfer:FlashInferCutlassFp8Tensor",
-    "deepgemm-fp8-sm90/1": "deepgemm:DeepGemmFp8Sm90",
-    "deepgemm-fp8-sm100/1": "deepgemm:DeepGemmFp8Sm100",
-    "aiter-fp8-block/1": "aiter:AiterFp8Block",
-    "aiter-fp8-block-fnuz/1": "aiter:AiterFp8BlockFnuz",
-    "aiter-fp8-channel/1": "aiter:AiterFp8Channel",
-    "aiter-fp8-channel-fnuz/1": "aiter:AiterFp8ChannelFnuz",
-    "aiter-fp8-tensor/1": "aiter:AiterFp8Tensor",
-    "aiter-fp8-tensor-fnuz/1": "aiter:AiterFp8TensorFnuz",
-    "trtllm-mxfp8/1": "flashinfer:TrtllmMXFP8",
-    "deepgemm-mxfp8/1": "deepgemm:DeepGemmMXFP8",
-    "aiter-mxfp8/1": "aiter:AiterMXFP8",
-    "xpu-fp8-block/1": "xpu:XpuFp8Block",
-    "xpu-fp8-tensor/1": "xpu:XpuFp8Tensor",
-    "xpu-mxfp8/1": "xpu:XpuMXFP8",
-    "cpu-amx-fp8/1": "cpu_amx:CpuAmxFp8",
-    "triton-wna16/1": "vllm_triton:TritonWNA16",
-    "int8-w8a8/1": "vllm_triton:Int8W8A8",
-    "trtllm-mxint4/1": "flashinfer:TrtllmMxInt4",
-    "trtllm-mxfp4/1": "flashinfer:TrtllmMXFP4",
-    "flashinfer-cutlass-mxfp4-bf16/1": "flashinfer:FlashInferCutlassBF16",
-    "flashinfer-cutlass-mxfp4-mxfp8/1": "flashinfer:FlashInferCutlassMXFP8",
-    "cutlass-mxfp4/1": "cutlass:CutlassMXFP4",
-    "deepgemm-mxfp4/1": "deepgemm:DeepGemmMXFP4",
-    "triton-kernels-hopper/1": "triton_kernels:TritonKernelsHopper",
-    "triton-kernels-hopper-w4/1": "triton_kernels:TritonKernelsHopper4",
-    "triton-kernels-blackwell/1": "triton_kernels:TritonKernelsBlackwell",
-    "triton-kernels-cdna4/1": "triton_kernels:TritonKernelsCDNA4",
-    "aiter-shuffle/1": "aiter:AiterShuffle",
-    "aiter-a16w4/1": "aiter:AiterA16W4",
-    "aiter-gfx1250/1": "aiter:AiterGfx1250",
-    "aiter-int4/1": "aiter:AiterInt4",
-    "cpu-amx-int4/1": "cpu_amx:CpuAmxInt4",
-    "cpu-amx-int8/1": "cpu_amx:CpuAmxInt8",
-    "cpu-amx-mxfp4/1": "cpu_amx:CpuAmxMXFP4",
-    "cpu-amx-mxfp4-interleaved/1": "cpu_amx:CpuAmxMXFP4Interleaved",
-    "rdna3-int4/1": "rdna3:Rdna3Int4",
-    "xpu-wna16/1": "xpu:XpuWNA16",
-    "mxfp4-identity/1": "xpu:IdentityMXFP4",
-    "humming-wna16/1": "humming:HummingWNA16",
-    "humming-mxfp4-fp16/1": "humming:HummingMXFP4Fp16",
-}
+#: One module for each library that owns bytes (Marlin: for each element type).
+_MODULES: tuple[ModuleType, ...] = (
+    wna16,
+    mxfp4,
+    moeq,
+    nvfp4,
+    fp8,
+    flashinfer,
+    cutlass,
+    b12x,
+    deepgemm,
+    aiter,
+    triton_kernels,
+    vllm_triton,
+    cpu_amx,
+    rdna3,
+    xpu,
+    humming,
+)
+
+
+def _classes(module: ModuleType) -> Iterator[type[Layout]]:
+    for found in vars(module).values():
+        layout = isinstance(found, type) and issubclass(found, Layout) and "id" in vars(found)
+        if layout and found.__module__ == module.__name__:
+            yield found
+
+
+#: Every layout by its id.
+LAYOUTS: dict[str, type[Layout]] = {kind.id: kind for module in _MODULES for kind in _classes(module)}
 
 #: What cannot be packed offline, and why.
 NOT_OFFLINE: dict[str, str] = {
@@ -131,9 +106,7 @@ def layout_class(layout_id: str) -> type[Layout]:
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         raise MoeqError("usage.unknown-layout", f"no layout is called '{layout_id}'", f"known layouts: {known}")
-    module, _, name = LAYOUTS[layout_id].partition(":")
-    found: type[Layout] = getattr(import_module(f"moeq.layouts.{module}"), name)
-    return found
+    return LAYOUTS[layout_id]
 
 
 def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
@@ -147,8 +120,7 @@ def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
 
 def layout_facts() -> Iterator[LayoutFacts]:
     """The support table, one row per layout."""
-    for layout_id in LAYOUTS:
-        kind = layout_class(layout_id)
+    for kind in LAYOUTS.values():
         yield LayoutFacts(
             id=kind.id,
             title=kind.title,

@@ -20,6 +20,7 @@ from moeq.layouts.mxfp4 import (
     scale_bytes,
     weight_bytes,
 )
+from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec
 
 
@@ -51,6 +52,11 @@ class TritonKernelsHopper(TritonKernelsLayout):
 
     id = "triton-kernels-hopper/1"
     title = "triton_kernels MXFP4, Hopper, 8 warps"
+    readers: ClassVar[tuple[Reader, ...]] = (
+        VLLM("TRITON", "triton", dtypes=("bf16",)),
+        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)),
+        MOEQ("TRITON_KERNELS_HOPPER"),
+    )
     arch = "SM90"
     slicing = "N by 256 (128 per half of w13), K by 128"
     warps: ClassVar[int] = 8
@@ -80,6 +86,7 @@ class TritonKernelsHopper4(TritonKernelsHopper):
 
     id = "triton-kernels-hopper-w4/1"
     title = "triton_kernels MXFP4, Hopper, 4 warps"
+    readers = (MOEQ(),)
     slicing = "N by 128 (64 per half of w13), K by 128"
     warps = 4
 
@@ -98,6 +105,7 @@ class TritonKernelsBlackwell(TritonKernelsLayout):
 
     id = "triton-kernels-blackwell/1"
     title = "triton_kernels MXFP4, Blackwell"
+    readers = (VLLM("TRITON", "triton", dtypes=("bf16",)), VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)))
     arch = "SM100, SM120"
     slicing = "N by 128 (64 per half of w13), K by 256"
 
@@ -125,6 +133,11 @@ class TritonKernelsCDNA4(TritonKernelsLayout):
 
     id = "triton-kernels-cdna4/1"
     title = "triton_kernels MXFP4, CDNA4 scales"
+    readers = (
+        VLLM("TRITON", "triton", dtypes=("bf16",)),
+        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)),
+        VLLM("AITER_TRITON_MXFP4_BF16", "aiter_triton_mxfp4_bf16", since="0.30.0", dtypes=("bf16",), activates=True),
+    )
     arch = "gfx950, TP up to 2"
     slicing = "N by 32 (16 per half of w13), K by 256"
     padding = PaddingRule(intermediate=256, hidden=256)

@@ -8,6 +8,7 @@ from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE
+from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class TritonWNA16(ArrangedLayout):
 
     id = "triton-wna16/1"
     title = "Triton WNA16"
+    readers = (VLLM("TRITON", "triton"), MOEQ("TRITON"))
     source = "vLLM 0.33.0"
     elements = ("int4", "int8")
     schemes = "int4 and int8, symmetric or with zero points"
@@ -83,6 +85,7 @@ class Int8W8A8(ArrangedLayout):
 
     id = "int8-w8a8/1"
     title = "int8 W8A8 Triton"
+    readers = (VLLM("TRITON", "triton"), MOEQ("TRITON"))
     source = "vLLM 0.33.0"
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"

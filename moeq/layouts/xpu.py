@@ -7,6 +7,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec
 
 
@@ -20,6 +21,12 @@ class IdentityMXFP4(MXFP4Layout):
 
     id = "mxfp4-identity/1"
     title = "MXFP4 as stored (XPU, B12X, emulation)"
+    readers = (
+        VLLM("XPU", "xpu", dtypes=("bf16",)),
+        VLLM("B12X_MXFP4_MXFP8", "b12x", since="0.29.0", dtypes=("bf16",)),
+        VLLM("B12X_MXFP4_BF16", "b12x", since="0.29.0", dtypes=("bf16",)),
+        MOEQ("MXFP4_PLAIN"),
+    )
     source = "vLLM 0.33.0"
     arch = "any"
     slicing = "N by 1, K by 32"
@@ -48,6 +55,7 @@ class XpuFp8Tensor(Fp8Layout):
 
     id = "xpu-fp8-tensor/1"
     title = "XPU FP8, one scale per matrix"
+    readers = (VLLM("XPU"),)
     arch = "Intel XPU"
     slicing = "N by 1, K by 1"
     scope = "tensor"
@@ -61,6 +69,7 @@ class XpuFp8Block(Fp8Layout):
 
     id = "xpu-fp8-block/1"
     title = "XPU FP8, blocks"
+    readers = (VLLM("XPU"),)
     arch = "Intel XPU"
     slicing = "N by 128, K by 128"
     scope = "block"
@@ -75,6 +84,7 @@ class XpuMXFP8(ArrangedLayout):
 
     id = "xpu-mxfp8/1"
     title = "XPU MXFP8"
+    readers = (VLLM("XPU", "xpu"),)
     source = "vLLM 0.33.0"
     elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"

@@ -84,7 +84,7 @@ def _builtin_rows() -> list[dict[str, Any]]:
             "devices": [term.text for term in policy.devices],
             "needs": ["triton"],
             "limits": [f"{row.element}", f"groups {', '.join(map(str, row.group_sizes))}", "no LoRA"],
-            "layouts": [row.layout] if row.layout in LAYOUTS else [],
+            "layouts": [row.layout],
             "no_layout": "moeq has none yet",
         }
         for row in policy.kernels

@@ -9,93 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: vLLM versions that the plug-in was run with, newest first (`moeq.engines.vllm.plugin`).
-VLLM_VERSIONS = ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.27.0", "0.26.0")
+from moeq.layouts.readers import VLLM_VERSIONS
+from moeq.layouts.registry import layout_class
 
-
-def _since(version: str) -> tuple[str, ...]:
-    """Of `VLLM_VERSIONS` that one and newer."""
-    return VLLM_VERSIONS[: VLLM_VERSIONS.index(version) + 1]
-
-
-def _until(version: str) -> tuple[str, ...]:
-    """Of `VLLM_VERSIONS` that one and older."""
-    return VLLM_VERSIONS[VLLM_VERSIONS.index(version) :]
-
-
-#: Layouts that the plug-in hands to a kernel of the engine (`moeq.engines.vllm.backends`), with the engine's name of
-#: the backend (`auto`: no name asks for it), the versions that read it and the dtypes of the activations. moeq's own
-#: kernels run in the plug-in too.
-VLLM_LAYOUTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "marlin-wna16/1": ("marlin", VLLM_VERSIONS, ("bf16", "fp16")),
-    "triton-wna16/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
-    "int8-w8a8/1": ("triton", VLLM_VERSIONS, ("bf16", "fp16")),
-    "marlin-mxfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-mxfp4-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-act-order/1": ("marlin", _until("0.29.0"), ("bf16", "fp16")),
-    "marlin-nvfp4/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-nvfp4-fp16/1": ("marlin", VLLM_VERSIONS, ("fp16",)),
-    "marlin-fp8/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-fp8-fp16/1": ("marlin", VLLM_VERSIONS, ("fp16",)),
-    "marlin-mxfp8/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "trtllm-nvfp4/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "flashinfer-cutlass-nvfp4/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
-    "cutlass-nvfp4/1": ("cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
-    "flashinfer-cutedsl-nvfp4/1": ("flashinfer_cutedsl", _since("0.32.0"), ("bf16", "fp16")),
-    "b12x-nvfp4/1": ("b12x", _since("0.29.0"), ("bf16", "fp16")),
-    "b12x-nvfp4-a16/1": ("b12x", _since("0.29.0"), ("bf16", "fp16")),
-    "flashinfer-b12x-nvfp4/1": ("flashinfer_b12x", VLLM_VERSIONS, ("bf16", "fp16")),
-    "cutlass-mxfp4/1": ("auto", _since("0.32.0"), ("bf16", "fp16")),
-    "marlin-mxfp4-fp8act/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "marlin-mxfp4-fp8act-interleaved/1": ("marlin", VLLM_VERSIONS, ("bf16",)),
-    "trtllm-mxfp4/1": ("flashinfer_trtllm", _since("0.27.0"), ("bf16",)),
-    "flashinfer-cutlass-mxfp4-bf16/1": ("flashinfer_cutlass", _since("0.29.0"), ("bf16",)),
-    "flashinfer-cutlass-mxfp4-mxfp8/1": ("flashinfer_cutlass_afp8", VLLM_VERSIONS, ("bf16",)),
-    "deepgemm-mxfp4/1": ("deep_gemm", VLLM_VERSIONS, ("bf16",)),
-    "triton-kernels-hopper/1": ("triton", VLLM_VERSIONS, ("bf16",)),
-    "triton-kernels-blackwell/1": ("triton", VLLM_VERSIONS, ("bf16",)),
-    "triton-kernels-cdna4/1": ("triton", VLLM_VERSIONS, ("bf16",)),
-    "aiter-shuffle/1": ("aiter_mxfp4_mxfp4", _since("0.28.0"), ("bf16",)),
-    "aiter-a16w4/1": ("aiter", VLLM_VERSIONS, ("bf16",)),
-    "aiter-gfx1250/1": ("aiter_triton_mxfp4_mxfp4", _since("0.33.0"), ("bf16",)),
-    "mxfp4-identity/1": ("xpu", VLLM_VERSIONS, ("bf16",)),
-    "trtllm-fp8-block/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "trtllm-fp8-tensor/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "trtllm-mxfp8/1": ("flashinfer_trtllm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "flashinfer-cutlass-fp8-block/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
-    "flashinfer-cutlass-fp8-tensor/1": ("flashinfer_cutlass", VLLM_VERSIONS, ("bf16", "fp16")),
-    "deepgemm-fp8-sm90/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "deepgemm-fp8-sm100/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "deepgemm-mxfp8/1": ("deep_gemm", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-block/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-block-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-channel/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-channel-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-tensor/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-fp8-tensor-fnuz/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "aiter-mxfp8/1": ("aiter", VLLM_VERSIONS, ("bf16", "fp16")),
-    "xpu-fp8-block/1": ("auto", VLLM_VERSIONS, ("bf16", "fp16")),
-    "xpu-fp8-tensor/1": ("auto", VLLM_VERSIONS, ("bf16", "fp16")),
-    "xpu-mxfp8/1": ("xpu", VLLM_VERSIONS, ("bf16", "fp16")),
-    "cpu-amx-int4/1": ("auto", _since("0.32.0"), ("bf16", "fp16")),
-    "cpu-amx-int8/1": ("auto", _since("0.32.0"), ("bf16",)),
-    "cpu-amx-mxfp4/1": ("auto", _since("0.32.0"), ("bf16",)),
-    "cpu-amx-mxfp4-interleaved/1": ("auto", _since("0.32.0"), ("bf16",)),
-    "cpu-amx-fp8/1": ("auto", _since("0.32.0"), ("bf16",)),
-}
-#: Other backends of the engine that read the same bytes.
-VLLM_INSTEAD: dict[str, tuple[str, ...]] = {
-    "trtllm-mxfp4/1": ("flashinfer_trtllm_afp8",),
-    "triton-kernels-hopper/1": ("triton_unfused",),
-    "triton-kernels-blackwell/1": ("triton_unfused",),
-    "triton-kernels-cdna4/1": ("triton_unfused", "aiter_triton_mxfp4_bf16"),
-    "mxfp4-identity/1": ("b12x",),
-}
-#: Layouts whose kernel in the engine applies the activation itself, and finds gate and up where the layout has them.
-VLLM_ACTIVATES = (
-    *("trtllm-mxfp4/1", "flashinfer-cutlass-mxfp4-bf16/1", "flashinfer-cutlass-mxfp4-mxfp8/1", "aiter-a16w4/1"),
-    "triton-kernels-cdna4/1",
-)
 #: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`), not by the one that the
 #: checkpoint names: the plug-in would give them plain FP8.
 VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
@@ -154,7 +70,6 @@ class PlannedLayer:
 
     Attributes:
         layout: layout id.
-        w13_order: how its gate and up rows lie.
         model_type: `model_type` of the config: of the whole model, where its language model is a part.
         activation: activation function of the experts.
         dtype: activation dtype, `bf16` or `fp16`.
@@ -172,7 +87,6 @@ class PlannedLayer:
     """
 
     layout: str
-    w13_order: str
     model_type: str
     activation: str
     dtype: str
@@ -227,15 +141,17 @@ def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:
 
 
 def _engines_own(planned: PlannedLayer) -> tuple[str, ...]:
-    """Versions whose own kernels run the layer."""
-    _, versions, dtypes = VLLM_LAYOUTS.get(planned.layout, ("", (), ()))
-    # Gate and up rows by turns are for gpt-oss's activation alone; which half comes first is the kernel's own.
-    turned = (planned.w13_order == "interleaved") != (planned.activation == "swigluoai")
-    if planned.dtype not in dtypes or (turned and planned.layout not in VLLM_ACTIVATES):
+    """Return the versions whose own kernels run the layer."""
+    kind = layout_class(planned.layout)
+    # Interleaved gate and up rows are for gpt-oss's activation alone; which half comes first is the kernel's own.
+    other_order = (kind.w13_order == "interleaved") != (planned.activation == "swigluoai")
+    readers = [reader for reader in kind.vllm_readers() if planned.dtype in reader.dtypes]
+    if not planned.scales or (other_order and not any(reader.activates for reader in readers)):
         return ()
-    if (planned.layout == "marlin-act-order/1" and planned.tp > 1) or not planned.scales:
-        return ()
-    return tuple(version for version in versions if version in planned.vllm)
+    if planned.tp > 1:
+        readers = [reader for reader in readers if reader.shards]
+    read = {version for reader in readers for version in reader.versions}
+    return tuple(version for version in planned.vllm if version in read)
 
 
 def _transformers(planned: PlannedLayer) -> bool:
@@ -247,9 +163,9 @@ def _transformers(planned: PlannedLayer) -> bool:
 
 
 def _own_kernel(planned: PlannedLayer) -> bool:
-    """Gate and up rows by turns are read for gpt-oss's activation only, up rows before gate rows for none."""
+    """Interleaved gate and up rows are read for gpt-oss's activation only, up rows before gate rows for none."""
     orders = ("gate-up", "interleaved") if planned.activation == "swigluoai" else ("gate-up",)
-    return planned.own_kernel and planned.w13_order in orders
+    return planned.own_kernel and layout_class(planned.layout).w13_order in orders
 
 
 def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:

@@ -30,7 +30,7 @@ from vllm.plugins import load_general_plugins
 import moeq
 from moeq.engines.vllm import plugin
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import VLLM_VERSIONS
+from moeq.layouts.readers import VLLM_VERSIONS
 
 
 def test_the_engine_finds_the_plug_in() -> None:

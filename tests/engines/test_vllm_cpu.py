@@ -18,7 +18,7 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import VLLM_LAYOUTS
+from moeq.layouts.registry import layout_class
 
 if not hasattr(torch.ops._C, "fused_experts_cpu") or not torch.cpu._is_amx_tile_supported():
     pytest.skip("needs vLLM's library for CPUs, and a CPU with AMX", allow_module_level=True)
@@ -144,7 +144,7 @@ class TestRefusals:
         layout = (EXACT | BEYOND)[name][0]
         folder = converted(checkpoints / name, tmp_path / "out", layout)
         for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-            if short in VLLM_LAYOUTS[layout][2]:
+            if short in layout_class(layout).vllm_readers()[0].dtypes:
                 x, *routing = routed(checkpoints / name, 4)
                 assert run(loaded_layer(folder, dtype=dtype), x.to(dtype), *routing).isfinite().all()
             else:

@@ -11,16 +11,16 @@ import torch
 from engines import engine_preparation as preparation
 from engines.engine_preparation import draw, layer_differences, prepared_layer
 from engines.mxfp4_preparation import Generic, as_mxfp4, draw_gpt_oss, gpt_oss_layer, stand_in
-from engines.vllm_engine import BACKENDS, loaded_layer, vllm
+from engines.vllm_engine import BACKENDS, loaded_layer
 from load.deployments import convert
 from vllm.model_executor.layers.quantization.utils import marlin_utils, mxfp4_utils
 from vllm.platforms import current_platform
 
 import moeq
-from moeq.engines.vllm.engine_experts import VERSION
-from moeq.engines.vllm.mxfp4_experts import MXFP4S
+from moeq.engines.vllm.backends import CONSTRUCTORS
+from moeq.engines.vllm.engine_experts import RELEASE, VERSION
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import VLLM_ACTIVATES, VLLM_INSTEAD, VLLM_LAYOUTS
+from moeq.layouts.registry import LAYOUTS
 
 #: What the engine prepares, the layout, and `--moe-backend`; hidden and intermediate size of a rank.
 CASES: list[tuple[str, str, str, int, int]] = [
@@ -112,18 +112,15 @@ def test_the_layer_is_as_the_engine_leaves_it(
     assert layer_differences(ours, theirs) == []
 
 
-def test_what_is_said_to_load_in_this_version() -> None:
-    version = vllm.__version__.partition("+")[0]
-    said = {
-        layout: (row[0], *VLLM_INSTEAD.get(layout, ())) for layout, row in VLLM_LAYOUTS.items() if version in row[1]
-    }
-    assert set(said) <= set(BACKENDS)
-    assert set(said) >= set(MXFP4S)
-    for layout, options in said.items():
-        # A name of a backend that this version does not have is not asked for there.
-        assert set(options_of(layout)) <= set(options), layout
-    activating = {layout for layout, row in BACKENDS.items() if any(one.activates for one in (row, *row.instead))}
-    assert activating <= set(VLLM_ACTIVATES)
+def test_the_plug_in_makes_experts_for_every_reader_of_a_layout() -> None:
+    """In this version it takes what the layouts declare for it, with the engine's own names."""
+    readers = {layout: kind.vllm_readers() for layout, kind in LAYOUTS.items() if kind.vllm_readers()}
+    assert set(CONSTRUCTORS) == set(readers)
+    for layout, declared in readers.items():
+        read = [reader for reader in declared if RELEASE in reader.versions]
+        rows = [BACKENDS[layout], *BACKENDS[layout].instead] if layout in BACKENDS else []
+        assert [row.reader for row in rows] == read
+        assert all(row.title.partition(" ")[0] == row.reader.backend and row.classes() for row in rows), layout
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import moeq
-from moeq.oracle.loaders import VLLM_VERSIONS
+from moeq.layouts.readers import VLLM_VERSIONS
 
 if not torch.cuda.is_available():
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine switches Triton off where it sees neither a driver nor this

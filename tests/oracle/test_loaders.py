@@ -21,6 +21,7 @@ import moeq
 from moeq.checkpoint.manifest import read_manifest
 from moeq.cli.app import run
 from moeq.foreign import in_markdown
+from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.oracle import loaders
 from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decide import answer
@@ -44,36 +45,13 @@ def assigned(path: Path, name: str) -> ast.expr:
 @pytest.mark.parametrize(
     ("versions", "words"),
     [
-        (loaders.VLLM_VERSIONS, "0.26.0 to 0.33.0"),
+        (VLLM_VERSIONS, "0.26.0 to 0.33.0"),
         (("0.33.0", "0.32.0"), "0.32.0 to 0.33.0"),
         (("0.33.0", "0.28.0", "0.27.1", "0.26.0"), "0.26.0 and 0.27.1 to 0.28.0 and 0.33.0"),
     ],
 )
 def test_ranges_of_versions(versions, words) -> None:
     assert loaders.version_ranges(versions) == words
-
-
-def test_layouts_that_vllms_kernels_read() -> None:
-    named = set()
-    for module, name in (
-        ("backends", "BACKENDS"),
-        ("cpu_experts", "CPUS"),
-        ("float_experts", "FLOATS"),
-        ("mxfp4_experts", "MXFP4S"),
-    ):
-        table = assigned(ENGINES / "vllm" / f"{module}.py", name)
-        table = table.body if isinstance(table, ast.IfExp) else table
-        assert isinstance(table, ast.Dict)
-        named |= {ast.literal_eval(key) for key in table.keys if key is not None}
-    of_some = {
-        "marlin-act-order/1",
-        "flashinfer-cutedsl-nvfp4/1",
-        *("cutlass-mxfp4/1", "trtllm-mxfp4/1", "flashinfer-cutlass-mxfp4-bf16/1"),
-        *("aiter-shuffle/1", "aiter-gfx1250/1"),
-        "b12x-nvfp4/1",
-        "b12x-nvfp4-a16/1",
-    }
-    assert named | of_some == set(loaders.VLLM_LAYOUTS)
 
 
 @pytest.mark.parametrize(

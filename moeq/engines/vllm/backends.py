@@ -6,6 +6,7 @@ a tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.engines.vllm.cpu_experts import CPUS
-from moeq.engines.vllm.engine_experts import VERSION, Clamp, EngineExperts, RankWeights, Tensors, takes
+from moeq.engines.vllm.engine_experts import RELEASE, VERSION, Clamp, Constructor, EngineExperts, RankWeights, Tensors
 from moeq.engines.vllm.float_experts import FLOATS
 from moeq.engines.vllm.mxfp4_experts import MXFP4S
+from moeq.layouts.readers import VLLM
+from moeq.layouts.registry import LAYOUTS
 from moeq.matrix import MatrixSpec
 
 _WNA16_KEYS = {
@@ -59,10 +62,11 @@ def _grouped_config(tensors: Tensors, spec: MatrixSpec, group_size: int, clamp: 
     )
 
 
-def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
+def _wna16(reader: VLLM) -> EngineExperts:
+    backend = int_wna16.WNA16MoEBackend[reader.backend]
     return EngineExperts(
-        title=title,
-        option=option,
+        title=reader.backend,
+        reader=reader,
         classes=lambda: int_wna16.backend_to_kernel_cls(backend),
         keys=_wna16_keys,
         quant_config=_wna16_config,
@@ -72,15 +76,15 @@ def _wna16(backend: Any, title: str, option: str) -> EngineExperts:
     )
 
 
-def _triton_wna16() -> EngineExperts:
-    """Through the engine's oracle, where that knows these experts."""
+def _triton_wna16(reader: VLLM) -> EngineExperts:
+    """Use the engine's oracle where it knows these experts."""
     if hasattr(int_wna16.WNA16MoEBackend, "TRITON"):
-        return replace(_wna16(int_wna16.WNA16MoEBackend.TRITON, "TRITON", "triton"), quant_config=_triton_config)
+        return replace(_wna16(reader), quant_config=_triton_config)
     from moeq.engines.vllm.older_versions import AskableWNA16Experts, triton_kernel
 
     return EngineExperts(
-        title="TRITON",
-        option="triton",
+        title=reader.backend,
+        reader=reader,
         classes=lambda: [AskableWNA16Experts],
         keys=_wna16_keys,
         quant_config=_triton_config,
@@ -88,14 +92,10 @@ def _triton_wna16() -> EngineExperts:
     )
 
 
-def _act_order() -> dict[str, EngineExperts]:
-    """Marlin with act-order, where the engine still reads it (up to 0.29.0)."""
-    if not takes(int_wna16.make_wna16_moe_kernel, "w13_g_idx"):
-        return {}
+def _act_order(reader: VLLM) -> EngineExperts:
     from moeq.engines.vllm.older_versions import act_order_kernel
 
-    marlin = _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin")
-    return {"marlin-act-order/1": replace(marlin, kernel=act_order_kernel, shards=False)}
+    return replace(_wna16(reader), kernel=act_order_kernel)
 
 
 def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
@@ -114,31 +114,46 @@ def _int8_classes() -> Any:
     return int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON)
 
 
-_INT8 = EngineExperts(
-    title="TRITON (int8 W8A8)",
-    option="triton",
-    classes=_int8_classes,
-    keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
-    # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
-    quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
-        w1_scale=tensors["w13_scale"],
-        w2_scale=tensors["w2_scale"],
-        a1_scale=None,
-        a2_scale=None,
-        w1_bias=tensors.get("w13_bias"),
-        w2_bias=tensors.get("w2_bias"),
-        per_act_token_quant=True,
-    ),
-    kernel=_int8_kernel,
-)
+def _int8(reader: VLLM) -> EngineExperts:
+    return EngineExperts(
+        title="TRITON (int8 W8A8)",
+        reader=reader,
+        classes=_int8_classes,
+        keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
+        # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
+        quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
+            w1_scale=tensors["w13_scale"],
+            w2_scale=tensors["w2_scale"],
+            a1_scale=None,
+            a2_scale=None,
+            w1_bias=tensors.get("w13_bias"),
+            w2_bias=tensors.get("w2_bias"),
+            per_act_token_quant=True,
+        ),
+        kernel=_int8_kernel,
+    )
 
-#: Layout id to the experts that read it.
-BACKENDS: dict[str, EngineExperts] = {
-    "marlin-wna16/1": _wna16(int_wna16.WNA16MoEBackend.MARLIN, "MARLIN", "marlin"),
-    "triton-wna16/1": _triton_wna16(),
-    "int8-w8a8/1": _INT8,
+
+#: Layout id to what makes the experts that read it, in every version.
+CONSTRUCTORS: dict[str, Constructor] = {
+    "marlin-wna16/1": _wna16,
+    "marlin-act-order/1": _act_order,
+    "triton-wna16/1": _triton_wna16,
+    "int8-w8a8/1": _int8,
     **CPUS,
     **FLOATS,
     **MXFP4S,
-    **_act_order(),
 }
+
+
+def _backends() -> Iterator[tuple[str, EngineExperts]]:
+    """Yield what this version reads, as the layouts say (`moeq.layouts.readers`)."""
+    for layout, kind in LAYOUTS.items():
+        readers = [reader for reader in kind.vllm_readers() if RELEASE in reader.versions]
+        if readers:
+            first, *instead = map(CONSTRUCTORS[layout], readers)
+            yield layout, replace(first, instead=tuple(instead))
+
+
+#: Layout id to the experts of this version that read it.
+BACKENDS: dict[str, EngineExperts] = dict(_backends())

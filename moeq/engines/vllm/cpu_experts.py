@@ -2,13 +2,11 @@
 
 For int8 weights and for scales of MXFP4 the engine's tensors have the shape of the matrix, the layouts' that of their
 blocks: the same bytes. Scales of int4 and biases are float32 there, after rounding to the dtype of the activations.
-FP8 is with the other floating-point formats (`floats.py`).
+FP8 is with the other floating-point formats (`float_experts.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,17 @@ from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16, mxfp4
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.checkpoint.manifest import STACKED_ROLES
-from moeq.engines.vllm.engine_experts import Clamp, EngineExperts, RankWeights, ReadScales, Tensors, set_parameter
+from moeq.engines.vllm.engine_experts import (
+    Clamp,
+    Constructor,
+    EngineExperts,
+    RankWeights,
+    ReadScales,
+    Tensors,
+    set_parameter,
+)
 from moeq.errors import MoeqError
+from moeq.layouts.readers import VLLM
 
 _GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
 
@@ -99,59 +106,60 @@ def _mxfp4_config(constants: Clamp | None, tensors: Tensors, weights: RankWeight
     )
 
 
-def _row(kind: Any, title: str, keys: Callable[[RankWeights], tuple[Any, Any]], **more: Any) -> EngineExperts:
+def _row(reader: VLLM, title: str, **more: Any) -> EngineExperts:
     """No value of `--moe-backend` names these experts. Activations of another dtype end the process."""
-    return EngineExperts(
-        **{
-            "title": f"CPU ({title})",
-            "option": "auto",
-            "classes": lambda: [kind],
-            "keys": keys,
-            "dtypes": ("bfloat16",),
-            "spreads": False,
-            "obstacle": routed_inside,
-            **more,
-        }
-    )
+    return EngineExperts(title=f"CPU ({title})", reader=reader, spreads=False, obstacle=routed_inside, **more)
 
 
-_MXFP4 = _row(
-    cpu_moe.CPUExpertsMxfp4,
-    "MXFP4",
-    lambda weights: (quant_utils.kMxfp4Static, None),
-    quant_config=partial(_mxfp4_config, None),
-    kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
-        config, moe, kind, mxfp4.Mxfp4MoeBackend.CPU, routing_tables=tables
-    ),
-    settle=_mxfp4_settled,
-    rounds_sizes=True,
-)
-
-#: Layout id to the experts that read it.
-CPUS: dict[str, EngineExperts] = {
-    "cpu-amx-int4/1": _row(
-        cpu_moe.CPUExpertsInt4,
+def _int4(reader: VLLM) -> EngineExperts:
+    return _row(
+        reader,
         "int4",
+        classes=lambda: [cpu_moe.CPUExpertsInt4],
         # The only key that the class knows; its kernel subtracts zero points whatever they are.
-        partial(_unbiased, quant_utils.kInt4Static, None),
+        keys=partial(_unbiased, quant_utils.kInt4Static, None),
         quant_config=_int4_config,
         kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
             config, moe, kind, int_wna16.WNA16MoEBackend.CPU, routing_tables=tables
         ),
         settle=_in_float32,
-        dtypes=("bfloat16", "float16"),
-    ),
-    "cpu-amx-int8/1": _row(
-        cpu_moe.CPUExpertsInt8,
+    )
+
+
+def _int8(reader: VLLM) -> EngineExperts:
+    return _row(
+        reader,
         "int8 W8A8",
-        partial(_unbiased, quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
+        classes=lambda: [cpu_moe.CPUExpertsInt8],
+        keys=partial(_unbiased, quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
         quant_config=_int8_config,
         kernel=lambda config, moe, kind, tables, tensors: int8.make_int8_moe_kernel(
             int8.Int8MoeBackend.CPU, config, moe, kind, routing_tables=tables
         ),
         settle=_by_rows,
         finishes=False,  # the class would pack the weights
-    ),
-    "cpu-amx-mxfp4/1": _MXFP4,
-    "cpu-amx-mxfp4-interleaved/1": replace(_MXFP4, quant_config=partial(_mxfp4_config, _GPT_OSS)),
+    )
+
+
+def _mxfp4(reader: VLLM, constants: Clamp | None = None) -> EngineExperts:
+    return _row(
+        reader,
+        "MXFP4",
+        classes=lambda: [cpu_moe.CPUExpertsMxfp4],
+        keys=lambda weights: (quant_utils.kMxfp4Static, None),
+        quant_config=partial(_mxfp4_config, constants),
+        kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
+            config, moe, kind, mxfp4.Mxfp4MoeBackend.CPU, routing_tables=tables
+        ),
+        settle=_mxfp4_settled,
+        rounds_sizes=True,
+    )
+
+
+#: Layout id to what makes the experts that read it.
+CPUS: dict[str, Constructor] = {
+    "cpu-amx-int4/1": _int4,
+    "cpu-amx-int8/1": _int8,
+    "cpu-amx-mxfp4/1": _mxfp4,
+    "cpu-amx-mxfp4-interleaved/1": partial(_mxfp4, constants=_GPT_OSS),
 }

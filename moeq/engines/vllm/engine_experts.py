@@ -10,6 +10,7 @@ from typing import Any
 import vllm
 from torch import nn
 
+from moeq.layouts.readers import VLLM
 from moeq.load.activation_scales import ActivationScales
 from moeq.matrix import MatrixSpec
 from moeq.schemes.base import Scheme
@@ -19,8 +20,9 @@ Clamp = dict[str, float | None]
 #: Reads the scales of a layer's static activations; None where the source stores none.
 ReadScales = Callable[[], ActivationScales | None]
 
-#: The engine's version, for what it cannot be asked.
-VERSION = tuple(int(part) for part in vllm.__version__.partition("+")[0].split("."))
+#: The engine's release, and its numbers, for what it cannot be asked.
+RELEASE = str(vllm.__version__).partition("+")[0]
+VERSION = tuple(map(int, RELEASE.split(".")))
 
 
 #: Name of an attribute of a layer: what its `settle` made beside parameters, for `quant_config`.
@@ -74,7 +76,7 @@ class EngineExperts:
 
     Attributes:
         title: the engine's name for the backend, as in its log.
-        option: value of `--moe-backend` that allows it, besides `auto`.
+        reader: what the layout says about this backend.
         classes: its expert classes, best first.
         keys: `(weight key, activation key)`, in the engine's terms.
         quant_config: its record of scales, from the layer's tensors and the constants of its activation.
@@ -83,10 +85,7 @@ class EngineExperts:
             the engine's names, sizes after padding. Its last argument reads the scales of static activations.
         rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
         trims: whose business the padding of the hidden size is.
-        activates: the kernel applies the activation itself and finds gate and up where the layout has them.
         marlin_input: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for.
-        dtypes: torch dtype names of activations.
-        shards: tensor-parallel ranks may hold parts of experts.
         spreads: expert-parallel ranks may hold some of the experts.
         finishes: the expert class is given the filled layer at last.
         obstacle: why the engine, as it was started, would read the bytes wrongly; None where it would not.
@@ -94,7 +93,7 @@ class EngineExperts:
     """
 
     title: str
-    option: str
+    reader: VLLM
     classes: Callable[[], list[Any]]
     keys: Callable[[RankWeights], tuple[Any, Any]]
     quant_config: Callable[[Tensors, RankWeights, Clamp], Any]
@@ -102,19 +101,26 @@ class EngineExperts:
     settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled
     rounds_sizes: bool = False
     trims: Trims = Trims()
-    activates: bool = False
     marlin_input: str | None = None
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    shards: bool = True
     spreads: bool = True
     finishes: bool = True
     obstacle: Callable[[RankWeights], str | None] = lambda weights: None
     instead: tuple[EngineExperts, ...] = ()
 
     @property
-    def backend(self) -> str:
-        """The engine's name of the backend, without what `title` says beside it."""
-        return self.title.partition(" ")[0]
+    def option(self) -> str:
+        """Value of `--moe-backend` that allows it, besides `auto`."""
+        return self.reader.option
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """torch dtype names of the activations."""
+        return tuple(_TORCH_DTYPES[dtype] for dtype in self.reader.dtypes)
+
+
+#: Makes the engine's experts for a backend that reads a layout.
+Constructor = Callable[[VLLM], EngineExperts]
+_TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def set_parameter(layer: Any, name: str, value: Any) -> None:

@@ -290,7 +290,7 @@ def _engine_experts(
             f"start with --moe-backend {' or '.join(options)}, or convert: moeq convert SRC DST --backend {asked}",
         )
     reasons: list[MoeqError] = []
-    for engine in sorted(allowed, key=lambda row: row.backend != preferred):
+    for engine in sorted(allowed, key=lambda row: row.reader.backend != preferred):
         kind = outcome(lambda engine=engine: _supported_class(engine, moe, entry, rank, weights))  # type: ignore[misc]
         if not isinstance(kind, MoeqError):
             return engine, kind
@@ -308,7 +308,7 @@ def _check_start(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank)
         )
     if engine.option == "marlin":
         _check_marlin_input(engine)
-    if rank.tp_size > 1 and not engine.shards:
+    if rank.tp_size > 1 and not engine.reader.shards:
         raise MoeqError(
             "usage.tp",
             f"layer {entry.layer}: experts with act-order cannot be split over {rank.tp_size} ranks",
@@ -347,7 +347,7 @@ def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
     """
     order = layout_class(entry.layout).w13_order
     wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
-    if not engine.activates and (order == "interleaved") != (wanted == "interleaved"):
+    if not engine.reader.activates and (order == "interleaved") != (wanted == "interleaved"):
         same = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
         fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
         device = f"moeq oracle SRC --gpu {_device()} says which backend takes them"

@@ -19,8 +19,8 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.engines.vllm.cpu_experts import routed_inside
 from moeq.engines.vllm.engine_experts import (
-    VERSION,
     Clamp,
+    Constructor,
     EngineExperts,
     RankWeights,
     ReadScales,
@@ -29,12 +29,12 @@ from moeq.engines.vllm.engine_experts import (
     takes,
 )
 from moeq.errors import MoeqError
+from moeq.layouts.readers import VLLM
 from moeq.load.activation_scales import ActivationScales
 
 #: How the engine's kernel takes stored scales: a view of them.
 Form = Callable[[Any], Any]
 
-BF16, _F16 = ("bfloat16",), ("float16",)
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 
 _FP8_WEIGHTS = {
@@ -160,12 +160,12 @@ def _padded_sizes(layer: Any, weights: RankWeights, padded: tuple[str, ...]) -> 
         moe.intermediate_size_per_partition = weights.w2.k
 
 
-def _nvfp4(name: str, option: str, padded: tuple[str, ...] = ()) -> EngineExperts:
+def _nvfp4(reader: VLLM, padded: tuple[str, ...] = ()) -> EngineExperts:
     """Experts for 4-bit activations."""
-    backend = nvfp4.NvFp4MoeBackend[name]
+    backend = nvfp4.NvFp4MoeBackend[reader.backend]
     return EngineExperts(
-        title=f"{name} (NVFP4)",
-        option=option,
+        title=f"{reader.backend} (NVFP4)",
+        reader=reader,
         classes=partial(nvfp4.backend_to_kernel_cls, backend),
         keys=_nvfp4_keys,
         quant_config=partial(_nvfp4_config, backend),
@@ -174,17 +174,17 @@ def _nvfp4(name: str, option: str, padded: tuple[str, ...] = ()) -> EngineExpert
     )
 
 
-def _marlin_nvfp4(dtypes: tuple[str, ...]) -> EngineExperts:
+def _marlin_nvfp4(reader: VLLM) -> EngineExperts:
     """Experts for weights alone."""
-    return replace(_nvfp4("MARLIN", "marlin"), settle=_nvfp4_scales, dtypes=dtypes)
+    return replace(_nvfp4(reader), settle=_nvfp4_scales)
 
 
-def _b12x(for_16_bit: bool) -> EngineExperts:
+def _b12x(reader: VLLM) -> EngineExperts:
     """The engine's class hands what is on the layer to the b12x package, which arranges it once more."""
-    row = _nvfp4("B12X", "b12x")
-    if not for_16_bit:
+    row = _nvfp4(reader)
+    if not reader.weights_only:
         return replace(row, obstacle=b12x_is_16_bit)
-    config = partial(_nvfp4_config, nvfp4.NvFp4MoeBackend["B12X"], use_a16=True)
+    config = partial(_nvfp4_config, nvfp4.NvFp4MoeBackend[reader.backend], use_a16=True)
     return replace(row, keys=lambda weights: (_nvfp4_keys(weights)[0], None), quant_config=config, settle=_nvfp4_scales)
 
 
@@ -268,12 +268,12 @@ def _e8m0_is_off(weights: RankWeights) -> str | None:
     return None if envs.VLLM_USE_DEEP_GEMM_E8M0 else "VLLM_USE_DEEP_GEMM_E8M0=0 asks for scales that are no powers of 2"
 
 
-def _fp8(name: str, option: str, scale: Form = as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
-    backend = fp8.Fp8MoeBackend[name]
+def _fp8(reader: VLLM, scale: Form = as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
+    backend = fp8.Fp8MoeBackend[reader.backend]
     return EngineExperts(
         **{
-            "title": f"{name} (FP8)",
-            "option": option,
+            "title": f"{reader.backend} (FP8)",
+            "reader": reader,
             "classes": partial(fp8.backend_to_kernel_cls, backend),
             "keys": _fp8_keys,
             "quant_config": partial(_fp8_config, backend),
@@ -284,9 +284,9 @@ def _fp8(name: str, option: str, scale: Form = as_it_is, padded: tuple[str, ...]
     )
 
 
-def _mxfp8(name: str, option: str, scale: Form, **more: Any) -> EngineExperts:
-    classes = partial(mxfp8._mxfp8_backend_to_kernel_cls, fp8.Fp8MoeBackend[name])
-    return _fp8(name, option, scale, title=f"{name} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
+def _mxfp8(reader: VLLM, scale: Form = as_it_is, **more: Any) -> EngineExperts:
+    classes = partial(mxfp8._mxfp8_backend_to_kernel_cls, fp8.Fp8MoeBackend[reader.backend])
+    return _fp8(reader, scale, title=f"{reader.backend} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
 
 
 #: Fields of the engine's record of a layer that its preparation changes.
@@ -294,48 +294,46 @@ _INTERMEDIATE = ("intermediate_size_per_partition",)
 _ALL = ("hidden_dim_unpadded", "hidden_dim", *_INTERMEDIATE)
 
 
-def _aiter(scale: Form, dtype: torch.dtype) -> EngineExperts:
-    return _fp8("AITER", "aiter", settle=partial(_shuffled, scale, dtype))
+def _aiter(scale: Form, dtype: torch.dtype) -> Constructor:
+    return partial(_fp8, settle=partial(_shuffled, scale, dtype))
 
 
-def _marlin_fp8(dtypes: tuple[str, ...]) -> EngineExperts:
+def _marlin_fp8(reader: VLLM) -> EngineExperts:
     """It never quantises activations."""
-    return _fp8("MARLIN", "marlin", dtypes=dtypes, settle=partial(named_scales, as_it_is))
+    return _fp8(reader, settle=partial(named_scales, as_it_is))
 
 
-#: Layout id to the experts that read it.
-FLOATS: dict[str, EngineExperts] = {
-    "marlin-nvfp4/1": _marlin_nvfp4(BF16),
-    "marlin-nvfp4-fp16/1": _marlin_nvfp4(_F16),
-    "marlin-fp8/1": _marlin_fp8(BF16),
-    "marlin-fp8-fp16/1": _marlin_fp8(_F16),
-    "marlin-mxfp8/1": _mxfp8("MARLIN", "marlin", exponents, dtypes=BF16),
-    "trtllm-nvfp4/1": _nvfp4("FLASHINFER_TRTLLM", "flashinfer_trtllm", _ALL),
-    "flashinfer-cutlass-nvfp4/1": _nvfp4("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
-    "cutlass-nvfp4/1": _nvfp4("VLLM_CUTLASS", "cutlass"),
-    "flashinfer-b12x-nvfp4/1": _nvfp4("FLASHINFER_B12X", "flashinfer_b12x"),
-    "trtllm-fp8-block/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm"),
-    "trtllm-fp8-tensor/1": _fp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", _one_number, _INTERMEDIATE),
-    "trtllm-mxfp8/1": _mxfp8("FLASHINFER_TRTLLM", "flashinfer_trtllm", as_it_is),
-    "flashinfer-cutlass-fp8-block/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass"),
-    "flashinfer-cutlass-fp8-tensor/1": _fp8("FLASHINFER_CUTLASS", "flashinfer_cutlass", _one_number, _INTERMEDIATE),
-    "deepgemm-fp8-sm90/1": _fp8("DEEPGEMM", "deep_gemm", obstacle=_e8m0_is_off),
-    "deepgemm-fp8-sm100/1": _fp8("DEEPGEMM", "deep_gemm", transposed, obstacle=_e8m0_is_off),
-    "deepgemm-mxfp8/1": _mxfp8("DEEPGEMM", "deep_gemm", transposed),
+#: Layout id to what makes the experts that read it.
+FLOATS: dict[str, Constructor] = {
+    "marlin-nvfp4/1": _marlin_nvfp4,
+    "marlin-nvfp4-fp16/1": _marlin_nvfp4,
+    "marlin-fp8/1": _marlin_fp8,
+    "marlin-fp8-fp16/1": _marlin_fp8,
+    "marlin-mxfp8/1": partial(_mxfp8, scale=exponents),
+    "trtllm-nvfp4/1": partial(_nvfp4, padded=_ALL),
+    "flashinfer-cutlass-nvfp4/1": _nvfp4,
+    "flashinfer-cutedsl-nvfp4/1": partial(_nvfp4, padded=_ALL),
+    "cutlass-nvfp4/1": _nvfp4,
+    "b12x-nvfp4/1": _b12x,
+    "b12x-nvfp4-a16/1": _b12x,
+    "flashinfer-b12x-nvfp4/1": _nvfp4,
+    "trtllm-fp8-block/1": _fp8,
+    "trtllm-fp8-tensor/1": partial(_fp8, scale=_one_number, padded=_INTERMEDIATE),
+    "trtllm-mxfp8/1": _mxfp8,
+    "flashinfer-cutlass-fp8-block/1": _fp8,
+    "flashinfer-cutlass-fp8-tensor/1": partial(_fp8, scale=_one_number, padded=_INTERMEDIATE),
+    "deepgemm-fp8-sm90/1": partial(_fp8, obstacle=_e8m0_is_off),
+    "deepgemm-fp8-sm100/1": partial(_fp8, scale=transposed, obstacle=_e8m0_is_off),
+    "deepgemm-mxfp8/1": partial(_mxfp8, scale=transposed),
     "aiter-fp8-block/1": _aiter(as_it_is, _FN),
     "aiter-fp8-block-fnuz/1": _aiter(as_it_is, _FNUZ),
     "aiter-fp8-channel/1": _aiter(as_it_is, _FN),
     "aiter-fp8-channel-fnuz/1": _aiter(as_it_is, _FNUZ),
     "aiter-fp8-tensor/1": _aiter(_one_number, _FN),
     "aiter-fp8-tensor-fnuz/1": _aiter(_one_number, _FNUZ),
-    "aiter-mxfp8/1": _mxfp8("AITER_MXFP8", "aiter", _all_rows, settle=partial(_shuffled, _all_rows, _FN)),
-    "xpu-fp8-block/1": _fp8("XPU", "auto"),  # no value of --moe-backend asks for these alone
-    "xpu-fp8-tensor/1": _fp8("XPU", "auto", _one_number),
-    "xpu-mxfp8/1": _mxfp8("XPU", "xpu", as_it_is),
-    "cpu-amx-fp8/1": _fp8("CPU", "auto", dtypes=BF16, spreads=False, obstacle=routed_inside),
+    "aiter-mxfp8/1": partial(_mxfp8, scale=_all_rows, settle=partial(_shuffled, _all_rows, _FN)),
+    "xpu-fp8-block/1": _fp8,
+    "xpu-fp8-tensor/1": partial(_fp8, scale=_one_number),
+    "xpu-mxfp8/1": _mxfp8,
+    "cpu-amx-fp8/1": partial(_fp8, spreads=False, obstacle=routed_inside),
 }
-if VERSION >= (0, 32):  # earlier ones pad nothing for CuteDSL
-    FLOATS["flashinfer-cutedsl-nvfp4/1"] = _nvfp4("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", _ALL)
-if takes(nvfp4.make_nvfp4_moe_quant_config, "use_a16"):  # and so knows B12X
-    FLOATS["b12x-nvfp4/1"] = _b12x(for_16_bit=False)
-    FLOATS["b12x-nvfp4-a16/1"] = _b12x(for_16_bit=True)

@@ -7,8 +7,6 @@ memory (device `meta`), and the stored bytes take the place of what it made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,8 @@ from vllm.model_executor.layers.quantization.utils import mxfp4_utils, quant_uti
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.engines.vllm.engine_experts import (
     RECORDS,
-    VERSION,
     Clamp,
+    Constructor,
     EngineExperts,
     RankWeights,
     ReadScales,
@@ -28,8 +26,9 @@ from moeq.engines.vllm.engine_experts import (
     Trims,
     set_parameter,
 )
-from moeq.engines.vllm.float_experts import BF16, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
+from moeq.engines.vllm.float_experts import as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
 from moeq.errors import MoeqError
+from moeq.layouts.readers import VLLM
 
 _WEIGHTS = quant_utils.kMxfp4Static
 _16_BIT, _MXFP8, _MXFP4 = None, quant_utils.kMxfp8Dynamic, quant_utils.kMxfp4Dynamic
@@ -56,28 +55,22 @@ def _kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors
     return mxfp4.make_mxfp4_moe_kernel(config, moe, kind, backend, routing_tables=tables)
 
 
-def _row(name: str, option: str, activation: Any, **more: Any) -> EngineExperts:
-    """Sizes are rounded up before weights are made. The engine's config for MXFP4 asks for bf16 activations."""
-    backend = mxfp4.Mxfp4MoeBackend[name]
+def _row(reader: VLLM, activation: Any = _16_BIT, **more: Any) -> EngineExperts:
+    """Sizes are rounded up before weights are made."""
+    backend = mxfp4.Mxfp4MoeBackend[reader.backend]
     return EngineExperts(
         **{
-            "title": f"{name} (MXFP4)",
-            "option": option,
+            "title": f"{reader.backend} (MXFP4)",
+            "reader": reader,
             "classes": partial(mxfp4.backend_to_kernel_cls, backend),
             "keys": lambda weights: (_WEIGHTS, activation),
             "quant_config": partial(_config, backend),
             "kernel": partial(_kernel, backend),
             "settle": partial(named_scales, as_it_is),
             "rounds_sizes": True,
-            "dtypes": BF16,
             **more,
         }
     )
-
-
-def _known(*names: str) -> bool:
-    """Whether this version has those backends."""
-    return all(name in mxfp4.Mxfp4MoeBackend.__members__ for name in names)
 
 
 # ----------------------------------------------------------------------------------------------- FlashInfer, DeepGEMM
@@ -100,17 +93,10 @@ def _trtllm_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> Non
     _wide_biases(layer)
 
 
-def _trtllm() -> EngineExperts:
-    common: dict[str, Any] = {"settle": _trtllm_settled, "activates": True}
-    quantised = _row(
-        "FLASHINFER_TRTLLM_MXFP4_MXFP8",
-        "flashinfer_trtllm_afp8",
-        _MXFP8,
-        trims=Trims(tokens=True, results=True),
-        **common,
-    )
-    rest = {"trims": Trims(results=True), "instead": (quantised,)}
-    return _row("FLASHINFER_TRTLLM_MXFP4_BF16", "flashinfer_trtllm", _16_BIT, **common, **rest)
+def _trtllm(reader: VLLM) -> EngineExperts:
+    if reader.backend == "FLASHINFER_TRTLLM_MXFP4_BF16":
+        return _row(reader, settle=_trtllm_settled, trims=Trims(results=True))
+    return _row(reader, _MXFP8, settle=_trtllm_settled, trims=Trims(tokens=True, results=True))
 
 
 # --------------------------------------------------------------------------------------------------------------- AITER
@@ -194,71 +180,43 @@ def _fill(made: Any, stored: Any, name: str) -> None:
     made.storage.data = stored.view(-1).as_strided(like.shape, like.stride())
 
 
-def _triton(name: str, option: str, wanted: tuple[str | None, str], **more: Any) -> EngineExperts:
-    obstacle = partial(_other_arrangement, wanted)
-    return _row(name, option, _16_BIT, settle=_wrapped, obstacle=obstacle, **more)
-
-
-def _triton_kernels(values: str | None, scales: str) -> EngineExperts:
-    wanted = (values, scales)
-    instead: tuple[EngineExperts, ...] = (_triton("TRITON_UNFUSED", "triton_unfused", wanted),)
-    if scales == "CDNA4_SCALE" and _known("AITER_TRITON_MXFP4_BF16"):
-        instead += (_triton("AITER_TRITON_MXFP4_BF16", "aiter_triton_mxfp4_bf16", wanted, activates=True),)
-    return _triton("TRITON", "triton", wanted, instead=instead)
+def _triton_kernels(values: str | None, scales: str) -> Constructor:
+    return partial(_row, settle=_wrapped, obstacle=partial(_other_arrangement, (values, scales)))
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
-def _as_stored() -> EngineExperts:
+def _as_stored(reader: VLLM) -> EngineExperts:
     """Experts that take the checkpoint's own order. B12X sees the sizes of the model."""
-    row = _row("XPU", "xpu", _16_BIT)
-    if not _known("B12X_MXFP4_MXFP8"):
-        return row
-    b12x: Callable[..., EngineExperts] = partial(_row, option="b12x", rounds_sizes=False)
-    instead = (
-        b12x("B12X_MXFP4_MXFP8", activation=_MXFP8, obstacle=b12x_is_16_bit),
-        b12x("B12X_MXFP4_BF16", activation=_16_BIT),
-    )
-    return replace(row, instead=instead)
+    if reader.backend == "XPU":
+        return _row(reader)
+    if reader.backend == "B12X_MXFP4_BF16":
+        return _row(reader, rounds_sizes=False)
+    return _row(reader, _MXFP8, rounds_sizes=False, obstacle=b12x_is_16_bit)
 
 
-_MARLIN = _row("MARLIN", "marlin", _16_BIT, settle=partial(named_scales, exponents))
-_MARLIN_FP8 = replace(_MARLIN, title="MARLIN (MXFP4, FP8 activations)", marlin_input="fp8")
+_marlin = partial(_row, settle=partial(named_scales, exponents))
+_marlin_fp8 = partial(_marlin, title="MARLIN (MXFP4, FP8 activations)", marlin_input="fp8")
 
-#: Layout id to the experts that read it.
-MXFP4S: dict[str, EngineExperts] = {
-    "marlin-mxfp4/1": _MARLIN,
-    "marlin-mxfp4-interleaved/1": _MARLIN,
-    "marlin-mxfp4-fp8act/1": _MARLIN_FP8,
-    "marlin-mxfp4-fp8act-interleaved/1": _MARLIN_FP8,
-    "flashinfer-cutlass-mxfp4-mxfp8/1": _row(
-        "FLASHINFER_CUTLASS_MXFP4_MXFP8", "flashinfer_cutlass_afp8", _MXFP8, activates=True
-    ),
-    "deepgemm-mxfp4/1": _row(
-        "DEEPGEMM_MXFP4",
-        "deep_gemm",
-        quant_utils.kFp8Dynamic128Sym,
-        settle=partial(named_scales, transposed),
+#: Layout id to what makes the experts that read it.
+MXFP4S: dict[str, Constructor] = {
+    "marlin-mxfp4/1": _marlin,
+    "marlin-mxfp4-interleaved/1": _marlin,
+    "marlin-mxfp4-fp8act/1": _marlin_fp8,
+    "marlin-mxfp4-fp8act-interleaved/1": _marlin_fp8,
+    "trtllm-mxfp4/1": _trtllm,
+    "flashinfer-cutlass-mxfp4-bf16/1": _row,
+    "flashinfer-cutlass-mxfp4-mxfp8/1": partial(_row, activation=_MXFP8),
+    "cutlass-mxfp4/1": partial(_row, activation=_MXFP4),
+    "deepgemm-mxfp4/1": partial(
+        _row, activation=quant_utils.kFp8Dynamic128Sym, settle=partial(named_scales, transposed)
     ),
     "triton-kernels-hopper/1": _triton_kernels("HOPPER_VALUE", "HOPPER_SCALE"),
     "triton-kernels-blackwell/1": _triton_kernels("BLACKWELL_VALUE", "BLACKWELL_SCALE"),
     "triton-kernels-cdna4/1": _triton_kernels(None, "CDNA4_SCALE"),
-    "aiter-a16w4/1": _row("AITER_MXFP4_BF16", "aiter", _16_BIT, settle=partial(_aiter_settled, True), activates=True),
-    "mxfp4-identity/1": _as_stored(),
+    "aiter-a16w4/1": partial(_row, settle=partial(_aiter_settled, True)),
+    "aiter-shuffle/1": partial(_row, activation=_MXFP4, settle=partial(_aiter_settled, False)),
+    "aiter-gfx1250/1": partial(_row, activation=_MXFP4, settle=_columns_first),
+    "mxfp4-identity/1": _as_stored,
 }
-if VERSION >= (0, 27):  # earlier ones fill intermediate sizes up to twice the layout's multiple
-    MXFP4S["trtllm-mxfp4/1"] = _trtllm()
-if VERSION >= (0, 28):  # earlier ones take rows of gpt-oss alone, by turns
-    _SHUFFLED = partial(_aiter_settled, False)
-    MXFP4S["aiter-shuffle/1"] = _row("AITER_MXFP4_MXFP4", "aiter_mxfp4_mxfp4", _MXFP4, settle=_SHUFFLED)
-if VERSION >= (0, 29):  # the FlashInfer of earlier ones arranges scales otherwise
-    MXFP4S["flashinfer-cutlass-mxfp4-bf16/1"] = _row(
-        "FLASHINFER_CUTLASS_MXFP4_BF16", "flashinfer_cutlass", _16_BIT, activates=True
-    )
-if _known("CUTLASS_MXFP4_MXFP4"):
-    MXFP4S["cutlass-mxfp4/1"] = _row("CUTLASS_MXFP4_MXFP4", "auto", _MXFP4, dtypes=(*BF16, "float16"))
-if _known("AITER_TRITON_MXFP4_MXFP4"):
-    MXFP4S["aiter-gfx1250/1"] = _row(
-        "AITER_TRITON_MXFP4_MXFP4", "aiter_triton_mxfp4_mxfp4", _MXFP4, settle=_columns_first
-    )

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import VLLM_VERSIONS
+from moeq.layouts.readers import VLLM_VERSIONS
 
 
 class FunctionalExperts(TritonExperts):  # type: ignore[misc]

@@ -7,7 +7,8 @@ not fail where the engine's version is one that the loader was never run with.
 from __future__ import annotations
 
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import VLLM_VERSIONS, version_ranges
+from moeq.layouts.readers import VLLM_VERSIONS
+from moeq.oracle.loaders import version_ranges
 
 
 def register() -> None:

@@ -24,6 +24,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, SliceRule, W13Order
 from moeq.layouts.marlin.maps import SINGLE, WEIGHT, WEIGHT_A8, scale_part, weight_part
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
+from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ class MarlinMXFP4(MXFP4Layout):
 
     id = "marlin-mxfp4/1"
     title = "Marlin MXFP4, bf16 parameters"
+    readers: ClassVar[tuple[Reader, ...]] = (
+        VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),
+        MOEQ("MARLIN"),
+    )
     source = "vLLM 0.33.0"
     arch = "SM75 and newer"
     slicing = "N by 64, K by 32 (at least 64)"
@@ -72,6 +77,7 @@ class MarlinMXFP4Interleaved(MarlinMXFP4):
 
     id = "marlin-mxfp4-interleaved/1"
     title = "Marlin MXFP4, bf16 parameters, gate and up interleaved (gpt-oss on vLLM)"
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ())
     w13_order: ClassVar[W13Order] = "interleaved"
 
 
@@ -109,6 +115,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
 
     id = "marlin-mxfp4-fp8act/1"
     title = "Marlin MXFP4, bf16 parameters, fp8 activations"
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),)
     arch = "SM89 and SM12x"
     slicing = "N by 64, K by 32"
 
@@ -144,4 +151,5 @@ class MarlinMXFP4Fp8ActInterleaved(MarlinMXFP4Fp8Act):
 
     id = "marlin-mxfp4-fp8act-interleaved/1"
     title = "Marlin MXFP4, fp8 activations, gate and up interleaved (gpt-oss on vLLM)"
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),)
     w13_order = "interleaved"

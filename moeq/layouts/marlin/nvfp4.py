@@ -31,6 +31,7 @@ from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.marlin.maps import SINGLE, WEIGHT, weight_part
 from moeq.layouts.marlin.mxfp4 import MX_GROUPED, MX_SINGLE
 from moeq.layouts.mxfp4 import bias_as
+from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class MarlinNVFP4(ArrangedLayout):
 
     id = "marlin-nvfp4/1"
     title = "Marlin NVFP4, bf16 parameters"
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
     source = "vLLM 0.33.0"
     elements = ("e2m1",)
     schemes = "nvfp4 (e2m1 codes, e4m3 scales of 16, float32 scale per tensor), with bias"
@@ -172,6 +174,7 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
 
     id = "marlin-nvfp4-fp16/1"
     title = "Marlin NVFP4, fp16 parameters"
+    readers = (VLLM("MARLIN", "marlin", dtypes=("fp16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
     params = "F16"
     exponent = 14 - _SHIFT
     slicing = "none (the global scale belongs to the whole)"

@@ -21,6 +21,7 @@ from moeq.layouts.marlin.maps import (
     weight_part,
     zero_part,
 )
+from moeq.layouts.readers import MOEQ, VLLM
 from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -46,6 +47,7 @@ class MarlinWNA16(ArrangedLayout):
 
     id = "marlin-wna16/1"
     title = "Marlin and batched Marlin, 16-bit activations"
+    readers = (VLLM("MARLIN", "marlin", weights_only=True), MOEQ("MARLIN"))
     source = "vLLM 0.33.0"
     elements = ("int4", "int8")
     schemes = "int4 and int8, symmetric or with zero points, group-wise or channel-wise, with bias"
@@ -87,6 +89,7 @@ class MarlinActOrder(ArrangedLayout):
 
     id = "marlin-act-order/1"
     title = "Marlin with act-order"
+    readers = (VLLM("MARLIN", "marlin", until="0.29.0", weights_only=True, shards=False), MOEQ("MARLIN"))
     source = "SGLang 0.5.23, vLLM 0.26.0"
     elements = ("int4", "int8")
     schemes = "gptq int4 and int8 with act-order, symmetric"

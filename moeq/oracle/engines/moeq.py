@@ -13,6 +13,8 @@ from functools import cache
 
 from moeq.deploy.deployment import Deployment
 from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.base import Layout
+from moeq.layouts.readers import MOEQ
 from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.devices import DeviceTerm, device_term
 from moeq.oracle.engines.vllm.sizes import round_up
@@ -22,25 +24,8 @@ from moeq.schemes.base import Scheme
 from moeq_kernels.capabilities import CAPABILITIES, Capability
 from moeq_kernels.formats import FORMATS, Format
 
-#: Layouts in order of preference, with the name to ask for them by. What the kernels read besides is not chosen here.
-_NAMES = {
-    "moeq-mxfp4/1": "MOEQ",
-    "marlin-wna16/1": "MARLIN",
-    "marlin-act-order/1": "MARLIN",
-    "triton-wna16/1": "TRITON",
-    "int8-w8a8/1": "TRITON",
-    "marlin-mxfp4/1": "MARLIN",
-    "triton-kernels-hopper/1": "TRITON_KERNELS_HOPPER",
-    "mxfp4-identity/1": "MXFP4_PLAIN",
-    "marlin-nvfp4/1": "MARLIN",
-    "marlin-nvfp4-fp16/1": "MARLIN",
-    "marlin-fp8/1": "MARLIN",
-    "marlin-fp8-fp16/1": "MARLIN",
-    "marlin-mxfp8/1": "MARLIN",
-}
-#: Layouts of formats whose checkpoints may ask for activations of 8 or 4 bits. Their kernels keep them at 16, as Marlin
-#: does, and the layouts turn scales of whole blocks and tensors into scales of groups and channels.
-_FLOAT_WEIGHTS = frozenset(name for name in _NAMES if name.startswith(("marlin-nvfp4", "marlin-fp8", "marlin-mxfp8")))
+#: The backend that is preferred to all others, which follow in the order of the kernels' own table.
+_PREFERRED = "MOEQ"
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
 #: The kernels' activations by the engine-neutral names; the clamped one runs on rows in either order.
 _ACTIVATIONS = {"swiglu_oai": ("swigluoai", "swigluoai_uninterleave")}
@@ -51,7 +36,7 @@ class KernelRow:
     """One format that the kernels read.
 
     Attributes:
-        backend: name to ask for it by.
+        backend: name to ask for it by; the layout's id where there is none.
         layout: layout id.
         element: element type of a code.
         scales: scale dtypes read.
@@ -62,6 +47,7 @@ class KernelRow:
         dtypes: dtypes of x.
         n_multiple: multiple of output features (per half).
         k_multiple: multiple of input features.
+        keeps_16_bit: see `moeq.layouts.readers.MOEQ`.
     """
 
     backend: str
@@ -75,36 +61,40 @@ class KernelRow:
     dtypes: tuple[str, ...]
     n_multiple: int
     k_multiple: int
-
-    @property
-    def float_weights(self) -> bool:
-        """Whether its weights are NVFP4, FP8 or MXFP8 (`_FLOAT_WEIGHTS`)."""
-        return self.layout in _FLOAT_WEIGHTS
+    keeps_16_bit: bool
 
 
-def _kernel_row(backend: str, row: Format) -> KernelRow:
-    return KernelRow(
-        backend=backend,
-        layout=row.layout,
-        element=row.element,
-        scales=_scales(row),
-        group_sizes=row.group_sizes,
-        zero_points=row.zero_points,
-        act_order=row.act_order,
-        activation="int8" if row.int8_activations else "none",
-        dtypes=tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes),
-        n_multiple=row.n_multiple,
-        k_multiple=row.k_multiple,
-    )
+def _kernel_rows(layout: str) -> Iterator[KernelRow]:
+    """Yield a row for each element type that the kernels read in a layout; none where no kernel reads it."""
+    kind = layout_class(layout)
+    reader = kind.own_reader()
+    if reader is None:
+        return
+    for row in FORMATS.values():
+        if row.layout == layout:
+            yield KernelRow(
+                backend=reader.backend or layout,
+                layout=layout,
+                element=row.element,
+                scales=_scales(kind, reader, row),
+                group_sizes=row.group_sizes,
+                zero_points=row.zero_points,
+                act_order=row.act_order,
+                activation="int8" if row.int8_activations else "none",
+                dtypes=tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes),
+                n_multiple=row.n_multiple,
+                k_multiple=row.k_multiple,
+                keeps_16_bit=reader.keeps_16_bit,
+            )
 
 
-def _scales(row: Format) -> tuple[str, ...]:
-    """Dtypes of scales that a checkpoint may have for a kernel: what the kernel reads, or what its layout recodes.
+def _scales(kind: type[Layout], reader: MOEQ, row: Format) -> tuple[str, ...]:
+    """Return the dtypes of scales that a checkpoint may have: what the kernel reads, or what its layout recodes.
 
-    Two formats have scales in bf16 first, and say f16 first: the order is that of the words in a message.
+    The order is that of the words in a message: f16 before bf16.
     """
-    if row.layout in _FLOAT_WEIGHTS and issubclass(found := layout_class(row.layout), ArrangedLayout):
-        return found.scale_dtypes
+    if reader.keeps_16_bit and issubclass(kind, ArrangedLayout):
+        return kind.scale_dtypes
     return tuple(sorted((_DTYPES[name] for name in row.scale_dtypes), key=lambda name: name != "f16"))
 
 
@@ -121,9 +111,9 @@ class BuiltinPolicy:
 def builtin_policy() -> BuiltinPolicy:
     """The policy of moeq's built-in kernels."""
     first = CAPABILITIES[0]
-    rows = [
-        _kernel_row(name, row) for layout, name in _NAMES.items() for row in FORMATS.values() if row.layout == layout
-    ]
+    layouts = [layout for layout in dict.fromkeys(entry.layout for entry in FORMATS.values()) if layout in LAYOUTS]
+    rows = [row for layout in layouts for row in _kernel_rows(layout) if row.backend != row.layout]
+    rows.sort(key=lambda row: row.backend != _PREFERRED)
     gated = [name for known in first.activations for name in _ACTIVATIONS.get(known, (known,))]
     return BuiltinPolicy(
         _devices(first), (*gated, *(f"{name}_no_mul" for name in first.ungated_activations)), tuple(rows)
@@ -186,9 +176,9 @@ def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
     scale = request.scheme.weight.scale
     if scale.dtype not in row.scales:
         yield Reason("K03_SCALE", f"scales are {scale.dtype}, this kernel reads {', '.join(row.scales)}")
-    if request.scheme.weight.scale2 is not None and not row.float_weights:
+    if request.scheme.weight.scale2 is not None and not row.keeps_16_bit:
         yield Reason("K03_SCALE", "a second level of scales, which this kernel has no input for")
-    if scale.granularity in ("tensor", "block") and not row.float_weights:
+    if scale.granularity in ("tensor", "block") and not row.keeps_16_bit:
         yield Reason("K03_SCALE", f"scales are per {scale.granularity}, this kernel reads groups along K")
 
 
@@ -230,7 +220,7 @@ def _act_order(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 def _activation_type(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.activation != row.activation and not row.float_weights:
+    if request.activation != row.activation and not row.keeps_16_bit:
         wanted = {"none": "16-bit"}
         asked, runs = wanted.get(request.activation, request.activation), wanted.get(row.activation, row.activation)
         yield Reason("K08_ACTIVATION_TYPE", f"the checkpoint asks for {asked} activations, this kernel runs {runs}")
@@ -301,7 +291,6 @@ def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Ve
     reports = tuple(report for _, report in judged)
     error = None if fits else _error(asked, names, reports)
     selected = fits[0] if fits else None
-    with_layout = [pair for pair in fits if pair[1].layout is not None]
     return Verdict(
         engine=BUILTIN,
         scheme=scheme.title,
@@ -316,8 +305,8 @@ def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Ve
         error=error,
         gates=(_dry_run(request, selected),) if selected else (),
         candidates=reports,
-        convert=_target(request, with_layout[0], selected) if with_layout else None,
-        no_convert=None if with_layout or not selected else selected[1].no_layout,
+        convert=_target(request, selected) if selected else None,
+        no_convert=None,
         runs_as=f"W{scheme.bits}A{8 if selected[0].activation == 'int8' else 16}" if selected else None,
         sizes=builtin_sizes(request, selected[0]) if selected else None,
         transient_bytes=0 if selected else None,
@@ -341,14 +330,13 @@ def _notes(deployment: Deployment) -> tuple[str, ...]:
 
 def _report(request: Request, row: KernelRow) -> CandidateReport:
     reasons = tuple(reason for check, _ in BUILTIN_RULES.values() for reason in check(request, row))
-    have = row.layout in LAYOUTS
     remedies = [reason.remedy for reason in reasons]
     unlock = " and ".join(dict.fromkeys(map(str, remedies))) if reasons and all(remedies) else None
     return CandidateReport(
         backend=row.backend,
         experts=f"moeq_kernels {row.layout} {row.element}",
-        layout=row.layout if have else None,
-        no_layout=None if have else f"layout {row.layout} is not in this version of moeq",
+        layout=row.layout,
+        no_layout=None,
         supported=not reasons,
         reasons=reasons,
         unlock=unlock,
@@ -380,14 +368,9 @@ def _dry_run(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Gat
     return Gate("G5", "sizes per rank", True, text)
 
 
-def _target(
-    request: Request, chosen: tuple[KernelRow, CandidateReport], selected: tuple[KernelRow, CandidateReport] | None
-) -> ConvertTarget:
+def _target(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> ConvertTarget:
     row, report = chosen
-    why = None
-    if selected is not None and selected[1] is not report:
-        why = f"{selected[1].backend}: {selected[1].no_layout}"
-    return ConvertTarget(report.backend, report.experts, row.layout, None, builtin_sizes(request, row), why)
+    return ConvertTarget(report.backend, report.experts, row.layout, None, builtin_sizes(request, row))
 
 
 def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
@@ -396,6 +379,5 @@ def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, la
     A few of the layouts that kernels read have no name to ask for them by: their bytes are for an engine's kernels too.
     """
     request = Request(scheme, shape, deployment)
-    rows = [_kernel_row(_NAMES.get(layout, layout), row) for row in FORMATS.values() if row.layout == layout]
-    reports = [_report(request, row) for row in rows]
+    reports = [_report(request, row) for row in _kernel_rows(layout)]
     return min(reports, key=lambda report: len(report.reasons), default=None)

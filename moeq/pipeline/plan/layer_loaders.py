@@ -9,15 +9,13 @@ from functools import cache
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.names import FUSED
 from moeq.deploy.deployment import Deployment
+from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.oracle.engines.moeq import report_of_layout
 from moeq.oracle.loaders import (
     SGLANG_JOINED,
     SGLANG_MODELS,
-    VLLM_INSTEAD,
-    VLLM_LAYOUTS,
-    VLLM_VERSIONS,
     Loader,
     PlannedLayer,
     loaders_of,
@@ -37,7 +35,6 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
     return loaders_of(
         PlannedLayer(
             layout=layout,
-            w13_order=layout_class(layout).w13_order,
             model_type=str(checkpoint.source.config.get("model_type", "")),
             activation=checkpoint.info.activation,
             dtype=deployment.dtype,
@@ -58,11 +55,12 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
 def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> bool:
     """Whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
 
-    Marlin, and B12X for 16-bit activations, quantise none.
+    Kernels for weights alone need none.
     """
     activation = scheme.activation
     static = scheme.format == "fp8" and activation is not None and not activation.scale.dynamic
-    if layout.startswith("marlin-") or layout == "b12x-nvfp4-a16/1" or not (static or scheme.format == "nvfp4"):
+    weights_only = all(reader.weights_only for reader in layout_class(layout).vllm_readers())
+    if weights_only or not (static or scheme.format == "nvfp4"):
         return True
     experts = checkpoint.experts(layer)
     parts = experts.layer.parts
@@ -111,15 +109,13 @@ def _vllm_versions(
 
     A version without rules of its own does where those before and after it do, of those that read the layout.
     """
-    if layout not in VLLM_LAYOUTS:
-        return
-    backend, versions, _ = VLLM_LAYOUTS[layout]
-
-    backends = (backend, *VLLM_INSTEAD.get(layout, ()))
+    readers = layout_class(layout).vllm_readers()
+    options = dict.fromkeys(reader.option for reader in readers)
+    versions = [version for version in VLLM_VERSIONS if any(version in reader.versions for reader in readers)]
 
     @cache
     def runs(engine: str) -> bool:
-        return any(reads(replace(deployment, engine=engine, backend=backend)) for backend in backends)
+        return any(reads(replace(deployment, engine=engine, backend=backend)) for backend in options)
 
     def reads(where: Deployment) -> bool:
         verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)

@@ -1,0 +1,61 @@
+"""Who reads the bytes of a layout. Layout classes declare it; plans, the oracle and engine plug-ins derive from that.
+
+Importing this needs neither torch nor an engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Versions of vLLM that moeq's plug-in was run with, newest first (`moeq.engines.vllm.plugin`).
+VLLM_VERSIONS = ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.27.1", "0.27.0", "0.26.0")
+
+
+@dataclass(frozen=True)
+class VLLM:
+    """A backend of vLLM to which moeq's plug-in hands the stored bytes.
+
+    Attributes:
+        backend: the engine's name of the backend.
+        option: value of `--moe-backend` that asks for it; `auto` where no value does.
+        since: the oldest version that reads these bytes; None: every version in `VLLM_VERSIONS`.
+        until: the newest version that reads them; None: no end is known.
+        dtypes: dtypes of the activations.
+        activates: the kernel applies the activation function itself and finds gate and up where the layout has them.
+        weights_only: the kernel quantises no activations, so it needs no scales of static ones.
+        shards: tensor-parallel ranks may hold parts of experts.
+    """
+
+    backend: str
+    option: str = "auto"
+    since: str | None = None
+    until: str | None = None
+    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    activates: bool = False
+    weights_only: bool = False
+    shards: bool = True
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions in `VLLM_VERSIONS` that read these bytes, newest first."""
+        newest = VLLM_VERSIONS.index(self.until) if self.until else 0
+        oldest = VLLM_VERSIONS.index(self.since) if self.since else len(VLLM_VERSIONS) - 1
+        return VLLM_VERSIONS[newest : oldest + 1]
+
+
+@dataclass(frozen=True)
+class MOEQ:
+    """A kernel of moeq. How it reads the bytes is its own table (`moeq_kernels.formats`).
+
+    Attributes:
+        backend: value of `--backend` that asks for it; None where the oracle never chooses it, because the bytes are
+            made for an engine's kernel.
+        keeps_16_bit: it runs activations in 16 bits even where the checkpoint asks for 8 or 4, and the layout turns
+            scales of whole blocks and tensors into scales of groups and channels.
+    """
+
+    backend: str | None = None
+    keeps_16_bit: bool = False
+
+
+Reader = VLLM | MOEQ
