@@ -11,8 +11,8 @@ from moeq.report.drawings import heat_drawing, heat_legend, tile_drawing
 from moeq.report.heat import LIMITS, heat_maps
 
 if TYPE_CHECKING:
-    from moeq.check.tile_picture import TilePicture
     from moeq.check.results import CheckReport
+    from moeq.check.tile_picture import TilePicture
     from moeq.report.backend_matrix import BackendMatrix
 
 #: Mismatches and failing experts that are listed.
