@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> None:
-    """Entry point of the `moeq` script."""
+    """Run the `moeq` command."""
     # Until the command can say it in one line, Ctrl-C ends the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -36,10 +36,10 @@ _ROLES: dict[str, Literal["w13", "w2"]] = {"gate": "w13", "up": "w13", "down": "
 
 
 class Matrices(Protocol):
-    """Anything that gives logical matrices: a checkpoint, whatever its packing."""
+    """A source of logical matrices: a checkpoint, whatever its packing."""
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """One logical matrix."""
+        """Return one logical matrix."""
 
 
 class Recorded(Protocol):
@@ -59,7 +59,7 @@ class Recorded(Protocol):
 
     @property
     def projections(self) -> Sequence[str]:
-        """What its experts consist of."""
+        """Projections of which an expert consists."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class DigestDifference:
         layer: layer number.
         expert: expert number.
         projection: `gate`, `up` or `down`.
-        looks_like: where in the layer the digest was found instead (`expert 3 gate`), which names a swap; else None.
+        looks_like: projection that has this digest instead (`expert 3 gate`), which names a swap; else None.
     """
 
     layer: int
@@ -80,7 +80,7 @@ class DigestDifference:
 
 
 def logical_digest(matrix: QuantizedMatrix) -> str:
-    """Hex BLAKE3 (256 bits) of a logical matrix.
+    """Return the hex BLAKE3 (256 bits) of a logical matrix.
 
     The hash runs over a JSON header (sizes and types), then each present tensor as `name`, byte count (8 bytes LE)
     and little-endian contiguous bytes. 4-bit codes are hashed two to a byte, even `k` in the low nibble.
@@ -124,7 +124,7 @@ def _header(spec: MatrixSpec) -> bytes:
 
 
 def begin_field(digest: blake3, name: str, nbytes: int) -> None:
-    """Begin a tensor, whose bytes are then added."""
+    """Begin a tensor; its bytes are added to the digest afterwards."""
     digest.update(name.encode())
     digest.update(nbytes.to_bytes(8, "little"))
 
@@ -175,7 +175,7 @@ def check_digests(
 
 
 def expert_digests(matrices: Matrices, layer: int, expert: int, projections: Iterable[str]) -> dict[str, str]:
-    """Digest of each of an expert's projections."""
+    """Return the digest of each of an expert's projections."""
     wanted = list(projections)
     digests: dict[str, str] = {}
     for role in dict.fromkeys(_ROLES[projection] for projection in wanted):
@@ -201,7 +201,7 @@ def require_complete(entry: Recorded) -> None:
 
 
 def in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -> Generator[T, None, None]:
-    """`map` over a few threads, results in order. Close it (`contextlib.closing`) before what it works on goes away.
+    """Map over a few threads, results in order; close it (`contextlib.closing`) before what it works on goes away.
 
     Every thread runs torch's operations by itself: threads of their own per operation would only wait for each other.
     """

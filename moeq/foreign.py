@@ -12,21 +12,21 @@ import re
 from typing import Any
 
 #: Longest text that is shown of one value.
-MOST = 10_000
+MAX_CHARACTERS = 10_000
 
 #: What GitHub's runner takes for a command: `::` where a line begins, `##[` anywhere.
 _COMMAND = re.compile(r"^(\s*)::|##\[")
 
-#: What means something within a line of Markdown or in a table, and what is made a link without being marked as one.
+#: Characters with a meaning within a line of Markdown or in a table, and text that becomes a link without any mark.
 _MARKDOWN = re.compile(r"[\\`*_\[\]|~$]")
 _LINKS = re.compile(r"(?i)\b(https?|ftp|mailto):|\b(www)\.")
 
-#: Not printable, but of no harm where a block of text is meant.
+#: Characters that are not printable, but harmless in a block of text.
 _LAYOUT = {"\n", "\t"}
 
 
-def plain(text: object, most: int = MOST) -> str:
-    """One line in which every character is what it looks like.
+def plain(text: object, most: int = MAX_CHARACTERS) -> str:
+    """Write text as one line in which every character is what it looks like.
 
     Control characters (C0, C1), line ends, direction marks, invisible and unassigned characters and halves of surrogate
     pairs are written out (`\\x1b`, `\\u202e`); so is what a workflow's log would take for a command.
@@ -40,12 +40,12 @@ def plain(text: object, most: int = MOST) -> str:
 
 
 def in_html(text: object) -> str:
-    """Text of an HTML element or of a quoted attribute."""
+    """Escape text for an HTML element or a quoted attribute."""
     return html.escape(plain(text))
 
 
 def in_xml(text: str) -> str:
-    """Text that XML can hold; whoever builds the tree escapes markup."""
+    """Write out characters that XML cannot hold; whoever builds the tree escapes markup."""
     return _visible(text)
 
 
@@ -61,7 +61,7 @@ def in_code(text: object) -> str:
 
 
 def in_data(value: Any) -> Any:
-    """Plain values for YAML: every text in them `plain`."""
+    """Make every text in plain values for YAML `plain`."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ def in_data(value: Any) -> Any:
 
 
 def escape(char: str) -> str:
-    """One character as Python writes it: `\\n`, `\\x1b`, `\\u202e`."""
+    """Spell one character as Python does: `\\n`, `\\x1b`, `\\u202e`."""
     return ascii(char)[1:-1]
 
 

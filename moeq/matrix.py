@@ -100,7 +100,7 @@ class MatrixSpec:
 
 
 def projection_spec(stacked: MatrixSpec, role: Role) -> MatrixSpec:
-    """Spec of one projection of a stacked `w13` or `w2`; the stacked spec itself for its own role."""
+    """Return the spec of one projection of a stacked `w13` or `w2`; the stacked spec itself for its own role."""
     if role in ("w13", "w2"):
         return stacked
     halves = 2 if stacked.role == "w13" and stacked.gated else 1
@@ -130,7 +130,7 @@ class QuantizedMatrix:
     bias: Tensor | None = None
 
     def rows(self, start: int, stop: int, role: Role) -> QuantizedMatrix:
-        """Output features `start .. stop` as a matrix of their own (views, nothing is copied)."""
+        """Return output features `start .. stop` as a matrix of their own (views, nothing is copied)."""
 
         def cut(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[start:stop]

@@ -19,8 +19,8 @@ from moeq.errors import MoeqError
 
 T = TypeVar("T")
 
-#: Larger numbers fit no file offset; they exist to make readers allocate.
-_MOST = 1 << 63
+#: Bound of integers: larger ones fit no file offset, and exist to make readers allocate.
+_MAX_INTEGER = 1 << 63
 
 #: Deepest nesting that is read: four times that of any document which moeq or the Hub writes.
 MAX_DEPTH = 64
@@ -32,8 +32,8 @@ def read_as(kind: type[T], value: Any, where: str, code: str = "source.bad-manif
     Args:
         kind: a dataclass, or an annotation that its fields may have: `int`, `float`, `bool`, `str`, `None`, `Any`,
             `Literal`, unions, tuples, lists, mappings with text keys, dataclasses.
-        value: what a JSON parser made.
-        where: names the document in messages.
+        value: the result of a JSON parser.
+        where: name of the document in messages.
         code: code of the error.
 
     Raises:
@@ -137,10 +137,10 @@ class _Reader:
 
     def _plain(self, kind: Any, value: Any, place: str) -> Any:
         if kind is float and type(value) is int:
-            value = float(value) if abs(value) < _MOST else value
+            value = float(value) if abs(value) < _MAX_INTEGER else value
         if type(value) is not kind:
             self._refuse(place, value, _NAMES.get(kind, getattr(kind, "__name__", str(kind))))
-        if kind is int and not -_MOST <= value < _MOST:
+        if kind is int and not -_MAX_INTEGER <= value < _MAX_INTEGER:
             self._refuse(place, value, "a number of 64 bits")
         if kind is str and not _is_text(value):
             self._refuse(place, value, "text")
@@ -157,7 +157,7 @@ _NAMES: dict[Any, str] = {
 
 @lru_cache(maxsize=256)
 def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, annotation, and whether it has to be there, of every field of a dataclass."""
+    """List name, annotation and whether it is required for every field of a dataclass."""
     hints = typing.get_type_hints(kind)
     return tuple(
         (field.name, hints[field.name], _is_required(field)) for field in dataclasses.fields(kind) if field.init
@@ -169,7 +169,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: half of a surrogate pair cannot."""
+    """Whether text can be written as UTF-8; half of a surrogate pair cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
 """Calls that change files, and what their failures mean. Everything that moeq writes goes through here.
 
-What Python repeats by itself after a signal is not repeated; the C library's calls are.
+Calls of the C library are repeated after a signal; Python repeats its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeq.errors import MoeqError
 
 
 class _NoCalls:
-    """Stands in for a C library without these calls (macOS): nothing is reserved or written early."""
+    """A C library without these calls (macOS): nothing is reserved or written early."""
 
     def fallocate(self, *arguments: object) -> int:
         ctypes.set_errno(errno.ENOSYS)
@@ -32,7 +32,7 @@ class _NoCalls:
 
 @cache
 def libc() -> ctypes.CDLL | _NoCalls:
-    """The C library, for calls that Python does not have."""
+    """Load the C library, for calls that Python does not have."""
     library = ctypes.CDLL(None, use_errno=True)
     return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
 
@@ -65,7 +65,7 @@ def start_write_back(fd: int, start: int, count: int) -> None:
 
 
 def reopen_direct(fd: int, flags: int) -> int:
-    """Another descriptor of an open file, which bypasses the page cache; -1 where the system has none."""
+    """Open a file once more, past the page cache; -1 where the system cannot."""
     try:
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except (AttributeError, OSError):
@@ -73,7 +73,7 @@ def reopen_direct(fd: int, flags: int) -> int:
 
 
 def write_at(fd: int, data: bytes | bytearray | memoryview, position: int) -> None:
-    """All of `data` to a place of a file. Raises OSError."""
+    """Write all of `data` to a place of a file. Raises OSError."""
     view = memoryview(data).cast("B")
     while view:
         written = os.pwrite(fd, view, position)
@@ -98,7 +98,7 @@ def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
     """Turn errors of writing into MoeqError.
 
     Args:
-        path: what is being written.
+        path: the file that is written.
         size: bytes that it needs, for the message.
 
     Raises:

@@ -14,7 +14,7 @@ from moeq.errors import MoeqError
 #: Sub-configs that hold the language model of multimodal checkpoints, most specific first.
 TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config.text_config")
 
-#: No model comes near this; larger values exist to make readers allocate.
+#: Upper bounds that no model comes near; larger values exist to make readers allocate.
 MAX_COUNT = 1 << 24
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 16
@@ -39,7 +39,6 @@ TOP_K = (
     "ffn_config.moe_top_k",
     "moe.num_experts_per_tok",
 )
-EXPERT_INTERMEDIATE = ("moe_intermediate_size", "expert_ffn_hidden_size", "ffn_config.ffn_hidden_size")
 EXPERT_INPUT = ("moe_latent_size", "routed_expert_hidden_size", "moe_hidden_size")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 SHARED_SIZES = (
@@ -70,7 +69,7 @@ class Facts:
         self.scopes.append(config)
 
     def find(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
-        """Every key present with a value other than null, from the first scope that has any."""
+        """Yield every key whose value is not null, from the first scope that has any."""
         for scope in self.scopes:
             found = [(key, value) for key in keys if (value := _descend(scope, key)) is not None]
             if found:
@@ -78,20 +77,20 @@ class Facts:
                 return
 
     def count(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
-        """The first count found, or None. A list (per layer, or text before vision) counts as its largest entry.
+        """Return the first count found, or None; of a list (per layer, or text before vision) its largest entry.
 
         Raises:
             MoeqError: `source.bad-config` for anything but a sane integer.
         """
         for key, value in self.find(keys):
-            return exact_count(key, max(value) if _int_list(value) else value, limit)
+            return exact_count(key, max(value) if _is_int_list(value) else value, limit)
         return None
 
     def agreed(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
-        """`count` for keys that are synonyms. Raises MoeqError where two of them disagree, naming both."""
+        """Return the `count` of keys that are synonyms. Raises MoeqError naming both where two of them disagree."""
         known: tuple[str, int] | None = None
         for key, value in self.find(keys):
-            number = exact_count(key, max(value) if _int_list(value) else value, limit)
+            number = exact_count(key, max(value) if _is_int_list(value) else value, limit)
             if known and known[1] != number:
                 detail = f"config.json: {known[0]} is {known[1]} but {key} is {number}; they name the same thing"
                 raise MoeqError("source.bad-config", detail)
@@ -99,7 +98,7 @@ class Facts:
         return known[1] if known else None
 
     def number(self, keys: Sequence[str]) -> float | None:
-        """A finite number, or None."""
+        """Return a finite number, or None."""
         for key, value in self.find(keys):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
                 raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected a number")
@@ -107,7 +106,7 @@ class Facts:
         return None
 
     def flag(self, keys: Sequence[str]) -> bool | None:
-        """A boolean, or None."""
+        """Return a boolean, or None."""
         for key, value in self.find(keys):
             if not isinstance(value, bool):
                 raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected true or false")
@@ -115,7 +114,7 @@ class Facts:
         return None
 
     def text(self, keys: Sequence[str]) -> str | None:
-        """A string, or None."""
+        """Return a string, or None."""
         for key, value in self.find(keys):
             if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
                 raise MoeqError("source.bad-config", f"config.json: {key} is {_show(value)}, expected a name")
@@ -123,7 +122,7 @@ class Facts:
         return None
 
     def layers(self) -> int | None:
-        """Number of decoder layers, from the count or from a list or pattern with one entry per layer."""
+        """Return the number of decoder layers, from the count or from a list or pattern with one entry per layer."""
         declared = self.count(LAYERS, MAX_LAYERS)
         if declared is not None:
             return declared
@@ -133,19 +132,19 @@ class Facts:
         return None
 
     def experts(self) -> int | None:
-        """Routed experts of a layer."""
+        """Return the number of routed experts of a layer."""
         return self.agreed(EXPERTS, MAX_EXPERTS)
 
 
 def exact_count(key: str, value: Any, limit: int = MAX_COUNT) -> int:
-    """`value` as a count between 0 and `limit`. Raises MoeqError naming key and value."""
+    """Check that `value` is a count between 0 and `limit`. Raises MoeqError naming key and value."""
     if type(value) is not int or not 0 <= value <= limit:
         detail = f"config.json: {key} is {_show(value)}, expected a whole number from 0 to {limit:,}"
         raise MoeqError("source.bad-config", detail)
     return value
 
 
-def _int_list(value: Any) -> bool:
+def _is_int_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 

@@ -316,5 +316,5 @@ _BY_TYPE = {model_type: family for family in FAMILIES for model_type in family.m
 
 
 def find_family(model_type: str) -> ModelFamily | None:
-    """The family of a `model_type`, or None."""
+    """Return the family of a `model_type`, or None."""
     return _BY_TYPE.get(model_type.lower())

@@ -19,14 +19,14 @@ _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class FileState(NamedTuple):
-    """Identifies a file and its content, to tell whether it was replaced or changed.
+    """Identity and content marks of a file, which tell whether it was replaced or changed.
 
     Attributes:
-        device: file system.
-        inode: file on it.
-        size: bytes.
+        device: number of the file system.
+        inode: number of the file on it.
+        size: size in bytes.
         changed: time of the last change of its content, in ns.
-        touched: time of the last change of its status, in ns. Whoever writes can set the other back, not this one.
+        touched: time of the last change of its status, in ns; unlike `changed`, a writer cannot set it back.
     """
 
     device: int
@@ -37,7 +37,7 @@ class FileState(NamedTuple):
 
 
 def open_regular(path: Path, where: str) -> int:
-    """A descriptor of a regular file, for reading. Links are followed; nothing that could wait is opened.
+    """Open a regular file for reading. Links are followed; whatever could make the reader wait is refused.
 
     Raises:
         MoeqError: `source.missing-file`, `source.not-a-file`, `source.unreadable`.
@@ -56,7 +56,7 @@ def open_regular(path: Path, where: str) -> int:
 
 
 def stat_regular(path: Path, where: str) -> os.stat_result:
-    """Status of a regular file (links followed). Raises as `open_regular`."""
+    """Return the status of a regular file (links followed). Raises as `open_regular`."""
     try:
         info = path.stat()
     except FileNotFoundError as error:
@@ -69,7 +69,7 @@ def stat_regular(path: Path, where: str) -> os.stat_result:
 
 
 def read_regular(path: Path, where: str, limit: int) -> bytes:
-    """All bytes of a regular file.
+    """Read all bytes of a regular file.
 
     Raises:
         MoeqError: as `open_regular`, and `source.too-large` for more than `limit` bytes, which are never held.
@@ -82,7 +82,7 @@ def read_regular(path: Path, where: str, limit: int) -> bytes:
 
 
 def read_whole(fd: int, where: str, limit: int) -> bytes:
-    """All bytes of an open file, from its beginning. Raises as `read_regular`."""
+    """Read all bytes of an open file, from its beginning. Raises as `read_regular`."""
     size = os.fstat(fd).st_size
     if size > limit:
         raise MoeqError("source.too-large", f"{where}: {size:,} bytes, the limit for this file is {limit:,}")
@@ -99,7 +99,7 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
 
 
 def state_of(fd: int) -> FileState:
-    """State of an open file. Raises OSError."""
+    """Return the state of an open file. Raises OSError."""
     return _state(os.fstat(fd))
 
 
@@ -115,8 +115,8 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
     Args:
         path: a file of the folder.
         folder: the folder.
-        where: names the file in messages.
-        fd: the file, opened; links may have been changed since.
+        where: name of the file in messages.
+        fd: descriptor of the file; links may have been changed since it was opened.
 
     Raises:
         MoeqError: `source.link`.
@@ -133,11 +133,11 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
 
 
 class SeenFiles:
-    """Files of a folder that are opened again and again: none may change after it was opened first.
+    """Files of a folder that are opened again and again; none may change after it was first opened.
 
     Args:
-        folder: where they are.
-        where: names the folder in messages.
+        folder: folder of the files.
+        where: name of the folder in messages.
     """
 
     def __init__(self, folder: Path, where: str) -> None:
@@ -155,7 +155,7 @@ class SeenFiles:
         self.__dict__ |= state | {"_lock": threading.Lock()}
 
     def open(self, file: str) -> int:
-        """A descriptor of one of them, for reading. Raises MoeqError `source.changed`, and as `open_regular`."""
+        """Open a file of the folder for reading. Raises MoeqError `source.changed`, and as `open_regular`."""
         fd = open_regular(self._folder / file, file)
         try:
             state = state_of(fd)
@@ -168,7 +168,7 @@ class SeenFiles:
         return fd
 
     def read(self, file: str, limit: int) -> bytes:
-        """All bytes of one of them, the same every time. Raises as `open`, and `source.too-large`."""
+        """Read all bytes of a file, the same every time. Raises as `open`, and `source.too-large`."""
         fd = self.open(file)
         try:
             raw = read_whole(fd, file, limit)

@@ -114,7 +114,7 @@ def read_header(path: Path, file: str) -> Header:
 
 
 def raw_header(fd: int, file: str) -> bytes:
-    """The first bytes of an open file, up to its data; checked for length only. Raises MoeqError `source.*`."""
+    """Read the first bytes of an open file, up to its data, checking only how many. Raises MoeqError `source.*`."""
     size = os.fstat(fd).st_size
     try:
         first = os.pread(fd, 64, 0)
@@ -130,7 +130,7 @@ def raw_header(fd: int, file: str) -> bytes:
 
 
 def header_length(first: bytes, file: str, size: int) -> int:
-    """Length of the JSON header, from the first 8 (for better messages: 64) bytes of a file of `size` bytes."""
+    """Return the length of the JSON header from the first 8 bytes of a file (64 make better messages)."""
     if size < 8 or len(first) < 8:
         _refuse_file(first, file, f"is {size} bytes long, a safetensors file starts with 8 bytes of header length")
     length = int.from_bytes(first[:8], "little")
@@ -205,7 +205,7 @@ def _entries(table: dict[str, Any], file: str, base: int, notes: list[str], stri
 
 
 def _kind(name: str, info: dict[str, Any], file: str) -> tuple[str, tuple[int, ...], int]:
-    """Checked `(dtype, shape, bytes)` of an entry."""
+    """Check an entry; return its `(dtype, shape, bytes)`."""
     dtype, shape = info["dtype"], info["shape"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _bad(file, f"tensor {_show(name)}: unknown dtype {ascii(dtype)[:40]} (written by a newer safetensors?)")
@@ -245,7 +245,7 @@ def _explain_offsets(name: str, info: dict[str, Any], file: str, nbytes: int | N
 
 
 def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, size: int) -> None:
-    """Tensors must tile the data area exactly: no hole, no overlap, nothing after the last."""
+    """Refuse tensors that do not tile the data area exactly: no hole, no overlap, nothing after the last."""
     position = data_start
     for entry in _by_offset(tensors.values()):
         if entry.start != position:
@@ -261,7 +261,7 @@ def _check_cover(tensors: dict[str, TensorEntry], file: str, data_start: int, si
 
 
 def _by_offset(entries: Collection[TensorEntry]) -> Collection[TensorEntry]:
-    """Entries in order of their data; most writers list them so."""
+    """Return entries in the order of their data, in which most writers list them."""
     starts = [entry.start for entry in entries]
     in_order = all(map(lt, starts, starts[1:]))
     return entries if in_order else sorted(entries, key=itemgetter(4, 5))

@@ -55,7 +55,7 @@ def looks_like_repository(text: str) -> bool:
 
 
 def open_repository(repo: str, revision: str | None) -> Source:
-    """A repository; its cached copy where `HF_HUB_OFFLINE` is set or the Hub cannot be reached, which is said then.
+    """Open a repository; its cached copy, with a warning, where the Hub cannot be reached or `HF_HUB_OFFLINE` is set.
 
     Raises:
         MoeqError: `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each with
@@ -74,7 +74,7 @@ def open_repository(repo: str, revision: str | None) -> Source:
 
 
 def _cached_instead(repo: str, revision: str | None, error: MoeqError) -> Source:
-    """The snapshot in the client's cache, where the Hub is unreachable. Raises the error where none is complete."""
+    """Open the snapshot in the client's cache. Raises the Hub's error where that is not complete."""
     try:
         source = _cached(repo, revision)
     except MoeqError:
@@ -85,7 +85,7 @@ def _cached_instead(repo: str, revision: str | None, error: MoeqError) -> Source
 
 
 def _cached(repo: str, revision: str | None) -> LocalSource:
-    """The snapshot in the client's cache. Snapshots are often partial: a config without weights."""
+    """Open the snapshot in the client's cache, which may be partial: a config without weights."""
     from huggingface_hub import try_to_load_from_cache
 
     hint = f"unset HF_HUB_OFFLINE, or download the repository first: hf download {repo}"
@@ -131,7 +131,7 @@ class HubSource(Source):
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
 
     def stream_into(self, folder: Path) -> WeightStream:
-        """From now on weight files are only on disk while they are held by the stream that this returns.
+        """Keep weight files on disk only while the returned stream holds them.
 
         Ranges of the others are still read, by requests; `path` refuses them.
         """
@@ -176,7 +176,7 @@ class HubSource(Source):
         return self._call(lambda: self._read_ranges(file, start, end))
 
     def _read_ranges(self, file: str, start: int, end: int) -> bytearray:
-        """Bytes of a file that is not on disk."""
+        """Read bytes of a file that is not on disk."""
         data, reader = bytearray(), self._reader(end - start + FIRST_RANGE)
         for first in range(start, end, MAX_RANGE):
             part, _ = reader.read(self._url(file), file, first, min(first + MAX_RANGE, end))
@@ -195,7 +195,7 @@ class HubSource(Source):
             )
 
     def _expected(self, file: str) -> Expected:
-        """What the repository's listing says of a file. Raises MoeqError `source.missing-file`, `source.network`."""
+        """Return the repository's entry of a file. Raises MoeqError `source.missing-file`, `source.network`."""
         if file not in self._sizes:
             raise MoeqError("source.missing-file", f"{self.repo} has no {ascii(file)[1:-1][:200]}")
         size = self._sizes[file]
@@ -252,8 +252,8 @@ class HubSource(Source):
         """Run a client call and turn its errors into ours.
 
         Args:
-            action: calls the client.
-            expected: what the answer has to be; None for ranges, which are checked where they are read.
+            action: call of the client.
+            expected: the answer that is accepted; None for ranges, which are checked where they are read.
         """
         from huggingface_hub.errors import (
             HfHubHTTPError,
@@ -271,7 +271,7 @@ class HubSource(Source):
 
 
 def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:
-    """Bytes of every file of a repository. Raises MoeqError `source.network` where its listing is none."""
+    """Return the bytes of every file of a repository. Raises MoeqError `source.network` for an impossible listing."""
     found: dict[str, int | None] = {}
     for file in info.siblings or []:
         name, size = file.rfilename, file.size
@@ -283,7 +283,7 @@ def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:
 
 
 def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> Header:
-    """Header of a remote file: one range request, a second where the header is longer."""
+    """Fetch the header of a remote file: one range request, a second where the header is longer."""
     first, total = reader.read(url, file, 0, FIRST_RANGE)
     if size is not None and total != size:
         detail = f"{file}: the repository lists {size:,} bytes, the server sends a file of {total:,}"
@@ -308,7 +308,7 @@ def _require_size(path: Path, expected: Expected) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """No progress bars of the client: small files need none, and streamed ones have ours."""
+    """Turn off the client's progress bars: small files need none, and streamed ones have ours."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

@@ -9,7 +9,7 @@ from moeq.errors import MoeqError
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
-    """Network errors of the HTTP library that the installed client uses (httpx before 2.0, httpx2 since)."""
+    """Return the network errors of the client's HTTP library (httpx before 2.0, httpx2 since)."""
     from huggingface_hub import get_session
 
     library = import_module(type(get_session()).__module__.partition(".")[0])
@@ -17,7 +17,7 @@ def transport_errors() -> tuple[type[Exception], ...]:
 
 
 def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
-    """The MoeqError for an error of the client."""
+    """Return the MoeqError for an error of the client."""
     from huggingface_hub import errors
 
     # Most specific first: a gated repository is a RepositoryNotFoundError as well.

@@ -25,22 +25,22 @@ T = TypeVar("T")
 ANSWER_SECONDS, SILENCE_SECONDS = 60.0, 20.0
 
 #: Bytes per second below which a download is given up.
-SLOWEST = 64 << 10
+MIN_BYTES_PER_SECOND = 64 << 10
 
 #: Largest answer of the Hub's interface that is read; listings of the largest repositories have some megabytes.
 MAX_ANSWER_BYTES = 256 << 20
 
-#: Digests, as the Hub has them; other servers have words. Neither is a path.
+#: ETags are digests on the Hub and words on other servers, never paths.
 _ETAG = re.compile(r"[0-9A-Za-z_-][0-9A-Za-z._-]{0,199}")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What an answer has to be.
+    """The answer that is expected of the Hub.
 
     Attributes:
-        what: names it in messages.
+        what: name of the answer in messages.
         size: bytes of the file; None for an answer that is no file.
     """
 
@@ -52,7 +52,7 @@ _EXPECTED: ContextVar[Expected | None] = ContextVar("moeq_expected", default=Non
 
 
 def check_commit(commit: object, repo: str) -> str:
-    """A commit as the Hub names it. Raises MoeqError `source.network` for anything else: it becomes a path."""
+    """Check that a commit is a hash, since it becomes a path. Raises MoeqError `source.network`."""
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
         raise MoeqError("source.network", f"{repo}: the server's commit {ascii(commit)[:80]} is not a commit hash")
     return commit
@@ -64,7 +64,7 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
     Raises:
         MoeqError: `source.network` for hostile or silent servers, `source.too-large` for more bytes than expected.
     """
-    seconds = ANSWER_SECONDS if expected.size is None else 2 * ANSWER_SECONDS + expected.size / SLOWEST
+    seconds = ANSWER_SECONDS if expected.size is None else 2 * ANSWER_SECONDS + expected.size / MIN_BYTES_PER_SECOND
 
     def call() -> T:
         _watch_session()
@@ -90,7 +90,7 @@ def _is_meant(error: Exception) -> bool:
 
 
 def within(seconds: float, action: Callable[[], T], what: str) -> T:
-    """Do something that may wait for a server, but no longer than that.
+    """Call `action`, which may wait for a server, and give up after some seconds.
 
     What still waits then is left to a thread of its own, which does not keep the process from ending.
 
@@ -131,13 +131,13 @@ def _watch_session() -> None:
 
 
 def _ask_plainly(request: Any) -> None:
-    """Hook on the session: compressed answers can expand to a thousand times what was received."""
+    """Ask for uncompressed answers (a hook on the session): others can expand to a thousand times what was received."""
     if _EXPECTED.get() is not None:
         request.headers["Accept-Encoding"] = "identity"
 
 
 def _clean(response: Any) -> None:
-    """Hook on the session: strip control characters from headers, some of which the client prints."""
+    """Strip control characters from headers, some of which the client prints (a hook on the session)."""
     headers = response.headers
     for name in {*headers}:
         values = headers.get_list(name)
@@ -150,7 +150,7 @@ def _clean(response: Any) -> None:
 
 
 def _check(response: Any) -> None:
-    """Hook on the session: refuse an answer that the client should not see. Raises MoeqError."""
+    """Refuse an answer that the client should not see (a hook on the session). Raises MoeqError."""
     expected = _EXPECTED.get()
     if expected is None:
         return
@@ -181,7 +181,7 @@ def _check_size(value: str | None, limit: int, what: str) -> None:
 
 
 def _limited(response: Any, limit: int, what: str) -> Any:
-    """The body of an answer, which may not be longer than that."""
+    """Wrap the body of an answer, which may not be longer than `limit` bytes."""
     library = import_module(type(response).__module__.partition(".")[0])
     inner = response.stream
 

@@ -42,7 +42,7 @@ class WeightStream:
         return file in self._sizes
 
     def held(self, file: str) -> Path | None:
-        """Where a file is, or None where it is not on disk now."""
+        """Return the path of a file, or None where it is not on disk now."""
         return self._held.get(file)
 
     def keep_only(self, files: Collection[str]) -> None:
@@ -52,7 +52,7 @@ class WeightStream:
                 self._remove(file)
 
     def fetch(self, file: str) -> None:
-        """Get a file, unless it is here.
+        """Download a file if it is missing.
 
         Raises:
             MoeqError: `source.*` where the Hub does not deliver it; `resources.disk-full`.

@@ -28,7 +28,7 @@ class Weights:
         weight_map: tensor name to file, or None where there is no index.
         index: name of the index file, if any.
         total_size: what the index says the tensors add up to.
-        warnings: what is unusual about the choice.
+        warnings: whatever is unusual about the choice.
     """
 
     files: tuple[str, ...]
@@ -44,7 +44,7 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
     Args:
         names: file names of the top folder. Sub-folders (`original/`, `metal/`) hold second copies and are ignored.
         read_index: reads one index file as a JSON object.
-        where: the checkpoint, for messages.
+        where: name of the checkpoint in messages.
 
     Raises:
         MoeqError: `source.no-weights` (saying what is there instead), `source.bad-index`, `source.unsafe-path`.
@@ -87,7 +87,7 @@ def _from_index(document: dict[str, Any], name: str) -> Weights:
 
 
 def _check_weight_name(file: object, where: str) -> str:
-    """A file name that an index gives, as `safe_name`. Lexical: Hub caches are made of symbolic links."""
+    """Check a file name of an index, as `safe_name` does. Lexical: Hub caches are made of symbolic links."""
     name = safe_name(file, where)
     if not name.endswith(".safetensors"):
         raise MoeqError("source.unsafe-path", f"{where}: file {ascii(name)[:200]} is not a .safetensors file")
@@ -126,7 +126,7 @@ def _no_weights(names: Sequence[str], where: str) -> MoeqError:
 def merge_headers(
     weights: Weights, headers: Iterable[Header]
 ) -> tuple[dict[str, TensorEntry], list[CheckpointWarning]]:
-    """One table of tensors from the headers of all files, the index deciding about duplicates.
+    """Merge the headers of all files into one table of tensors; the index decides about duplicates.
 
     Raises:
         MoeqError: `source.index-mismatch` where the index names a tensor that its file does not hold, or, without an
@@ -134,7 +134,7 @@ def merge_headers(
     """
     tensors: dict[str, TensorEntry] = {}
     warnings: list[CheckpointWarning] = []
-    strangers: list[str] = []
+    unlisted: list[str] = []
     shadowed: list[str] = []
     weight_map = weights.weight_map
     for header in headers:
@@ -150,14 +150,14 @@ def merge_headers(
             if file == header.file:
                 tensors[name] = entry
             elif file is None:
-                strangers.append(name)
+                unlisted.append(name)
             else:
                 shadowed.append(name)
     if weight_map is not None:
         _check_index(weights, weight_map, tensors)
-    if strangers:
+    if unlisted:
         warnings.append(
-            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_few(strangers)}")
+            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_few(unlisted)}")
         )
     if shadowed:
         warnings.append(

@@ -29,7 +29,7 @@ class DuplicateKeyError(ValueError):
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """`object_pairs_hook` that refuses duplicate keys."""
+    """Make a dictionary of pairs and refuse duplicate keys; an `object_pairs_hook`."""
     table = dict(pairs)
     if len(table) != len(pairs):
         seen: set[str] = set()
@@ -56,7 +56,7 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, float
 
     Args:
         raw: the document.
-        where: names it in messages.
+        where: name of the document in messages.
         code: code of the error.
         floats: False for documents that hold whole numbers only.
 
@@ -92,7 +92,7 @@ def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, float
 
 
 def parse_object(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> dict[str, Any]:
-    """`parse_json` for a file that must hold an object."""
+    """Parse a file that must hold an object, as `parse_json` does."""
     value = parse_json(raw, where, code, floats=floats)
     if not isinstance(value, dict):
         raise MoeqError(code, f"{where}: holds a {type(value).__name__}, expected a JSON object")

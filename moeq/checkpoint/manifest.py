@@ -25,14 +25,14 @@ from moeq.typed import brief, read_as
 
 MANIFEST_NAME = "moeq.json"
 MANIFEST_SCHEMA = "moeq.manifest/2"
-#: Without `files`: what was not packed is not covered by digests.
+#: Schema without `files`, whose digests cover only what was packed.
 _OLD_SCHEMA = "moeq.manifest/1"
 
 #: Digests of every expert of the largest published models take 20 MB.
 MAX_MANIFEST_BYTES = 256 << 20
 
-#: An array could have no larger axis.
-_MOST = 1 << 40
+#: Upper bound of an axis; no array could have a larger one.
+_MAX_AXIS = 1 << 40
 
 Projection = Literal["gate", "up", "down"]
 StackedRole = Literal["w13", "w2"]
@@ -87,8 +87,8 @@ class Sharding:
 
     Attributes:
         axis: what the deployment cuts: `tp`, `ep`, or None for a single rank.
-        written: `unsharded`: one packing that a loader reads whole or slices; `ranks`: one packing per rank.
-        why: one sentence on why, with the slices that are legal.
+        written: `unsharded`, one packing that a loader reads whole or slices, or `ranks`, one packing per rank.
+        why: the reason in one sentence, with the slices that are legal.
     """
 
     axis: Literal["tp", "ep"] | None = None
@@ -126,13 +126,13 @@ class LayerEntry:
     source_group: int | None = None
 
     def source_spec(self, role: StackedRole) -> MatrixSpec:
-        """The matrix as the source has it."""
+        """Return the spec of a matrix as the source has it."""
         spec = self.matrices[role].spec
         return spec if self.source_group is None else dataclasses.replace(spec, group_size=self.source_group)
 
     @property
     def projections(self) -> tuple[Projection, ...]:
-        """What its experts consist of."""
+        """Projections of which an expert consists."""
         return ("gate", "up", "down") if self.matrices["w13"].spec.gated else ("up", "down")
 
     @property
@@ -163,10 +163,10 @@ class RestoreEntry:
         file: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights.
         files: the source's weight files, in order.
         kept: source tensors kept verbatim.
-        missing: what of the source folder was not kept (pickles, files of no index), by name.
+        missing: names of source files that were not kept (pickles, files of no index).
         copied: files beside the weights that are as they were in the source.
-        stripped: JSON files that are in the conversion without the code that they named.
-        no_code: whether everything that is run was left out.
+        stripped: JSON files that the conversion has without the code that they named.
+        no_code: whether all code was left out.
     """
 
     file: str
@@ -196,9 +196,9 @@ class FileDigest:
     """Digests of a file.
 
     Attributes:
-        bytes: its size.
+        bytes: size of the file.
         blake3: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data.
-        tensors: of a weight file, every tensor in it.
+        tensors: digests of every tensor of a weight file.
     """
 
     bytes: int
@@ -239,7 +239,7 @@ class Manifest:
         copied: layers whose experts were copied unchanged, with the reason.
         restore: what leads back to the source; None in manifests of versions that did not keep it.
         files: every other file of the folder, by name; None in manifests of versions that did not record them.
-        intact: whether its seal, a digest of all the rest, is right; no part of the file.
+        intact: whether the seal, a digest of all the rest, is right; not written to the file.
         loads_in: what loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
     """
 
@@ -258,7 +258,7 @@ class Manifest:
     loads_in: tuple[str, ...] = ()
 
     def layer(self, layer: int) -> LayerEntry:
-        """Entry of that layer. Raises MoeqError `usage.no-such-layer`."""
+        """Return the entry of a layer. Raises MoeqError `usage.no-such-layer`."""
         for entry in self.layers:
             if entry.layer == layer:
                 return entry
@@ -266,14 +266,14 @@ class Manifest:
         raise MoeqError("usage.no-such-layer", f"layer {layer} has no converted experts", f"MoE layers: {known}")
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON document."""
+        """Return the JSON document."""
         document = {"schema": _OLD_SCHEMA if self.files is None else MANIFEST_SCHEMA, **dataclasses.asdict(self)}
         del document["intact"]
         return document if self.files is None else {**document, "seal": seal(document)}
 
 
 def seal(document: Mapping[str, Any]) -> str:
-    """Hex BLAKE3 of a manifest without its seal, as JSON with sorted keys and no spaces."""
+    """Return the hex BLAKE3 of a manifest without its seal, as JSON with sorted keys and no spaces."""
     rest = {name: value for name, value in document.items() if name != "seal"}
     return blake3(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -295,11 +295,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """A manifest from its bytes.
+    """Parse and check the bytes of a manifest.
 
     Args:
-        raw: the file.
-        path: names it in messages.
+        raw: bytes of the file.
+        path: name of the file in messages.
 
     Raises:
         MoeqError: `source.bad-manifest`.
@@ -346,7 +346,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_source_group(path: Path, place: str, entry: LayerEntry) -> None:
-    """The groups of the source consist of those that are written."""
+    """Refuse a group size of the source that does not consist of whole written groups."""
     if entry.source_group is None:
         return
     _size(path, place, entry.source_group)
@@ -369,7 +369,7 @@ def _check_matrix(path: Path, place: str, entry: MatrixEntry, role: StackedRole)
 
 
 def _size(path: Path, place: str, size: int) -> None:
-    if not 0 < size < _MOST:
+    if not 0 < size < _MAX_AXIS:
         _refuse(path, place, f"is {size}, expected a size")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NoReturn
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
@@ -70,24 +70,6 @@ _LAYER_CONTAINERS = frozenset({"layers", "blocks", "layer", "h", "mtp"})
 _FUSED_MODULES = (".moe.", ".block_sparse_moe.", ".switch_mlp.")
 
 
-class ExpertTensor(NamedTuple):
-    """What the name of an expert tensor says.
-
-    Attributes:
-        layer: layer number within its stack.
-        expert: expert number, or `FUSED`.
-        proj: projection.
-        part: suffix in per-expert spelling (`qweight`, `weight_packed`, ...).
-        prefix: module path of the layer's experts, such as `model.layers.0.mlp.experts`.
-    """
-
-    layer: int
-    expert: int
-    proj: StoredName
-    part: str
-    prefix: str
-
-
 @dataclass
 class LayerExperts:
     """All expert tensors of one layer.
@@ -120,12 +102,12 @@ class LayerExperts:
         return found - {FUSED}
 
     def tensors(self) -> Iterator[TensorEntry]:
-        """Every expert tensor of the layer."""
+        """Yield every expert tensor of the layer."""
         for entries in self.parts.values():
             yield from entries.values()
 
     def unit(self, expert: int) -> dict[StoredName, dict[str, TensorEntry]]:
-        """Tensors of one expert: projection to part to tensor. Fused tensors are returned whole."""
+        """Return the tensors of one expert, projection to part to tensor; fused tensors are returned whole."""
         unit: dict[StoredName, dict[str, TensorEntry]] = {}
         for (projection, part), entries in self.parts.items():
             entry = entries.get(expert) or entries.get(FUSED)
@@ -134,19 +116,9 @@ class LayerExperts:
         return unit
 
     def module(self, projection: StoredName, expert: int) -> str:
-        """Module name of a projection, as configs name it."""
+        """Return the module name of a projection, as configs spell it."""
         spelled = self.spelling.get(projection, projection)
         return f"{self.prefix}.{spelled}" if self.fused else f"{self.prefix}.{expert}.{spelled}"
-
-
-def parse_name(name: str) -> ExpertTensor | None:
-    """Take one tensor name apart; None where it is not an expert tensor of a numbered layer."""
-    layers = index_experts({name: TensorEntry(name, "U8", (1, 1, 1), "", 0, 1)})
-    for layer in layers:
-        for (projection, part), entries in layer.parts.items():
-            for expert in entries:
-                return ExpertTensor(layer.layer, expert, projection, part, layer.prefix)
-    return None
 
 
 def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
@@ -189,7 +161,7 @@ class _Indexer:
         self.numbers: dict[str, int] = {}
 
     def number(self, text: str, name: str) -> int:
-        """Expert number, or FUSED for text that is not a number. Refuses numbers that no writer produces."""
+        """Parse an expert number, FUSED for other text. Refuses numbers that no writer produces."""
         digits = text.removeprefix("-")
         if not digits.isnumeric():
             return FUSED
@@ -199,7 +171,7 @@ class _Indexer:
         return value
 
     def open_group(self, head: str, prefix: str, projection: str, part: str) -> dict[int, TensorEntry]:
-        """The group of a `(projection, part)` seen for the first time; unplaced names get one that is dropped."""
+        """Make the group of a new `(projection, part)`; names that are not experts' get one that is dropped."""
         role = PROJECTIONS.get(projection)
         layer = self._layer(prefix) if role else None
         group: dict[int, TensorEntry] = {}
@@ -209,7 +181,7 @@ class _Indexer:
         return group
 
     def add_fused(self, prefix: str, tail: str, entry: TensorEntry) -> None:
-        """A tensor that stacks all experts: `gate_up_proj_blocks`, `w13_weight`, `mlp.w1`, `gate_up_proj.weight`."""
+        """Add a tensor of all experts: `gate_up_proj_blocks`, `w13_weight`, `mlp.w1`, `gate_up_proj.weight`."""
         # DBRX puts its stacked parameters one level deeper; forks put numbered experts there.
         inner = tail.removeprefix("mlp.")
         expert, _, rest = inner.partition(".")
@@ -229,7 +201,7 @@ class _Indexer:
                 return
 
     def add_unusual(self, entry: TensorEntry) -> None:
-        """A 3-D tensor outside a module called `experts`."""
+        """Add a 3-D tensor outside a module called `experts`."""
         for module in _FUSED_MODULES:
             head, found, tail = entry.name.partition(module)
             if found:
@@ -252,7 +224,7 @@ class _Indexer:
 
 
 def _locate(prefix: str) -> tuple[str, int] | None:
-    """Stack path and layer number of an experts module: the last number that follows a layer container."""
+    """Find stack path and layer number of an experts module: the last number that follows a layer container."""
     parts = prefix.split(".")
     for position in range(len(parts) - 1, 0, -1):
         digits = parts[position]

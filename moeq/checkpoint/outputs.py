@@ -28,15 +28,15 @@ class OutputFolder:
     """An open folder.
 
     Attributes:
-        path: where it was when it was opened, for messages.
-        fd: its descriptor.
+        path: path of the folder when it was opened, for messages.
+        fd: descriptor of the folder.
 
     Args:
         path: an existing folder, and no link.
-        above: descriptor of the folder that `path` is in; None: as the path says.
+        above: descriptor of the folder that `path` is in; None opens `path` as it is spelled.
 
     Raises:
-        OSError: it cannot be opened, or is a link.
+        OSError: the folder cannot be opened, or is a link.
     """
 
     def __init__(self, path: Path, above: int | None = None) -> None:
@@ -44,7 +44,7 @@ class OutputFolder:
         self.fd = os.open(path if above is None else path.name, _FOLDER, dir_fd=above)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the folder."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -58,7 +58,7 @@ class OutputFolder:
         self.close()
 
     def open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file that has this one name only; with `O_CREAT` it and its folders are made.
+        """Open a regular file that has only this name; `O_CREAT` makes it and the folders above it.
 
         Args:
             name: `moeq.checkpoint.paths.safe_name`, with `/` for folders within.
@@ -88,7 +88,7 @@ class OutputFolder:
 
     @contextmanager
     def _home(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Descriptor of the folder that a file is in, and its name there."""
+        """Open the folder that a file is in; yields its descriptor and the file's name there."""
         *folders, last = parts = name.split("/")
         if any(part in ("", ".", "..") for part in parts):
             raise MoeqError("source.unsafe-path", f"{ascii(name)[:200]} leads out of {self.path}")
@@ -151,7 +151,7 @@ class OutputFolder:
                 os.close(fd)
 
     def read_file(self, name: str) -> bytes:
-        """A whole file of ours. Raises as `open`."""
+        """Read a whole file. Raises as `open`."""
         fd = self.open(name, os.O_RDONLY)
         with os.fdopen(fd, "rb") as file:
             return file.read()
@@ -169,17 +169,8 @@ class OutputFolder:
         os.fsync(self.fd)
 
     def names(self) -> list[str]:
-        """Everything in it, with what is in folders within; a folder that is empty, or a link, is one name."""
+        """List everything in the folder and in folders within; an empty folder, or a link, is one name."""
         return sorted(_names(self.fd, ""))
-
-    def has(self, name: str) -> bool:
-        """Whether there is something of that name."""
-        try:
-            with self._home(name) as (home, last):
-                os.stat(last, dir_fd=home, follow_symlinks=False)
-        except (FileNotFoundError, MoeqError):
-            return False
-        return True
 
     def remove(self, name: str) -> None:
         """Remove a file, and the folders that it leaves empty. Raises OSError; not where it is gone already."""
@@ -203,7 +194,7 @@ class OutputFolder:
         self.remove(name)
 
     def make(self, name: str) -> bool:
-        """Make a folder; whether it is new. Raises OSError."""
+        """Make a folder; returns whether it is new. Raises OSError."""
         try:
             os.mkdir(name, dir_fd=self.fd)
         except FileExistsError:
@@ -211,18 +202,18 @@ class OutputFolder:
         return True
 
     def rename(self, name: str, new: str, to: OutputFolder | None = None) -> None:
-        """Give something another name, here or in another folder. Raises OSError."""
+        """Rename an entry, within this folder or into another. Raises OSError."""
         os.rename(name, new, src_dir_fd=self.fd, dst_dir_fd=(to or self).fd)
 
     def status(self, name: str) -> os.stat_result | None:
-        """Status of an entry, links not followed; None where there is none."""
+        """Return the status of an entry, links not followed; None where there is none."""
         try:
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def owner_of_new_files(self) -> int:
-        """The owner that this file system gives to what this process makes; some give all to one. Raises OSError."""
+        """Return the owner that this file system gives to new files; some give all to one user. Raises OSError."""
         name = f".moeq-{secrets.token_hex(8)}"
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=self.fd)
         try:

@@ -20,22 +20,22 @@ _PART_BYTES, _NAME_BYTES = 255, 1024
 #: Names of devices on Windows, with any extension.
 _DEVICE = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE | re.DOTALL)
 
-#: What the names of moeq's own files begin with, as `folded` has them.
+#: Prefixes of moeq's own files, folded.
 _OWN = ("moeq-", "moeq.json")
 
-#: Of those, files that are there only while moeq works. Nothing else may have such a name, not even for a while.
+#: Prefixes of files that exist only while moeq works; no other file may have one, not even for a while.
 _WORK = ("moeq-work", "moeq-journal")
 
-#: What makes a folder a conversion.
+#: The file that makes a folder a conversion.
 _MANIFEST = "moeq.json"
 
 
 def plain_name(name: object, where: str) -> str:
-    """A name that may be joined to a folder to read it.
+    """Check a name that may be joined to a folder to read it, and return it.
 
     Args:
-        name: what a file says.
-        where: names that file and the place in it, for the message.
+        name: a name as a file spells it.
+        where: that file and the place in it, for messages.
 
     Raises:
         MoeqError: `source.unsafe-path` for anything but a plain relative path.
@@ -47,7 +47,7 @@ def plain_name(name: object, where: str) -> str:
 
 
 def safe_name(name: object, where: str) -> str:
-    """A name that may be joined to a folder to write it.
+    """Check a name that may be joined to a folder to write it, and return it.
 
     Raises:
         MoeqError: as `plain_name`; `source.reserved-name` for that of a manifest, or of a file that moeq keeps while it
@@ -64,7 +64,7 @@ def safe_name(name: object, where: str) -> str:
 
 
 def _problem(name: object) -> str | None:
-    """Why a name is not taken, or None."""
+    """Say why a name is refused, or return None."""
     if not isinstance(name, str) or not name or not name.isprintable():
         return "is not a file name"
     parts = name.split("/")
@@ -78,7 +78,7 @@ def _problem(name: object) -> str | None:
 
 
 def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
-    """`safe_name` for several, of which none may be a folder of another, nor one file where case does not count.
+    """Check several names as `safe_name`; none may be a folder of another, nor the same where case is ignored.
 
     Raises:
         MoeqError: `source.unsafe-path`, `source.reserved-name`.
@@ -118,5 +118,5 @@ def is_own(name: str) -> bool:
 
 
 def folded(name: str) -> str:
-    """A name as file systems compare it that ignore case and ways to write a letter."""
+    """Fold a name as file systems do that ignore case and ways to write a letter."""
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())

@@ -29,7 +29,7 @@ class RangeReader:
 
     Args:
         headers: request headers, with authorisation.
-        budget: most bytes to read in all.
+        budget: upper bound of all bytes that are read.
     """
 
     def __init__(self, headers: dict[str, str], budget: int) -> None:
@@ -38,7 +38,7 @@ class RangeReader:
         self._lock = threading.Lock()
 
     def read(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Bytes `[start, stop)` of a file (fewer at its end), and the size of the whole file.
+        """Read bytes `[start, stop)` of a file (fewer at its end); returns them and the size of the whole file.
 
         Raises:
             MoeqError: `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget.

@@ -53,7 +53,7 @@ class Source(ABC):
         tensors: every tensor by name.
         files: weight files.
         index: name of the index file, or None where there is none.
-        warnings: what is unusual about the files.
+        warnings: whatever is unusual about the files.
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
     """
@@ -74,10 +74,10 @@ class Source(ABC):
 
     @abstractmethod
     def path(self, file: str) -> Path:
-        """Local path of a file of the checkpoint (a Hub source downloads it first)."""
+        """Return the local path of a file of the checkpoint (a Hub source downloads it first)."""
 
     def open(self, file: str) -> int:
-        """A descriptor of a file of the checkpoint, for reading.
+        """Open a file of the checkpoint for reading.
 
         Raises:
             MoeqError: `source.changed` where it is not the file that was opened first; `source.not-a-file`,
@@ -86,7 +86,7 @@ class Source(ABC):
         return open_regular(self.path(file), file)
 
     def read_file(self, file: str, limit: int) -> bytes:
-        """All bytes of a file, the same every time. Raises as `open`, and `source.too-large` beyond `limit` bytes."""
+        """Read all bytes of a file, the same every time. Raises as `open`, and `source.too-large`."""
         fd = self.open(file)
         try:
             return read_whole(fd, file, limit)
@@ -94,7 +94,7 @@ class Source(ABC):
             os.close(fd)
 
     def size_of(self, file: str) -> int:
-        """Bytes of a file other than a weight file. Raises as `open`."""
+        """Return the bytes of a file other than a weight file. Raises as `open`."""
         fd = self.open(file)
         try:
             return os.fstat(fd).st_size
@@ -111,10 +111,10 @@ class Source(ABC):
 
     @abstractmethod
     def side_files(self) -> tuple[str, ...]:
-        """Names of all other files of the top folder: tokenizer, generation config, licence, ..."""
+        """List all other files of the top folder: tokenizer, generation config, licence, ..."""
 
     def identity(self) -> str:
-        """Digest that changes when the config or any tensor's place changes. Costs no reading of data; made once."""
+        """Return a digest that changes when the config or any tensor's place does. Reads no data; made once."""
         if self._identity is None:
             self._identity = self._make_identity()
         return self._identity
@@ -127,14 +127,14 @@ class Source(ABC):
         return digest.hexdigest()
 
     def entry(self, name: str) -> TensorEntry:
-        """Header entry of a tensor. Raises MoeqError `source.no-such-tensor`."""
+        """Return the header entry of a tensor. Raises MoeqError `source.no-such-tensor`."""
         try:
             return self.tensors[name]
         except KeyError:
             raise MoeqError("source.no-such-tensor", f"{self.name} has no tensor {ascii(name)[:200]}") from None
 
     def read_bytes(self, file: str, start: int, end: int) -> bytearray:
-        """Bytes `[start, end)` of a file. Nothing stays mapped or cached.
+        """Read bytes `[start, end)` of a file. None of them stay mapped or cached.
 
         Raises:
             MoeqError: `source.truncated` where the file has become shorter than its header said.
@@ -157,12 +157,12 @@ class Source(ABC):
             raise MoeqError("source.truncated", f"{file}: ended before byte {start + len(view):,} while being read")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, reading just its bytes."""
+        """Read one tensor, and no byte besides."""
         entry = self.entry(name)
         return tensor_of(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
 
     def read_row(self, entry: TensorEntry, row: int) -> Tensor:
-        """`tensor[row]`, reading only that slice of the leading axis."""
+        """Read `tensor[row]`, only that slice of the leading axis."""
         size = (entry.end - entry.start) // entry.shape[0]
         start = entry.start + row * size
         return tensor_of(self.read_bytes(entry.file, start, start + size), entry.dtype, entry.shape[1:], entry.name)
@@ -193,7 +193,7 @@ _TORCH_DTYPES = {
 
 
 def tensor_of(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) -> Tensor:
-    """The tensor that stored bytes mean. Raises MoeqError `source.unsupported-dtype`."""
+    """Make a tensor of stored bytes. Raises MoeqError `source.unsupported-dtype`."""
     import torch
 
     if dtype not in _TORCH_DTYPES:
@@ -272,7 +272,7 @@ _NO_GGUF = "moeq reads safetensors checkpoints; look for the GPTQ, AWQ or compre
 
 
 def _listing(folder: Path, name: str) -> list[str]:
-    """Names of the files in the top folder."""
+    """List the files in the top folder."""
     try:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if not entry.is_dir()]

@@ -27,14 +27,14 @@ from moeq.errors import MoeqError
 BLOCK = 4096
 
 #: Shorter writes go through the page cache: a disk takes few large ones better than many small ones.
-_DIRECT_LEAST = 16 * 1024
+_MIN_DIRECT_BYTES = 16 * 1024
 
-#: What goes through the page cache is gathered up to this: it has to wait until no direct write is under way.
-_GATHERED = 4 * 2**20
+#: Bytes for the page cache are gathered up to this, since they have to wait until no direct write is under way.
+_MAX_GATHERED_BYTES = 4 * 2**20
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Size of a stored tensor in bytes."""
+    """Return the size of a stored tensor in bytes."""
     return prod(shape) * DTYPE_BITS[dtype] // 8
 
 
@@ -56,7 +56,7 @@ class FileForm:
 def file_form(
     tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
 ) -> FileForm:
-    """Header and places of a file that holds these tensors.
+    """Lay out the file that holds these tensors.
 
     Args:
         tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
@@ -82,7 +82,7 @@ def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
     """Refuse at once where the file system cannot hold files that are about to be made.
 
     Args:
-        folder: where.
+        folder: folder of the files.
         sizes: bytes by file name.
 
     Raises:
@@ -129,14 +129,14 @@ def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> N
 
 
 class OutputFile:
-    """A prepared file, open for writing in place, from any thread. What was written is in the file after `sync`.
+    """A prepared file, open for writing in place from any thread; written bytes are in the file after `sync`.
 
     Whole blocks are written past the page cache where the file system can: a copy less and no pages to fill, which is
     most of what writing costs. Memory has to begin as far past a multiple of `BLOCK` as its place in the file for that.
 
     Raises:
         MoeqError: `environment.planted`.
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, folder: OutputFolder, name: str) -> None:
@@ -150,7 +150,7 @@ class OutputFile:
         """Write all of `data` to a place of the file. Raises OSError."""
         first = -position % BLOCK
         last = first + max(len(data) - first, 0) // BLOCK * BLOCK
-        if self._direct < 0 or last - first < _DIRECT_LEAST:
+        if self._direct < 0 or last - first < _MIN_DIRECT_BYTES:
             self._write_buffered(data, position)
             return
         done = first + self._write_direct(data[first:last], position + first)
@@ -159,19 +159,19 @@ class OutputFile:
                 self._write_buffered(edge, place)
 
     def _write_buffered(self, data: memoryview, position: int) -> None:
-        if self._direct < 0 or len(data) >= _GATHERED:
+        if self._direct < 0 or len(data) >= _MAX_GATHERED_BYTES:
             write_at(self.fd, data, position)
             start_write_back(self.fd, position, len(data))
             return
         with self._lock:
             self._gathered.append((position, bytes(data)))
             self._gathered_bytes += len(data)
-            full = self._gathered_bytes >= _GATHERED
+            full = self._gathered_bytes >= _MAX_GATHERED_BYTES
         if full:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what was gathered, neighbours at once."""
+        """Write the gathered bytes, adjacent pieces at once."""
         with self._lock:
             pieces, self._gathered, self._gathered_bytes = sorted(self._gathered), [], 0
         run: list[bytes] = []
@@ -185,7 +185,7 @@ class OutputFile:
         write_at(self.fd, b"".join(run), start)
 
     def _write_direct(self, data: memoryview, position: int) -> int:
-        """Bytes written; fewer than all where the file system does not take it after all."""
+        """Write past the page cache; returns the bytes written, fewer than all where the file system refuses."""
         done = 0
         while done < len(data) and done % BLOCK == 0:
             try:
@@ -200,19 +200,19 @@ class OutputFile:
         return done
 
     def sync(self) -> None:
-        """Flush its data to disk. Raises OSError."""
+        """Flush the data of the file to disk. Raises OSError."""
         self._flush()
         os.fdatasync(self.fd)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self.fd)
         if self._direct >= 0:
             os.close(self._direct)
 
 
 class Sink(Protocol):
-    """Where the bytes of units go."""
+    """Destination of the bytes of units."""
 
     fd: int
 
@@ -223,11 +223,11 @@ class Sink(Protocol):
         """Flush everything to disk."""
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Close the sink."""
 
 
 class NoOutput:
-    """Takes bytes and keeps none: units are executed only to learn what they would write."""
+    """A sink that keeps no bytes: units are executed only to learn what they would write."""
 
     fd = -1
 
@@ -245,8 +245,8 @@ class SafetensorsWriter:
     """One file of tensors, written in any order.
 
     Args:
-        folder: where it is made.
-        name: its name there.
+        folder: folder in which the file is made.
+        name: name of the file there.
         tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
         metadata: the header's `__metadata__`.
 
@@ -278,7 +278,7 @@ class SafetensorsWriter:
             write_at(self._fd, data, start + offset)
 
     def finish(self) -> None:
-        """Flush it to disk."""
+        """Flush the file to disk."""
         with disk_errors(self._path, self._form.size):
             os.fsync(self._fd)
 

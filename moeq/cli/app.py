@@ -57,7 +57,7 @@ COMMANDS: dict[str, Command] = {
 
 
 def build(asked: str | None) -> typer.Typer:
-    """The app with the one command that is asked for, and every other command's help line."""
+    """Build the app with the one command that is asked for, and every other command's help line."""
     app = typer.Typer(
         name="moeq",
         help="Quantised Mixture-of-Experts checkpoints: inspect, choose a backend, repack offline, prove.",
@@ -89,11 +89,11 @@ def build(asked: str | None) -> typer.Typer:
 
 
 def _not_asked() -> None:
-    """Stands for a command in the help of others; never runs, since the asked one is always imported."""
+    """Stand for a command in the help of others; never runs, since the asked one is always imported."""
 
 
 def _examples(command: str) -> str | None:
-    """Examples as the end of a command's help: a line each."""
+    """Return the examples at the end of a command's help, a line each."""
     from moeq.cli.examples import EXAMPLES
 
     rows = EXAMPLES.get(command)
@@ -101,7 +101,7 @@ def _examples(command: str) -> str | None:
 
 
 def asked_command(argv: Sequence[str]) -> str | None:
-    """The command that a command line names, or None."""
+    """Return the command that a command line names, or None."""
     return next((word for word in argv if not word.startswith("-")), None)
 
 
@@ -128,7 +128,7 @@ def _interrupted(out: Output) -> int:
 
 
 def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
-    """The exit code of what a command raised, after saying it."""
+    """Report what a command raised; returns its exit code."""
     if isinstance(error, MoeqError):
         out.failure(error)
         return int(error.exit_code)
@@ -145,7 +145,7 @@ def _only_prints(argv: Sequence[str]) -> bool:
 
 
 def _unexpected(error: BaseException, out: Output) -> int:
-    """Usage errors of the command-line parser, what the machine lacks, and bugs in moeq (exit 70)."""
+    """Report usage errors of the parser, what the machine lacks, and bugs in moeq (exit 70)."""
     # Typer vendors its parser and moves its classes between releases; these two attributes are the stable part.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
         out.failure(MoeqError("usage.command-line", error.format_message(), "see `moeq COMMAND --help`"))
@@ -158,7 +158,7 @@ def _unexpected(error: BaseException, out: Output) -> int:
 
 
 def main() -> None:
-    """Entry point of the `moeq` script."""
+    """Run the `moeq` script."""
     # Modules are made of many objects that stay: collecting after every 700 is a twentieth of a start.
     gc.set_threshold(50_000)
     open_missing_streams()

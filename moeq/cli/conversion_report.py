@@ -28,7 +28,7 @@ class ConversionReport:
     Args:
         out: the command's output sink.
         title: the command.
-        quiet: nothing on stderr but warnings and errors.
+        quiet: print only warnings and errors on stderr.
         log: file for events, or None.
 
     Raises:
@@ -75,7 +75,7 @@ class ConversionReport:
 
     @property
     def seconds(self) -> float:
-        """Since the command began."""
+        """Seconds since the command began."""
         return time.monotonic() - self._began
 
     def __enter__(self) -> ConversionReport:

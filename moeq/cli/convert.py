@@ -131,7 +131,7 @@ def _warn_of_code(out: Output, job: Job) -> None:
 
 
 def _planned(path: Path, given: options.GivenDeployment, own: Choices) -> tuple[Deployment, Choices, str]:
-    """Deployment, choices and digest of a plan's file; what is given on the command line wins, and is then compared."""
+    """Return deployment, choices and digest of a plan's file; the command line wins, and is then compared."""
     from moeq.pipeline.plan_document import read_plan
 
     plan = read_plan(path)
@@ -144,7 +144,7 @@ def _planned(path: Path, given: options.GivenDeployment, own: Choices) -> tuple[
 
 
 def _needs(conversion: Conversion) -> Needs | None:
-    """What a conversion that was only planned would need."""
+    """Return what a conversion that was only planned would need."""
     from moeq.pipeline.plan_document import needs_of
 
     if conversion.job is None or conversion.memory is None:
@@ -159,7 +159,7 @@ def _plan(conversion: Conversion, needs: Needs | None) -> dict[str, Any] | None:
 
 
 def document(conversion: Conversion) -> dict[str, Any]:
-    """The JSON document of a conversion."""
+    """Return the JSON document of a conversion."""
     plan, target, manifest = conversion.plan, conversion.verdict.convert, conversion.manifest
     layouts = list(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     return {
@@ -190,7 +190,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
 
 
 def render(console: Console, conversion: Conversion, pushed: Pushed | None = None, needs: Needs | None = None) -> None:
-    """The same for people."""
+    """Print a conversion for people."""
     from rich.text import Text
 
     from moeq.report.text import human_bytes, line
@@ -224,7 +224,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
 
 
 def regrouping_lines(conversion: Conversion) -> list[str]:
-    """Groups that were cut into smaller ones: one line per size."""
+    """List the groups that were cut into smaller ones: one line per size."""
     found: dict[str, None] = {}
     for layer in conversion.plan.layers:
         if layer.entry.source_group is not None:
@@ -235,7 +235,7 @@ def regrouping_lines(conversion: Conversion) -> list[str]:
 
 
 def _render_loading(console: Console, conversion: Conversion) -> None:
-    """What loads the result, and with what."""
+    """Print what loads the result, and with what."""
     from moeq.oracle.loaders import loads_in
     from moeq.report.text import line
 
@@ -251,7 +251,7 @@ def _render_loading(console: Console, conversion: Conversion) -> None:
 
 
 def sharding_lines(conversion: Conversion) -> list[str]:
-    """What ranks read, where the deployment has several: one line per way of sharding."""
+    """Say what each rank reads where the deployment has several: one line per way of sharding."""
     found: dict[str, None] = {}
     for layer in conversion.plan.layers:
         sharding = layer.entry.sharding

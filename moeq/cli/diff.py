@@ -43,7 +43,7 @@ def command(
 
 
 def render(console: Console, found: Difference) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     from rich.text import Text
 
     same = found.projections - len(found.differing)
@@ -70,7 +70,7 @@ def _more(console: Console, count: int) -> None:
 
 
 def line(row: ProjectionDifference) -> str:
-    """One projection in one line, with its first and its worst difference."""
+    """Describe one projection in one line, with its first and its worst difference."""
     if row.shapes is not None:
         return f"{row.name}: {row.shapes}"
     first = f"first {row.first.text}" if row.first else ""

@@ -26,7 +26,7 @@ def command(
     revision: options.RevisionOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
+    """Show environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
     from moeq.deploy.environment import environment
 
     out: Output = ctx.obj
@@ -42,7 +42,7 @@ def command(
 def _asked(
     src: str, revision: str | None, given: options.GivenDeployment, document: dict[str, Any]
 ) -> tuple[Answer | None, MoeqError | None]:
-    """The answer about a checkpoint, and what is wrong with it: a doctor reports what other commands raise."""
+    """Return the answer about a checkpoint and its problem: a doctor reports what other commands raise."""
     from moeq.cli.inspect import asked_deployment
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.candidates import Ask
@@ -84,7 +84,7 @@ def _asked(
 
 
 def render(console: Console, document: dict[str, Any]) -> None:
-    """The block."""
+    """Print the summary."""
     from moeq.report.text import human_bytes, line
 
     console.print("moeq doctor", style="bold")

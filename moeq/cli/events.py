@@ -62,7 +62,7 @@ class EventLog:
         self.write(name, **dataclasses.asdict(event))
 
     def close(self) -> None:
-        """No more events."""
+        """Close the file; later events are dropped."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

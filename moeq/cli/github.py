@@ -19,12 +19,12 @@ def in_actions() -> bool:
 
 
 def escaped(text: str) -> str:
-    """Data of a workflow command."""
+    """Escape the data of a workflow command."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def annotation(kind: str, title: str, message: str) -> str:
-    """An `error`, `warning` or `notice`, as one line."""
+    """Spell an `error`, `warning` or `notice` as one line."""
     name = escaped(title).replace(":", "%3A").replace(",", "%2C")
     return f"::{kind} title={name}::{escaped(message)}"
 

@@ -57,7 +57,7 @@ def command(
 
 
 def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
-    """What the data of the experts shows beyond the headers."""
+    """Read the data of the experts and return what it shows beyond the headers."""
     from moeq.cli.progress import ProgressReport
     from moeq.model.scan import scan
 
@@ -68,7 +68,7 @@ def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
 
 
 def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
-    """The deployment the options describe, or None where no GPU is named and none is here: inspecting needs none."""
+    """Return the deployment that the options describe, or None without a GPU: inspecting needs none."""
     try:
         return given.make()
     except MoeqError as error:
@@ -78,7 +78,7 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 
 
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
-    """The answer, or why there is none. A backend that was asked for and does not fit is an error here too."""
+    """Return the answer, or why there is none. A forced backend that does not fit is an error here too."""
     from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.suggestions import advised
 
@@ -93,7 +93,7 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answ
 
 
 def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:
-    """A verdict, with what is known beyond the engine's rules: what works, what would load it."""
+    """Return a verdict, with what is known beyond the engine's rules: what works, what would load it."""
     return {
         **part.verdict.to_json(),
         "nearest": found.error.hint if found.error else None,
@@ -102,7 +102,7 @@ def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:
 
 
 def _conversion(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What a converted folder is."""
+    """Describe a converted folder."""
     from moeq.model.converted import ConvertedCheckpoint
 
     if not isinstance(checkpoint, ConvertedCheckpoint):

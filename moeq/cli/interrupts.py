@@ -26,7 +26,7 @@ _received = False
 
 
 def catch() -> None:
-    """From here on both signals raise KeyboardInterrupt. Ctrl-C stays ignored where the parent ignores it (nohup)."""
+    """Raise KeyboardInterrupt on both signals. Ctrl-C stays ignored where the parent ignores it (nohup)."""
     for number in _SIGNALS:
         if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
@@ -34,7 +34,7 @@ def catch() -> None:
 
 
 def release() -> None:
-    """From here on both signals end the process at once: nothing is left to do that could be interrupted in order."""
+    """End the process at once on both signals: whatever could be interrupted in order is over."""
     for number in _SIGNALS:
         if signal.getsignal(number) is _interrupt:
             signal.signal(number, signal.SIG_DFL)
@@ -54,7 +54,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _unraisable(dropped: UnraisableHookArgs) -> None:
-    """What a finaliser raises cannot pass it. An interrupt comes again when the finaliser has ended."""
+    """Raise an interrupt again once the finaliser has ended that could not pass it on."""
     if dropped.exc_type is not KeyboardInterrupt or not hasattr(signal, "setitimer"):
         sys.__unraisablehook__(dropped)
         return

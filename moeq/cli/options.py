@@ -101,7 +101,7 @@ class GivenDeployment:
     options: Mapping[str, Any]
 
     def make(self, **other: Any) -> Deployment:
-        """The deployment that they and the `--deploy` file describe; `other` replaces options.
+        """Return the deployment that the options and the `--deploy` file describe; `other` replaces options.
 
         Raises:
             MoeqError: what `moeq.deploy.options.make_deployment` raises.
@@ -129,7 +129,7 @@ class GivenDeployment:
 
 
 def deployment(file: Path | None, **given: Any) -> Deployment:
-    """The deployment that options (by their long names) and a `--deploy` file describe."""
+    """Return the deployment that options (by their long names) and a `--deploy` file describe."""
     from moeq.deploy.options import make_deployment
 
     return make_deployment(given, file)

@@ -115,7 +115,7 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
 
 
 def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment) -> int:
-    """What each version of a range decides, and what changed from the one before. No: the newest one refuses."""
+    """Show what each version of a range decides and what changed; the answer is no if the newest one refuses."""
     from dataclasses import replace
     from functools import cache
 
@@ -162,7 +162,7 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
 
 
 def _details(console: Console, verdict: Verdict) -> None:
-    """The rest of a verdict: asked, keys, sizes, memory, what mattered, gates, notes."""
+    """Print the rest of a verdict: asked, keys, sizes, memory, what mattered, gates, notes."""
     from moeq.report.text import human_bytes, line
 
     facts = [("asked", verdict.asked), ("method", verdict.method), ("keys", verdict.weight_key)]
@@ -226,7 +226,7 @@ def _matrix(
 def _cells(
     checkpoint: Checkpoint, base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]
 ) -> dict[str, list[Cell]]:
-    """Scheme to its cells over GPUs x TP x EP. Cells that cannot be are refusals, never exceptions."""
+    """Decide every cell of GPUs x TP x EP, by scheme. Impossible cells are refusals, never exceptions."""
     from moeq.oracle.sweep import Cell, deployments
     from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.decide import answer

@@ -77,16 +77,16 @@ class Output:
         self.annotate("error", error.code, text)
 
     def warning(self, message: str) -> None:
-        """Something unusual that does not stop the command."""
+        """Warn of something unusual that does not stop the command."""
         self._line("warning", "yellow", message)
         self.annotate("warning", "", message)
 
     def note(self, message: str) -> None:
-        """Progress and the like."""
+        """Print progress and the like."""
         self._say(message)
 
     def line(self, text: str) -> None:
-        """A line for the machine that reads stderr, as it is."""
+        """Write a line as it is, for the machine that reads stderr."""
         write(sys.stderr, text + "\n")
 
     @property
@@ -124,7 +124,7 @@ class Output:
 
 
 def _console(file: TextIO, stream: TextIO) -> Console:
-    """A console that writes to `file` as it would to `stream`. Not wrapped when piped: scripts grep lines."""
+    """Make a console that writes to `file` as to `stream`. Piped output is not wrapped: scripts grep lines."""
     from moeq.cli.screen import Screen
 
     terminal = stream.isatty()
@@ -139,8 +139,11 @@ def _console(file: TextIO, stream: TextIO) -> Console:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write at once. Where the reader has gone away or the disk is full, the rest of the output is dropped; the exit
-    code still gives the answer."""
+    """Write at once.
+
+    Where the reader has gone away or the disk is full, the rest of the output is dropped; the exit code still gives
+    the answer.
+    """
     try:
         try:
             stream.write(text)
@@ -159,7 +162,7 @@ def _silence(stream: TextIO) -> None:
 
 
 def open_missing_streams() -> None:
-    """Python has None for streams that were closed before it began (`moeq ... >&-`)."""
+    """Open streams that were closed before Python began (`moeq ... >&-`), for which it has None."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lives as long as the process

@@ -46,7 +46,7 @@ def command(
 
 
 def render(console: Console, found: Parity) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     from rich.text import Text
 
     state = "bit-equal" if found.equal else "different"

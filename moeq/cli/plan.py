@@ -71,7 +71,7 @@ def warn_overridden(out: Output, job: Job) -> None:
 
 
 def render(console: Console, job: Job, needs: Needs) -> None:
-    """The plan for people."""
+    """Print the plan for people."""
     from moeq.oracle.loaders import loads_in
     from moeq.report.text import line
     from moeq.report.verdict_text import rounding_text
@@ -87,7 +87,7 @@ def render(console: Console, job: Job, needs: Needs) -> None:
 
 
 def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
-    """Units and what they need: totals, then one line per kind."""
+    """Print units and what they need: totals, then one line per kind."""
     from moeq.report.text import human_bytes, human_seconds, line
 
     memory = needs.memory
@@ -114,7 +114,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:
-    """What a repository takes to read, where the source is one."""
+    """Say what a repository takes to read, where the source is one."""
     from moeq.report.text import human_bytes
 
     if needs.stream is None:

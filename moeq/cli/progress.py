@@ -92,7 +92,7 @@ class ProgressReport:
         return self
 
     def start(self, before: int) -> None:
-        """Time and rates count from here; `before` was done by earlier runs."""
+        """Count time and rates from here on; `before` was done by earlier runs."""
         self._started, self._before = time.monotonic(), before
         self._recent.clear()
 
@@ -140,7 +140,7 @@ class ProgressReport:
         self._task = self._bar.add_task(self._title, total=None, facts="")
 
     def _facts(self, beat: Beat) -> str:
-        """What stands behind the bar: percent, bytes, rate, time left; fewer on a narrow terminal."""
+        """Return the text beside the bar: percent, bytes, rate, time left; fewer on a narrow terminal."""
         if not beat.total:
             return ""
         parts = [f"{beat.percent:.0f} %"]
@@ -180,7 +180,7 @@ class ProgressReport:
         return Beat(done, total, label, rate, (total - done) / min(rate, recent) if known else None)
 
     def text(self, beat: Beat) -> str:
-        """One line about a beat."""
+        """Describe a beat in one line."""
         if not beat.total:
             return f"{beat.label}, {human_seconds(time.monotonic() - self._started)}"
         parts = [f"{beat.percent:.0f} %"]

@@ -49,7 +49,7 @@ def command(
 
 
 def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
-    """Everything that can refuse a push, asked before there is anything to push."""
+    """Check everything that can refuse a push, before there is anything to push."""
     from moeq.pipeline.push import check_name, open_target
 
     if base_model is not None:
@@ -96,12 +96,12 @@ def push_conversion(
 
 
 def document(pushed: Pushed) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return asdict(pushed)
 
 
 def render(console: Console, pushed: Pushed) -> None:
-    """The same for people."""
+    """Print the answer for people."""
     from rich.text import Text
 
     from moeq.report.text import human_bytes

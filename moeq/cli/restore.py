@@ -41,7 +41,7 @@ def command(
 
 
 def document(restoration: Restoration) -> dict[str, Any]:
-    """The JSON document."""
+    """Return the JSON document."""
     return {
         "destination": str(restoration.destination),
         "files": [{"name": name, "bytes": size} for name, size in restoration.files.items()],
@@ -53,7 +53,7 @@ def document(restoration: Restoration) -> dict[str, Any]:
 
 
 def render(console: Console, restoration: Restoration) -> None:
-    """The same for people."""
+    """Print the answer for people."""
     from rich.text import Text
 
     from moeq.report.text import human_bytes

@@ -100,7 +100,7 @@ def command(
 
 
 def complaints(report: CheckReport) -> list[str]:
-    """What is wrong, the digests first."""
+    """List what is wrong, the digests first."""
     wrong = [row.text for row in report.digest_mismatches]
     return wrong + [text for result in report.results for text in result.complaints]
 
@@ -120,7 +120,7 @@ def require_writable(path: Path) -> None:
 
 
 def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None, command: str) -> list[MoeqError]:
-    """The reports that go into files; what could not be written. No result is lost to a failing report."""
+    """Write the reports that go into files; returns what could not be written, so that no result is lost."""
     from moeq.report import html as page
     from moeq.report import junit as xml
 
@@ -139,7 +139,7 @@ def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path |
 
 
 def _provenance(dst: str, command: str) -> Provenance:
-    """When, by what and from what a report was made."""
+    """Say when, by what and from what a report was made."""
     from moeq.checkpoint.manifest import read_manifest
     from moeq.deploy.environment import environment
     from moeq.report.html import Provenance
@@ -156,7 +156,7 @@ def _provenance(dst: str, command: str) -> Provenance:
 
 
 def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
-    """What a page shows besides the results: what the oracle says at other sizes, and what the layout does."""
+    """Return what a page shows besides the results: the oracle's answers at other sizes, and the layout's tile."""
     from moeq.check.tile_picture import tile_picture
     from moeq.checkpoint.manifest import read_manifest
     from moeq.model import open as open_checkpoint
@@ -172,7 +172,7 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
 
 
 def deployment_of(manifest: Manifest) -> Deployment:
-    """The deployment that a manifest records."""
+    """Return the deployment that a manifest records."""
     from moeq.deploy.deployment import Deployment
 
     return Deployment.from_json(manifest.deployment)
@@ -187,7 +187,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def numbers(option: str, text: str | None) -> Sequence[int] | None:
-    """`0,3,5-7` as `[0, 3, 5, 6, 7]`. Raises MoeqError `usage.numbers`."""
+    """Parse `0,3,5-7` to `[0, 3, 5, 6, 7]`. Raises MoeqError `usage.numbers`."""
     if text is None:
         return None
     chosen: list[int] = []

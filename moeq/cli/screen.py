@@ -37,7 +37,7 @@ def _literal(shown: Any) -> Any:
 
 
 def _literal_text(text: Text) -> Text:
-    """The same with its spans; only text that is not plain is put together anew."""
+    """Make text literal, spans included; only text that is not plain is put together anew."""
     if plain(text.plain) == text.plain:
         return text
     ends = sorted({0, len(text), *(end for span in text.spans for end in (span.start, span.end))})

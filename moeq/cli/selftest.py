@@ -53,7 +53,7 @@ def command(
 
 
 def every_format(seed: int, device: str, advance: Callable[[int, int, str], None]) -> list[SelftestReport]:
-    """The self-test on a small checkpoint of every format, in a folder that is gone afterwards."""
+    """Run the self-test on a small checkpoint of every format, in a temporary folder."""
     import moeq
     from moeq.check.selftest import selftest
     from moeq.check.synthetic import RECIPES

@@ -47,7 +47,7 @@ StreamOption = Annotated[
 
 
 def parse(shard: str | None, *, push: str | None) -> Share | None:
-    """The share that `--shard` names, if it is given.
+    """Parse the share that `--shard` names, if it is given.
 
     Raises:
         MoeqError: `usage.shard`, `usage.shard-launcher`, `usage.push-share`.
@@ -66,7 +66,7 @@ def parse(shard: str | None, *, push: str | None) -> Share | None:
 
 
 def document(conversion: Conversion) -> dict[str, Any] | None:
-    """JSON about a share; None where everything was to be done."""
+    """Return JSON about a share; None where everything was to be done."""
     run = conversion.share
     if run is None:
         return None
@@ -85,12 +85,12 @@ def ran(conversion: Conversion) -> bool:
 
 
 def of(conversion: Conversion) -> str:
-    """`share 3/8 (17 of 122 units) of `, or nothing."""
+    """Return `share 3/8 (17 of 122 units) of `, or nothing."""
     run = conversion.share
     return "" if run is None else f"share {run.share} ({run.units} of {len(conversion.plan.units)} units) of "
 
 
 def render_next(console: Console, conversion: Conversion) -> None:
-    """What comes after a share."""
+    """Print what comes after a share."""
     if ran(conversion):
         console.print(f"  next      when all shares are done: moeq finalize {conversion.destination}")

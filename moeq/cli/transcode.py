@@ -119,7 +119,7 @@ def command(
 
 
 def render(console: Console, found: Transcoding) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     from moeq.report.text import human_bytes
 
     plan = found.plan

@@ -57,7 +57,7 @@ def command(
 
 
 def render(console: Console, found: Verification) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     from rich.text import Text
 
     from moeq.report.text import human_bytes

@@ -54,7 +54,7 @@ def command(
 
 
 def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
-    """The deployment that was given; ranks and dtype are those of the conversion where none were."""
+    """Return the deployment that was given; ranks and dtype default to those of the conversion."""
     from moeq.deploy.deployment import Deployment
 
     converted, named = Deployment.from_json(manifest.deployment), given.named
@@ -64,7 +64,7 @@ def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
 
 
 def render(console: Console, found: WarmUp) -> None:
-    """The answer for people."""
+    """Print the answer for people."""
     for kind in found.kinds:
         console.print(f"{len(kind.layers)} layers: {kind.what}")
     console.print(f"{found.kernels} kernels, {found.compiled} compiled now, {found.seconds:.1f} s")

@@ -21,7 +21,6 @@ from moeq.checkpoint.facts import (
 )
 from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.info import ModuleUse, RoutingInfo
 from moeq.checkpoint.names import LayerExperts
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.warning import CheckpointWarning
@@ -29,7 +28,7 @@ from moeq.errors import MoeqError
 from moeq.foreign import plain
 from moeq.matrix import MatrixSpec
 from moeq.model.expert_kinds import ExpertKind, Experts
-from moeq.model.info import CheckpointInfo, SchemeUse
+from moeq.model.info import CheckpointInfo, ModuleUse, RoutingInfo, SchemeUse
 from moeq.model.lint import (
     check_complete,
     check_counts,

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.info import ModuleUse
+from moeq.model.info import ModuleUse
 
 #: Leaf names that only quantised modules have.
 _QUANT_LEAVES = frozenset(

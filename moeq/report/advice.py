@@ -19,7 +19,7 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
-    """Facts by name, and `lines` of label and text for people."""
+    """Return facts by name, and `lines` of label and text for people."""
     verdict = answer.verdict
     facts: dict[str, Any] = {
         "engine": verdict.engine,
@@ -73,7 +73,7 @@ def _flags(deployment: Deployment) -> list[str]:
 
 
 def _serve(src: str, verdict: Verdict) -> str | None:
-    """How to serve the source with the engine's own choice."""
+    """Say how to serve the source with the engine's own choice."""
     if is_sglang(verdict.engine):
         return f"python -m sglang.launch_server --model-path {src} {launch_flags(verdict.deployment)}"
     if not verdict.engine.startswith("vllm"):
@@ -85,7 +85,7 @@ def _serve(src: str, verdict: Verdict) -> str | None:
 
 
 def _convert(src: str, answer: Answer) -> str:
-    """How to convert, and to load the result."""
+    """Say how to convert, and to load the result."""
     ask, names = answer.ask, {loader.name for loader in answer.loaders}
     deployment = ask.deployment
     options = [f"--gpu '{deployment.gpu.name}'" if " " in deployment.gpu.name else f"--gpu {deployment.gpu.name}"]
@@ -102,7 +102,7 @@ def _convert(src: str, answer: Answer) -> str:
 
 
 def _memory(checkpoint: Checkpoint, answer: Answer) -> dict[str, int] | None:
-    """Bytes of weights of the fullest rank, as they are written."""
+    """Return the weight bytes of the fullest rank, as they are written."""
     if not answer.ok:
         return None
     memory = answer.verdict.deployment.gpu.memory_gib

@@ -43,7 +43,7 @@ class BackendMatrix:
 
 
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:
-    """Every backend at every size, in the engine's order; one that works is one that the engine runs when asked for."""
+    """Ask about every backend at every size, in the engine's order; those work that it runs when asked for them."""
     from moeq.pipeline.plan.candidates import tried
     from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 

@@ -26,7 +26,7 @@ _LEVEL_STYLES = ("dim", "dim", "", "", "yellow", "yellow", "yellow", "yellow")
 
 
 def render(console: Console, report: CheckReport) -> None:
-    """What was checked, what came out, and the verdict as the last line."""
+    """Print what was checked, what came out, and the verdict as the last line."""
     console.print(Text.assemble((report.destination, "bold"), f" against {report.source or 'its own logical values'}"))
     line(console, "what", f"{report.scheme}, layout {report.layout}, for {report.backend}")
     for note in report.notes:
@@ -83,7 +83,7 @@ _GAP = 2
 
 
 def _table(report: CheckReport, width: int) -> Table:
-    """The proof; numbers are never cut, columns are left out instead."""
+    """Draw the results as a table; columns are left out where it is narrow, numbers are never cut."""
     shown = list(_COLUMNS)
     while sum(len(name) + _GAP for name in (*_FIXED, *(name for name, _, _ in shown))) > width + _GAP:
         last = max(shown, key=lambda column: column[1])
@@ -103,7 +103,7 @@ def _table(report: CheckReport, width: int) -> Table:
 
 
 def _heat(console: Console, report: CheckReport) -> None:
-    """Layer x expert map of the product with the largest error over its bound."""
+    """Print the layer x expert map of the product with the largest error over its bound."""
     chart = heat_map(report)
     if chart is None:
         return

@@ -69,7 +69,7 @@ def conversion_facts(manifest: Manifest) -> ConversionFacts:
 
 
 def packed_matrices(layer: LayerEntry) -> int:
-    """Matrices that were packed: w13 and w2 of every expert, of every rank that holds it."""
+    """Count the packed matrices: w13 and w2 of every expert, of every rank that holds it."""
     return 2 * (sum(stop - start for start, stop in (rank.experts for rank in layer.ranks)) or layer.num_experts)
 
 

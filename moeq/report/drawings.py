@@ -133,7 +133,7 @@ def _square(x: float, y: float) -> str:
 
 
 def _shade(k: int, n: int) -> int:
-    """Number the colour of a code: 16 hues over the output features, 4 shades over the input features."""
+    """Return the colour number of a code: 16 hues over the output features, 4 shades over the input features."""
     return 4 * (n // 4) + k // 4
 
 

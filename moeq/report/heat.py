@@ -31,13 +31,13 @@ class HeatMap:
     limits: tuple[float, ...] = LIMITS
 
     def level(self, row: int, column: int) -> int | None:
-        """0 for the smallest errors up to `len(limits)` for one beyond its bound; None where nothing was checked."""
+        """Return 0 for the smallest errors, up to `len(limits)` beyond the bound; None where nothing was checked."""
         value = self.values[row][column]
         return None if value is None else sum(value > limit for limit in self.limits)
 
 
 def heat_map(report: CheckReport) -> HeatMap | None:
-    """The map of the worst product; None where no product was checked."""
+    """Return the map of the worst product; None where no product was checked."""
     products = [result for result in report.results if result.name != "layer"]
     if not products:
         return None
@@ -46,7 +46,7 @@ def heat_map(report: CheckReport) -> HeatMap | None:
 
 
 def heat_maps(report: CheckReport) -> list[HeatMap]:
-    """A map per projection, in the order of the layer."""
+    """Return a map per projection, in the order of the layer."""
     products = [result for result in report.results if result.name != "layer"]
     experts = tuple(sorted({one.expert for result in products for one in result.experts}))
     charts = []

@@ -50,7 +50,7 @@ class Inspection:
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
-    """What it is, how it is quantised, what is odd, how large; then the answer.
+    """Print what it is, how it is quantised, what is unusual, how large it is; then the answer.
 
     Args:
         console: where to draw.
@@ -94,7 +94,7 @@ def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:
 
 
 def _short_degree(degree: Degree) -> str:
-    """`4: 192`, `16: no`."""
+    """Spell a degree as `4: 192` or `16: no`."""
     return f"{degree.tp}: {degree.intermediate if degree.fits else 'no'}"
 
 

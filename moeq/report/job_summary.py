@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> str:
-    """Markdown about a finished conversion. Names only: no folders of the machine that ran it."""
+    """Write Markdown about a finished conversion, with names only: no folders of the machine that ran it."""
     facts = conversion_facts(manifest)
     # A path is of no use to readers of the page; its last part is.
     source = manifest.source.name if manifest.source.revision else PurePath(manifest.source.name).name
@@ -45,21 +45,21 @@ def render(destination: str, plan: Plan, manifest: Manifest, seconds: float) -> 
 
 
 def proof(packed: int, losses: int) -> str:
-    """One sentence on what was compared."""
+    """Say in one sentence what was compared."""
     if losses:
         return f"{packed} packed matrices unpacked and compared; {losses} stored numbers changed, as was allowed"
     return f"{packed} of {packed} packed matrices unpacked again and equal to the source"
 
 
 def render_failure(command: str, error: MoeqError) -> str:
-    """Markdown about a failure."""
+    """Write Markdown about a failure."""
     rows = [("code", f"{in_code(error.code)}, exit code {int(error.exit_code)}"), ("what", _sentence(error.message))]
     rows += [("what helps", _sentence(error.hint))] if error.hint else []
     return "\n".join([f"### {command} failed", "", *table(rows), "", ""])
 
 
 def table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines of a Markdown table of two columns; cells are Markdown."""
+    """Write the lines of a Markdown table of two columns, whose cells are Markdown."""
     return ["| | |", "| --- | --- |", *(f"| {name} | {text} |" for name, text in rows)]
 
 

@@ -17,7 +17,7 @@ _Case = tuple[str, str, str | None]
 
 
 def render(report: CheckReport) -> str:
-    """The XML document: a suite for digests, one for products and layers, one for repeated runs."""
+    """Write the XML document: a suite for digests, one for products and layers, one for repeated runs."""
     root = ET.Element("testsuites", name="moeq run-check", time=f"{report.seconds:.3f}")
     for name, cases in (("digests", _digests(report)), ("kernels", _kernels(report)), ("repeats", _repeats(report))):
         _suite(root, name, list(cases))

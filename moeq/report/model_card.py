@@ -41,7 +41,7 @@ class CardOptions:
 
 
 def read_front_matter(card: bytes) -> dict[str, Any]:
-    """The YAML block at the top of a card; empty where there is none, or none that can be read."""
+    """Read the YAML block at the top of a card; empty where there is none, or none that can be read."""
     import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
 
     lines = card[:_FRONT_MATTER_BYTES].decode("utf-8", "replace").removeprefix("\ufeff").splitlines()
@@ -56,7 +56,7 @@ def read_front_matter(card: bytes) -> dict[str, Any]:
 
 
 def render(manifest: Manifest, options: CardOptions) -> str:
-    """The whole README."""
+    """Write the whole README."""
     import yaml
 
     front = yaml.safe_dump(in_data(_front_matter(manifest, options)), sort_keys=False, allow_unicode=True, width=1000)
@@ -72,7 +72,7 @@ def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """A string, or a list of them: anything else is not a valid value of these fields."""
+    """Whether a value is a string or a list of them, the only valid values of these fields."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 
@@ -130,7 +130,7 @@ def _promise(losses: int) -> str:
 
 
 def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
-    """How each loader that takes it is called; moeq itself is installed from its source tree."""
+    """Say how each loader that takes it is called; moeq itself is installed from its source tree."""
     names = ", ".join(manifest.loads_in)
     ways = [
         ("vLLM", "`vllm serve model`: vLLM finds moeq's plug-in by itself"),

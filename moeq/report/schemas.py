@@ -26,13 +26,13 @@ ERROR = {
 
 @cache
 def schema_names() -> tuple[str, ...]:
-    """Commands whose documents have a schema."""
+    """List the commands whose documents have a schema."""
     names = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
 
 def load_schema(command: str) -> dict[str, Any]:
-    """The schema of a command's document: its answer, or its error.
+    """Return the schema of a command's document: its answer, or its error.
 
     Raises:
         MoeqError: `usage.unknown-schema`.

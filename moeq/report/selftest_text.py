@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def render(console: Console, reports: Sequence[SelftestReport]) -> None:
-    """A table per converted checkpoint, and the counts as the last line."""
+    """Print a table per converted checkpoint, and the counts as the last line."""
     for report in reports:
         _render_one(console, report)
     damages = [result for report in reports for result in report.results]

@@ -14,7 +14,7 @@ LABEL = 13
 
 
 def line(console: Console, label: str, text: str | Text, style: str = "", *, width: int = LABEL) -> None:
-    """A labelled line; on a terminal it is wrapped with its continuation below the text, `width` columns in."""
+    """Print a labelled line; where a terminal wraps it, the text continues `width` columns in."""
     from rich.text import Text
 
     body = Text(text, style=style) if isinstance(text, str) else text
@@ -34,7 +34,7 @@ def hanging(console: Console, text: Text, indent: int) -> None:
 
 
 def human_bytes(count: int) -> str:
-    """A byte count with a binary unit: `812 B`, `1.5 KiB`, `15.2 GiB`."""
+    """Format a byte count with a binary unit: `812 B`, `1.5 KiB`, `15.2 GiB`."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -44,7 +44,7 @@ def human_bytes(count: int) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers as ranges: `0-3, 7`."""
+    """Format ascending numbers as ranges: `0-3, 7`."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -55,7 +55,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """A time span: `0.4 s`, `45 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Format a time span: `0.4 s`, `45 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

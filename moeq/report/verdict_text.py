@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def render_answer(console: Console, answer: Answer, *, verbose: bool = False) -> None:
-    """The engine's choice, what `convert` writes and what loads it, and why not the others (all reasons: `verbose`)."""
+    """Print the engine's choice, what `convert` writes, what loads it, and why not the others."""
     render_part(console, answer, answer.parts[0], verbose=verbose)
     if answer.error is not None and answer.error.hint:
         line(console, "nearest", answer.error.hint)
 
 
 def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: bool = False) -> None:
-    """The same for layers that are encoded alike."""
+    """Print the answer for layers that are encoded alike."""
     verdict = part.verdict
     where = deployment_text(verdict.deployment)
     if verdict.chosen:
@@ -54,12 +54,12 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
 
 
 def rounding_text(rounding: str) -> str:
-    """When `convert` will stop, as far as headers tell."""
+    """Say when `convert` will stop, as far as headers tell."""
     return f"only with --allow-lossy if there are any: {rounding}"
 
 
 def deployment_text(deployment: Deployment) -> str:
-    """`H100, TP 2, EP 8, batched, bf16`."""
+    """Describe a deployment, as in `H100, TP 2, EP 8, batched, bf16`."""
     sizes = [
         f"{label} {size}"
         for label, size in (("TP", deployment.tp), ("EP", deployment.ep), ("DP", deployment.dp))

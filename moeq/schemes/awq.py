@@ -156,7 +156,7 @@ class Awq(Format):
 
 
 def _check_width(bits: int, context: Context) -> None:
-    """Only 4 bits mean the same to every writer; GPTQModel writes 8 bits in natural order."""
+    """Refuse widths that writers pack differently: 4 bits are alike, and 8 bits are known of GPTQModel only."""
     if bits == 4 or (bits == 8 and "gptqmodel" in (context.declared.writer or "").lower()):
         return
     raise MoeqError(
@@ -178,7 +178,7 @@ def check_constant(zeros: Tensor, spec: MatrixSpec) -> None:
 
 
 def _columns(words: Tensor, bits: int, count: int) -> Tensor:
-    """uint8 `[rows, count]` of int32 words packed along columns."""
+    """Unpack int32 words that are packed along columns: uint8 `[rows, count]`."""
     from moeq.schemes.bits import stream_codes
 
     codes = stream_codes(words, bits, count)
@@ -188,7 +188,7 @@ def _columns(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
-    """int32 `[rows, words]` of codes `[rows, columns]`, the inverse of `_columns`."""
+    """Pack codes `[rows, columns]` along columns, the inverse of `_columns`: int32 `[rows, words]`."""
     from moeq.schemes.bits import pack_stream
 
     if bits == 4:
@@ -257,7 +257,7 @@ class AwqGemv(Format):
 
 
 def padded_group_size(context: Context, k: int, scales: int) -> int:
-    """The declared group size, which rows of `scales` numbers cannot tell: AutoAWQ's gemv kernels want them padded."""
+    """Return the declared group size: padded rows of `scales` numbers do not tell it."""
     size = context.declared.group_size
     if size is None:
         context.refuse("scales are padded, so the group size has to be declared, and it is not")
@@ -327,7 +327,7 @@ class AwqGemvFast(Format):
 
 
 def _fast_codes(words: Tensor, spec: MatrixSpec) -> Tensor:
-    """uint8 `[N, K]`.
+    """Unpack the words of gemv_fast: uint8 `[N, K]`.
 
     Nibble `t` of word `(r, 64 * b + j)` is slot `4 * (j % 16) + t` of row `4 * r + j // 16` in block `b`; within 32
     codes, slot `8 * c + 4 * d + a` holds column `8 * a + 2 * c + d`.
@@ -341,7 +341,7 @@ def _fast_codes(words: Tensor, spec: MatrixSpec) -> Tensor:
 
 
 def _fast_words(codes: Tensor) -> Tensor:
-    """int16 `[N / 4, K]`, the inverse of `_fast_codes`."""
+    """Pack codes as gemv_fast, the inverse of `_fast_codes`: int16 `[N / 4, K]`."""
     import torch
 
     n, k = codes.shape

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes of a little-endian bit stream along the last axis.
+    """Unpack a little-endian bit stream along the last axis.
 
     Args:
         words: integers `[..., W]` of any width; code `i` occupies bits `[i * bits, (i + 1) * bits)` of a row.
@@ -35,7 +35,7 @@ def stream_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _straddling_codes(octets: Tensor, bits: int, count: int) -> Tensor:
-    """Widths that do not divide 8: `bits` bytes hold 8 codes."""
+    """Unpack widths that do not divide 8: `bits` bytes hold 8 codes."""
     import torch
 
     missing = -octets.shape[-1] % bits
@@ -47,7 +47,7 @@ def _straddling_codes(octets: Tensor, bits: int, count: int) -> Tensor:
 
 
 def lane_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes of int32 words that hold `32 // bits` whole fields each, top bits unused: uint8 `[..., count]`."""
+    """Unpack int32 words of `32 // bits` whole fields each, top bits unused: uint8 `[..., count]`."""
     import torch
 
     shifts = torch.arange(32 // bits, dtype=torch.int32) * bits
@@ -56,7 +56,7 @@ def lane_codes(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def planar_codes(words: Tensor, bits: int, count: int) -> Tensor:
-    """Codes of GPTQModel's planar packing: per 32 codes, bit planes of decreasing width one after another.
+    """Unpack GPTQModel's planar packing: per 32 codes, bit planes of decreasing width one after another.
 
     Args:
         words: int32 `[..., bits * count / 32]`.
@@ -80,7 +80,7 @@ PLANES: dict[int, tuple[int, ...]] = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2,
 
 
 def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
-    """A little-endian bit stream along the last axis, zero-filled.
+    """Pack a little-endian bit stream along the last axis, zero-filled.
 
     Args:
         codes: uint8 `[R, C]`.
@@ -117,7 +117,7 @@ def pack_stream(codes: Tensor, bits: int, words: int) -> Tensor:
 
 
 def _seen_as(tensor: Tensor, kind: dtype) -> Tensor:
-    """The same bytes as elements of another width: `[..., C]` becomes `[..., C * width / new width]`.
+    """View the same bytes as elements of another width: `[..., C]` becomes `[..., C * width / new width]`.
 
     An axis of length one may have any stride in a tensor that torch calls contiguous, and `view(dtype)` refuses some.
     """
@@ -127,7 +127,7 @@ def _seen_as(tensor: Tensor, kind: dtype) -> Tensor:
 
 
 def pack_lanes(codes: Tensor, bits: int, words: int) -> Tensor:
-    """int32 `[R, words]` of `32 // bits` whole fields each, top bits zero."""
+    """Pack `32 // bits` whole fields into each word, top bits zero: int32 `[R, words]`."""
     import torch
 
     lanes = 32 // bits
@@ -140,7 +140,7 @@ def pack_lanes(codes: Tensor, bits: int, words: int) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 `[R, C / 2]`: two codes per byte, the even column in the low nibble."""
+    """Pack two codes into each byte, the even column in the low nibble: uint8 `[R, C / 2]`."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 

@@ -141,7 +141,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
 
 
 def _act_order(weights: Fields) -> bool:
-    """`group` (also `dynamic`, true) stores `weight_g_idx`; `weight` and `static` leave the plain layout."""
+    """Whether `weight_g_idx` is stored: `group`, `dynamic` or true; `weight` and `static` leave the plain layout."""
     value = weights.table.get("actorder")
     if value in (None, False, "weight", "static"):
         return False

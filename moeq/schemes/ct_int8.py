@@ -113,7 +113,7 @@ class Int8(Format):
 
 
 def _like(rows: Tensor, sig: PartSig) -> Tensor:
-    """`[N, G]` in the stored shape; one number per tensor was spread over the rows."""
+    """Return `[N, G]` in the stored shape; one number per tensor was spread over the rows."""
     return rows.reshape(-1)[: math.prod(sig.shape)].reshape(sig.shape).contiguous()
 
 

@@ -126,7 +126,7 @@ class CtPack(Format):
 
 
 def _input_features(parts: Parts, context: Context, words: int) -> tuple[int, int]:
-    """`(K, bits)` from the sibling projection, the declared bits and the number of words."""
+    """Return `(K, bits)` from the sibling projection, the declared bits and the number of words."""
     declared = context.declared.bits
     k = context.k_hint or (words * 32 // declared if declared else 0)
     if "weight_g_idx" in parts:
@@ -172,7 +172,7 @@ def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tens
 
 
 def _row_words(codes: Tensor, bits: int, words: int) -> Tensor:
-    """The inverse of `_row_codes`: dense bit streams, or whole codes per word, whichever has so many words."""
+    """Pack rows, the inverse of `_row_codes`: dense or whole codes per word, whichever has `words` words."""
     from moeq.schemes.bits import pack_lanes, pack_stream
 
     dense = words == _dense(codes.shape[1], bits)
@@ -188,7 +188,7 @@ def _version(writer: str | None) -> tuple[int, int]:
 
 
 def _zeros(stored: Tensor, spec: MatrixSpec, writer: str | None) -> Tensor:
-    """Unsigned zero points `[N, G]`: offset binary like the codes, packed along `N`; unpacked ones are signed."""
+    """Return unsigned zero points `[N, G]`: packed ones are offset binary along `N`, unpacked ones are signed."""
     import torch
 
     if stored.dtype == torch.int32:

@@ -80,7 +80,7 @@ class Fields:
     where: str
 
     def integer(self, *keys: str, low: int = -1, high: int = 1 << 20) -> int | None:
-        """The first of `keys` present with a value other than null, as an exact integer in range."""
+        """Return the first of `keys` that is not null, as an exact integer in range."""
         for key, value in self._present(keys):
             if type(value) is not int or not low <= value <= high:
                 raise self.refuse(key, value, f"expected a whole number from {low} to {high}")
@@ -88,7 +88,7 @@ class Fields:
         return None
 
     def flag(self, *keys: str) -> bool | None:
-        """The first of `keys` present, as a boolean."""
+        """Return the first of `keys` that is not null, as a boolean."""
         for key, value in self._present(keys):
             if not isinstance(value, bool):
                 raise self.refuse(key, value, "expected true or false")
@@ -96,7 +96,7 @@ class Fields:
         return None
 
     def text(self, *keys: str) -> str | None:
-        """The first of `keys` present, as a string, lower case."""
+        """Return the first of `keys` that is not null, as a string in lower case."""
         for key, value in self._present(keys):
             if not isinstance(value, str) or len(value) > 200 or not value.isprintable():
                 raise self.refuse(key, value, "expected a name")
@@ -104,7 +104,7 @@ class Fields:
         return None
 
     def names(self, *keys: str) -> list[str]:
-        """The first of `keys` present, as a list of strings (one string counts as a comma-separated list)."""
+        """Return the first of `keys` that is not null, as a list of strings (also spelled with commas)."""
         for key, value in self._present(keys):
             items = value.split(",") if isinstance(value, str) else value
             if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
@@ -113,7 +113,7 @@ class Fields:
         return []
 
     def table_of(self, *keys: str) -> dict[str, Any]:
-        """The first of `keys` present, as an object."""
+        """Return the first of `keys` that is not null, as an object."""
         for key, value in self._present(keys):
             if not isinstance(value, dict):
                 raise self.refuse(key, value, "expected an object")
@@ -121,7 +121,7 @@ class Fields:
         return {}
 
     def block(self, *keys: str) -> tuple[int, int] | None:
-        """The first of `keys` present, as `[rows, columns]` of a block (also spelled `128x128`)."""
+        """Return the first of `keys` that is not null, as `[rows, columns]` of a block (also spelled `128x128`)."""
         for key, value in self._present(keys):
             if isinstance(value, str):
                 value = [int(size) if size.isdecimal() else size for size in value.split("x")]
@@ -131,7 +131,7 @@ class Fields:
         return None
 
     def refuse(self, key: str, value: object, expected: str) -> MoeqError:
-        """The error for a value of the wrong kind."""
+        """Return the error for a value of the wrong kind."""
         return MoeqError("source.bad-config", f"{self.where}: {key} is {ascii(value)[:80]}, {expected}")
 
     def _present(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -146,7 +146,7 @@ def _is_size(value: object) -> bool:
 
 
 def group_size(fields: Fields, *keys: str) -> int | None:
-    """A group size: positive, or -1 for one scale per channel; None where not declared."""
+    """Return a group size: positive, or -1 for one scale per channel; None where not declared."""
     value = fields.integer(*keys)
     if value == 0:
         raise fields.refuse(keys[0], 0, "expected -1 or a positive number of weights")

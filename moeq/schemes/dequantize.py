@@ -15,7 +15,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 
 def dequantize(matrix: QuantizedMatrix) -> Tensor:
-    """float32 `[N, K]`: the exact product `scale * (code - zero)`, rounded once.
+    """Compute the exact product `scale * (code - zero)`, rounded once: float32 `[N, K]`.
 
     Up to a second-level scale every product fits float32 exactly (11 scale bits times 8 code bits) except for float32
     scales, where the single rounding is float32's own; with a second-level scale it is done in float64.
@@ -33,7 +33,7 @@ def dequantize(matrix: QuantizedMatrix) -> Tensor:
 
 
 def code_values(matrix: QuantizedMatrix) -> Tensor:
-    """float32 `[N, K]`: codes as numbers, integers relative to the symmetric zero point unless zeros are stored."""
+    """Return codes as numbers, float32 `[N, K]`; integers relative to the symmetric zero unless zeros are stored."""
     import torch
 
     spec = matrix.spec
@@ -47,12 +47,12 @@ def code_values(matrix: QuantizedMatrix) -> Tensor:
 
 
 def scale_values(matrix: QuantizedMatrix) -> Tensor:
-    """float32 `[N, G]`: scales as numbers."""
+    """Return scales as numbers, float32 `[N, G]`."""
     return e8m0_values(matrix.scales) if matrix.spec.scale_dtype == "e8m0" else matrix.scales.float()
 
 
 def e8m0_values(exponents: Tensor) -> Tensor:
-    """float32 values `2**(e - 127)` of OCP E8M0 bytes; 255 is NaN, 0 is the subnormal `2**-127`."""
+    """Return float32 values `2**(e - 127)` of OCP E8M0 bytes; 255 is NaN, 0 is the subnormal `2**-127`."""
     import torch
 
     bits = exponents.to(torch.int32) << 23

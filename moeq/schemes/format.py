@@ -141,11 +141,11 @@ class Format(ABC):
     refusal: ClassVar[str | None] = None
 
     def title_of(self, scheme: Scheme) -> str:
-        """Short name of a scheme for people."""
+        """Return the short name of a scheme for people."""
         return scheme.title
 
     def refusal_of(self, scheme: Scheme) -> str | None:
-        """Why a scheme of this format is not converted, or None."""
+        """Say why a scheme of this format is not converted, or return None."""
         return self.refusal
 
     @abstractmethod
@@ -154,11 +154,11 @@ class Format(ABC):
 
     @abstractmethod
     def out_features(self, parts: Parts) -> int:
-        """`N`, which every format's headers tell by themselves."""
+        """Return `N`, which every format's headers tell by themselves."""
 
     @abstractmethod
     def describe(self, parts: Parts, context: Context) -> Described:
-        """Scheme and sizes. Raises MoeqError `source.inconsistent` where headers and config disagree."""
+        """Return scheme and sizes. Raises MoeqError `source.inconsistent` where headers and config disagree."""
 
     def _described(self, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Described:
         """Join sizes, what the config says and how the format encodes to a scheme."""
@@ -184,7 +184,7 @@ class Format(ABC):
 
     @abstractmethod
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        """The stored tensor of one part, the inverse of `unpack`; None where the matrix does not tell.
+        """Return the stored tensor of one part, the inverse of `unpack`; None where the matrix does not tell.
 
         Nothing here is trusted: conversion compares what is rebuilt with the source and keeps every tensor that
         differs, except where `is_bijective` says that it cannot.
@@ -201,11 +201,11 @@ class Format(ABC):
         return self.parts.get(part) in self.bijective
 
     def fast_view_of(self, scheme: Scheme) -> FastView | None:
-        """How the fast path reads this scheme: `fast_view`, unless a format has forms that it cannot read."""
+        """Return how the fast path reads this scheme: `fast_view`, unless a format has forms that it cannot read."""
         return self.fast_view
 
     def rebuild(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        """`repack`, or the bias; None where the part cannot be rebuilt in its stored shape."""
+        """Call `repack`, or return the bias; None where the part cannot be rebuilt in its stored shape."""
         if part not in self.parts:
             return None
         found = matrix.bias if self.parts[part] == "bias" else self.repack(matrix, part, sig, scheme)
@@ -229,7 +229,7 @@ class ReadOnlyFormat(Format):
 def group_encoding(
     context: Context, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none"
 ) -> Encoding:
-    """Encoding with one scale per group, or per channel where the config says so or one group covers the row.
+    """Describe one scale per group, or per channel where the config says so or one group covers the row.
 
     The declared group size is kept where a projection is narrower than a group, so that `w13` and `w2` of one
     checkpoint have one scheme.
@@ -267,7 +267,7 @@ FLOAT_NAMES: dict[str, str] = {
 
 
 def float_name(parts: Parts, part: str, context: Context, allowed: tuple[str, ...] = ("F16", "BF16", "F32")) -> str:
-    """Dtype name of a float part, which must be one of the allowed safetensors dtypes."""
+    """Return the dtype name of a float part, which must be one of the allowed safetensors dtypes."""
     dtype = parts[part].dtype
     if dtype not in allowed:
         context.refuse(f"{part} is {dtype}, expected {' or '.join(allowed)}")
@@ -275,7 +275,7 @@ def float_name(parts: Parts, part: str, context: Context, allowed: tuple[str, ..
 
 
 def bias_dtype(parts: Parts, context: Context, n: int) -> str | None:
-    """Dtype of the bias vector, or None."""
+    """Return the dtype of the bias vector, or None."""
     if "bias" not in parts:
         return None
     expect_shape(parts, "bias", (n,), context)
@@ -294,7 +294,7 @@ def matrix_spec(
     symmetric: bool = True,
     act_order: bool = False,
 ) -> MatrixSpec:
-    """Sizes and types of a projection; role, gate and bias are read alike in every format."""
+    """Make the spec of a projection; role, gate and bias are read alike in every format."""
     return MatrixSpec(
         role=context.role,
         n=n,

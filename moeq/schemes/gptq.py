@@ -129,7 +129,7 @@ def _refusal(fields: Fields, variant: str) -> str | None:
 
 
 def _dynamic_rules(fields: Fields, default: Declared) -> list[tuple[str, Declared | None]]:
-    """GPTQModel's `dynamic`: regex to overrides, `-:` excludes; excluding rules come first, then file order."""
+    """Read GPTQModel's `dynamic`, regex to overrides. Excluding rules (`-:`) come first, then file order."""
     rules: list[tuple[str, Declared | None]] = []
     for text, overrides in fields.table_of("dynamic").items():
         if text.startswith("-:"):
@@ -274,7 +274,7 @@ def _bits(context: Context, words: int, k: int) -> int:
 
 
 def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
-    """uint8 `[rows, count]` of int32 words `[rows, W]`."""
+    """Unpack int32 words `[rows, W]`: uint8 `[rows, count]`."""
     from moeq.schemes.bits import PLANES, planar_codes, stream_codes
 
     if variant == "gptq_p" and bits in PLANES:
@@ -283,12 +283,12 @@ def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
 
 
 def stored_zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
-    """Zero-point fields as they are stored, uint8 `[G, N]`."""
+    """Unpack zero-point fields as they are stored: uint8 `[G, N]`."""
     return _codes(qzeros, spec.bits, spec.n, scheme.checkpoint_format)
 
 
 def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
-    """Effective zero points, uint8 `[N, G]`; those of a symmetric matrix are verified to be the constant."""
+    """Return effective zero points, uint8 `[N, G]`; those of a symmetric matrix must be the constant."""
     stored = stored_zeros(qzeros, spec, scheme)
     raw = scheme.zero_point == "stored"
     if spec.symmetric:
@@ -306,7 +306,7 @@ def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
 
 
 def _packed_zeros(matrix: QuantizedMatrix, sig: PartSig, *, raw: bool) -> Tensor:
-    """Packed along N; version 1 subtracts one from every field of the whole word, borrows included."""
+    """Pack zero points along N; version 1 subtracts one from every field of the whole word, borrows included."""
     from moeq.schemes.bits import pack_stream
 
     groups, words = sig.shape
@@ -315,7 +315,7 @@ def _packed_zeros(matrix: QuantizedMatrix, sig: PartSig, *, raw: bool) -> Tensor
 
 
 def zero_fields(matrix: QuantizedMatrix, groups: int) -> Tensor:
-    """Zero points as they count, uint8 `[G, N]`: stored ones, or the symmetric constant."""
+    """Return effective zero points, uint8 `[G, N]`: stored ones, or the symmetric constant."""
     import torch
 
     if matrix.zeros is None:
@@ -324,7 +324,7 @@ def zero_fields(matrix: QuantizedMatrix, groups: int) -> Tensor:
 
 
 def group_index(matrix: QuantizedMatrix) -> Tensor:
-    """int32 `[K]`: the group of every column."""
+    """Return the group of every column: int32 `[K]`."""
     import torch
 
     if matrix.group_index is not None:
@@ -333,7 +333,7 @@ def group_index(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _ones(bits: int, count: int) -> Tensor:
-    """int32 `[count]`: words of a bit stream in which every field is 1."""
+    """Make words of a bit stream in which every field is 1: int32 `[count]`."""
     import torch
 
     starts = range(0, 32 * count, bits)
@@ -365,7 +365,7 @@ def _check_symmetric(stored: Tensor, spec: MatrixSpec, raw: bool) -> None:
 
 
 def _check_corruption(qzeros: Tensor, bits: int) -> None:
-    """AutoGPTQ 0.7 turned a zero point of 0 into all-ones in every higher field of the word: unrecoverable."""
+    """Refuse words whose higher fields are all ones, which AutoGPTQ 0.7 made of a zero point of 0: unrecoverable."""
     import torch
 
     if 32 % bits:
@@ -383,7 +383,7 @@ def _check_corruption(qzeros: Tensor, bits: int) -> None:
 
 
 def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
-    """The stored group index where it differs from `k // group_size` (or act-order is declared)."""
+    """Return the stored group index where it differs from `k // group_size` (or act-order is declared)."""
     import torch
 
     if g_idx is None or spec.num_groups == 1:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def select_rows(matrix: QuantizedMatrix, spec: MatrixSpec, *, first: bool, interleaved: bool) -> QuantizedMatrix:
-    """The gate (`first`) or up rows of a fused gate/up matrix: even and odd rows when interleaved, else halves."""
+    """Take the gate (`first`) or up rows of a fused gate/up matrix: even and odd rows when interleaved, else halves."""
     half = matrix.spec.n // 2
     halves = slice(0, half) if first else slice(half, None)
     rows = slice(0 if first else 1, None, 2) if interleaved else halves
@@ -33,7 +33,7 @@ def select_rows(matrix: QuantizedMatrix, spec: MatrixSpec, *, first: bool, inter
 
 
 def concatenate_rows(gate: QuantizedMatrix, up: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """Gate rows, then up rows.
+    """Join gate rows and up rows.
 
     Raises:
         MoeqError: `source.inconsistent` where the two do not share one assignment of columns to groups.

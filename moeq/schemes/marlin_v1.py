@@ -90,7 +90,7 @@ class MarlinV1(ReadOnlyFormat):
 
 
 def _weight_order() -> list[int]:
-    """Entry `i` of a permuted run of 1024 comes from entry `order[i]` of the tile list."""
+    """Return where each entry of a permuted run of 1024 comes from: entry `order[i]` of the tile list."""
     order: list[int] = []
     for lane in range(32):
         first = [

@@ -91,7 +91,7 @@ def _declared(algorithm: str, writer: str, rule: str) -> Declared:
 
 
 def _of_module(module: str, layers: Mapping[str, Any], writer: str, origin: str) -> Declared | None:
-    """The entry of a module or of the nearest container that has one (`layers.3.ffn.experts`)."""
+    """Return the entry of a module or of the nearest container that has one (`layers.3.ffn.experts`)."""
     name = module
     while name:
         entry = layers.get(name)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> Tensor | None:
-    """Codes and scales of an MXFP4 matrix as they were stored: every stored bit is a code or an exponent."""
+    """Return codes or scales of an MXFP4 matrix as they were stored; every stored bit is one of theirs."""
     import torch
 
     from moeq.schemes.bits import pack_nibbles
@@ -51,7 +51,7 @@ def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> 
 
 
 def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:
-    """Spec of `weight` `[N, K / 2]` bytes under `scale` `[N, K / group]`."""
+    """Return the spec of `weight` `[N, K / 2]` bytes under `scale` `[N, K / group]`."""
     n, octets = parts[weight].shape
     k = octets * 2
     found = parts[scale].shape

@@ -103,7 +103,7 @@ class Nvfp4(Format):
         return stored.reshape(sig.shape)
 
     def fast_view_of(self, scheme: Scheme) -> FastView | None:
-        """Words of eight codes along K are not next to each other where rows and columns are exchanged."""
+        """Return no view of transposed matrices, whose words of eight codes along K are not contiguous."""
         return None if scheme.packing == _BY_COLUMNS else self.fast_view
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
@@ -122,7 +122,7 @@ def _is_transposed(parts: Parts) -> bool:
 
 
 def _transposed(matrix: Tensor) -> Tensor:
-    """Bytes with rows and columns exchanged, in the same dtype."""
+    """Transpose a matrix of bytes, keeping its dtype."""
     import torch
 
     return matrix.view(torch.uint8).t().contiguous().view(matrix.dtype)
@@ -132,7 +132,7 @@ _GLOBAL = ("weight_global_scale", "weight_scale_2")
 
 
 def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
-    """The second-level scale as a multiplier, float32 `[1]`: of a divisor, the reciprocal as vLLM 0.33 forms it."""
+    """Return the second-level scale as a multiplier, float32 `[1]`: a divisor's reciprocal as vLLM 0.33 forms it."""
     if "weight_scale_2" in parts:
         return parts["weight_scale_2"].float().reshape(1)
     divisor = parts["weight_global_scale"].double().reshape(1)
@@ -142,7 +142,7 @@ def _multiplier(parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def divisor_of(multiplier: float) -> float:
-    """What compressed-tensors stores of a float32 scale: a float32 number that readers divide 1 by.
+    """Return what compressed-tensors stores of a float32 scale: a float32 number that readers divide 1 by.
 
     Of the numbers next to the reciprocal, the first whose float32 reciprocal is the multiplier again; not every
     multiplier has one.

@@ -45,7 +45,7 @@ class Patterns:
         self._ways: dict[str, tuple[int, int]] = {}
 
     def compile(self, text: str) -> re.Pattern[str]:
-        """A pattern within bounds. Raises MoeqError `source.bad-pattern` naming it."""
+        """Compile a pattern within bounds. Raises MoeqError `source.bad-pattern` naming it."""
         if len(text) > _MAX_PATTERN or any(_AMBIGUOUS.search(group) for group in _repeated_groups(text)):
             self._unbounded(text)
         # Repeats at the very end take what is left and never back off.
@@ -77,7 +77,7 @@ class Patterns:
 
 
 def _repeated_groups(text: str) -> list[str]:
-    """Contents of the groups that a repeat follows."""
+    """Return the contents of the groups that a repeat follows."""
     found: list[str] = []
     opened: list[int] = []
     position, in_class = 0, False

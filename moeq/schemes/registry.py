@@ -52,7 +52,7 @@ DIALECTS: dict[str, str] = {
 
 @cache
 def get_format(format_id: str) -> Format:
-    """The format of that id. Raises MoeqError `usage.unknown-format`."""
+    """Return the format of that id. Raises MoeqError `usage.unknown-format`."""
     if format_id not in FORMATS:
         known = ", ".join(FORMATS)
         raise MoeqError("usage.unknown-format", f"no format is called '{format_id}'", f"known formats: {known}")
@@ -61,7 +61,7 @@ def get_format(format_id: str) -> Format:
 
 
 def match_format(parts: Parts, declared: Declared | None) -> Format | None:
-    """The first format whose headers the parts have, or None."""
+    """Return the first format whose headers the parts have, or None."""
     for format_id in FORMATS:
         candidate = get_format(format_id)
         if candidate.matches(parts, declared):

@@ -6,7 +6,7 @@ import pytest
 from checkpoint.builder import Stored
 
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.names import FUSED, ExpertTensor, index_experts, parse_name
+from moeq.checkpoint.names import FUSED, StoredName, index_experts
 from moeq.errors import MoeqError
 
 NAMES = [
@@ -51,10 +51,13 @@ NAMES = [
 
 
 @pytest.mark.parametrize(("name", "layer", "expert", "projection", "part", "prefix"), NAMES)
-def test_expert_tensors(name: str, layer: int, expert: int, projection: str, part: str, prefix: str | None) -> None:
-    found = parse_name(name)
-    assert found is not None
-    assert found == ExpertTensor(layer, expert, projection, part, prefix or found.prefix)
+def test_expert_tensors(
+    name: str, layer: int, expert: int, projection: StoredName, part: str, prefix: str | None
+) -> None:
+    [found] = index_experts(stacked(name))
+    assert (found.layer, list(found.parts)) == (layer, [(projection, part)])
+    assert list(found.parts[projection, part]) == [expert]
+    assert found.prefix == (prefix or found.prefix)
     assert name.startswith(found.prefix)
 
 
@@ -72,7 +75,11 @@ def test_expert_tensors(name: str, layer: int, expert: int, projection: str, par
     ],
 )
 def test_everything_else(name: str) -> None:
-    assert parse_name(name) is None
+    assert not any(layer.parts for layer in index_experts(stacked(name)))
+
+
+def stacked(name: str) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(name, "U8", (1, 1, 1), "f", 0, 1)}
 
 
 def entries(*names: str) -> dict[str, TensorEntry]:
