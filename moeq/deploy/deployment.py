@@ -17,10 +17,10 @@ class Gpu:
 
     Attributes:
         name: market name (`H100`) or the architecture given by the user (`sm90`, `gfx942`).
-        platform: which software stack drives it. Capabilities of different platforms are never compared.
+        platform: software stack that drives the device. Capabilities of different platforms are never compared.
         arch: `sm90`, `gfx942`, `xpu`, `x86-amx`, ...
         capability: CUDA compute capability `(major, minor)`; None on other platforms.
-        memory_gib: device memory, where the name tells it.
+        memory_gib: device memory, if the name tells it.
     """
 
     name: str
@@ -35,17 +35,17 @@ class Deployment:
     """How an engine will be started. Sizes are counts of ranks.
 
     Attributes:
-        gpu: the device of every rank.
+        gpu: device of every rank.
         tp: tensor-parallel size.
-        ep: expert-parallel size (1: off). Under EP every rank holds whole experts.
+        ep: expert-parallel size; 1 is off. With expert parallelism every rank holds whole experts.
         dp: data-parallel size.
         all2all: all-to-all kind of the engine (`deepep_low_latency`, ...), or None for its default.
-        batched: experts get activations as `[E, max_tokens, K]` instead of `[tokens, K]`.
-        lora: LoRA adapters on the experts.
-        eplb: expert-parallel load balancing.
+        batched: whether experts get activations as `[E, max_tokens, K]` instead of `[tokens, K]`.
+        lora: whether LoRA adapters are applied to the experts.
+        eplb: whether expert load balancing is on.
         dtype: activation dtype.
-        backend: a backend asked for by name, or `auto`.
-        engine: policy that decides, `vllm@0.33.0` or `moeq`.
+        backend: name of the requested backend, or `auto`.
+        engine: engine that decides, `vllm@0.33.0`, `sglang` or `moeq`.
         env: environment variables that engines read, as sorted `(name, value)` pairs.
         packages: optional packages and whether they are present, as sorted `(name, present)` pairs.
         quantization: quantisation method that the user names to the engine (`moe_wna16`), or None for the checkpoint's.
@@ -67,7 +67,7 @@ class Deployment:
     quantization: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises MoeqError `usage.deployment` for values that no deployment has."""
+        """Raise MoeqError `usage.deployment` for values that no deployment has."""
         if not isinstance(self.gpu, Gpu):
             hint = "moeq.gpu(NAME) gives one: Deployment(gpu=moeq.gpu('H100'))"
             raise MoeqError("usage.deployment", f"gpu is {self.gpu!r}, it has to be a Gpu", hint)
@@ -80,5 +80,5 @@ class Deployment:
 
     @classmethod
     def from_json(cls, row: Any, where: str = "deployment", code: str = "source.bad-manifest") -> Deployment:
-        """From what `asdict`, and perhaps JSON, made of one. Raises MoeqError `code` for anything else."""
+        """Read a deployment back from its `asdict` form. Raise MoeqError `code` for anything else."""
         return read_as(cls, row, where, code)

@@ -1,4 +1,4 @@
-"""Which device this machine has: asks the drivers, imports nothing heavy."""
+"""Detect the device of this machine by asking the drivers; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 def detect_gpu() -> Gpu | None:
-    """The first GPU found by asking the CUDA driver, then the AMD kernel driver; None where there is none.
+    """Return the first GPU that the CUDA driver or the AMD kernel driver reports; None if there is none.
 
     A CPU is never the answer: whether a model is meant to run on the CPU is the user's decision, not a finding.
     """
@@ -28,7 +28,7 @@ def detect_gpu() -> Gpu | None:
 
 
 def detect_cpu() -> Gpu:
-    """The kind of this machine's processor (`x86-amx`, `x86`, `arm64`, `ppc64le`, `x86-zen`)."""
+    """Return the kind of this machine's processor (`x86-amx`, `x86`, `arm64`, `ppc64le`, `x86-zen`)."""
     machine = platform.machine().lower()
     if machine in ("aarch64", "arm64"):
         return parse_gpu("arm64")
@@ -44,7 +44,7 @@ def detect_cpu() -> Gpu:
 
 
 def _cuda() -> Gpu | None:
-    """Ask libcuda, which the driver installs; needs no toolkit and no torch."""
+    """Ask libcuda, which the driver installs: this needs no toolkit and no torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

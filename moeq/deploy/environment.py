@@ -1,4 +1,4 @@
-"""What this machine has, as text for reports: versions from package metadata, nothing heavy is imported."""
+"""Describe this machine for reports. Versions come from package metadata; nothing heavy is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("torch", "triton", "numba", "vllm", "sglang", "transformers", "safet
 
 
 def environment() -> dict[str, str]:
-    """Name to text: moeq, Python, packages, GPU and driver, processor, memory."""
+    """Describe moeq, Python, packages, GPU and driver, processor and memory, each under its name."""
     gpu, cores = detect_gpu(), os.cpu_count()
     return {
         "moeq": f"{installed('moeq') or 'from a checkout'}, Python {platform.python_version()}, {platform.platform()}",
@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
 
 
 def installed(package: str) -> str | None:
-    """Version of an installed distribution, or None."""
+    """Return the version of an installed distribution, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -34,7 +34,7 @@ def installed(package: str) -> str | None:
 
 
 def cuda_driver() -> str | None:
-    """The newest CUDA version that the driver serves, as `13.0`; None where there is no driver."""
+    """Return the newest CUDA version that the driver serves, as `13.0`; None without a driver."""
     found = ctypes.c_int()
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -46,7 +46,7 @@ def cuda_driver() -> str | None:
 
 
 def memory() -> str:
-    """Memory of this machine, for people."""
+    """Describe the memory of this machine in words."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

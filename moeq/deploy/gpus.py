@@ -1,4 +1,4 @@
-"""The GPU table: product names and their architectures, and how a user's spelling is matched."""
+"""GPU table: product names with their architectures, and the matching of user spellings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 
-# One row per compute capability: `names` with memory in GiB (several sizes are sold under some names: the smallest).
+# Compute capability -> product names with memory in GiB. A name sold with several sizes has the smallest.
 _CUDA: dict[tuple[int, int], dict[str, int | None]] = {
     (7, 0): {"V100": 16},
     (7, 5): {"T4": 16, "RTX 2070": 8, "RTX 2080": 8, "RTX 2080 Ti": 11, "Quadro RTX 6000": 24, "Quadro RTX 8000": 48},
@@ -72,14 +72,14 @@ _ROCM: dict[str, dict[str, int | None]] = {
 
 _XPU: dict[str, int | None] = {"XPU": None, "Arc B580": 12, "Arc Pro B60": 24, "Max 1550": 128}
 
-#: Architectures that exist beside those of the table. Source: NVIDIA's and AMD's lists (CUDA 13, LLVM's AMDGPU).
+#: Architectures that the table has no product for. Source: NVIDIA's and AMD's lists (CUDA 13, LLVM's AMDGPU).
 _OTHER_CUDA = ((5, 0), (5, 2), (5, 3), (6, 0), (6, 1), (6, 2), (7, 2), (8, 8), (10, 1))
 _OTHER_ROCM = (
     *("gfx900", "gfx906", "gfx908", "gfx940", "gfx941", "gfx1010", "gfx1012", "gfx1030", "gfx1031", "gfx1032"),
     *("gfx1034", "gfx1035", "gfx1036", "gfx1101", "gfx1102", "gfx1103", "gfx1150", "gfx1151", "gfx1152", "gfx1153"),
 )
 
-# CPU kinds are instruction sets, since that is what kernels ask for.
+# CPU kinds are instruction sets: kernels ask for those.
 _CPU: dict[str, tuple[str, ...]] = {
     "x86-amx": ("CPU", "CPU-AMX", "Sapphire Rapids", "Granite Rapids"),
     "x86": ("CPU-x86",),
@@ -91,7 +91,7 @@ _CPU: dict[str, tuple[str, ...]] = {
 
 @cache
 def known_gpus() -> dict[str, Gpu]:
-    """Every named device, by its market name."""
+    """Return every named device by its product name."""
     table: dict[str, Gpu] = {}
     for capability, rows in _CUDA.items():
         arch = f"sm{capability[0]}{capability[1]}"
@@ -105,7 +105,7 @@ def known_gpus() -> dict[str, Gpu]:
 
 
 def _key(name: str) -> str:
-    """Spelling does not matter: case, spaces, dashes and a maker's prefix are dropped."""
+    """Normalise a spelling: drop case, spaces, dashes and the prefix of the maker."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower())
     return re.sub(r"^(nvidia|geforce|jetson|amd|instinct|radeon|intel|tesla)+", "", plain)
 
@@ -116,7 +116,7 @@ def _by_key() -> dict[str, Gpu]:
 
 
 def parse_gpu(name: str) -> Gpu:
-    """The device of that name: a market name, a name that a driver reports, `smXY`, `gfxNNN`, or a CPU kind.
+    """Return the device of a name: a product, a name that a driver reports, `smXY`, `gfxNNN`, or a CPU kind.
 
     Raises:
         MoeqError: `usage.unknown-gpu`, naming the nearest known ones.
@@ -146,15 +146,15 @@ def parse_gpu(name: str) -> Gpu:
 
 
 def find_by_device_name(reported: str) -> Gpu | None:
-    """The table's row for a name that a driver reports (`NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`), or None.
+    """Look up a name that a driver reports (`NVIDIA H100 80GB HBM3`, `Tesla V100-SXM2-16GB`); None if unknown.
 
-    The words of the name count from the left, as many as are known; memory that it states replaces the table's.
+    The longest known sequence of words from the left counts. Memory that the name states replaces the table's.
     """
     words = re.findall(r"[A-Za-z0-9]+", reported)
     for count in range(len(words), 0, -1):
         found = _by_key().get(_key("".join(words[:count])))
         if found is not None:
             stated = re.search(r"\b(\d+) ?GB\b", reported)
-            # GH200 480GB: that is the memory of its CPU.
+            # "GH200 480GB" states the memory of its CPU.
             return replace(found, memory_gib=int(stated[1])) if stated and int(stated[1]) < 400 else found
     return None

@@ -1,4 +1,4 @@
-"""Deployment options as users give them: on the command line, in a TOML file, or not at all."""
+"""Deployment options from the command line or a TOML file, and their defaults."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _KEYS = ("gpu", "dtype", "env", "packages", *_COUNTS, *_SWITCHES, *_TEXTS)
 
 
 def read_deploy_file(path: Path) -> dict[str, Any]:
-    """Options of a `--deploy` file: TOML with the option names as keys, `[env]` and `[packages]` as tables.
+    """Read a `--deploy` file: TOML with the option names as keys, `[env]` and `[packages]` as tables.
 
     Raises:
-        MoeqError: `usage.deploy-file` where it is missing, is not TOML, or holds an unknown key.
+        MoeqError: `usage.deploy-file` if it is missing, is not TOML, or holds an unknown key.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -45,17 +45,17 @@ def read_deploy_file(path: Path) -> dict[str, Any]:
 
 
 def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, detect: bool = True) -> Deployment:
-    """The deployment that options and file describe; options that are None count as not given and options win.
+    """Build the deployment that options and file describe. Options win; an option that is None is not given.
 
     Args:
         options: any of `gpu`, `tp`, `ep`, `dp`, `batched`, `lora`, `eplb`, `dtype`, `backend`, `engine`, `all2all`,
             `quantization`, `env`, `packages`.
         file: a `--deploy` file.
-        detect: look for a local GPU where none is named.
+        detect: look for a local GPU if none is named.
 
     Raises:
-        MoeqError: `usage.no-gpu` where none is named or found, `usage.unknown-gpu`, `usage.deployment` for values that
-            make no sense, `usage.deploy-file`.
+        MoeqError: `usage.no-gpu` if none is named or found, `usage.unknown-gpu`, `usage.deployment` for impossible
+            values, `usage.deploy-file`.
     """
     given = {**(read_deploy_file(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
     gpu = _gpu(given.get("gpu"), detect)
@@ -87,7 +87,7 @@ def _gpu(name: Any, detect: bool) -> Gpu:
 
 
 def _dtype(name: Any, gpu: Gpu) -> str:
-    """Activation dtype; not given, it is bf16 where the hardware has it, as engines do."""
+    """Return the activation dtype. The default is bf16 on hardware that has it, as in engines."""
     if name is None:
         return "fp16" if gpu.capability is not None and gpu.capability < (8, 0) else "bf16"
     if str(name).lower() not in DTYPES:

@@ -1,4 +1,4 @@
-"""Tables about backends and verdicts: rows for `moeq backends`, and the Markdown of `docs/reference/backends.md`."""
+"""Rows of `moeq backends`: every backend of an engine with its devices, limits and layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeq.oracle.versions import BUILTIN, choose_engine
 
 
 def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]:
-    """One row per backend: family, name, flag, devices, limits and layouts.
+    """Return one row per backend: family, name, flag, devices, limits and layouts.
 
     Raises:
         MoeqError: `usage.unknown-engine`, `usage.unknown-family`.
@@ -52,7 +52,7 @@ def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, An
 
 
 def _limits(backend: Backend, classes: Sequence[ExpertsClass]) -> list[str]:
-    """What a backend asks for beyond its device, in words."""
+    """List what a backend asks for besides its device, in words."""
     words = [FILTERS[name].title for name in backend.filters]
     if all(row.format == "batched" for row in classes):
         words.append("batched activations")

@@ -1,4 +1,4 @@
-"""Conditions on GPUs as the data files write them, and the device of an engine's tables that stands for a GPU."""
+"""Device conditions in data files, and the device of an engine's tables that represents a GPU."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moeq.errors import MoeqError
 
 @dataclass(frozen=True)
 class DeviceTerm:
-    """One alternative of a device condition, such as `cuda 9.0..12.x`. Platform first, always.
+    """One device condition, such as `cuda 9.0..12.x`.
 
-    A bare capability comparison would be meaningless on ROCm, where gfx90a reads as (9, 0) like a Hopper.
+    The platform is always compared first: on ROCm, gfx90a has capability (9, 0) like a Hopper GPU.
     """
 
     text: str
@@ -25,7 +25,7 @@ class DeviceTerm:
     arch: str | None = None
 
     def admits(self, gpu: Gpu) -> bool:
-        """Whether the device is one of these."""
+        """Tell whether a GPU meets the condition."""
         if gpu.platform != self.platform:
             return False
         if self.arch:
@@ -36,7 +36,7 @@ class DeviceTerm:
 
 @cache
 def device_term(text: str) -> DeviceTerm:
-    """Parse a device condition. Raises MoeqError `bug.policy` for one that cannot be read."""
+    """Parse a device condition. Raise MoeqError `bug.policy` if it cannot be read."""
     platform, _, detail = text.partition(" ")
     if not detail:
         return DeviceTerm(text, platform)
@@ -52,21 +52,23 @@ def device_term(text: str) -> DeviceTerm:
 
 
 def _version(text: str, minor: int) -> tuple[int, int]:
-    """`9.0` is (9, 0); `10.x` is (10, minor)."""
+    """Parse `9.0` as (9, 0) and `10.x` as (10, minor)."""
     major, _, rest = text.partition(".")
     return (int(major), minor if rest == "x" else int(rest))
 
 
 def nearest_device(gpu: Gpu, known: Mapping[str, Any]) -> str | None:
-    """The device of an engine's tables that stands for a GPU: itself, else the newest older one of its kind, or
-    None."""
+    """Return the device of an engine's tables that represents a GPU, or None.
+
+    Prefer the GPU's own architecture, then the newest older one of its kind.
+    """
     if gpu.arch in known:
         return gpu.arch
     if gpu.platform == "cuda" and gpu.capability is not None:
         older = [name for name in known if name.startswith("sm") and _capability(name) <= gpu.capability]
         return max(older, key=_capability, default=None)
     if gpu.platform == "rocm":
-        # One generation differs in its last digit: gfx1200 and gfx1201, but not gfx906 and gfx90a.
+        # Names of one generation differ in the last digit: gfx1200 and gfx1201, but not gfx906 and gfx90a.
         alike = [name for name in known if name[:-1] == gpu.arch[:-1] and (name + gpu.arch[-1:])[-2:].isdigit()]
         return max(alike, default=None)
     return None

@@ -23,11 +23,11 @@ class Entry:
     """One code and what it means.
 
     Attributes:
-        code: the code.
+        code: code, such as `P04_SCHEME`.
         kind: `rule`, `pre-filter`, `gate`, `advisory`, `requirement`, `kernel rule` or `failure`.
-        title: a few words.
-        text: the explanation.
-        facts: further facts by name.
+        title: short title.
+        text: explanation.
+        facts: more facts by name.
     """
 
     code: str
@@ -72,7 +72,7 @@ _EXITS = {
 
 @cache
 def requirements() -> dict[str, str]:
-    """Requirement id -> the promise in one line."""
+    """Load the requirements: id -> promise in one line."""
     text = files("moeq.oracle").joinpath("requirements.toml").read_text(encoding="utf-8")
     table: dict[str, str] = tomllib.loads(text)
     return table
@@ -117,7 +117,7 @@ def _advisories() -> Iterator[Entry]:
 
 @cache
 def catalog() -> dict[str, Entry]:
-    """Every entry by its code; of pre-filters that share a code the titles are joined."""
+    """Return every entry by its code. Pre-filters that share a code have their titles joined."""
     table: dict[str, Entry] = {}
     for entry in _entries():
         known = table.get(entry.code)

@@ -1,4 +1,8 @@
-"""The oracle's front door: scheme, shape and deployment in, verdict out."""
+"""Front door of the oracle: `judge` takes a scheme, a layer's shape and a deployment, and returns a verdict.
+
+Each engine has a package under `engines/`: vLLM is judged by tables that are extracted from each version, SGLang and
+moeq's own kernels by rules in code.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,14 @@ def judge(
     """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
 
     Args:
-        scheme: how the experts are encoded.
-        shape: sizes of the layer; biases of the scheme count as well.
-        deployment: where it is to run; `engine` names the policy that decides.
-        config: the checkpoint's own `quantization_config`, where at hand: per-module rules are read from it.
-        prefix: module path of the layer's experts, which those rules are matched against.
-        explain: also try single changes: which change makes each backend work, and which packages and variables
+        scheme: encoding of the experts.
+        shape: sizes of the layer; biases of the scheme are added.
+        deployment: target; its `engine` decides.
+        config: `quantization_config` of the checkpoint, if there is one: per-module rules are read from it.
+        prefix: module path of the layer's experts, which per-module rules are matched against.
+        explain: also try single changes, to find what makes each backend work and which packages and variables
             mattered.
-        admits: False for a deployment that must not be suggested, for reasons outside the experts.
+        admits: function that returns False for deployments that must not be suggested.
 
     Raises:
         MoeqError: `usage.unknown-engine`.

@@ -12,11 +12,11 @@ from moeq.typed import read_as
 
 _TABLE = dict[str, Any] | None
 _NAMES = list[str] | None
-#: Quark's tensors have one table of facts, or one for each level of scales.
+#: Quark describes a tensor by one table, or by one table per level of scales.
 _LEVELS = dict[str, Any] | list[dict[str, Any]] | None
 _ROWS = dict[str, dict[str, Any]] | None
 
-#: What rules walk through, wherever it is in a config. Single values they read are checked where they are read.
+#: Types of containers that rules iterate over, at any depth. Single values are checked by what reads them.
 _KINDS: dict[str, Any] = {
     "dynamic": dict[str, dict[str, Any] | bool] | None,
     "config_groups": _ROWS,
@@ -37,10 +37,10 @@ _KINDS: dict[str, Any] = {
     "exclude_modules": _NAMES,
 }
 
-#: Tables of arguments of compressed-tensors.
+#: Names of compressed-tensors' tables of arguments.
 _ARGUMENT_TABLES = ("weights", "input_activations")
 
-#: Arguments of compressed-tensors, in which null and absent are the same.
+#: Arguments of compressed-tensors, for which null means absent.
 _ARGUMENTS: dict[str, Any] = {
     "num_bits": int | None,
     "type": str | None,
@@ -53,15 +53,16 @@ _ARGUMENTS: dict[str, Any] = {
 
 
 def checked(config: Mapping[str, Any], where: str = "quantization_config") -> dict[str, Any]:
-    """A config without what is null, in which everything that rules walk through has its type.
+    """Check the types of everything in a config that rules iterate over; drop null entries.
 
     Raises:
-        MoeqError: `source.bad-config`, with the place.
+        MoeqError: `source.bad-config`, with the path of the wrong entry.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
         place = f"{where}.{ascii(name)[1:-1][:80]}"
-        argument = name in _ARGUMENTS and where.endswith(_ARGUMENT_TABLES)  # `dynamic: local` there, checked below
+        # In a table of arguments `dynamic` may be `local`: it is checked below.
+        argument = name in _ARGUMENTS and where.endswith(_ARGUMENT_TABLES)
         if name in _KINDS and not argument and (name != "dynamic" or not isinstance(value, bool)):
             value = read_as(_KINDS[name], value, place, "source.bad-config")
             if value is None:
@@ -197,7 +198,7 @@ _DECLARE: dict[str, Callable[[Scheme], dict[str, Any]]] = {
 
 
 def config_of(scheme: Scheme) -> dict[str, Any]:
-    """The `quantization_config` an engine would read for this scheme, where the checkpoint's own is not at hand."""
+    """Make the `quantization_config` that an engine would read for a scheme without a checkpoint."""
     if scheme.format == "unquantized":
         return {}
     method = scheme.quant_method or scheme.format.partition("-")[0]

@@ -1,4 +1,4 @@
-"""Records that the oracle takes and gives. Frozen, plain, free of torch: they go into reports and JSON as they are."""
+"""Records of the oracle's questions and answers: frozen, free of torch, and written to reports and JSON unchanged."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ Routing = Literal[
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Sizes and kinds of one MoE layer, as the model's config tells them.
+    """Sizes and kinds of one MoE layer, from the model's config.
 
     Attributes:
         hidden_size: model width, `K` of w13.
-        intermediate_size: width of one expert, global (unsharded).
+        intermediate_size: width of one expert, before sharding.
         num_experts: routed experts of the layer, over all ranks.
         top_k: experts per token.
         activation: engine-neutral activation name (`silu`, `gelu`, `swigluoai`, ..., `relu2_no_mul`).
-        gated: w13 holds gate and up.
-        has_bias: expert projections carry biases.
-        routing: how router logits become weights (drives monolithic kernels).
+        gated: whether w13 holds gate and up.
+        has_bias: whether expert projections have biases.
+        routing: rule from router logits to expert weights; kernels with a built-in router depend on it.
         router_dtype: dtype of router logits, or None for the activation dtype.
-        hash_routing: experts are chosen by token id.
+        hash_routing: whether experts are chosen by token id.
         swiglu_limit: clamp of the gated activation, or None.
-        routed_scaling_factor: factor on the combined output (1: none).
-        router_weight_on_input: router weights multiply the input instead of the output.
-        model_type: the model config's own name (`gpt_oss`), where known: some engines branch on it.
-        architecture: the model class that its config names (`KimiK3ForConditionalGeneration`), where known.
-        expert_dtype: what the model's config says of its experts beside the quantisation config (DeepSeek-V4's `fp4`
-            or `fp8`); empty where it says nothing.
+        routed_scaling_factor: factor on the combined output.
+        router_weight_on_input: whether router weights multiply the input instead of the output.
+        model_type: `model_type` of the config (`gpt_oss`), if known: some engines branch on it.
+        architecture: model class that the config names (`KimiK3ForConditionalGeneration`), if known.
+        expert_dtype: dtype of the experts that the model's config states outside the quantisation config
+            (DeepSeek-V4: `fp4` or `fp8`); empty without such a statement.
     """
 
     hidden_size: int
@@ -71,9 +71,9 @@ class Reason:
     """One failed rule.
 
     Attributes:
-        code: rule code; `moeq explain CODE` says more.
-        text: what failed, with its numbers.
-        remedy: the change that would satisfy this rule, or None where the deployment cannot.
+        code: rule code for `moeq explain CODE`.
+        text: failure with its numbers.
+        remedy: change that satisfies this rule, or None if the deployment cannot.
     """
 
     code: str
@@ -81,30 +81,30 @@ class Reason:
     remedy: str | None = None
 
 
-#: Why there is no layout where a kernel reads the stored bytes.
+#: Reason for the missing layout of a kernel that reads the stored bytes.
 AS_IT_IS = "it reads the checkpoint's weights as they are"
 
 
 @dataclass(frozen=True)
 class CandidateReport:
-    """One backend of the family, judged.
+    """Judgement of one backend of the family.
 
     Attributes:
-        backend: the engine's name of the backend.
-        experts: experts class that runs (the supported one, else the one that came closest); None where the engine's
-            method runs a kernel without one.
-        layout: id of the offline layout its kernel reads, or None.
-        no_layout: why there is no offline layout, where `layout` is None.
-        supported: every rule holds.
+        backend: engine's name of the backend.
+        experts: experts class that runs (the supported one, else the one that came closest); None if the engine's
+            method runs a kernel without such a class.
+        layout: id of the offline layout that its kernel reads, or None.
+        no_layout: reason why `layout` is None.
+        supported: whether every rule holds.
         reasons: every failed rule of the closest class, not only the first.
-        unlock: the nearest single change that makes it supported, or None where no single change does.
-        flag: value of the engine's backend option that asks for it, or None where it cannot be asked for.
-        monolithic: the kernel does its own routing.
-        activation_key: the engine's key of the activations that its kernel runs, None for 16-bit ones.
-        native: it computes in the number types of the checkpoint: where the engine picks it, `convert` writes for no
-            other backend unless one is asked for.
-        as_it_is: it reads the bytes of the checkpoint, so that there is nothing to convert.
-        lossy_layout: id of the layout its kernel reads where the engine changes numbers when it makes it, or None.
+        unlock: nearest single change that makes the backend supported, or None.
+        flag: value of the engine's backend option that selects it, or None if the option cannot.
+        monolithic: whether the kernel does its own routing.
+        activation_key: engine's key of the activations that the kernel runs; None for 16-bit activations.
+        native: whether it computes in the number types of the checkpoint. If the engine selects such a backend,
+            `convert` writes for no other backend unless one is requested.
+        as_it_is: whether it reads the bytes of the checkpoint, so that there is nothing to convert.
+        lossy_layout: id of the layout that its kernel reads if the engine changes numbers when it makes it, or None.
     """
 
     backend: str
@@ -124,18 +124,18 @@ class CandidateReport:
 
 @dataclass(frozen=True)
 class Advisory:
-    """A known defect or trap that this decision meets.
+    """Known defect of the engine that concerns a decision.
 
     Attributes:
         code: stable name.
-        requirement: ids of moeq's requirements that it bears on (`R14`).
-        versions: engine versions that have it, of those that were looked at.
-        symptom: what the user would see.
-        workaround: what to do in the engine.
-        check: the command that shows whether a checkpoint meets it.
-        shown: how it was shown: recorded answers, executed code, read code, or a report from upstream.
-        issue: upstream issue or pull request, where there is one.
-        fixed_by: what moeq does instead.
+        requirement: ids of moeq's requirements that it concerns (`R14`).
+        versions: engine versions that have the defect, among the examined ones.
+        symptom: effect that the user would see.
+        workaround: workaround inside the engine.
+        check: command that shows whether a checkpoint is affected.
+        shown: evidence: recorded answers, executed code, read code, or a report from upstream.
+        issue: upstream issue or pull request, or None.
+        fixed_by: behaviour of moeq instead.
     """
 
     code: str
@@ -151,16 +151,16 @@ class Advisory:
 
 @dataclass(frozen=True)
 class Gate:
-    """A check outside backend selection.
+    """Result of a check outside backend selection.
 
     Attributes:
-        code: `G0` .. `G9`.
-        stage: what the engine is doing then.
-        passed: whether the deployment gets through.
-        text: the facts, with numbers.
-        error: exception type the engine raises, where it fails.
+        code: code, `G0` to `G12`.
+        stage: stage of the engine's start.
+        passed: whether the deployment passes.
+        text: facts with their numbers.
+        error: exception type that the engine raises on failure.
         kind: kind of failure (`CONFIG`, `CONVERSION`, `KERNEL_CREATION`, ...).
-        remedy: the nearest change that passes.
+        remedy: nearest change that passes.
     """
 
     code: str
@@ -174,13 +174,13 @@ class Gate:
 
 @dataclass(frozen=True)
 class EngineError:
-    """How the engine's own selection ends when it ends in an error.
+    """Error with which the engine's own selection ends.
 
     Attributes:
-        error: exception type the engine raises.
-        kind: `NO_BACKEND`, `CONFIG`, `OVERRIDE_UNKNOWN`, `OVERRIDE_UNSUPPORTED`, `BARE_ASSERTION`, ...
-        text: what it means, with numbers.
-        hint: nearest thing that works.
+        error: exception type that the engine raises.
+        kind: kind of failure: `NO_BACKEND`, `CONFIG`, `OVERRIDE_UNKNOWN`, `OVERRIDE_UNSUPPORTED`, `BARE_ASSERTION`, ...
+        text: meaning with its numbers.
+        hint: nearest alternative that works.
         code: rule code of the deciding reason, or None.
     """
 
@@ -198,9 +198,9 @@ class Sizes:
     Attributes:
         hidden: model width.
         intermediate: expert width per rank, before padding.
-        padded_hidden: as the backend stores it.
-        padded_intermediate: as the backend stores it.
-        local_experts: experts per rank (the largest rank).
+        padded_hidden: model width that the backend stores.
+        padded_intermediate: expert width per rank that the backend stores.
+        local_experts: experts on the fullest rank.
     """
 
     hidden: int
@@ -212,17 +212,17 @@ class Sizes:
 
 @dataclass(frozen=True)
 class ConvertTarget:
-    """What `moeq convert` writes for this decision.
+    """Layout that `moeq convert` writes for a decision.
 
     Attributes:
-        backend: backend whose kernel reads it.
+        backend: backend whose kernel reads the layout.
         experts: experts class.
         layout: layout id.
-        flag: what to start the engine with, such as `--moe-backend marlin`; None where the engine chooses the same.
+        flag: option to start the engine with, such as `--moe-backend marlin`; None if the engine selects the backend.
         sizes: sizes per rank.
-        why: why this is not the engine's own choice, or None.
-        rounding: what is rounded where stored values do not fit; `convert` then stops unless lossy layouts are allowed.
-            None where all values fit, whatever they are.
+        why: reason why it differs from the engine's own choice, or None.
+        rounding: rounding of stored values that do not fit; `convert` then stops unless lossy layouts are allowed.
+            None if all possible values fit.
     """
 
     backend: str
@@ -236,32 +236,32 @@ class ConvertTarget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The oracle's answer for one scheme, shape and deployment.
+    """Answer of the oracle for one scheme, shape and deployment.
 
     Attributes:
-        engine: policy that decided, `vllm@0.33.0` or `moeq`.
+        engine: engine that decided, `vllm@0.33.0` or `moeq`.
         scheme: title of the scheme.
-        deployment: as decided on, with the sizes the engine derives filled in.
-        shape: the layer.
-        asked: backend asked for, `auto` where none was.
-        method: the engine's integration class for this checkpoint, or None where it refuses the config.
+        deployment: deployment with the sizes that the engine derives.
+        shape: layer that was judged.
+        asked: requested backend, or `auto`.
+        method: engine's integration class for this checkpoint, or None if it refuses the config.
         family: backend family, or None.
-        weight_key: the engine's effective weight key.
-        activation_key: the engine's effective activation key, or None for 16-bit activations.
-        selected: what the engine's selection returns, even where a later gate fails.
-        error: how the selection ends instead.
+        weight_key: engine's effective weight key.
+        activation_key: engine's effective activation key, or None for 16-bit activations.
+        selected: result of the engine's selection, even if a later gate fails.
+        error: error with which the selection ends, or None.
         gates: every gate, passed or not.
         candidates: every backend of the family in the engine's order, with all reasons.
-        convert: what `moeq convert` writes, or None with `refusal`.
+        convert: layout that `moeq convert` writes, or None with `refusal`.
         runs_as: precision of weights and activations that really runs, `W4A16`.
         sizes: sizes per rank for the selected backend.
-        transient_bytes: extra device memory per layer that the engine's own repack needs at its peak.
+        transient_bytes: peak of extra device memory per layer for the engine's own repack, in bytes.
         mattered: environment variables and packages that would change the choice, with their values.
-        advisories: known defects that this decision meets.
-        notes: facts worth saying (inferred sizes, fallbacks taken).
-        reported_backend: what the engine's log calls it, where that is not what runs.
-        no_convert: why `convert` is None although a backend was chosen.
-        works: the nearest single change with which the engine runs, tried as a whole, where it does not run.
+        advisories: known defects that concern this decision.
+        notes: further facts, such as inferred sizes and fallbacks.
+        reported_backend: name in the engine's log, if it differs from the backend that runs.
+        no_convert: reason why `convert` is None although a backend was selected.
+        works: nearest single change with which the engine runs, tried as a whole; None if it runs already.
     """
 
     engine: str
@@ -290,7 +290,7 @@ class Verdict:
 
     @property
     def chosen(self) -> CandidateReport | None:
-        """The backend that really runs: selected, and every gate passed. None is the answer "no"."""
+        """Backend that runs: it is selected and every gate passed. None means that the engine does not run."""
         return self.selected if all(gate.passed for gate in self.gates) else None
 
     @property
@@ -300,7 +300,7 @@ class Verdict:
 
     @property
     def refusal(self) -> str:
-        """One sentence on why not, with its numbers; empty where `ok` and something can be converted."""
+        """Reason for a no, with its numbers; empty if the engine runs and there is something to convert."""
         failed = [gate.text for gate in self.gates if not gate.passed]
         if self.error is not None:
             return self.error.text
@@ -312,7 +312,7 @@ class Verdict:
 
     @property
     def nearest(self) -> str | None:
-        """The nearest thing that works, or None: the refusal's own hint, what was tried, what the failed rules say."""
+        """Nearest alternative, or None: the error's hint, else a tried change, else the remedies of rules."""
         if self.error is not None and self.error.hint:
             return self.error.hint
         if self.works is not None:
@@ -321,11 +321,11 @@ class Verdict:
         if remedies:
             return "; ".join(dict.fromkeys(remedies))
         rows = [row for row in self.candidates if row.unlock and not row.supported]
-        rows.sort(key=lambda row: _distance(str(row.unlock)))  # stable: equal ones keep the engine's order
+        rows.sort(key=lambda row: _distance(str(row.unlock)))  # a stable sort keeps the engine's order
         return "; ".join(f"{row.backend}: {row.unlock}" for row in rows[:2]) or None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Return plain values for a JSON document."""
         document = asdict(self)
         document.update(ok=self.ok, refusal=self.refusal or None, nearest=None if self.ok else self.nearest)
         document["chosen"] = asdict(self.chosen) if self.chosen else None
@@ -338,5 +338,5 @@ class Verdict:
 
 
 def _distance(unlock: str) -> tuple[bool, int, bool]:
-    """How far a change is: another device last, several changes after one, a mere name first."""
+    """Rank a change by its distance: a mere name first, several changes after one, another device last."""
     return ("a device of" in unlock, unlock.count(" and "), not unlock.startswith("--"))

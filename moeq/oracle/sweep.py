@@ -1,4 +1,4 @@
-"""Many deployments at once: one scheme and layer over GPUs x TP x EP, as a table of cells."""
+"""Sweeps: verdicts over GPUs x TP x EP, requirements on them, and their table."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from moeq.oracle.records import Verdict
 
 @dataclass(frozen=True)
 class Cell:
-    """One deployment of a sweep.
+    """Verdict on one deployment of a sweep.
 
     Attributes:
         gpu: device name.
         tp: tensor-parallel size.
         ep: expert-parallel size.
-        verdict: what the oracle says there.
-        refused: why `convert` writes nothing although there is something to convert, or None.
-        loads_in: what loads what it writes.
+        verdict: the oracle's answer.
+        refused: why `convert` refuses to write although the engine runs, or None.
+        loads_in: titles of the loaders for what `convert` writes.
     """
 
     gpu: str
@@ -35,17 +35,17 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """`H100/tp8/ep1`, as `--require` names it."""
+        """Name that `--require` uses: `H100/tp8/ep1`."""
         return f"{self.gpu}/tp{self.tp}/ep{self.ep}"
 
     @property
     def word(self) -> str:
-        """Backend that runs, or `-`."""
+        """Name of the backend that runs, or `-`."""
         return self.verdict.chosen.backend if self.verdict.chosen else "-"
 
 
 def deployments(base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]) -> Iterator[Deployment]:
-    """Every deployment of GPUs x TP x EP, in that order."""
+    """Yield every deployment of GPUs x TP x EP, in that order."""
     for gpu, tp, ep in product(gpus, tps, eps):
         yield replace(base, gpu=gpu, tp=tp, ep=ep, dtype=_dtype(base, gpu))
 
@@ -59,7 +59,7 @@ _REQUIRE = re.compile(r"(?P<gpu>[^/=]+)(?:/tp(?P<tp>\d+))?(?:/ep(?P<ep>\d+))?(?:
 
 
 def required_axes(required: Iterable[str]) -> tuple[list[str], list[int], list[int]]:
-    """GPUs, tp and ep that required cells name: what a sweep covers where its options do not say."""
+    """Collect the GPUs, tp and ep that required cells name: the default axes of a sweep."""
     found = [match for text in required if (match := _REQUIRE.fullmatch(text.strip()))]
     gpus = dict.fromkeys(match["gpu"] for match in found if match["gpu"].lower() not in ("all", "*"))
     tps = dict.fromkeys(int(match["tp"]) for match in found if match["tp"])
@@ -68,14 +68,14 @@ def required_axes(required: Iterable[str]) -> tuple[list[str], list[int], list[i
 
 
 def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
-    """What is wrong with required cells: no backend, or another than the named one.
+    """List the faults of required cells: no backend, another backend than the named one, or no conversion.
 
     Args:
         cells: the sweep.
-        required: `GPU[/tpN][/epN][=BACKEND]`, or `all` for a GPU of any name.
+        required: cells as `GPU[/tpN][/epN][=BACKEND]`; `all` names every GPU.
 
     Raises:
-        MoeqError: `usage.require` for a spelling that names nothing in the sweep.
+        MoeqError: `usage.require` for a text that names no cell of the sweep.
     """
     cells, found = list(cells), []
     for text in required:
@@ -108,7 +108,7 @@ def _named(cell: Cell, match: re.Match[str]) -> bool:
 
 
 def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of a sweep: one row per GPU, one column per TP and EP; `*` marks advisories."""
+    """Arrange a sweep as columns and rows: one row per GPU, one column per TP and EP; `*` marks advisories."""
     forms = list(dict.fromkeys((cell.tp, cell.ep) for cell in cells))
     columns = ["GPU", *(f"TP{tp}" + (f" EP{ep}" if ep > 1 else "") for tp, ep in forms)]
     by_key = {(cell.gpu, cell.tp, cell.ep): cell for cell in cells}
@@ -122,11 +122,11 @@ def matrix(cells: Sequence[Cell]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", f"|{'|'.join(' --- ' for _ in columns)}|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def matrix_markdown(cells: Sequence[Cell]) -> str:
-    """A sweep as a Markdown table."""
+    """Format a sweep as a Markdown table."""
     return markdown(*matrix(cells))

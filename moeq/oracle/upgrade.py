@@ -1,5 +1,4 @@
-"""What an upgrade of an engine changes for one deployment: backend, layout, flag, sizes, advisories, version by
-version."""
+"""Changes of a verdict from version to version of an engine: backend, layout, flag, sizes, advisories."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from moeq.oracle.versions import version_range
 
 @dataclass(frozen=True)
 class VerdictDifference:
-    """One thing that a version decides otherwise than the one before.
+    """One fact in which a verdict differs from the verdict of the version before.
 
     Attributes:
-        what: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`.
+        what: name of the fact: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`.
         before: value in the older version, empty for none.
         after: value in the newer version.
     """
@@ -28,14 +27,14 @@ class VerdictDifference:
 
 @dataclass(frozen=True)
 class VersionStep:
-    """One version of a range, and how its verdict differs from the version before."""
+    """Verdict of one version of a range, and its differences from the version before."""
 
     engine: str
     verdict: Verdict
     differences: tuple[VerdictDifference, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Return plain values for a JSON document."""
         rows = [vars(row) for row in self.differences]
         return {"engine": self.engine, "ok": self.verdict.ok, **_facts(self.verdict), "changes": rows}
 
@@ -54,11 +53,11 @@ def _facts(verdict: Verdict) -> dict[str, str]:
 
 
 def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[VersionStep]:
-    """The verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
+    """Collect the verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
 
     Args:
-        verdict_of: what an engine decides.
-        engines: the range.
+        verdict_of: function that judges with an engine's version.
+        engines: range of versions.
 
     Raises:
         MoeqError: `usage.engine-version`, `usage.unknown-engine`.
@@ -71,13 +70,13 @@ def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[VersionSte
 
 
 def differences(before: Verdict, after: Verdict) -> tuple[VerdictDifference, ...]:
-    """What two verdicts say differently."""
+    """List the facts in which two verdicts differ."""
     old, new = _facts(before), _facts(after)
     return tuple(VerdictDifference(what, old[what], new[what]) for what in new if old[what] != new[what])
 
 
 def table(found: Sequence[VersionStep]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows for a terminal: one row per version."""
+    """Arrange steps as columns and rows for a terminal: one row per version."""
     rows = []
     for step in found:
         facts = _facts(step.verdict)

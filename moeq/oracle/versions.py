@@ -1,50 +1,52 @@
-"""Which engines and versions moeq has tables of, and which of them stands for an engine that was asked for."""
+"""Engine versions that moeq has tables of, and the choice of tables for a requested version."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
+
+from packaging.version import InvalidVersion, Version
 
 from moeq.errors import MoeqError
 
-#: The policy of moeq's built-in kernels: not an engine's tables, see `builtin.py`.
+#: Engine name of moeq's own kernels, which need no tables.
 BUILTIN = "moeq"
-#: Engines whose tables are here.
+#: Engines with extracted tables.
 ENGINES = ("vllm",)
 
 
-@lru_cache(1024)  # a verdict asks about two thousand times, a few versions
+@lru_cache(1024)  # one verdict asks about two thousand times for a few versions
 def release(version: str) -> tuple[int, ...]:
-    """A version's numbers. Raises MoeqError `usage.engine-version`."""
-    match = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.+-]?(?:post|rc|dev|a|b|cu|cpu|rocm)?\S*)?", version)
-    if match is None:
-        raise MoeqError("usage.engine-version", f"'{version}' is not a version", "such as 0.33.0")
-    return tuple(int(part) for part in match[1].split("."))
+    """Return the release numbers of a version, without suffixes. Raise MoeqError `usage.engine-version`."""
+    try:
+        return Version(version).release
+    except InvalidVersion:
+        raise MoeqError("usage.engine-version", f"'{version}' is not a version", "such as 0.33.0") from None
 
 
 @cache
 def versions(engine: str) -> tuple[str, ...]:
-    """Versions of an engine whose tables are here, oldest first."""
+    """List the versions of an engine that have tables, oldest first."""
     folder = files("moeq.oracle").joinpath("engines", engine, "tables")
     found = [entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")]
     return tuple(sorted(found, key=release))
 
 
 def engine_names() -> tuple[str, ...]:
-    """Names of the engine policies that are there, `moeq` included."""
+    """List all names of engine versions, `moeq` included."""
     return (BUILTIN, *(f"{name}@{version}" for name in ENGINES for version in versions(name)))
 
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Which tables stand for an engine that was asked for.
+    """Tables that represent a requested engine version.
 
     Attributes:
-        policy: name of the policy that decides.
-        other: where the version asked for lies between two known ones: the newer of them. What it decides is said too.
-        notes: how the choice came about, where that is not plain.
+        policy: name of the version that decides, `vllm@0.33.0`.
+        other: newer neighbour of a requested version between two known ones; its decision is reported as well.
+        notes: sentences about the choice, if it is not obvious.
     """
 
     policy: str
@@ -53,8 +55,10 @@ class EngineChoice:
 
 
 def choose_engine(asked: str) -> EngineChoice:
-    """The policy behind `vllm@0.33.0`, a version between two known ones, a newer one, or `vllm` (the installed one,
-    else the newest known). One that is older than all known ones is refused when it is asked for by number.
+    """Choose the tables for `vllm@VERSION`, or for `vllm`: the installed version, else the newest known one.
+
+    A version between two known ones gets the older one's tables, and a newer version the newest. A version older than
+    all known ones is refused if it is requested by number.
 
     Raises:
         MoeqError: `usage.unknown-engine`, `usage.engine-version`.
@@ -86,9 +90,7 @@ def choose_engine(asked: str) -> EngineChoice:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of an engine in this environment, or None. Nothing of it is imported."""
-    from importlib.metadata import PackageNotFoundError, version
-
+    """Return the version of an engine in this environment, or None. The engine is not imported."""
     for package in (name, f"{name}-cpu"):
         try:
             return version(package).partition("+")[0]
@@ -98,10 +100,10 @@ def installed_version(name: str) -> str | None:
 
 
 def version_range(asked: str) -> tuple[str, ...]:
-    """The known policies from `vllm@A..B`, both ends included.
+    """List the known versions in `vllm@A..B`, both ends included.
 
     Raises:
-        MoeqError: `usage.engine-version` for a range that holds fewer than two known versions; `usage.unknown-engine`.
+        MoeqError: `usage.engine-version` if the range has fewer than two known versions; `usage.unknown-engine`.
     """
     name, _, ends = asked.partition("@")
     low, _, high = ends.partition("..")

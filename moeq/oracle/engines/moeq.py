@@ -1,7 +1,7 @@
-"""The `moeq` policy: what moeq's built-in kernels run. One row per kernel format, the same kind of verdict.
+"""Verdicts on moeq's own kernels, with one row of rules per kernel format.
 
-Unlike an engine's keys, the question here is the scheme itself: real group size, zero points, act-order, biases and
-activation type, so that no two schemes look alike. What the kernels read is their own table, `moeq_kernels.formats`.
+An engine asks with keys; here the rules read the scheme itself: real group size, zero points, act-order, biases and
+activation type. The formats are those of `moeq_kernels.formats`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moeq_kernels.formats import FORMATS, Format
 #: The backend that is preferred to all others, which follow in the order of the kernels' own table.
 _PREFERRED = "MOEQ"
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
-#: The kernels' activations by the engine-neutral names; the clamped one runs on rows in either order.
+#: Activation of the kernels -> engine-neutral names; the clamped one accepts rows in either order.
 _ACTIVATIONS = {"swiglu_oai": ("swigluoai", "swigluoai_uninterleave")}
 
 
@@ -36,17 +36,17 @@ class KernelRow:
     """One format that the kernels read.
 
     Attributes:
-        backend: name to ask for it by; the layout's id where there is none.
+        backend: backend name, or the layout's id without one.
         layout: layout id.
         element: element type of a code.
-        scales: scale dtypes read.
-        group_sizes: group sizes read, -1 for one scale per channel.
-        zero_points: packed zero points are read.
-        act_order: a permutation of input columns is applied.
+        scales: accepted scale dtypes.
+        group_sizes: accepted group sizes; -1 for one scale per channel.
+        zero_points: whether packed zero points are read.
+        act_order: whether a permutation of input columns is applied.
         activation: type that rows of x are quantised to, or `none`.
-        dtypes: dtypes of x.
-        n_multiple: multiple of output features (per half).
-        k_multiple: multiple of input features.
+        dtypes: accepted dtypes of x.
+        n_multiple: divisor that output features must have, per half.
+        k_multiple: divisor that input features must have.
         keeps_16_bit: see `moeq.layouts.readers.MOEQ`.
     """
 
@@ -100,7 +100,7 @@ def _scales(kind: type[Layout], reader: MOEQ, row: Format) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BuiltinPolicy:
-    """Everything that the kernel package says it covers, in the oracle's terms."""
+    """Capabilities of the kernel package in the oracle's terms."""
 
     devices: tuple[DeviceTerm, ...]
     activations: tuple[str, ...]
@@ -109,7 +109,7 @@ class BuiltinPolicy:
 
 @cache
 def builtin_policy() -> BuiltinPolicy:
-    """The policy of moeq's built-in kernels."""
+    """Build the policy of moeq's own kernels."""
     first = CAPABILITIES[0]
     layouts = [layout for layout in dict.fromkeys(entry.layout for entry in FORMATS.values()) if layout in LAYOUTS]
     rows = [row for layout in layouts for row in _kernel_rows(layout) if row.backend != row.layout]
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def tp(self) -> int:
-        """Ranks that share one expert."""
+        """Number of ranks that share one expert."""
         return 1 if self.deployment.ep > 1 else self.deployment.tp
 
     @property
@@ -151,7 +151,7 @@ class Request:
 
     @property
     def activation(self) -> str:
-        """Type that the checkpoint asks activations to be quantised to."""
+        """Type that the checkpoint declares for activations, or `none`."""
         return self.scheme.activation.dtype if self.scheme.activation else "none"
 
 
@@ -190,7 +190,7 @@ def _group(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 def _group_cut(request: Request, row: KernelRow) -> Iterator[Reason]:
     group, inner, hidden = request.group, request.intermediate, request.shape.hidden_size
-    # A w2 of a single group has one scale per channel, which any rank can have.
+    # A w2 with a single group has one scale per channel, which fits every rank.
     if group > 0 and inner % group and request.tp > 1 and request.shape.intermediate_size > group:
         text = f"tp {request.tp} cuts groups of {group}: {inner} per rank leaves {inner % group}"
         yield Reason("K05_GROUP_CUT", text, _nearest_tp(request, group))
@@ -252,7 +252,7 @@ def _division(request: Request, row: KernelRow) -> Iterator[Reason]:
         yield Reason("K12_DIVISION", text, "a smaller ep")
 
 
-#: Code -> what the rule is about, for `moeq explain`.
+#: Code -> check, and its sentence for `moeq explain`.
 BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     "K01_DEVICE": (
         _device,
@@ -273,7 +273,7 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
 
 
 def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
-    """Sizes per rank as the layout stores them: w13 has K = hidden, w2 has K = intermediate."""
+    """Return the sizes per rank that the layout stores: w13 has K = hidden, w2 has K = intermediate."""
     hidden, inner = request.shape.hidden_size, request.intermediate
     along_k = math.lcm(row.k_multiple, max(request.group, 1))
     local = -(-request.shape.num_experts // request.deployment.ep)
@@ -282,7 +282,7 @@ def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
 
 
 def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
-    """The verdict of moeq's built-in kernels. A forced backend restricts the choice; see `moeq.oracle.judge`."""
+    """Judge a scheme for moeq's own kernels. A requested backend restricts the choice (see `moeq.oracle.judge`)."""
     request = Request(scheme, shape, deployment)
     judged = _closest([(row, _report(request, row)) for row in builtin_policy().kernels])
     asked = deployment.backend
@@ -315,7 +315,7 @@ def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Ve
 
 
 def _closest(judged: list[tuple[KernelRow, CandidateReport]]) -> list[tuple[KernelRow, CandidateReport]]:
-    """One row per backend: a kernel that reads several element types is judged by the one that comes closest."""
+    """Keep one row per backend: of a kernel with several element types, the one with the fewest failed rules."""
     best: dict[str, tuple[KernelRow, CandidateReport]] = {}
     for row, report in judged:
         if row.backend not in best or len(report.reasons) < len(best[row.backend][1].reasons):
@@ -351,7 +351,7 @@ def _error(asked: str, names: set[str], reports: tuple[CandidateReport, ...]) ->
         text = f"'{asked}' names no kernel of moeq; known: {', '.join(sorted(names))}"
         return EngineError("MoeqError", "OVERRIDE_UNKNOWN", text, hint)
     rows = [report for report in reports if asked in ("auto", report.backend.lower())]
-    # The kernels that came closest say most about the checkpoint.
+    # The kernels with the fewest failed rules say most about the checkpoint.
     fewest = min(len(report.reasons) for report in rows)
     closest = [row for row in rows if len(row.reasons) == fewest]
     reasons = "; ".join(f"{row.backend}: {', '.join(reason.text for reason in row.reasons)}" for row in closest)
@@ -374,9 +374,9 @@ def _target(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Conv
 
 
 def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
-    """The kernel that comes closest to reading a layout; None where none is for it.
+    """Return the report of the kernel that is closest to reading a layout; None if no kernel reads it.
 
-    A few of the layouts that kernels read have no name to ask for them by: their bytes are for an engine's kernels too.
+    A few layouts that the kernels read have no backend name: their bytes are for an engine's kernels as well.
     """
     request = Request(scheme, shape, deployment)
     reports = [_report(request, row) for row in _kernel_rows(layout)]

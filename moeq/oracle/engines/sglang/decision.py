@@ -1,7 +1,8 @@
-"""What SGLang 0.5.23 makes of an integer checkpoint's experts on CUDA: the method in force, its class, the runner.
+"""Decisions of SGLang 0.5.23 for integer experts on CUDA: the method in force, its class, and the runner.
 
 Source: SGLang 0.5.23, `configs/model_config.py` (which method is in force), `layers/quantization` (readers, schemes,
-weight creation) and `layers/moe/moe_runner`. `tests/oracle/sglang` compares this with the package's own answers.
+weight creation) and `layers/moe/moe_runner`.
+`tests/oracle/differential_sglang` compares the decisions with the package's own answers.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ Config = Mapping[str, Any]
 
 #: Version whose code this follows.
 VERSION = "0.5.23"
-#: Values of `--moe-runner-backend` that some integer checkpoint can be asked for with.
+#: Values of `--moe-runner-backend` that some integer checkpoint accepts.
 RUNNERS = ("auto", "triton", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm", "triton_kernel")
 _MARLIN_GROUPS = (-1, 32, 64, 128)
-#: Methods that the engine knows on CUDA and that read integer weights, in the order of its table.
+#: Methods on CUDA that read integer weights, in the order of the engine's table.
 METHODS = ("w8a8_int8", "awq", "awq_marlin", "gptq_marlin", "moe_wna16", "compressed-tensors")
-#: Methods that may be asked for although the checkpoint declares another one.
+#: Methods that a user may name although the checkpoint declares another one.
 _COMPATIBLE = {"w8a8_int8": ("compressed-tensors",)}
 
 
 class Refused(Exception):
-    """The engine stops.
+    """Stop of the engine.
 
     Attributes:
-        stage: `name`, `config` or `layer`.
+        stage: stage of the stop: `name`, `config` or `layer`.
         error: type of the engine's exception.
-        text: what is wrong, in moeq's words.
-        remedy: what would help, or None.
+        text: cause in moeq's words.
+        remedy: change that helps, or None.
     """
 
     def __init__(self, stage: str, error: str, text: str, remedy: str | None = None) -> None:
@@ -44,12 +45,12 @@ class SglangLayer:
     """One experts layer on one deployment.
 
     Attributes:
-        capability: of the CUDA device.
+        capability: compute capability of the CUDA device.
         hidden: hidden size.
         inter: intermediate size of an expert.
         experts: number of experts.
         tp: ranks.
-        ep: whole experts per rank.
+        ep: whether every rank holds whole experts.
         dtype: `bf16` or `fp16`.
         act: activation function.
         runner: value of `--moe-runner-backend`.
@@ -71,7 +72,7 @@ class SglangLayer:
 
     @property
     def shard(self) -> int:
-        """Intermediate size of a rank."""
+        """Intermediate size per rank."""
         return self.inter if self.ep else self.inter // self.tp
 
     @property
@@ -82,14 +83,14 @@ class SglangLayer:
 
 @dataclass(frozen=True)
 class SglangChoice:
-    """What runs.
+    """Method and runner that run.
 
     Attributes:
         name: method in force.
-        method: class of the engine's method, or of its scheme where it has one.
-        runner: the runner backend, None where the method has none of its own.
+        method: class of the engine's method, or of the method's scheme.
+        runner: runner backend; None if the method has no runner.
         layout: moeq's id of the byte order that its kernels read, or None.
-        quantised: False where experts are made unquantised.
+        quantised: whether experts are made quantised.
     """
 
     name: str
@@ -119,7 +120,7 @@ def _moe_wna16(config: Config, layer: SglangLayer) -> bool:
     return config.get("quant_method") == "awq" and config.get("bits") == 4 and layer.capability >= (7, 5)
 
 
-#: Methods that take a checkpoint over from the one it declares: which users' words they accept, and whether they can.
+#: Method that may replace the declared one -> accepted values of `--quantization`, and a test of the checkpoint.
 _TAKES_OVER: dict[str, tuple[tuple[str | None, ...], Callable[[Config, SglangLayer], bool]]] = {
     "awq_marlin": ((None, "marlin", "awq_marlin"), _awq_marlin),
     "gptq_marlin": ((None, "marlin", "gptq_marlin"), _gptq_marlin),
@@ -128,7 +129,7 @@ _TAKES_OVER: dict[str, tuple[tuple[str | None, ...], Callable[[Config, SglangLay
 
 
 def method_in_force(config: Config, layer: SglangLayer) -> str:
-    """Name of the method that reads the checkpoint. Raises Refused."""
+    """Return the name of the method that reads the checkpoint. Raise Refused if there is none."""
     declared, asked = str(config["quant_method"]).lower(), layer.quantization
     for name, (words, can) in _TAKES_OVER.items():
         if asked in words and can(config, layer):
@@ -176,7 +177,7 @@ def _positive_groups(group: int) -> None:
 
 
 def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
-    """MoeWNA16: groups are halved until they divide both sizes."""
+    """Read for MoeWNA16: groups are halved until they divide both sizes."""
     _value(config, "quant_method")
     _value(config, "bits")
     group = _value(config, "group_size")
@@ -207,7 +208,7 @@ def _gptq(config: Config, layer: SglangLayer) -> SglangChoice:
 
 
 def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
-    """AWQ with Marlin, or MoeWNA16 where Marlin does not take the layer."""
+    """Read AWQ for Marlin, or for MoeWNA16 if Marlin refuses the layer."""
     if _skipped(config, layer):
         return _unquantised("awq_marlin", layer)
     group = config["group_size"]
@@ -220,7 +221,7 @@ def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
 
 
 def _plain_awq(config: Config, layer: SglangLayer) -> SglangChoice:
-    """AWQ without Marlin knows no experts: they are made unquantised, and their packed weights have no place."""
+    """Read AWQ without Marlin: experts are made unquantised, so that their packed weights have no place."""
     bits = _value(config, "w_bit", "bits")
     _value(config, "q_group_size", "group_size")
     _value(config, "zero_point")
@@ -243,7 +244,7 @@ def _ignored(config: Config, prefix: str) -> bool:
 
 
 def _weights(group: Config) -> Config:
-    """The weights of a config group, with what compressed-tensors fills in."""
+    """Return the weights of a config group with the defaults of compressed-tensors."""
     weights = dict(group.get("weights") or {})
     size = weights.get("group_size")
     usual = "tensor" if size is None else "channel" if size == -1 else "group"
@@ -259,7 +260,7 @@ def _triton_reads(weights: Config) -> bool:
 
 
 def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
-    """compressed-tensors: weights of integers, with 16-bit activations (8-bit ones have no experts on CUDA)."""
+    """Read compressed-tensors integers with 16-bit activations; 8-bit activations have no experts on CUDA."""
     name = "compressed-tensors"
     if _ignored(config, layer.prefix):
         return _unquantised(name, layer)
@@ -308,10 +309,10 @@ _READERS: dict[str, Callable[[Config, SglangLayer], SglangChoice]] = {
 
 
 def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
-    """The engine's choice for a checkpoint's `quantization_config`.
+    """Decide for a checkpoint's `quantization_config`.
 
     Raises:
-        Refused: where the engine stops, with the stage and the type of its error.
+        Refused: if the engine stops, with the stage and the type of its error.
     """
     name = method_in_force(config, layer)
     if layer.ep and layer.experts % layer.tp:

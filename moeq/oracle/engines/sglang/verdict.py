@@ -1,4 +1,4 @@
-"""SGLang's decision as a verdict: every runner that can be asked for is tried, the one that runs is chosen."""
+"""Verdicts on SGLang: every runner is tried by its name, and the one that runs is reported as chosen."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Moe
 
 #: Name of the engine.
 NAME = "sglang"
-#: Its option that asks for a runner.
+#: Option that requests a runner.
 FLAG = "--moe-runner-backend"
-#: Methods of checkpoints whose reading is followed.
+#: Declared methods that moeq follows.
 _READ = ("gptq", "awq", "compressed-tensors")
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
 
 
 def is_sglang(engine: str) -> bool:
-    """Whether an engine's name is SGLang's. Raises MoeqError `usage.engine-version` for a version that is not known."""
+    """Tell whether an engine is SGLang. Raise MoeqError `usage.engine-version` for an unknown version."""
     name, _, version = engine.partition("@")
     if name != NAME:
         return False
@@ -39,15 +39,15 @@ def is_sglang(engine: str) -> bool:
 
 
 def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str = "") -> Verdict:
-    """What SGLang 0.5.23 makes of a checkpoint's experts on a deployment.
+    """Judge a checkpoint's experts on a deployment with SGLang 0.5.23.
 
-    Only integer weights on CUDA are followed: others are refused with a text that says that moeq does not know.
+    Only integer weights on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.
 
     Args:
-        config: the checkpoint's `quantization_config`.
-        shape: the layer.
-        deployment: where it is to run; `backend` is the value of `--moe-runner-backend`.
-        title: of the scheme.
+        config: `quantization_config` of the checkpoint.
+        shape: layer.
+        deployment: target; `backend` is the value of `--moe-runner-backend`.
+        title: title of the scheme.
     """
     unknown = _not_followed(config, deployment)
     rows = () if unknown else tuple(_candidate(config, shape, deployment, runner) for runner in RUNNERS)
@@ -81,7 +81,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
 
 
 def launch_flags(deployment: Deployment) -> str:
-    """Options of `python -m sglang.launch_server` for a deployment."""
+    """Return the options of `python -m sglang.launch_server` for a deployment."""
     dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(deployment.dtype, deployment.dtype)
     parts = [f"--tp-size {deployment.tp}"] if deployment.tp > 1 else []
     parts += [f"--ep-size {deployment.ep}"] if deployment.ep > 1 else []
@@ -115,7 +115,7 @@ def _integers(config: Mapping[str, Any]) -> bool:
 
 
 def _layer(shape: MoeShape, deployment: Deployment, runner: str) -> SglangLayer:
-    assert deployment.gpu.capability is not None  # the caller looked
+    assert deployment.gpu.capability is not None  # `_not_followed` has looked
     return SglangLayer(
         deployment.gpu.capability, shape.hidden_size, shape.intermediate_size, shape.num_experts, deployment.tp,
         deployment.ep > 1, deployment.dtype, shape.activation, runner, deployment.quantization,
@@ -162,7 +162,7 @@ def _report(made: SglangChoice) -> CandidateReport:
 
 
 def _once(rows: tuple[tuple[str, CandidateReport], ...]) -> tuple[CandidateReport, ...]:
-    """One row a backend: the automatic choice first, a runner that leads to the same backend not again."""
+    """Keep one row per backend, the automatic choice first."""
     found: dict[str, CandidateReport] = {}
     for _, row in rows:
         if row.backend not in found or (row.supported and not found[row.backend].supported):

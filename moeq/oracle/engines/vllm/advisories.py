@@ -1,7 +1,7 @@
-"""Known defects of an engine, attached to the decisions that meet them, version by version.
+"""Known defects of the engine, attached to the decisions that they concern.
 
-What an advisory says, and the first and last version that has the defect, is data of the engine's policy file; when it
-applies is one of the conditions here, by name.
+`backends.toml` has the text of an advisory and the first and last version with the defect. It names the condition,
+which is one of the functions here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MARLIN_CLASSES = ("MarlinExperts", "BatchedMarlinExperts")
 
 
 def advisories_for(outcome: Outcome) -> tuple[Advisory, ...]:
-    """Advisories about the policy's version whose condition holds."""
+    """List the advisories about the policy's version whose condition holds."""
     policy = outcome.case.policy
     return tuple(
         make(policy.engine, row)
@@ -32,19 +32,19 @@ def advisories_for(outcome: Outcome) -> tuple[Advisory, ...]:
 
 
 def has_defect(policy: EnginePolicy, row: Mapping[str, Any]) -> bool:
-    """Whether the policy's version is one of those that a row of the policy file is about."""
+    """Tell whether the policy's version has the defect of a row of backends.toml."""
     return policy.since(row["first"]) and ("last" not in row or policy.release <= release(row["last"]))
 
 
 def versions_text(engine: str, row: Mapping[str, Any]) -> str:
-    """`vllm 0.26.0 to 0.31.0`, or `vllm 0.26.0 and newer` where the newest known version has it."""
+    """Describe the versions with a defect: `vllm 0.26.0 to 0.31.0`, or `vllm 0.26.0 and newer`."""
     if "last" not in row:
         return f"{engine} {row['first']} and newer"
     return f"{engine} {row['first']}" + (f" to {row['last']}" if row["last"] != row["first"] else "")
 
 
 def make(engine: str, row: Mapping[str, Any]) -> Advisory:
-    """The record of one row of a policy file."""
+    """Build the record of one row of backends.toml."""
     fields = {key: value for key, value in row.items() if key not in ("when", "first", "last")}
     versions = versions_text(engine, row)
     return Advisory(**{**fields, "requirement": tuple(row["requirement"]), "versions": versions})
@@ -54,7 +54,7 @@ def make(engine: str, row: Mapping[str, Any]) -> Advisory:
 
 
 def _class(outcome: Outcome) -> ExpertsClass | None:
-    """Predicates of the selected class, or None."""
+    """Return the selected class, or None."""
     selected = outcome.selection.selected
     if selected is None or selected.experts is None:
         return None
@@ -166,7 +166,7 @@ def _backend_never_works(outcome: Outcome) -> bool:
 
 
 def _experts_names(outcome: Outcome) -> tuple[list[str], list[str]]:
-    """Names of single projections that the engine does not look at, and those it does."""
+    """Return the module names that the engine never compares with rules, and those that it compares."""
     projections = ("gate_proj", "up_proj", "down_proj")
     return (
         [f"{outcome.prefix}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections],
@@ -301,7 +301,7 @@ def _scaling_dropped(outcome: Outcome) -> bool:
 
 
 def _override_mixed(outcome: Outcome) -> bool:
-    """The backend flag would stop unquantised MoE layers: asked for one, or told that the experts here are such."""
+    """Tell whether the requested backend stops unquantised MoE layers: their family does not know its name."""
     return outcome.case.method.family == "unquantized" and _error(outcome) == "OVERRIDE_UNKNOWN"
 
 
@@ -349,7 +349,7 @@ def _nvfp4_split_groups(outcome: Outcome) -> bool:
 
 
 def _act_order_one_group(outcome: Outcome) -> bool:
-    """Where all of K is on one rank, as the kernel is told then."""
+    """Tell whether act-order meets a single group along K on one rank."""
     case = outcome.case
     sizes = (case.shape.hidden_size, case.intermediate)
     return case.method.act_order and _runs_marlin(outcome) and case.moe_tp == 1 and case.method.group_size in sizes

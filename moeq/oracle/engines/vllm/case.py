@@ -1,4 +1,4 @@
-"""One question to an engine's backend selection, with everything resolved that the rules look at."""
+"""One question to vLLM's backend selection, with every fact that the rules read."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ DEFAULT_ALL2ALL = "allgather_reducescatter"
 
 @dataclass(frozen=True)
 class Method:
-    """What one integration of the engine makes of a checkpoint's config and passes to selection.
+    """One integration of the engine, and the facts that it reads from a config and passes to selection.
 
     Attributes:
-        name: the engine's class, `AutoGPTQMoEMethod`.
+        name: engine's class, `AutoGPTQMoEMethod`.
         family: family of the policy.
-        config: config class: `gptq`, `awq`, `ct`, `moe_wna16`, `quark`, `mxfp4`, ... (pre-filters ask for it).
-        weight_key: weight key as the integration builds it (not always the truth about the checkpoint).
+        config: config class that filters compare: `gptq`, `awq`, `ct`, `moe_wna16`, `quark`, `mxfp4`, ...
+        weight_key: weight key that the integration builds; it may differ from the checkpoint.
         activation_key: requested activation key, or None.
         bits: bits per weight.
-        group_size: weights per scale along K, -1 per channel, None where it does not apply.
-        group_missing: the config of channel-wise scales names no group size, not even -1.
-        zero_points: the integration says zero points are possible.
-        bias_possible: the integration says biases are possible.
-        tile_padding: Marlin may pad the intermediate size.
-        act_order: `desc_act`, or actorder `group`.
-        raw_zero_points: the checkpoint really has zero points.
-        channel_assertion: the integration trips over channel-wise scales on anything but Marlin.
-        symmetric_assertion: it trips over zero points on anything but Marlin.
-        checks_input: the integration checks VLLM_MARLIN_INPUT_DTYPE.
-        vllm_cutlass: FP8: the engine's own CUTLASS kernels are among the candidates.
-        block: FP8: checkpoint block `(rows, columns)`, None for others.
-        padded_intermediate: the method widens a rank's shard to this before anything else, None where it does not.
-        fixed: the method has one backend and class, no selection: `(backend, experts)`.
-        built_in: the same where the method has no experts class at all, but a kernel call of its own.
-        first_class: whatever selection says, the first class of the selected backend is taken.
-        notes: what is worth saying.
+        group_size: weights per scale along K; -1 per channel, None if it does not apply.
+        group_missing: whether the config of channel-wise scales omits the group size.
+        zero_points: whether the integration declares zero points possible.
+        bias_possible: whether the integration declares biases possible.
+        tile_padding: whether Marlin may pad the intermediate size.
+        act_order: whether columns are reordered: `desc_act`, or actorder `group`.
+        raw_zero_points: whether the checkpoint has zero points.
+        channel_assertion: whether an assertion fails for channel-wise scales on all backends but Marlin.
+        symmetric_assertion: whether an assertion fails for zero points on all backends but Marlin.
+        checks_input: whether the integration checks VLLM_MARLIN_INPUT_DTYPE.
+        vllm_cutlass: whether vLLM's own CUTLASS kernels for FP8 are candidates.
+        block: FP8 block of the checkpoint, `(rows, columns)`; None for other weights.
+        padded_intermediate: width to which the method first pads a rank's shard; None without padding.
+        fixed: `(backend, experts)` of a method without selection.
+        built_in: `(backend, experts)` of a method that calls a kernel of its own without an experts class.
+        first_class: whether the first class of the selected backend is taken, whichever class selection found.
+        notes: sentences for the verdict.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Method:
 class Case:
     """One method, shape and deployment, under one policy.
 
-    `brief` asks for the first failed rule only: for counterfactuals, where nothing but yes or no is looked at.
+    `brief` stops at the first failed rule: counterfactuals need only yes or no.
     """
 
     policy: EnginePolicy
@@ -90,17 +90,17 @@ class Case:
 
     @cached_property
     def device(self) -> str:
-        """The device of the policy's tables that stands for it; empty where there is none of its kind."""
+        """Device of the policy's tables that represents the GPU; empty if there is none."""
         return self.policy.device(self.gpu) or ""
 
     @property
     def use_ep(self) -> bool:
-        """Whole experts per rank."""
+        """Whether every rank holds whole experts."""
         return self.deployment.ep > 1
 
     @property
     def moe_tp(self) -> int:
-        """Ranks that share one expert: all of them (tp x dp), or one under expert parallelism."""
+        """Number of ranks that share one expert: tp x dp, or 1 with expert parallelism."""
         return 1 if self.use_ep else self.deployment.tp * self.deployment.dp
 
     @property
@@ -110,7 +110,7 @@ class Case:
 
     @property
     def uses_all2all(self) -> bool:
-        """All-to-all kernels run only with expert parallelism over more than one data-parallel rank."""
+        """Whether all-to-all kernels run: expert parallelism over more than one data-parallel rank."""
         return self.use_ep and self.deployment.dp > 1
 
     @property
@@ -120,10 +120,10 @@ class Case:
 
     @cached_property
     def parallel_form(self) -> str:
-        """How the ranks share the experts, as the engine's tables name it."""
+        """Name of the parallel form in the engine's tables: `single`, `tp`, `dp`, `ep`, `ep:KIND`, and `+eplb`."""
         d = self.deployment
         if self.all2all is not None:
-            # A kind that this version does not know sets none of its switches (gate G10 refuses it).
+            # A kind that this version does not know sets none of its switches; gate G10 refuses it.
             name = f"ep:{self.all2all if self.all2all in self.policy.all2all else DEFAULT_ALL2ALL}"
         else:
             name = "ep" if self.use_ep else "dp" if d.dp > 1 else "tp" if d.tp > 1 else "single"
@@ -139,12 +139,12 @@ class Case:
 
     @property
     def local_experts(self) -> int:
-        """Experts of the fullest rank."""
+        """Number of experts on the fullest rank."""
         return -(-self.shape.num_experts // self.deployment.ep)
 
     @cached_property
     def variants(self) -> dict[tuple[str, str], Variant]:
-        """What classes accept for this case, by class and activation key: filled by the rules, which all look at it."""
+        """Variants that the rules have looked up for this case, by class and activation key."""
         return {}
 
     @cached_property
@@ -152,11 +152,11 @@ class Case:
         return dict(self.deployment.env)
 
     def env(self, name: str) -> str | None:
-        """Value of an environment variable of the deployment, or None."""
+        """Return the value of an environment variable of the deployment, or None."""
         return self._env.get(name)
 
     def flag(self, name: str) -> str | None:
-        """A boolean variable as the tables write it: `1`, `0` or None."""
+        """Return a boolean variable in the spelling of the tables: `1`, `0` or None."""
         value = self._env.get(name)
         if value is None:
             return None
@@ -168,12 +168,12 @@ class Case:
         return {**assumed, **dict(self.deployment.packages)}
 
     def package(self, name: str) -> bool:
-        """Whether an optional package is there: as the deployment says, else what the platform's build brings."""
+        """Tell whether an optional package is present: by the deployment, else by the platform's build."""
         return self._packages.get(name, False)
 
     @property
     def gemm_type(self) -> str:
-        """The GEMM type that Humming prefers: indexed without expert parallelism, grouped with it."""
+        """GEMM type that Humming prefers: indexed, or grouped with expert parallelism."""
         forced = (self.env("VLLM_HUMMING_MOE_GEMM_TYPE") or "auto").lower()
         if not self.policy.since("0.30.0"):
             return "grouped_contiguous" if forced in ("grouped", "grouped_contiguous") else "indexed"

@@ -1,4 +1,4 @@
-"""The nearest single change that makes a backend work, found by trying it: counterfactuals, not rules of thumb."""
+"""Counterfactuals: single changes to a question, each tried, that make a backend or the whole engine work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUP_SIZES = (128, 64, 32)
 
 @dataclass(frozen=True)
 class Change:
-    """One thing a user could do differently, and the question it makes."""
+    """One change that a user can make, and the changed question."""
 
     text: str
     config: Config
@@ -34,7 +34,7 @@ class Change:
 def suggested(
     outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
 ) -> tuple[CandidateReport, ...]:
-    """The candidates, each unsupported one with the first change that makes it supported."""
+    """Return the candidates, each unsupported one with the first change that makes it supported."""
     rows = outcome.selection.candidates
     family = outcome.case.policy.families[outcome.case.method.family]
     waiting = {r.backend for r in rows if not r.supported and on_device(outcome.case, family.backends[r.backend])}
@@ -50,7 +50,7 @@ def suggested(
         for row in other.selection.candidates:
             if row.supported and row.backend in waiting - set(found) and builds(other, row):
                 found[row.backend] = change.text
-    # A refused config is one reason for all of them: only what was found by trying says something about a backend.
+    # A refused config is one reason for all backends: only changes that were tried say something about each.
     hopeless = outcome.refused or (admits is not None and not admits(outcome.case.deployment))
     rest: Callable[[CandidateReport], str | None] = (lambda row: None) if hopeless else together
     return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
@@ -59,9 +59,9 @@ def suggested(
 def nearest_yes(
     outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
 ) -> Change | None:
-    """The first change with which the engine runs, whatever backend it takes then; None where no single change helps.
+    """Return the first change with which the engine runs with any backend; None if no single change helps.
 
-    Tried as a whole: config, selection and every gate.
+    Every change is tried as a whole: config, selection and every gate.
     """
     for change in (*_asked(outcome, shape), *changes(outcome, shape)):
         if admits is not None and not admits(change.deployment):
@@ -72,7 +72,7 @@ def nearest_yes(
 
 
 def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
-    """Other names, or none: what was asked for is left out; a backend that its name alone reaches is asked for."""
+    """Yield changes of the request: drop the named backend or method, or name a backend."""
     d, config, flag = outcome.case.deployment, outcome.config, outcome.case.policy.backend_flag
     if d.backend != "auto":
         yield Change(f"no {flag}", config, shape, replace(d, backend="auto"))
@@ -84,12 +84,12 @@ def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
 
 
 def builds(outcome: Outcome, row: CandidateReport) -> bool:
-    """Whether the engine would get that backend through every gate."""
+    """Tell whether that backend would pass every gate."""
     return all(gate.passed for gate in run_gates(outcome.stage(row)))
 
 
 def together(row: CandidateReport) -> str | None:
-    """Where no single change helps: the remedies of all failed rules at once, if each has one."""
+    """Combine the remedies of all failed rules, if each has one; None otherwise."""
     moved = any(reason.code == "P01_DEVICE" for reason in row.reasons)
     # On another device the order of this platform is of no interest.
     remedies = [reason.remedy for reason in row.reasons if not (moved and reason.code == "F11_NOT_LISTED")]
@@ -99,7 +99,7 @@ def together(row: CandidateReport) -> str | None:
 
 
 def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
-    """Single changes in order of nearness: how it is started, then what is installed, then the checkpoint itself."""
+    """Yield single changes, the nearest first: options of the start, installed packages, then the checkpoint."""
     deployment, config = outcome.case.deployment, outcome.config
     for text, other in _deployments(outcome.case, deployment):
         yield Change(text, config, shape, other)
@@ -160,7 +160,7 @@ def _gemm_types(case: Case) -> set[str]:
 
 
 def _configs(config: Config) -> Iterator[tuple[str, Config]]:
-    """Other group sizes and symmetry, in the config's own spelling."""
+    """Yield configs with other group sizes and symmetry, in the config's own spelling."""
     method = config.get("quant_method")
     if method in ("gptq", "awq", "auto-round"):
         for group in GROUP_SIZES:
@@ -199,7 +199,7 @@ def _ct_configs(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tuple[tuple[str, str], ...]:
-    """Environment variables and packages whose other value would change what runs, with their present values."""
+    """Find the environment variables and packages whose other value would change what runs, with their values."""
     case = outcome.case
     found: list[tuple[str, str]] = []
     rows = candidate_variants(case)
@@ -207,7 +207,7 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
         present = case.package(package)
         if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
             found.append((package, "present" if present else "absent"))
-    # What is set counts if unsetting it changes the outcome; what is unset, if some class asks for it.
+    # A variable that is set matters if unsetting it changes the outcome; an unset one is tried if a class reads it.
     others: dict[str, str | None] = {name: allowed[0] for row in rows for name, allowed in row.env}
     others.update({name: None for name, _ in case.deployment.env})
     for name, value in sorted(others.items()):
@@ -217,18 +217,18 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
 
 
 def candidate_variants(case: Case) -> list[Variant]:
-    """What the family's classes accept on this device: no switch can help the others."""
+    """List the variants of the family's classes on this device: no switch helps other classes."""
     backends = case.policy.families[case.method.family].backends.values()
     names = sorted({name for row in backends for name in row.classes})
     return [item for name in names for item in case.policy.classes[name].variants.get(case.device, ())]
 
 
 def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:
-    """The same deployment with a package there or not."""
+    """Return the deployment with a package present or absent."""
     return replace(deployment, packages=tuple(sorted({**dict(deployment.packages), name: present}.items())))
 
 
 def with_env(deployment: Deployment, name: str, value: str | None) -> Deployment:
-    """The same deployment with an environment variable set, or unset where the value is None."""
+    """Return the deployment with an environment variable set; None unsets it."""
     env = {key: old for key, old in deployment.env if key != name}
     return replace(deployment, env=tuple(sorted({**env, name: value}.items() if value is not None else env.items())))

@@ -1,4 +1,7 @@
-"""Which quantisation method vLLM puts in force: from what a checkpoint declares and what the user names."""
+"""The quantisation method that vLLM puts in force, and the reader of its config.
+
+The method follows from what the checkpoint declares and what the user names with `--quantization`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from moeq.oracle.engines.vllm.configs.question import Reader, unquantized
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.records import MoeShape
 
-#: Method in force -> the entry point that reads its config.
+#: Method in force -> entry point that reads its config, if the names differ.
 _ENTRIES = {
     "auto_gptq": "gptq",
     "gptq_marlin": "gptq",
@@ -32,20 +35,20 @@ _ENTRIES = {
 }
 
 
-#: Declared kind and method in force -> the model's own entry point.
+#: Declared kind and method in force -> entry point of one model only.
 _OF_MODEL = {("mxfp4:gpt_oss", "mxfp4"): "gpt_oss_mxfp4", ("fp8:deepseek_v4", "fp8"): "deepseek_v4_fp8"}
 
 
 def canonical(name: str) -> str:
-    """The entry point behind a method's name."""
+    """Return the entry point behind a method's name."""
     return _ENTRIES.get(name, name)
 
 
 def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy, device: str) -> str:
-    """What a config declares, as the tables of names write it: its method, and what else decides the name.
+    """Return what a config declares, in the spelling of the tables of names: its method, and a detail that matters.
 
-    GPTQ and AWQ that the byte-layout method does not take are `-odd`; MXFP4 knows gpt-oss, FP8 DeepSeek-V4; Kimi-K3's
-    compressed MXFP4 is plain MXFP4; ModelOpt knows its algorithm.
+    GPTQ and AWQ that the MoeWNA16 method does not take are `-odd`. MXFP4 distinguishes gpt-oss, FP8 DeepSeek-V4, and
+    ModelOpt its algorithm. Kimi-K3's compressed MXFP4 is plain MXFP4.
     """
     declared = str(config.get("quant_method", ""))
     if declared == "gptq":
@@ -65,41 +68,38 @@ def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePoli
 
 
 def grouped_act_order(config: Mapping[str, Any]) -> bool:
-    """`desc_act` with more than one group, in the base config or in a rule: refused everywhere."""
+    """Tell whether `desc_act` meets more than one group, in the base config or in a rule."""
     found = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, Mapping)]
     rules = [{**config, **rule} for rule in found]
     return any(row.get("desc_act") and row.get("group_size") != -1 for row in [config, *rules])
 
 
 def is_gpt_oss(shape: MoeShape) -> bool:
-    """gpt-oss, by the model's name, or without one by its signature: the clamped activation on interleaved rows, with
-    biases."""
+    """Tell whether a layer is gpt-oss: by the model's name, else by its clamped activation with biases."""
     if shape.model_type:
         return shape.model_type == "gpt_oss"
     return shape.activation == "swigluoai" and shape.has_bias
 
 
 def is_deepseek_v4(shape: MoeShape, policy: EnginePolicy, device: str) -> bool:
-    """DeepSeek-V4, or V4.1 where the engine has it (CUDA and ROCm): their FP8 config says nothing of the experts
-    (`DeepseekV4FP8Config`)."""
+    """Tell whether `DeepseekV4FP8Config` reads the config: DeepSeek-V4, and V4.1 on CUDA and ROCm since 0.30.0."""
     if policy.since("0.30.0") and device.startswith(("sm", "gfx")):
         return shape.model_type in ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
     return shape.model_type == "deepseek_v4"
 
 
 def is_kimi_k3_mxfp4(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy) -> bool:
-    """Kimi-K3's MXFP4, which the engine renames (`KimiK3ForConditionalGenerationConfig`)."""
+    """Tell whether `KimiK3ForConditionalGenerationConfig` renames the method: Kimi-K3 in compressed MXFP4."""
     kimi = shape.architecture in ("KimiK3ForConditionalGeneration", "KimiK3MTPModel") and policy.since("0.28.0")
     return kimi and config.get("format") == "mxfp4-pack-quantized"
 
 
 def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) -> str | None:
-    """The method in force, or None where the combination is refused. A kind that the tables do not know stands for
-    itself."""
+    """Return the method in force, or None if the combination is refused. An unknown kind is its own method."""
     table = policy.names.get(device, {})
     if kind not in table:
         base = kind.partition(":")[0]
-        if any(kind in other for other in policy.names.values()):  # refused on this device whatever is named
+        if any(kind in other for other in policy.names.values()):  # this device refuses every named method
             return None
         if base not in table:
             return None if kind else asked
@@ -108,7 +108,7 @@ def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) ->
 
 
 def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape: MoeShape, asked: str | None) -> str:
-    """The entry point that a checkpoint's config goes through; what it declares where the engine refuses the name."""
+    """Return the entry point that reads a checkpoint's config; the declared method if the engine refuses the name."""
     if not config and asked is None:
         return ""
     kind = declared_kind(config, shape, policy, device)
@@ -116,8 +116,7 @@ def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape
     return canonical(_OF_MODEL.get((kind, found), found))
 
 
-#: Entry point (the name of the method in force) -> reader. A method without a checkpoint config quantises while
-# loading.
+#: Entry point -> reader. A method without a checkpoint config quantises while loading.
 READERS: dict[str, Reader] = {
     "": unquantized,
     "gptq": read_gptq,
@@ -142,5 +141,5 @@ READERS: dict[str, Reader] = {
     ),
 }
 
-#: Methods outside every selection function.
+#: Methods that no selection function serves.
 OUTSIDE = ("torchao", "fbgemm_fp8", "fp_quant", "bitsandbytes", "gguf", "hqq", "eetq")

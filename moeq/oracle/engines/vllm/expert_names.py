@@ -1,6 +1,6 @@
-"""Names and stored forms of expert tensors that vLLM's model classes load, version by version.
+"""Names and row orders of expert tensors that vLLM's model classes load, version by version.
 
-Facts are `expert_names.json`, extracted by `tools/extract.py names`: it executes `load_weights` of every class of vLLM.
+`tools/extract.py names` executes `load_weights` of every class of vLLM and writes `expert_names.json`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 FACTS = "expert_names.json"
 
-#: Stands for an expert's number.
+#: Placeholder for an expert's number.
 EXPERT = "*"
 
 
-#: What follows the name of a tensor of all experts, as far as classes were asked: `gate_up_proj_packed`.
+#: Suffixes of stacked tensors that the classes were asked about: `gate_up_proj_packed`.
 SUFFIXES = ("", ".weight", "_packed", "_scale", "_scale_inv", ".weight_packed", ".weight_scale", ".qweight")
-#: The same of tensors that are one for all experts.
+#: Suffixes of tensors that all experts share.
 WHOLE_SUFFIXES = ("_shape", ".weight_shape")
-#: gpt-oss' own, which its class loads in a way of its own.
+#: Suffixes of gpt-oss, which its class loads by separate code.
 OWN_SUFFIXES = ("_blocks", "_scales")
 
 
@@ -31,12 +31,12 @@ _ASKED = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
 
 @dataclass(frozen=True)
 class StoredName:
-    """A tensor of a layer's experts, or all parts of one expert's module, as a checkpoint names it.
+    """Name in a checkpoint of a stacked tensor, or of one expert's module with all its parts.
 
     Attributes:
-        path: below the layer: `mlp.experts.*.gate_proj` for a module, `mlp.experts.gate_up_proj_packed` for a tensor of
-            all experts.
-        order: order of its rows, as of `ClassNames.tensors`; None where nothing is said of it.
+        path: path below the layer: `mlp.experts.*.gate_proj` for a module, `mlp.experts.gate_up_proj_packed` for a
+            stacked tensor.
+        order: order of its rows (see `ClassNames.tensors`); None if unknown.
     """
 
     path: str
@@ -44,21 +44,21 @@ class StoredName:
 
     @property
     def single(self) -> bool:
-        """Whether it belongs to one expert."""
+        """Whether the path is a module of one expert."""
         return f".{EXPERT}." in self.path
 
 
 @dataclass(frozen=True)
 class ClassNames:
-    """What a model class loads.
+    """Names that a model class loads.
 
     Attributes:
-        architecture: name under which a config asks for it.
-        modules: path of a module of one expert below its layer, `mlp.experts.*.gate_proj`, to `any`, or to the order of
-            the rows where it holds gate and up.
-        tensors: name of a tensor of all experts below its layer, `mlp.experts.gate_up_proj_packed`, to the order of its
-            rows: `halves`, `interleaved`, `transposed` (rows and columns exchanged), `either` of halves and transposed,
-            told by the shape, or `as-is`.
+        architecture: name of the class in a config.
+        modules: path of one expert's module below its layer, `mlp.experts.*.gate_proj` -> `any`, or the order of the
+            rows if it holds gate and up.
+        tensors: path of a stacked tensor below its layer, `mlp.experts.gate_up_proj_packed` -> order of its rows:
+            `halves`, `interleaved`, `transposed` (rows and columns exchanged), `either` (halves or transposed, by
+            the shape), or `as-is`.
     """
 
     architecture: str
@@ -66,7 +66,7 @@ class ClassNames:
     tensors: Mapping[str, str]
 
     def problem(self, names: Iterable[StoredName]) -> str | None:
-        """Why the class does not load experts that are stored so; None where it does, or where that is not known."""
+        """Return why the class does not load experts of these names; None if it does or if that is unknown."""
         for name in names:
             known = (self.modules if name.single else self.tensors).get(name.path)
             if known is None and (name.single or self._was_asked(name.path)):
@@ -77,20 +77,20 @@ class ClassNames:
         return None
 
     def _was_asked(self, path: str) -> bool:
-        """Whether the class was asked about such a tensor: what it is called ends in a known way."""
+        """Tell whether the class was asked about such a tensor: its name has a known end."""
         leaf = path.rpartition("experts")[2] or path
         suffix = max((end for end in _ASKED if end and leaf.endswith(end)), key=len, default="")
         return leaf.removesuffix(suffix).endswith(("proj", "linear", "w1", "w2", "w3", "w13", "v1", "fc1", "fc2"))
 
     @property
     def _loads(self) -> str:
-        """The spellings that it loads, in short."""
+        """Short list of the spellings that it loads."""
         plain = [name for name in self.tensors if not name.endswith(tuple(filter(None, _ASKED)))]
         return " or ".join((*_short(self.modules), *_short(plain or self.tensors)))
 
 
 def _short(paths: Iterable[str]) -> Iterator[str]:
-    """Paths, those of one module together: `mlp.experts.*.{gate_proj, up_proj, down_proj}`."""
+    """Yield paths, grouped by module: `mlp.experts.*.{gate_proj, up_proj, down_proj}`."""
     groups: dict[str, list[str]] = {}
     for path in paths:
         before, _, leaf = path.rpartition(f".{EXPERT}.")
@@ -108,7 +108,7 @@ def _facts() -> Any:
 
 
 def names_of_class(version: str, architecture: str) -> ClassNames | None:
-    """What the class that a version has for an architecture loads; None where that is not known."""
+    """Look up the names that a version's class for an architecture loads; None if unknown."""
     for row in _facts()["classes"].get(architecture, ()):
         if version in row["versions"]:
             return ClassNames(architecture, row["modules"], row["tensors"])
@@ -116,5 +116,5 @@ def names_of_class(version: str, architecture: str) -> ClassNames | None:
 
 
 def versions() -> tuple[str, ...]:
-    """Versions that were looked at."""
+    """List the versions with known names."""
     return tuple(_facts()["versions"])

@@ -1,5 +1,7 @@
-"""Checks of vLLM on a whole backend, before its classes are asked: `_backend_incompatibility_reason` of its int4/int8
-family."""
+"""Filters: checks of vLLM on a whole backend, before its classes are asked.
+
+Source: `_backend_incompatibility_reason` of the int4 and int8 family, vLLM 0.28.0 to 0.33.0.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from moeq.oracle.records import Reason
 
 @dataclass(frozen=True)
 class Filter:
-    """A check of the engine on a whole backend, before its classes are looked at."""
+    """Check of the engine on a whole backend, before its classes are asked."""
 
     code: str
     title: str
@@ -72,7 +74,9 @@ def _f_zen_w4a8(case: Case) -> Iterator[Failure]:
 
 
 def _f_zen_group(case: Case) -> Iterator[Failure]:
-    group = case.method.group_size if case.method.config != "quark" else None  # Quark's config has no such attribute
+    group = (
+        case.method.group_size if case.method.config != "quark" else None
+    )  # vLLM's Quark config has no such attribute
     if group is None or group <= 0 or group % 4:
         yield f"group size {group or -1} is not a positive multiple of 4", None
 
@@ -85,7 +89,7 @@ def _f_megakernel(case: Case) -> Iterator[Failure]:
 
 
 def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) -> Iterator[Failure]:
-    """Marlin's shape test, each cause on its own (vLLM gives one text for all of them).
+    """Run Marlin's shape test and yield each cause (vLLM has one text for all of them).
 
     Source: `check_moe_marlin_supports_config` of vLLM 0.33.0; sizes are unpadded and per rank.
     """
@@ -122,7 +126,7 @@ FILTERS: dict[str, Filter] = {
 
 
 def filter_reasons(case: Case, backend: Backend) -> tuple[Reason, ...]:
-    """Every failed pre-filter of a backend."""
+    """List every failed filter of a backend."""
     found: list[Reason] = []
     for name in backend.filters:
         row = FILTERS[name]

@@ -1,6 +1,6 @@
-"""Gates: what else can stop a deployment, before and after backend selection (G0 to G11 of the report).
+"""Gates G0 to G11: checks of the engine before and after backend selection.
 
-Each gate is a value with a check; all are evaluated and reported, passed or not.
+Each gate is a value with a check. All are evaluated and reported, passed or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeq.oracle.records import CandidateReport, Gate
 
 @dataclass(frozen=True)
 class Failed:
-    """One way a gate can fail."""
+    """Failure of a gate."""
 
     error: str
     text: str
@@ -28,7 +28,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a gate looks at: the case, the method it goes by, the selected backend if any, and the declared method."""
+    """Input of a gate: the case, the entry point, the selected backend if any, and the declared method."""
 
     case: Case
     entry: str
@@ -38,7 +38,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class GateRule:
-    """One gate."""
+    """One gate: code, stage of the engine's start, sentence for `moeq explain`, and check."""
 
     code: str
     stage: str
@@ -55,7 +55,7 @@ def _refused_name(stage: Stage) -> bool:
 
 
 def _elsewhere(stage: Stage) -> bool:
-    """Whether the same names are taken on some other device."""
+    """Tell whether another device accepts the same names."""
     case = stage.case
     tables = case.policy.names
     return any(in_force(case.policy, device, stage.declared, case.deployment.quantization) for device in tables)
@@ -125,15 +125,14 @@ def _sizes(stage: Stage) -> Iterator[Failed]:
 
 
 def _aiter(case: Case) -> bool:
-    """Whether AITER's fused experts are enabled: gated experts, and the device, package and variables of its
-    classes."""
+    """Tell whether AITER's fused experts are enabled: experts have a gate, and device, package and variables fit."""
     classes = case.policy.classes
     row = classes.get("AiterUnquantizedExperts") or classes.get("AiterExperts")  # one class for all keys before 0.33
     rule = next(rule for rule in RULES if rule.code == "P01_DEVICE")
     return row is not None and not not_gated(case) and next(rule.check(case, row, "none"), None) is None
 
 
-#: Methods that support load balancing, with the backends that do where not all of them.
+#: Methods that support load balancing, with the supporting backends; None for all backends.
 _EPLB: dict[str, tuple[str, ...] | None] = {
     "UnquantizedFusedMoEMethod": None,
     "Fp8MoEMethod": None,
@@ -169,7 +168,7 @@ def _eplb(stage: Stage) -> Iterator[Failed]:
         yield Failed("NotImplementedError", text, "no expert load balancing", "EPLB")
 
 
-#: Methods that need hidden and intermediate sizes per rank to be multiples: of how much, and the error otherwise.
+#: Method -> divisor of hidden size and intermediate size per rank, and the error otherwise.
 _MULTIPLES = {
     "ModelOptMxFp8FusedMoE": (32, "ValueError"),
     "Mxfp8OnlineMoEMethod": (32, "ValueError"),
@@ -217,7 +216,7 @@ def _multiples(case: Case) -> Iterator[Failed]:
 
 
 def _blocks(case: Case) -> Iterator[Failed]:
-    """fp8 blocks: the shard divides into whole ones."""
+    """Check that a shard divides into whole FP8 blocks."""
     if case.method.block is None or case.method.config == "online":
         return
     (rows, columns), inner = case.method.block, case.method.padded_intermediate or case.intermediate
@@ -300,7 +299,7 @@ def _options(stage: Stage) -> Iterator[Failed]:
         yield Failed("ValueError", text, f"one of {', '.join(policy.all2all)}", "OPTION")
 
 
-#: Expert classes for x86 CPUs with AMX, and the dtypes of activations that their kernels take.
+#: Experts classes for x86 CPUs with AMX, with the activation dtypes that their kernels take.
 _CPU_KERNELS = {
     "CPUExpertsInt4": ("bf16", "fp16"),
     "CPUExpertsInt8": ("bf16",),
@@ -310,7 +309,7 @@ _CPU_KERNELS = {
 
 
 def _first_call(stage: Stage) -> Iterator[Failed]:
-    """Known for CPUs, where the kernels of 0.32.0 were run."""
+    """Check what CPU kernels refuse when they are called; checked by running the kernels of vLLM 0.32.0."""
     case = stage.case
     experts = stage.selected.experts or "" if stage.selected and case.gpu.platform == "cpu" else ""
     if experts.endswith("TritonExperts"):
@@ -343,7 +342,7 @@ GATES: tuple[GateRule, ...] = (
 
 
 def run_gates(stage: Stage) -> tuple[Gate, ...]:
-    """Every gate's result. G4, selection itself, is not among them: it is the verdict."""
+    """Return every gate's result. G4, selection itself, is not among them: it is the verdict."""
     found = []
     for rule in GATES:
         failures = list(rule.check(stage))

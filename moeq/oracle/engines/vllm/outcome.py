@@ -23,7 +23,7 @@ from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.select import Selection, candidate_reports, select
 from moeq.oracle.records import CandidateReport, EngineError, Gate, MoeShape, Reason
 
-#: Family whose backends are listed where the engine refuses a config before choosing any.
+#: Entry point -> family whose backends are listed if the engine refuses the config.
 _FAMILY_OF_ENTRY = {
     "gptq": "wna16",
     "awq": "wna16",
@@ -40,15 +40,15 @@ _OPEN = Method("", "wna16", "none", "none")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything about one deployment up to kernel creation.
+    """Result of one question, up to kernel creation.
 
     Attributes:
-        case: the question; its method is a stand-in where the config was refused.
-        entry: entry point.
-        selection: what selection gives.
-        gates: all gates.
-        refused: the config was refused before selection.
-        config: the quantisation config, for conditions that look at per-module rules.
+        case: question; its method is a placeholder if the config was refused.
+        entry: entry point that read the config.
+        selection: result of selection.
+        gates: results of all gates.
+        refused: whether the config was refused before selection.
+        config: quantisation config, for advisories about per-module rules.
         prefix: module path of the experts.
     """
 
@@ -61,20 +61,20 @@ class Outcome:
     prefix: str = PREFIX
 
     def stage(self, row: CandidateReport | None) -> Stage:
-        """What the gates look at if that backend were the selected one."""
+        """Return the input of the gates if that backend were selected."""
         return Stage(
             self.case, self.entry, row, declared_kind(self.config, self.case.shape, self.case.policy, self.case.device)
         )
 
     @property
     def runs(self) -> str | None:
-        """Backend and class that really run, or None: the fact that counterfactuals compare."""
+        """Backend and class that really run, or None; counterfactuals compare it."""
         chosen = self.selection.selected
         return f"{chosen.backend}/{chosen.experts}" if chosen and all(gate.passed for gate in self.gates) else None
 
 
 def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
-    """Fill in what the engine derives: expert parallelism takes every rank, so `dp` follows from `ep` and `tp`."""
+    """Fill in `dp` from `ep` and `tp`: expert parallelism takes every rank in this engine."""
     if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
         dp = deployment.ep // deployment.tp
         if dp > 1 and notes is not None:
@@ -95,12 +95,12 @@ def resolve(
     """Run config reading, selection and gates for a checkpoint's quantisation config.
 
     Args:
-        policy: the engine.
-        config: the checkpoint's `quantization_config`.
-        shape: the layer.
-        deployment: where it is to run.
+        policy: version of the engine.
+        config: `quantization_config` of the checkpoint.
+        shape: layer.
+        deployment: target.
         prefix: module path of the layer's experts, which per-module rules are matched against.
-        brief: only yes or no matters (see `Case`).
+        brief: whether only yes or no matters (see `Case`).
     """
     device = policy.device(deployment.gpu) or ""
     entry = entry_of(policy, device, config, shape, deployment.quantization)
@@ -116,7 +116,7 @@ def resolve(
 
 
 def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:
-    """Selection and gates for a method that is already known."""
+    """Run selection and gates for a method that is already known."""
     selection = select(case)
     if selection.selected is not None:
         try:
@@ -162,14 +162,14 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
 # ------------------------------------------------------------------------------------------------ precision
 
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
-#: Classes that run weight-only whatever the activation key says.
+#: Words in names of classes that run 16-bit activations under every activation key.
 _WEIGHT_ONLY = ("Marlin", "Emulation")
-#: Classes whose call of `fused_experts_cpu` names another precision of activations than their keys do.
+#: Classes whose call of `fused_experts_cpu` names another activation precision than their keys.
 _CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
 
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:
-    """Precision that really runs, such as `W4A16`: several kernels ignore the activation type they were asked for."""
+    """Return the precision that really runs, such as `W4A16`: several kernels ignore the requested activation type."""
     key = chosen.activation_key or "none"
     bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
     if any(word in (chosen.experts or "") for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
@@ -179,7 +179,7 @@ def runs_as(case: Case, chosen: CandidateReport) -> str:
 
 
 def declared_activation_bits(case: Case) -> int:
-    """Bits of activations as the checkpoint declares them."""
+    """Return the bits of activations that the checkpoint declares."""
     key = case.method.activation_key or "none"
     return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
 

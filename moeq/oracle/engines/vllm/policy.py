@@ -1,5 +1,4 @@
-"""Engine policies: an engine's extracted tables, and what moeq knows about its backends, as records that rules look
-at."""
+"""Engine policies: one version's extracted tables, combined with what `backends.toml` says about the backends."""
 
 from __future__ import annotations
 
@@ -22,19 +21,19 @@ from moeq.oracle.versions import BUILTIN, engine_names, release
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout that a backend's kernel reads under some conditions; one left out holds for all.
+    """Layout that a backend's kernel reads under some conditions; a condition that is None always holds.
 
     Attributes:
-        layout: layout id, or None where no layout matches these conditions.
+        layout: layout id, or None if no layout matches these conditions.
         when: device.
-        activation: activation function (some change the order of gate and up rows).
+        activation: activation function; some change the order of gate and up rows.
         dtype: activation dtype.
         env: environment variable and value.
         configs: config classes.
         max_tp: largest tensor-parallel size.
-        weights: the engine's keys of the weights (they tell blocks, channels and tensors apart).
-        activations: the engine's key of the activations asked for; `none` for 16-bit ones.
-        lossy: the engine changes numbers when it makes this layout: written only where it and losses are asked for.
+        weights: engine's weight keys; they distinguish scales per block, channel and tensor.
+        activations: engine's key of the requested activations; `none` for 16-bit activations.
+        lossy: whether the engine changes numbers when it makes this layout. It is then written only on request.
         since: first version of the engine.
     """
 
@@ -70,11 +69,19 @@ def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend of a family: its classes in order of trial, how to ask for it, and the layout that its kernel reads.
+    """One backend of a family.
 
-    `activation_key` is the key its classes are asked with, None for the method's own. `as_it_is`: it reads the bytes of
-    the checkpoint. `native`: it computes in the
-    number types of the checkpoint, so that `convert` writes for no other backend in its place unless one is asked for.
+    Attributes:
+        name: engine's name.
+        classes: its experts classes in order of trial.
+        activation_key: activation key to ask its classes with; None for the method's key.
+        flag: value of the backend option that selects it, or None.
+        filters: names of the checks on the whole backend.
+        layout: id of the layout that its kernel reads, if no conditional layout applies.
+        layouts: conditional layouts; the first whose conditions hold applies.
+        no_layout: reason for a missing layout.
+        as_it_is: whether it reads the bytes of the checkpoint.
+        native: whether it computes in the number types of the checkpoint (see `CandidateReport.native`).
     """
 
     name: str
@@ -95,9 +102,9 @@ class Family:
 
     Attributes:
         name: moeq's name.
-        title: what it is for.
-        backends: all its backends, those tried by themselves first.
-        searches: device -> requested backend -> its table, or a search's text where nothing matters.
+        title: weights that it serves, in words.
+        backends: all its backends; those of the automatic order come first.
+        searches: device -> requested backend -> its table, or the text of a search that no factor changes.
     """
 
     name: str
@@ -106,7 +113,7 @@ class Family:
     searches: Mapping[str, Mapping[str, SearchTable | str]]
 
     def flags(self, device: str) -> tuple[str, ...]:
-        """Backends that can be asked for by name on a device."""
+        """List the backend names that the option accepts on a device."""
         rows = self.searches.get(device, {})
         return tuple(name for name, row in rows.items() if name != "auto" and not _unknown(row))
 
@@ -135,7 +142,7 @@ def _family(
     row = known.get(name, {})
     row = {**known[row["like"]], **row} if "like" in row else row
     searches = _searches(blocks)
-    # A backend asked for by one name comes before those that only a shared name reaches.
+    # A name that selects one backend takes precedence over a name that several share.
     flags: dict[str, str] = {}
     classes: dict[str, dict[str, None]] = {}
     keys: dict[str, str | None] = {}
@@ -157,8 +164,8 @@ def _family(
 
 
 def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> Iterator[tuple[int, str, Search]]:
-    """Every search, once, with the request that leads to it; automatic ones sort first, then those of few backends."""
-    # Devices share tables, and rows texts: ten thousand rows are some hundred searches.
+    """Yield every distinct search with its request and a rank: automatic ones first, then those of few backends."""
+    # Devices share tables and rows share texts: ten thousand rows hold about a hundred searches.
     tables = {(asked, id(row)): row for rows in searches.values() for asked, row in rows.items()}
     texts = dict.fromkeys(
         (asked, text)
@@ -175,23 +182,23 @@ def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> It
 
 @dataclass(frozen=True)
 class EnginePolicy:
-    """Everything that is known about one version of an engine.
+    """All knowledge about one version of an engine.
 
     Attributes:
         engine: `vllm`.
-        version: its version.
+        version: version.
         digest: digest of the package that the tables were extracted from.
-        backend_flag: the engine's option that asks for a backend.
+        backend_flag: engine's option that requests a backend.
         families: selection functions by name.
         classes: experts classes by name.
         devices: devices of the tables.
         packages: platform -> optional packages that its build brings.
-        names: device -> declared kind -> named method ("" for none) -> method in force.
-        limits: method -> least capability and dtypes.
+        names: device -> declared kind -> method named by the user ("" for none) -> method in force.
+        limits: method -> minimum capability and accepted dtypes.
         rounding: device -> MXFP4 backend -> activation ("" for all others) -> multiples of (hidden, intermediate).
         overrides: every value of the backend option.
         all2all: every all-to-all kind.
-        activations: every activation function that some class takes, and those that none does.
+        activations: every activation function that the version has.
         no_converter: pairs of config class and backend whose converter raises.
         advisories: known defects.
     """
@@ -216,39 +223,39 @@ class EnginePolicy:
 
     @property
     def name(self) -> str:
-        """`engine@version`."""
+        """Name `engine@version`."""
         return f"{self.engine}@{self.version}"
 
     @cached_property
     def release(self) -> tuple[int, ...]:
-        """The version as numbers: (0, 33, 0)."""
+        """Version as numbers: (0, 33, 0)."""
         return release(self.version)
 
     def since(self, version: str) -> bool:
-        """Whether this is that version or a newer one."""
+        """Tell whether this version is the given one or a newer one."""
         return self.release >= release(version)
 
     def device(self, gpu: Gpu) -> str | None:
-        """The device of the tables that stands for a GPU, or None where there is none of its kind."""
+        """Return the device of the tables that represents a GPU, or None."""
         if gpu not in self._nearest:
             self._nearest[gpu] = nearest_device(gpu, dict.fromkeys(self.devices))
         return self._nearest[gpu]
 
 
 def _blocks(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """`{"devices": [...], "value": ...}` rows as device -> value."""
+    """Turn rows of `{"devices": [...], "value": ...}` into device -> value."""
     return {device: row["value"] for row in rows for device in row["devices"]}
 
 
 def build_policy(tables: Mapping[str, Any], known: Mapping[str, Any]) -> EnginePolicy:
-    """The policy of a version's extracted tables, with what moeq knows about the engine's backends."""
+    """Build the policy from a version's extracted tables and from backends.toml (`known`)."""
     forms, flags = tuple(tables["forms"]), known["classes"]
     checked = release(tables["version"]) >= release(known["filters_since"])
     families = {
         name: _family(name, blocks, known["families"], checked=checked) for name, blocks in tables["families"].items()
     }
     classes = {name: experts_class(name, row, forms, flags.get(name, {})) for name, row in tables["classes"].items()}
-    # Classes that are tried and run on none of the devices.
+    # Some classes are tried and run on none of the devices.
     named = {name for family in families.values() for backend in family.backends.values() for name in backend.classes}
     classes.update({name: ExpertsClass(name, "standard", False, None, {}) for name in sorted(named - set(classes))})
     return EnginePolicy(
@@ -278,14 +285,13 @@ def _activations(classes: Mapping[str, ExpertsClass]) -> tuple[str, ...]:
 
 @cache
 def knowledge(engine: str) -> dict[str, Any]:
-    """What moeq knows about an engine's backends in every version: layouts, losses, converters that raise,
-    advisories."""
+    """Load `backends.toml`: layouts, losses, converters that raise and advisories, for every version."""
     return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def load_policy(engine: str) -> EnginePolicy:
-    """The policy called `engine@version`.
+    """Load the policy called `engine@version`.
 
     Raises:
         MoeqError: `usage.unknown-engine`, naming the known ones.

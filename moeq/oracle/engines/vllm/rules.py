@@ -1,6 +1,6 @@
-"""The rules of selection, as values: class predicates P01 to P13, class limits L, and pre-filters F.
+"""Rules about experts classes, as values: class predicates P01 to P13 and class limits L01 to L07.
 
-All rules are evaluated for every candidate; `explain` and the verdict read the same values.
+All rules are evaluated for every candidate. The verdict and `moeq explain` read the same values.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Rule:
 
     Attributes:
         code: stable code.
-        title: the rule in a few words.
-        explain: what it is for, for `moeq explain`.
-        check: gives every failure as text and remedy; nothing where the rule holds.
+        title: short title.
+        explain: sentence for `moeq explain`.
+        check: function that yields the text and the remedy of every failure.
     """
 
     code: str
@@ -33,7 +33,7 @@ class Rule:
 
 
 def variant_of(case: Case, row: ExpertsClass, activation: str) -> Variant:
-    """What the class accepts for the case's keys on its device, or for other keys where it does not know these."""
+    """Return the class's variant for the case's keys on its device; its first one if it does not know the keys."""
     key = (row.name, activation)
     if key not in case.variants:
         found, weight = row.variants[case.device], case.method.weight_key
@@ -66,7 +66,7 @@ def _not_gated(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failu
 
 
 def not_gated(case: Case) -> bool:
-    """Experts without a gate half."""
+    """Tell whether the experts have no gate half."""
     return not case.shape.gated or case.shape.activation.endswith("_no_mul")
 
 
@@ -206,7 +206,7 @@ def _limit(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
         yield f"does not apply the activation limit {limit} to {case.shape.activation}", None
 
 
-#: In the engine's order of evaluation; class-level limits stand where their class looks at them: before the rest.
+#: Rules in the engine's order of evaluation. Limits that a class checks itself come before its other rules.
 RULES: tuple[Rule, ...] = (
     Rule(
         "L01_GEMM_TYPE",
@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
-    """The tensor-parallel size (or expert parallelism) nearest to the asked one whose shard fits."""
+    """Find the nearest tensor-parallel size, or expert parallelism, whose shard fits."""
     if case.brief:
         return None
     total, tp = case.shape.intermediate_size, case.deployment.tp
@@ -277,8 +277,10 @@ def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
 
 
 def class_reasons(case: Case, row: ExpertsClass, activation: str) -> tuple[Reason, ...]:
-    """Every failed rule of an experts class, in the order of evaluation. On a foreign device there is nothing else to
-    ask."""
+    """List every failed rule of an experts class, in the order of evaluation.
+
+    On a device without any variant of the class, only the device rule is evaluated.
+    """
     rules = RULES if case.device in row.variants else (rule for rule in RULES if rule.check is _device)
     found = (Reason(rule.code, *failure) for rule in rules for failure in rule.check(case, row, activation))
     if case.brief:

@@ -1,5 +1,4 @@
-"""Backend selection: the engine's own order of trial, looked up in its tables, with every candidate judged by every
-rule."""
+"""Backend selection: the engine's order of trial from its tables, and every candidate judged by every rule."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _UNKNOWN = Search((), ("ValueError", "OVERRIDE_UNKNOWN"))
 
 @dataclass(frozen=True)
 class Selection:
-    """What the engine's selection function gives: one backend or an error, and the whole field behind it."""
+    """Result of the engine's selection function: one backend or an error, with reports on all candidates."""
 
     selected: CandidateReport | None
     error: EngineError | None
@@ -34,7 +33,7 @@ class Selection:
 
 
 def factor_value(case: Case, factor: str) -> str:
-    """A case's value of a factor that searches differ by, as the tables write it; empty for the usual one."""
+    """Return a case's value of a factor in the spelling of the tables; empty for the usual value."""
     shape, method = case.shape, case.method
     if factor.startswith("VLLM_"):
         return case.flag(factor) or ""
@@ -58,7 +57,7 @@ def factor_value(case: Case, factor: str) -> str:
 
 
 def search_of(case: Case, family: Family, asked: str) -> Search:
-    """What the engine tries for a case when a backend is asked for (`auto`: none)."""
+    """Look up the search for a case and a requested backend; `auto` requests none."""
     tables = family.searches.get(case.device)
     if tables is None:
         return _NOTHING
@@ -70,7 +69,10 @@ def search_of(case: Case, family: Family, asked: str) -> Search:
 
 
 def _unlisted(tables: Mapping[str, SearchTable | str]) -> SearchTable | str:
-    """The search for a name that the version does not know: that of another unknown one, else names do not matter."""
+    """Return the search for a name that the version does not know.
+
+    It is the search of another unknown name. Without one, names do not matter.
+    """
     for table in tables.values():
         text = table.rows[""] if isinstance(table, SearchTable) else table
         if parse_search(text) == _UNKNOWN:
@@ -87,7 +89,7 @@ def _word(case: Case, table: SearchTable, factor: str) -> str | None:
 
 
 def activation_of(case: Case, attempt: Attempt) -> str:
-    """Activation key that a candidate is asked with."""
+    """Return the activation key that a candidate is asked with."""
     return attempt.activation or case.method.activation_key or "none"
 
 
@@ -95,14 +97,14 @@ def activation_of(case: Case, attempt: Attempt) -> str:
 
 
 def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
-    """One backend: its first class that fits, else the one that came closest with every failed rule."""
+    """Judge one backend: report its first class that fits, else the closest one with every failed rule."""
     before = filter_reasons(case, backend)
     best: tuple[int, int] = (-1, 0)
     experts, reasons, key = "", before, "none"
     for attempt in attempts:
         activation = activation_of(case, attempt)
         found = class_reasons(case, case.policy.classes[attempt.experts], activation)
-        # The class that fails latest is the one the engine would talk about; a class that fits ends the search.
+        # The class that fails latest is the one that the engine would report; a class that fits ends the search.
         score = (min((_ORDER[reason.code] for reason in found), default=len(_ORDER)), -len(found))
         if score > best:
             best, experts, reasons, key = score, attempt.experts, before + found, activation
@@ -126,9 +128,9 @@ def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) 
 
 
 def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
-    """Ids of the layout this backend's kernel reads in this case, or None: by the first choice whose conditions hold.
+    """Return the ids (layout, lossy layout) of what the backend's kernel reads in this case; one of them is None.
 
-    The second is the layout instead of the first where making it changes numbers.
+    A layout is lossy if making it changes numbers. Both are None without a layout.
     """
     for row in backend.layouts:
         if (
@@ -154,7 +156,7 @@ def _no_layout(backend: Backend, layout: str | None, lossy: str | None) -> str |
 
 
 def on_device(case: Case, backend: Backend) -> bool:
-    """Whether some class of the backend exists for this device: no change but another device helps the rest."""
+    """Tell whether some class of the backend exists for this device."""
     return any(case.device in case.policy.classes[name].variants for name in backend.classes)
 
 
@@ -166,13 +168,13 @@ def _by_backend(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
 
 
 def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]:
-    """Every backend of the family, in the automatic order; those that are not tried by themselves last."""
+    """Judge every backend of the family, in the automatic order; those outside this order come last."""
     search = search_of(case, family, "auto")
     tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
     reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
     usual = _usual_order(case, family)
     for name, backend in family.backends.items():
-        # Backends of other devices cannot be selected: only a full report lists them.
+        # Backends of other devices cannot be selected; only a full report lists them.
         if name in tried or (case.brief and not on_device(case, backend)):
             continue
         report = candidate_report(
@@ -183,14 +185,14 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
 
 
 def _usual_order(case: Case, family: Family) -> frozenset[str]:
-    """Backends that are tried on the device where nothing is out of the ordinary."""
+    """List the backends that the usual automatic order on the device tries."""
     table = family.searches.get(case.device, {}).get("auto")
     text = table.rows[""] if isinstance(table, SearchTable) else table
     return frozenset(attempt.backend for attempt in parse_search(text).attempts) if text else frozenset()
 
 
 def _not_tried(case: Case, family: Family, report: CandidateReport, usual: bool) -> CandidateReport:
-    """The report of a backend that automatic selection passes over, with the reason."""
+    """Add the reason why automatic selection passes over a backend."""
     if usual and family.name.startswith("mxfp4") and case.method.activation_key:
         text = (
             f"runs activations as {_plain(report.activation_key)}, the checkpoint asks for {case.method.activation_key}"
@@ -213,7 +215,7 @@ def _plain(key: str | None) -> str:
 
 
 def select(case: Case) -> Selection:
-    """Run the engine's selection for a case. Never raises for a deployment: a refusal is part of the answer."""
+    """Run the engine's selection for a case. A refusal is part of the result and never raised."""
     family = case.policy.families[case.method.family]
     asked = case.deployment.backend
     candidates = candidate_reports(case, family)
@@ -222,7 +224,7 @@ def select(case: Case) -> Selection:
     if case.method.built_in is not None:
         return _built_in(case, candidates)
     search = search_of(case, family, asked)
-    # One automatic order for both: what was asked for and changes nothing is ignored.
+    # A request that changes nothing is ignored by the engine.
     ignored = asked != "auto" and search == search_of(case, family, "auto")
     notes: tuple[str, ...] = (f"this method does not look at {case.policy.backend_flag} {asked}",) if ignored else ()
     if asked == "auto" or ignored:
@@ -253,7 +255,7 @@ def select(case: Case) -> Selection:
 
 
 def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> bool:
-    """Whether a class before the chosen one refuses a key of integers for being that key."""
+    """Tell whether a class before the selected one refuses an integer key, which versions before 0.28 cannot print."""
     if case.method.family != "wna16":
         return False
     for attempt in search.attempts:
@@ -268,8 +270,7 @@ def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> 
 
 
 def _as_made(case: Case, attempt: Attempt) -> Attempt:
-    """A candidate taken unasked, with the activation key that its kernel is made for: the class's own for the
-    weights."""
+    """Return a candidate that is taken unasked, with the activation key of its class for the weights."""
     row, weight = case.policy.classes[attempt.experts], case.method.weight_key
     pairs = [
         pair for variant in row.variants.get(case.device, ()) for pair in sorted(variant.pairs) if pair[0] == weight
@@ -285,7 +286,7 @@ def _passed_over(row: CandidateReport) -> bool:
 
 
 def _with(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:
-    """A requested backend may run another class than automatic selection would: show the one that runs."""
+    """Replace a candidate by the selected report: a requested backend may run another class than the automatic one."""
     return tuple(chosen if row.backend == chosen.backend and not row.supported else row for row in candidates)
 
 
@@ -297,7 +298,7 @@ def _fallback(case: Case, family: Family, chosen: CandidateReport) -> tuple[str,
 
 
 def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) -> Selection:
-    """A method with a single backend, which needs no selection."""
+    """Report a method with a single backend, which needs no selection."""
     assert case.method.fixed is not None
     backend, experts = case.method.fixed
     chosen = candidate_report(case, family.backends[backend], [Attempt(backend, experts)])
@@ -305,12 +306,13 @@ def _fixed(case: Case, family: Family, candidates: tuple[CandidateReport, ...]) 
 
 
 def _built_in(case: Case, candidates: tuple[CandidateReport, ...]) -> Selection:
-    """A method that runs a kernel of its own and selects nothing: it names no backend, and there is nothing to ask."""
+    """Report a method that runs a kernel of its own: it selects nothing and names no backend."""
     assert case.method.built_in is not None
     backend, experts = case.method.built_in
     text = f"{case.method.name} selects no backend in this version: its {backend} kernel is built in"
     chosen = CandidateReport(backend, experts, None, "this version has the kernel inside the method", True)
-    error = EngineError("none", "SILENT_NONE", text) if experts is not None else None  # it does name the one without
+    # Only the kernel without a class is named as a backend by the engine.
+    error = EngineError("none", "SILENT_NONE", text) if experts is not None else None
     return Selection(chosen, error, candidates, (text,))
 
 
@@ -337,6 +339,6 @@ def _error(
 
 
 def alternatives(case: Case, candidates: Iterable[CandidateReport]) -> str:
-    """What works instead of a backend that does not."""
+    """List the backends that work instead of one that does not."""
     fits = [f"{row.backend} ({case.policy.backend_flag} {row.flag or 'auto'})" for row in candidates if row.supported]
     return "works here: " + ", ".join(fits) if fits else "no other backend fits either; drop the request to see why"

@@ -1,4 +1,4 @@
-"""Size arithmetic that follows a choice: rounding, padding, memory. Pure functions of backend, platform and shape."""
+"""Size arithmetic for a selected backend: rounding, padding and memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from moeq.oracle.records import CandidateReport, Sizes
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple that is not less than the value."""
+    """Return the smallest multiple that is not less than the value."""
     return -(-value // multiple) * multiple
 
 
-# All-to-all kinds round the hidden size before weights are created: to rows of that many bytes, or to a listed size.
+# All-to-all kinds round the hidden size before weights are created: to rows of these bytes, or to a listed size.
 _ROW_BYTES = {"deepep_high_throughput": 512, "deepep_v2": 512}
 _LISTED = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _LISTED_BY = ("deepep_low_latency", "nixl_ep")
 
 
 def transported_hidden(case: Case) -> int:
-    """Hidden size after the all-to-all's own round-up (as it is where no listed size is large enough)."""
+    """Return the hidden size that the all-to-all kind rounds up to; unchanged if no listed size is large enough."""
     hidden, kind = case.shape.hidden_size, case.all2all
     if kind in _ROW_BYTES:
         return round_up(hidden, _ROW_BYTES[kind] // 2)
@@ -29,12 +29,12 @@ def transported_hidden(case: Case) -> int:
 
 
 def sizes_for(case: Case, report: CandidateReport) -> Sizes:
-    """Sizes of one rank's experts as the backend stores them."""
+    """Return the sizes of one rank's experts that the backend stores."""
     hidden, inner = case.shape.hidden_size, case.intermediate
     padded_hidden, padded_inner = transported_hidden(case), case.method.padded_intermediate or inner
     family, method = case.method.family, case.method.name
     if method in _MXFP4_METHODS:
-        # Only these methods pass their activation: the sizes of others are the usual ones.
+        # Only these methods pass their activation to the round-up.
         activation = case.shape.activation if method in _PASS_ACTIVATION else ""
         rows = case.policy.rounding.get(case.device, {}).get(report.backend, {"": (1, 1)})
         multiples = rows.get(activation) or rows[""]
@@ -60,24 +60,24 @@ _PASS_ACTIVATION = ("Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod")
 
 
 def _unquantized_multiple(backend: str, intermediate: int) -> int:
-    """What an unquantised shard is rounded up to. AITER has a narrower tile for small experts."""
+    """Return the multiple that an unquantised shard is rounded up to. AITER has a narrower tile for small experts."""
     return {"FLASHINFER_TRTLLM": 128, "AITER": 64 if intermediate <= 192 else 128}.get(backend, 1)
 
 
 def marlin_padded(intermediate: int, group: int | None) -> int:
-    """Intermediate size per rank after Marlin's tile padding."""
+    """Return the intermediate size per rank after Marlin's tile padding."""
     return layout_class("marlin-wna16/1").padding.padded(intermediate, group if group and group > 0 else None)
 
 
 def shrunk_group(hidden: int, intermediate: int, group: int) -> int:
-    """MoeWNA16's group size: halved until it divides both sizes (below 32 the engine gives up)."""
+    """Return MoeWNA16's group size: halved until it divides both sizes; below 32 the engine gives up."""
     while group > 1 and (hidden % group or intermediate % group):
         group //= 2
     return group
 
 
 def transient_bytes(case: Case, report: CandidateReport, sizes: Sizes) -> int:
-    """Extra device memory of the engine's load-time conversion of one layer, in bytes, at its peak.
+    """Return the peak of extra device memory, in bytes, when the engine converts one layer at load time.
 
     A repack allocates its whole output while the input is alive, one projection at a time, so the peak is w13's
     output; emulation makes bf16 copies of everything; backends that only view their bytes need nothing.

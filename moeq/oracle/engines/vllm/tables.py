@@ -16,7 +16,7 @@ Tables = dict[str, Any]
 
 
 def unpacked(stored: Mapping[str, Any]) -> Tables:
-    """The tables as they were extracted, but for rows that follow from others; names by device."""
+    """Expand stored tables; rows of a search that equal a shorter row stay left out, and `names` is by device."""
 
     def devices(listed: str) -> list[str]:
         return list(stored["devices"]) if listed == "*" else listed.split(" ")
@@ -65,7 +65,7 @@ def _unpack_family(stored: Mapping[str, Any], devices: Callable[[str], list[str]
 
 
 def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]:
-    """The row that a key goes by: without as many of its last words as it takes."""
+    """Return the longest prefix of a key that has a row."""
     while key and key not in rows:
         key = key[:-1]
     return key
@@ -76,28 +76,28 @@ def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[
 
 @dataclass(frozen=True)
 class Variant:
-    """What a class accepts for some pairs of keys on some devices: one row of the extracted table.
+    """Conditions under which a class accepts some pairs of keys on some devices: one row of the extracted table.
 
     Attributes:
-        pairs: `(weight key, activation key)`; activation `*` is any.
+        pairs: accepted `(weight key, activation key)`; activation `*` is any.
         activations: activation functions.
-        routing: routing methods, None for all.
-        fp32_logits: routing methods that take fp32 router logits, None for all of `routing`.
+        routing: routing methods; None for all.
+        fp32_logits: routing methods that take fp32 router logits; None for all of `routing`.
         parallel: parallel forms, as `Case.parallel_form` names them.
         dtypes: dtypes of activations.
-        lora: adapters on experts.
-        bias: expert biases.
-        limit: activation functions that may have a clamp, None for all.
-        hidden: the hidden size is a multiple of it.
-        intermediate: the intermediate size per rank is a multiple of it.
-        intermediate_by: the same for activations where it is another.
-        max_experts: most experts, None without a limit.
-        min_top_k: fewest experts per token.
-        hash_routing: experts may be chosen by token id.
-        decomposed: the router may stay outside.
-        batch_invariant: results do not depend on the batch.
-        packages: optional packages it needs.
-        env: variables it depends on, each with the values that it stands with (None: unset).
+        lora: whether adapters on experts are accepted.
+        bias: whether expert biases are accepted.
+        limit: activation functions that may have a clamp; None for all.
+        hidden: divisor that the hidden size must have.
+        intermediate: divisor that the intermediate size per rank must have.
+        intermediate_by: activation functions with another such divisor.
+        max_experts: largest number of experts; None without a limit.
+        min_top_k: smallest number of experts per token.
+        hash_routing: whether experts may be chosen by token id.
+        decomposed: whether the router may stay outside the kernel.
+        batch_invariant: whether results do not depend on the batch.
+        packages: optional packages that it needs.
+        env: environment variables that it depends on, each with the accepted values (None: unset).
     """
 
     pairs: frozenset[tuple[str, str]]
@@ -142,19 +142,19 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ExpertsClass:
-    """One experts class: its variants by device, and what it leaves out although it says yes.
+    """One experts class: its conditions by device, and the inputs that it silently drops.
 
     Attributes:
-        name: class name (`W4A8:` before one that is there twice).
+        name: class name, with the prefix `W4A8:` for the second of two classes with one name.
         format: activation format, `standard` or `batched`.
-        monolithic: it does its own routing.
-        gemm_type: Humming's GEMM type, None for others.
+        monolithic: whether it does its own routing.
+        gemm_type: Humming's GEMM type; None for others.
         variants: device -> variants.
-        ignores_lora: adapters are not applied.
-        drops_bias: biases are not added.
-        drops_zero_points: stored zero points are not read.
-        drops_scaling: the routed scaling factor and the clamp are not applied.
-        asserted_dtypes: dtypes asserted when the kernel is made.
+        ignores_lora: whether adapters are silently ignored.
+        drops_bias: whether biases are silently dropped.
+        drops_zero_points: whether stored zero points are silently dropped.
+        drops_scaling: whether the routed scaling factor and the clamp are silently dropped.
+        asserted_dtypes: dtypes that are asserted when the kernel is made.
     """
 
     name: str
@@ -170,12 +170,12 @@ class ExpertsClass:
 
     @property
     def short(self) -> str:
-        """The engine's own name of the class."""
+        """Engine's own name of the class."""
         return self.name.rpartition(":")[2]
 
 
 def experts_class(name: str, row: Mapping[str, Any], forms: tuple[str, ...], flags: Mapping[str, Any]) -> ExpertsClass:
-    """From a row of the extracted tables, and what moeq knows of the class beside it."""
+    """Build a class from its row in the extracted tables and its `flags` in backends.toml."""
     variants: dict[str, tuple[Variant, ...]] = {}
     for block in row["blocks"]:
         made = tuple(_variant(item, forms) for item in block["variants"])
@@ -189,9 +189,9 @@ def experts_class(name: str, row: Mapping[str, Any], forms: tuple[str, ...], fla
 
 @dataclass(frozen=True)
 class Attempt:
-    """One candidate that a search tries: a class of a backend, asked with an activation key (None: the method's own).
+    """One candidate of a search: a class of a backend, and the activation key to ask it with (None: the method's key).
 
-    `reported` is the backend that the engine's log names where that is not the one that runs.
+    `reported` is the backend in the engine's log, if that is not the one that runs.
     """
 
     backend: str
@@ -202,12 +202,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Search:
-    """What a selection function tries, in order, and how it ends where nothing fits.
+    """Candidates of a selection function in order, and its end if none of them fits.
 
     Attributes:
         attempts: candidates in order.
-        error: exception type and kind of the end, or None.
-        unchecked: the candidate that is taken unasked at the end, or None.
+        error: exception type and kind of error at the end, or None.
+        unchecked: candidate that is taken at the end without asking its class, or None.
     """
 
     attempts: tuple[Attempt, ...]
@@ -217,7 +217,7 @@ class Search:
 
 @cache
 def parse_search(text: str) -> Search:
-    """A search as the tables write it: `BACKEND/Class@key ... !Error:KIND` or `... =BACKEND~REPORTED/Class`."""
+    """Parse a search of the tables: `BACKEND/Class@key ... !Error:KIND` or `... =BACKEND~REPORTED/Class`."""
     *words, end = text.split(" ")
     attempts = tuple(_attempt(word) for word in words)
     if end.startswith("="):
@@ -235,13 +235,12 @@ def _attempt(text: str) -> Attempt:
 
 @dataclass(frozen=True)
 class SearchTable:
-    """A requested backend's searches on a device: by factors of the case that matter there.
+    """Searches for one requested backend on a device, by those factors of a case that matter.
 
     Attributes:
         factors: names of the factors, in the order of a row's key.
-        same: factor -> value -> the value that stands for it.
-        rows: `factor=value,...` without the usual values -> search; a key that is not there goes by the one without
-            its last words.
+        same: factor -> value -> value that represents it.
+        rows: `factor=value,...` without the usual values -> search; a missing key has the search of its longest prefix.
     """
 
     factors: tuple[str, ...]
@@ -250,11 +249,11 @@ class SearchTable:
 
     @cached_property
     def known(self) -> frozenset[str]:
-        """Every `factor=value` that makes a difference."""
+        """Every `factor=value` that changes a search."""
         return frozenset(word for key in self.rows for word in key.split(",") if word)
 
     def word(self, factor: str, value: str) -> str | None:
-        """The part of a row's key for a factor's value, None where the value changes nothing."""
+        """Return the part of a row's key for a factor's value; None if the value changes nothing."""
         word = f"{factor}={self.same.get(factor, {}).get(value, value)}"
         return word if word in self.known else None
 
@@ -263,5 +262,5 @@ class SearchTable:
         return {tuple(key.split(",")) if key else (): search for key, search in self.rows.items()}
 
     def search(self, words: tuple[str, ...]) -> str:
-        """The search of a case that has these words, in the order of the factors."""
+        """Look up the search of a case by its words, in the order of the factors."""
         return self._by_words[longest(words, self._by_words)]

@@ -1,4 +1,4 @@
-"""The verdict on vLLM: what one question's outcome means for a user, and what `convert` writes for it."""
+"""Verdicts on vLLM: the report of an outcome, with counterfactuals, advisories and the layout that `convert` writes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def judge_vllm(
 
 
 def _beside(outcome: Outcome, other: Outcome) -> str:
-    """What the next known version decides, for one between the two."""
+    """Describe the decision of the newer neighbour of a version between two known ones."""
     name = other.case.policy.name
     if outcome.runs == other.runs:
         return f"{name} decides the same"
@@ -62,7 +62,7 @@ def _beside(outcome: Outcome, other: Outcome) -> str:
 
 
 def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Verdict:
-    """The report of an outcome, without counterfactuals."""
+    """Build the report of an outcome, without counterfactuals."""
     case, chosen = outcome.case, outcome.selection.selected
     sizes = sizes_for(case, chosen) if chosen else None
     target, against = (None, None) if outcome.refused else convert_target(outcome)
@@ -92,7 +92,7 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
 
 
 def _transport_notes(case: Case) -> tuple[str, ...]:
-    """What the all-to-all does to the experts' sizes and activations."""
+    """Describe the effect of the all-to-all kind on sizes and activations of the experts."""
     found = [f"activations reach the experts in the {case.format} format ({case.all2all})"] if case.uses_all2all else []
     rounded = transported_hidden(case)
     if rounded != case.shape.hidden_size:
@@ -104,11 +104,11 @@ def _transport_notes(case: Case) -> tuple[str, ...]:
 
 
 def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
-    """What convert writes, or why nothing: the engine's choice, else the next supported backend that allows it.
+    """Return what convert writes, or the reason for nothing: the engine's choice, else the next backend that allows it.
 
-    A backend allows it where its bytes can be made offline, the engine gets it through every gate, and its kernel
-    drops nothing that the checkpoint has: moeq does not write what would silently give wrong outputs. No other backend
-    is taken in place of a native one (`CandidateReport.native`).
+    A backend allows it if its bytes can be made offline, it passes every gate, and its kernel drops nothing that the
+    checkpoint has: moeq never writes bytes that silently give wrong outputs. No other backend replaces a native one
+    (`CandidateReport.native`).
     """
     case, selected = outcome.case, outcome.selection.selected
     forced = case.deployment.backend != "auto"
@@ -125,7 +125,7 @@ def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
 
 
 def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
-    """Why convert does not write for a backend, or None where it does."""
+    """Return the reason why convert does not write for a backend, or None."""
     case = outcome.case
     if row.layout is None:
         return row.no_layout
@@ -140,7 +140,7 @@ def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
 
 
 def _reached_by_name(case: Case, row: CandidateReport) -> bool:
-    """Whether asking the engine for the backend's name really selects it."""
+    """Tell whether requesting the backend by its name selects it."""
     if row.flag is None:
         return False
     forced = select(replace(case, deployment=replace(case.deployment, backend=row.flag), brief=True)).selected
@@ -148,10 +148,10 @@ def _reached_by_name(case: Case, row: CandidateReport) -> bool:
 
 
 def dropped_by(case: Case, row: CandidateReport) -> str | None:
-    """What the checkpoint has and the kernel silently leaves out, or None."""
+    """Name the parts of the checkpoint that the kernel silently drops, or None."""
     name = f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts
     flags = case.policy.classes.get(name or "")
-    if flags is None:  # no class: the engine's method runs a kernel of its own
+    if flags is None:  # the engine's method runs a kernel without a class
         return None
     losses = (
         (case.method.config == "awq" and row.backend in ("XPU", "ZEN_CPU"), "the AWQ word order"),
@@ -165,7 +165,7 @@ def dropped_by(case: Case, row: CandidateReport) -> str | None:
 
 
 def _target(case: Case, row: CandidateReport, selected: CandidateReport | None, against: str | None) -> ConvertTarget:
-    assert row.layout is not None  # the caller looked
+    assert row.layout is not None  # `_unwritable` has looked
     flag, why = None, None
     if row is not selected:
         flag = f"{case.policy.backend_flag} {row.flag}"

@@ -1,5 +1,4 @@
-"""compressed-tensors configs, as vLLM reads them for experts: validation, the group of a projection, the dispatch
-list."""
+"""Reader of compressed-tensors configs: validation, the config group of a projection, and the list of schemes."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from moeq.oracle.engines.vllm.configs.question import (
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Formats whose groups quantise activations: without `input_activations` their weights have to be floats.
+# Formats whose groups quantise activations: weights without `input_activations` have to be floats.
 _ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """One `weights` or `input_activations` block, with its defaults filled in. `group` is None where none is given."""
+    """One `weights` or `input_activations` block with its defaults; `group` is None if the block has none."""
 
     bits: int
     type: str
@@ -42,15 +41,15 @@ class Arguments:
     block: tuple[int, ...] | None
 
     def matches(self, bits: int, type_: str, *strategies: str) -> bool:
-        """Whether it is of that element type and one of the strategies (any where none is given)."""
+        """Tell whether element type and strategy match; without strategies, any matches."""
         return (self.bits, self.type) == (bits, type_) and (not strategies or self.strategy in strategies)
 
 
 def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
-    """Read a block as compressed-tensors validates it.
+    """Read a block with the validation of compressed-tensors.
 
     Raises:
-        ConfigRefusal: for what its validators refuse.
+        ConfigRefusal: if its validators refuse the block.
     """
     if not block:
         return None
@@ -102,7 +101,7 @@ Group = tuple[str, Mapping[str, Any]]
 
 
 def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
-    """Target -> group and its name, in order; groups of attention alone do not count. Every group is validated."""
+    """Collect target -> (name, group) in order. Every group is validated; groups of attention alone do not count."""
     targets: dict[str, Group] = {}
     for key, group in (config.get("config_groups") or {}).items():
         listed = list(group.get("targets") or ())
@@ -123,7 +122,7 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
 
 
 def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group | None:
-    """The config group that a projection falls into, or None where it is ignored or nothing matches."""
+    """Return the config group of a projection; None if the projection is ignored or no group matches."""
     if any(_entry_matches(entry, name) for entry in config.get("ignore") or ()):
         return None
     found = next((group for target, group in targets.items() if _entry_matches(target, name)), None)
@@ -237,7 +236,7 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
 
 
 def _wna16_built_in(question: Question, weights: Arguments) -> Method | None:
-    """Before 0.28: what Marlin's shapes do not take goes to a method with its own Triton kernel, on ROCm all of it."""
+    """Return the method with its own Triton kernel (before 0.28.0), for shapes that Marlin refuses and on ROCm."""
     rocm = question.platform == "rocm"
     group = -1 if weights.group is None else weights.group
     ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")
@@ -339,7 +338,7 @@ def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, 
 
 
 def _reads_as_hopper(question: Question) -> bool:
-    """Whether the engine sees capability 9.0: gfx90a has that, too."""
+    """Tell whether the engine reads capability 9.0; gfx90a has it as well."""
     gpu = question.probe.gpu
     return (gpu.platform == "cuda" and gpu.capability == (9, 0)) or gpu.arch == "gfx90a"
 
@@ -356,7 +355,7 @@ def _w4a8_int8(question: Question, weights: Arguments, inputs: Arguments | None,
     return Method("CompressedTensorsW4A8Int8MoEMethod", "w4a8-int8", "ct", f"kInt4W4A8Static{scope}Sym", None, 4, group)
 
 
-#: First match wins, in the engine's order.
+#: Schemes in the engine's order; the first match wins.
 _SCHEMES: tuple[Scheme, ...] = (
     _mxfp4_fp8, _mxfp4, _mxfp8, _wna16, _nvfp4, _fp8, _int8, _w4a8_fp8, _w4a8_int8,
 )  # fmt: skip

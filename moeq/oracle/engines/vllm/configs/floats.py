@@ -1,4 +1,4 @@
-"""How vLLM reads configs of FP8, FP4 and MX weights, and of experts that it quantises while they load."""
+"""Readers of configs of FP8, FP4 and MX weights, and of experts that are quantised while they load."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from moeq.oracle.engines.vllm.select import search_of
 
 
 def read_gpt_oss(question: Question) -> Method:
-    """gpt-oss MXFP4: no config keys are read except an activation request."""
+    """Read MXFP4 of gpt-oss: only a requested activation type is read from the config."""
     activation = moe_activation(question.config)
     return Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
 def read_mxfp4(question: Question) -> Method:
-    """MXFP4 of other models: the second selector."""
+    """Read MXFP4 of other models, which have a selection function of their own since 0.28.0."""
     if not question.policy.since("0.28.0"):  # one method for all models
         return read_gpt_oss(question)
     activation = moe_activation(question.config)
@@ -39,13 +39,13 @@ _REQUESTED = {"bf16": None, "mxfp8": "kMxfp8Dynamic", "mxfp4": "kMxfp4Dynamic", 
 
 
 def moe_activation(config: Config) -> str | None:
-    """Activation key that is asked for beside the checkpoint (`quantization_config.moe.activation`)."""
+    """Return the activation key that the user requests (`quantization_config.moe.activation`)."""
     moe = config.get("moe")
     return _REQUESTED.get(str(moe.get("activation"))) if isinstance(moe, Mapping) else None
 
 
 def check_activation_request(method: Method, config: Config) -> None:
-    """An activation asked for beside the checkpoint must agree with what the checkpoint declares."""
+    """Refuse a requested activation type that differs from the checkpoint's declared one."""
     moe = config.get("moe")
     asked = moe.get("activation") if isinstance(moe, Mapping) else None
     if asked in _REQUESTED and method.family == "mxfp4" and _REQUESTED[asked] != method.activation_key:
@@ -56,10 +56,10 @@ def check_activation_request(method: Method, config: Config) -> None:
 
 
 def read_deepseek_v4(question: Question) -> Method:
-    """DeepSeek-V4: the model's `expert_dtype` says what the experts are, and `moe_quant_algo` which FP4.
+    """Read DeepSeek-V4: the model's `expert_dtype` selects FP8 or FP4 experts, and `moe_quant_algo` the kind of FP4.
 
     Raises:
-        ConfigRefusal: for another `expert_dtype` than fp4 and fp8.
+        ConfigRefusal: if `expert_dtype` is neither fp4 nor fp8.
     """
     config = question.config
     if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
@@ -76,12 +76,12 @@ def read_deepseek_v4(question: Question) -> Method:
 
 
 def block_key(rows: int, columns: int) -> str:
-    """The key of fp8 weights with one scale per block."""
+    """Return the key of FP8 weights with one scale per block."""
     return "kFp8Static128BlockSym" if (rows, columns) == (128, 128) else f"kFp8Static{rows}x{columns}Sym"
 
 
 def read_fp8(question: Question) -> Method:
-    """DeepSeek-style and per-tensor FP8."""
+    """Read FP8 with scales per block (DeepSeek) or per tensor."""
     config, case = question.config, question.probe
     if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
         return unquantized()
@@ -106,7 +106,7 @@ def read_fp8(question: Question) -> Method:
 
 
 def _block_method(question: Question, base: Method, block: tuple[int, int]) -> Method:
-    """Blocks that a rank's shard cuts are refined to a size that divides, or the shard is padded to whole blocks."""
+    """Refine blocks that a rank's shard would cut, or pad the shard to whole blocks."""
     case = question.probe
     refined = refined_block(case, block) if question.policy.since("0.30.0") else None
     asked = case.deployment.backend
@@ -123,8 +123,10 @@ def _block_method(question: Question, base: Method, block: tuple[int, int]) -> M
 
 
 def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
-    """The largest square block (at least 32) that divides the checkpoint's and every shard; None where none is needed
-    or there is none."""
+    """Return the largest square block, at least 32, that divides the checkpoint's block and every shard.
+
+    None means that no refinement is needed or possible.
+    """
     inner = case.intermediate
     if inner % block[0] == 0 and (case.moe_tp == 1 or inner % block[1] == 0):
         return None
@@ -133,7 +135,7 @@ def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
 
 
 def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str) -> bool:
-    """Whether a class of the requested backend lists the refined block."""
+    """Tell whether a class of the requested backend lists the refined block."""
     policy, device = question.policy, question.probe.device
     family = policy.families["fp8"]
     search = search_of(question.probe, family, asked)
@@ -149,10 +151,10 @@ def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str)
 
 
 def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
-    """A rank's shard padded to whole blocks, None where it need not or cannot be.
+    """Return the width of a rank's shard padded to whole blocks; None if padding is not needed or not possible.
 
     Raises:
-        ConfigRefusal: where the engine insists on padding and the deployment does not allow it.
+        ConfigRefusal: if the engine requires padding and the deployment does not allow it.
     """
     rows, columns = block
     if rows != columns or case.moe_tp == 1 or case.intermediate % rows == 0:
@@ -165,7 +167,7 @@ def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
 
 
 def read_online(question: Question) -> Method:
-    """`--quantization` of an unquantised checkpoint: experts are quantised while they load."""
+    """Read `--quantization` for an unquantised checkpoint: experts are quantised while they load."""
     case = question.probe
     name = case.deployment.quantization or str(question.config.get("quant_method", ""))
     token = case.flag("VLLM_BATCH_INVARIANT") == "1" and question.policy.since("0.33.0")
@@ -204,14 +206,14 @@ _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str:
-    """ModelOpt's `quant_algo`, flat or under `quantization`, in capitals; empty where there is none."""
+    """Return ModelOpt's `quant_algo`, flat or under `quantization`, in capitals; empty without one."""
     nested = config.get("quantization")
     source = nested if isinstance(nested, Mapping) else config
     return str(source.get("quant_algo") or "").upper()
 
 
 def read_modelopt(question: Question) -> Method:
-    """NVIDIA ModelOpt: `quant_algo` decides, but for modules in the exclude list."""
+    """Read NVIDIA ModelOpt: `quant_algo` selects the method of modules that are not excluded."""
     config = question.config
     nested = isinstance(config.get("quantization"), Mapping)
     source: Mapping[str, Any] = config["quantization"] if nested else config
@@ -244,5 +246,5 @@ def read_modelopt(question: Question) -> Method:
 
 
 def excluded(entries: Iterable[str], prefix: str) -> bool:
-    """ModelOpt's exclude list: exact names, parts of names, wildcards."""
+    """Tell whether ModelOpt's exclude list names the experts: exact names, parts of names, or wildcards."""
     return skipped_module(entries, prefix) or any(entry in prefix or fnmatch(prefix, entry) for entry in entries)

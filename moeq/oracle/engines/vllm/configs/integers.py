@@ -1,4 +1,4 @@
-"""How vLLM reads configs of integer weights: GPTQ, AWQ, AutoRound, and the methods that take what Marlin does not."""
+"""Readers of configs of integer weights: GPTQ, AWQ, AutoRound, MoeWNA16 and Humming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeq.oracle.engines.vllm.configs.question import (
 
 
 def read_gptq(question: Question) -> Method:
-    """GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback where Marlin's shape test fails."""
+    """Read GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback if Marlin's shape test fails."""
     config = question.config
     bits, group = integer(config, "bits"), integer(config, "group_size")
     desc_act, sym = bool(required(config, "desc_act")), bool(required(config, "sym"))
@@ -47,7 +47,7 @@ def read_gptq(question: Question) -> Method:
 
 
 def auto_gptq(bits: int, group: int) -> Method:
-    """The Marlin-layout integration of symmetric GPTQ. Its key never knows groups of 32 apart."""
+    """Return the Marlin integration of symmetric GPTQ. Its key does not distinguish groups of 32."""
     return Method(
         "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group,
         bias_possible=True, tile_padding=True, checks_input=True,
@@ -55,7 +55,7 @@ def auto_gptq(bits: int, group: int) -> Method:
 
 
 def check_act_order(config: Config, desc_act: bool, group: int) -> None:
-    """desc_act survives only with one group (as a no-op), in the base config and in every rule that does not skip."""
+    """Refuse desc_act with more than one group, in the base config and in every rule that does not skip."""
     rules = (config.get("dynamic") or {}).items()
     rows = [{**config, **rule} for pattern, rule in rules if isinstance(rule, Mapping) and not pattern.startswith("-:")]
     for row in [config, *rows]:
@@ -65,14 +65,14 @@ def check_act_order(config: Config, desc_act: bool, group: int) -> None:
 
 
 def check_gptq_bits(bits: int, sym: bool) -> None:
-    """(4, sym) and (8, sym) only."""
+    """Refuse everything but symmetric weights of 4 or 8 bits."""
     if (bits, sym) not in ((4, True), (8, True)):
         text = f"GPTQ with {bits} bits and sym {str(sym).lower()} is not supported; 4 or 8 bits, symmetric"
         refuse(text, "--quantization moe_wna16 takes asymmetric experts")
 
 
 def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
-    """GPTQModel's `dynamic`: the first pattern that matches the fused prefix; `-:` skips, `+:` or none overrides."""
+    """Return the first rule of `dynamic` (GPTQModel) that matches the fused prefix; `-:` skips, the others override."""
     for pattern, overrides in (config.get("dynamic") or {}).items():
         if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
             skips = pattern.startswith("-:") or not isinstance(overrides, Mapping)
@@ -81,7 +81,7 @@ def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
 
 
 def read_moe_wna16(question: Question) -> Method:
-    """`--quantization moe_wna16` on a GPTQ or AWQ checkpoint."""
+    """Read a GPTQ or AWQ checkpoint for `--quantization moe_wna16`."""
     config = question.config
     declared = str(config.get("quant_method", ""))
     bits, group = integer(config, "bits"), integer(config, "group_size")
@@ -102,7 +102,7 @@ def read_moe_wna16(question: Question) -> Method:
 def moe_wna16(
     question: Question, bits: int, group: int, *, zero_points: bool, note: str | None = None
 ) -> Method:  # fmt: skip
-    """The byte-layout method that takes what Marlin's shapes do not. Its key is symmetric whatever the zero points."""
+    """Return MoeWNA16, which takes shapes that Marlin refuses. Its key is symmetric even with zero points."""
     policy = question.policy
     built_in = not policy.since("0.28.0")  # it has its own Triton kernel and selects nothing
     if bits not in (4, 8) and not built_in:
@@ -120,7 +120,7 @@ def moe_wna16(
 
 
 def read_awq(question: Question) -> Method:
-    """AWQ: `AutoAWQConfig`, 4 bits, with the MoeWNA16 fallback."""
+    """Read AWQ: `AutoAWQConfig`, 4 bits, with the MoeWNA16 fallback."""
     config = question.config
     bits, group = integer(config, "w_bit", "bits"), integer(config, "q_group_size", "group_size")
     zero = bool(required(config, "zero_point"))
@@ -135,13 +135,13 @@ def read_awq(question: Question) -> Method:
 
 
 def check_awq_bits(bits: int) -> None:
-    """AWQ is 4 bits."""
+    """Refuse everything but 4 bits."""
     if bits != 4:
         refuse(f"AWQ with {bits} bits is not supported, only 4")
 
 
 def auto_awq(group: int, zero: bool) -> Method:
-    """The Marlin-layout integration of AWQ. Its key is symmetric whatever the zero points."""
+    """Return the Marlin integration of AWQ. Its key is symmetric even with zero points."""
     return Method(
         "AutoAWQMoEMethod", "wna16", "awq", "kInt4Static", None, 4, group,
         zero_points=zero, bias_possible=True, tile_padding=True, raw_zero_points=zero,
@@ -149,7 +149,7 @@ def auto_awq(group: int, zero: bool) -> Method:
 
 
 def check_awq_fallback(question: Question) -> None:
-    """MoeWNA16 asks for capability 75 on AWQ, and reads -1 where a platform has no capability."""
+    """Check MoeWNA16's minimum capability for AWQ, 7.5. Platforms without a capability count as -1."""
     gpu = question.probe.gpu
     if gpu.platform in ("cpu", "xpu"):
         refuse(f"AWQ through MoeWNA16 needs capability 75, which reads -1 on {gpu.platform}", code="G2")
@@ -161,7 +161,7 @@ _INC_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8"
 
 
 def read_inc(question: Question) -> Method:
-    """AutoRound / INC: the data type and packing decide which integration takes over."""
+    """Read AutoRound (INC): data type and packing select the integration."""
     config = question.config
     type_ = str(config.get("data_type") or "int")
     bits, group = integer(config, "bits"), integer(config, "group_size")
@@ -186,7 +186,7 @@ def read_inc(question: Question) -> Method:
 
 
 def _inc_layer(question: Question, bits: int, group: int, sym: bool) -> tuple[int, int, bool]:
-    """`extra_config` by the exact module path, its suffix, or a pattern."""
+    """Look up `extra_config` by the exact module path, its suffix, or a pattern."""
     extra: dict[str, Config] = question.config.get("extra_config") or {}
     prefix = question.prefix
     none: Config = {}
@@ -235,7 +235,7 @@ def _inc_int(question: Question, bits: int, group: int, sym: bool, *, awq: bool)
 
 
 def read_humming(question: Question) -> Method:
-    """The humming method: one backend, no selection."""
+    """Read a config for the humming method, which has one backend and no selection."""
     config = question.config
     bits = int(config.get("bits") or config.get("w_bit") or 4)
     group = int(config.get("group_size") or config.get("q_group_size") or -1)
@@ -245,7 +245,7 @@ def read_humming(question: Question) -> Method:
 
 
 def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:
-    """Humming's own integration of integers."""
+    """Return Humming's own integration of integers."""
     capability = case.gpu.capability or (0, 0)
     newer = case.policy.since("0.31.0")
     if newer and (capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16")):
@@ -254,6 +254,6 @@ def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bo
         key = weight_only_key(4, symmetric, group if group > 0 else 128)
     elif group > 0:
         key = weight_only_key(bits, symmetric, group)
-    else:  # its own keys have no scale per channel: such a checkpoint gets one that no class lists
+    else:  # Humming has no key for scales per channel: the made-up key is one that no class lists.
         key = f"kUint{bits}StaticRow"
     return Method("HummingMoEMethod", "humming", config, key, None, bits, group)

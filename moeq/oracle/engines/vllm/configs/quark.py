@@ -1,4 +1,4 @@
-"""AMD Quark configs, as vLLM reads them for experts: excluded modules, the matching config, the dispatch."""
+"""Reader of AMD Quark configs: excluded modules, the matching table, and the choice of the scheme."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeq.oracle.engines.vllm.configs.question import Config, ConfigRefusal, Que
 
 
 def read_quark(question: Question) -> Method:
-    """Quark: the global config, with `exclude` and per-layer patterns."""
+    """Read Quark: the global config, with `exclude` and per-layer patterns."""
     config = question.config
     if config.get("export") is None:
         refuse("the Quark config has no 'export' part")
@@ -41,7 +41,7 @@ def _single(value: Any) -> Any:
 
 
 def ignored(entries: Iterable[str], question: Question) -> bool:
-    """Whether `exclude` names the experts: a child of theirs excludes them all."""
+    """Tell whether `exclude` names the experts; one excluded child excludes them all."""
     prefix = question.prefix
     names = [entry for entry in entries if not entry.startswith("re:")]
     if any(name == prefix or name.startswith(prefix + ".") for name in names):
@@ -57,7 +57,7 @@ def _matched(config: Config, prefix: str) -> dict[str, Any]:
 
 
 def _two_levels(weight: Any, inputs: Any) -> Method:
-    """NVFP4 and int4 on fp8: two scales each."""
+    """Read weights with two levels of scales: NVFP4."""
 
     def rows(value: Any) -> list[Config]:
         return value if isinstance(value, list) else [value or {}]
@@ -138,7 +138,7 @@ _MX_WEIGHTS = {
     "fp8_e4m3": "kMxfp8Static",
 }
 _MX_INPUTS = {"fp4": "kMxfp4Dynamic", "fp6_e3m2": "kMxfp6E3M2Dynamic", "fp6_e2m3": "kMxfp6E2M3Dynamic"}
-#: Weight and activation elements of the schemes; fp8 is per tensor.
+#: Weight element -> activation elements of the schemes; fp8 has one scale per tensor.
 _MX_SCHEMES = {
     "fp4": (None, "fp4", "fp6_e3m2", "fp6_e2m3", "fp8"),
     "fp6_e3m2": (None, "fp6_e3m2", "fp8"),
@@ -147,7 +147,7 @@ _MX_SCHEMES = {
 
 
 def _mx_weight(weight: Config) -> str | None:
-    """The key of OCP MX weights: groups of 32 with e8m0 scales."""
+    """Return the key of OCP MX weights: groups of 32 with e8m0 scales."""
     grouped = (
         weight.get("qscheme") == "per_group" and weight.get("group_size") == 32 and weight.get("scale_format") == "e8m0"
     )
@@ -155,7 +155,7 @@ def _mx_weight(weight: Config) -> str | None:
 
 
 def _mx_inputs(inputs: Config | None) -> tuple[bool, str | None]:
-    """Whether OCP MX weights can go with such activations, and their key."""
+    """Tell whether OCP MX weights accept such activations, and return the activation key."""
     if inputs is None:
         return True, None
     dtype, scope = str(inputs.get("dtype")), inputs.get("qscheme")

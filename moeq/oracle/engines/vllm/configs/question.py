@@ -1,9 +1,8 @@
-"""From a checkpoint's quantisation config to vLLM's integration class: what all readers share.
+"""Input of a config reader, and the checks and keys that all readers share.
 
-A reader turns one `quantization_config` into the `Method` that asks for a backend, or raises `ConfigRefusal` where
-vLLM refuses the config. Readers work on the config alone: no tensors, no torch. Where versions differ, the rule says
-from which one on it holds (`policy.since`). They are in `integers.py`, `floats.py`, `compressed.py` and `quark.py`;
-`registry.py` says which one reads what.
+A reader turns one `quantization_config` into the `Method` that asks for a backend, or raises `ConfigRefusal` if vLLM
+refuses the config. It reads the config alone: no tensors, no torch. Rules that differ between versions ask
+`policy.since`. The readers are in the modules of this package; `entry_points.READERS` maps methods to them.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 Config = Mapping[str, Any]
 
-#: Module path that per-module rules are matched against: the engine sees the experts of a layer as one module.
+#: Usual module path that per-module rules are matched against: the engine sees a layer's experts as one module.
 PREFIX = "model.layers.0.mlp.experts"
 
 
 class ConfigRefusal(Exception):
-    """The engine refuses a config before any backend is looked at."""
+    """Refusal of a config before any backend is considered."""
 
     def __init__(self, error: str, kind: str, text: str, hint: str | None = None, code: str | None = None) -> None:
         super().__init__(text)
@@ -32,7 +31,7 @@ class ConfigRefusal(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """Config plus everything a reader may look at: `probe` is a case whose method is still open."""
+    """Input of a reader: the config, and a case (`probe`) whose method is still open."""
 
     config: Config
     probe: Case
@@ -40,17 +39,17 @@ class Question:
 
     @property
     def policy(self) -> EnginePolicy:
-        """The engine."""
+        """Version of the engine."""
         return self.probe.policy
 
     @property
     def platform(self) -> str:
-        """The device's platform."""
+        """Platform of the device."""
         return self.probe.gpu.platform
 
     @property
     def gated(self) -> bool:
-        """Experts have a gate half."""
+        """Whether the experts have a gate half."""
         return self.probe.shape.gated and not self.probe.shape.activation.endswith("_no_mul")
 
 
@@ -58,12 +57,12 @@ Reader = Callable[[Question], Method]
 
 
 def refuse(text: str, hint: str | None = None, code: str = "G0") -> NoReturn:
-    """The engine's ValueError at a config."""
+    """Raise the refusal of a config for which the engine raises ValueError."""
     raise ConfigRefusal("ValueError", "CONFIG", text, hint, code)
 
 
 def check_layer(case: Case) -> None:
-    """What the engine asserts about a layer before it reads any config (sizes that do not divide are gate G5)."""
+    """Check what the engine asserts about a layer before it reads any config; division of sizes is gate G5."""
     if case.shape.activation not in case.policy.activations:
         text = f"{case.policy.name} has no activation {case.shape.activation}"
         raise ConfigRefusal(
@@ -76,18 +75,18 @@ def check_layer(case: Case) -> None:
 
 
 def unquantized(_: object = None) -> Method:
-    """Experts that a rule leaves unquantised."""
+    """Return the method of experts that a rule leaves unquantised."""
     return Method("UnquantizedFusedMoEMethod", "unquantized", "none", "none")
 
 
 def built_in_kernel(case: Case, method: Method) -> Method:
-    """The same method; on CPUs older versions run unquantised experts without an experts class."""
+    """Mark the method as built in if an older version on a CPU runs unquantised experts without an experts class."""
     old = case.gpu.platform == "cpu" and not case.policy.since("0.28.0")
     return replace(method, built_in=("CPU", None)) if old and method.family == "unquantized" else method
 
 
 def required(config: Config, *names: str) -> Any:
-    """First of several spellings of a key. The engine raises ValueError where none is there."""
+    """Return the value of the first spelling of a key that exists; refuse the config if none does."""
     for name in names:
         if name in config:
             return config[name]
@@ -95,7 +94,7 @@ def required(config: Config, *names: str) -> Any:
 
 
 def integer(config: Config, *names: str) -> int:
-    """A key that has to be an integer; anything else is refused with its value."""
+    """Return the value of a key that has to be an integer; refuse anything else."""
     value = required(config, *names)
     if isinstance(value, bool) or not isinstance(value, int):
         refuse(f"quantization_config {names[0]} is {value!r}, not an integer")
@@ -103,24 +102,24 @@ def integer(config: Config, *names: str) -> int:
 
 
 def skipped_by(entries: Iterable[str] | None, prefix: str) -> bool:
-    """Whether a list of modules that stay unquantised names the experts: any part of the path counts."""
+    """Tell whether a list of unquantised modules names the experts: an entry matches any part of the path."""
     return any(entry in prefix for entry in entries or ())
 
 
 def skipped_module(entries: Iterable[str] | None, prefix: str) -> bool:
-    """Whether a list of exact module names skips the experts: one of them lies in the experts' module."""
+    """Tell whether a list of exact module names skips the experts: one of them lies in the experts' module."""
     if "experts" not in prefix:
         return prefix in (entries or ())
     return any("experts" in entry and prefix in entry for entry in entries or ())
 
 
 def marlin_fails(question: Question, group: int, *, tile_padding: bool = True) -> bool:
-    """Whether Marlin's shape test fails, as the GPTQ and AWQ integrations run it themselves."""
+    """Tell whether Marlin's shape test fails; the GPTQ and AWQ integrations run it themselves."""
     return next(marlin_shape(question.probe, group, tile_padding=tile_padding), None) is not None
 
 
 def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
-    """The key of weight-only integers: group 32 is known apart for 4 bits, the group size for odd bits."""
+    """Return the key of weight-only integers: 4 bits distinguish group 32, and uncommon widths channel scales."""
     asym = "" if symmetric else "Asym"
     if bits == 8:
         return f"kInt8Static{asym}"
@@ -133,10 +132,10 @@ _NO_CHANNEL_SCALES = ("MARLIN", "CPU", "CPU_W8A8", "FLASHINFER_CUTLASS", "FLASHI
 
 
 def check_selected(case: Case, backend: str) -> None:
-    """What integrations assert about the backend that selection gave them.
+    """Check what integrations assert about the selected backend.
 
     Raises:
-        ConfigRefusal: where the engine stops there.
+        ConfigRefusal: if the engine stops there.
     """
     name, marlin = case.method.name, backend in ("MARLIN", "BATCHED_MARLIN")
     if case.method.channel_assertion and not marlin:
@@ -155,7 +154,7 @@ def check_selected(case: Case, backend: str) -> None:
 
 
 def check_marlin_input(case: Case) -> None:
-    """8-bit activations by variable: fp8 ones only on Ada and consumer Blackwell."""
+    """Check VLLM_MARLIN_INPUT_DTYPE: fp8 activations work on Ada and consumer Blackwell only."""
     capability = case.gpu.capability
     fits = case.gpu.platform == "cuda" and capability is not None and (capability == (8, 9) or capability[0] == 12)
     if (case.env("VLLM_MARLIN_INPUT_DTYPE") or "").lower() == "fp8" and not fits:
