@@ -47,7 +47,7 @@ class KernelRow:
         dtypes: accepted dtypes of x.
         n_multiple: divisor that output features must have, per half.
         k_multiple: divisor that input features must have.
-        keeps_16_bit: see `moeq.layouts.readers.MOEQ`.
+        keeps_16_bit: whether the kernel runs 16-bit activations whatever the checkpoint declares.
     """
 
     backend: str
