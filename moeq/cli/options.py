@@ -53,7 +53,7 @@ NoCodeOption = Annotated[
 ]
 
 ForceLayoutOption = Annotated[
-    bool, typer.Option("--force-layout", help="Write --layout even if the engine would not run it there.")
+    bool, typer.Option("--force-layout", help="Write the layout even if nothing loads it there.")
 ]
 RegroupOption = Annotated[
     int | None,

@@ -13,7 +13,7 @@ from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
-from moeq.layouts.registry import get_layout
+from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.oracle.loaders import Loader, common
@@ -218,6 +218,13 @@ def _target(
     if not fitting:
         return against[0]
     best = min(fitting, key=lambda target: _preference(target, ask.deployment))  # the first of equals
+    if not layout_class(best.layout).readers and not ask.force_layout:
+        return MoeqError(
+            "usage.layout-unread",
+            f"{best.backend} reads {best.layout}, but no plug-in of moeq hands it these bytes and no kernel of moeq "
+            "reads them",
+            "--force-layout writes it anyway",
+        )
     if best is fitting[0]:
         return replace(best, why="; ".join(filter(None, (best.why, *(error.message for error in against[:1])))) or None)
     return replace(best, why="; ".join(filter(None, (_given_up(fitting[: fitting.index(best)]), best.why))))

@@ -78,7 +78,7 @@ def advised(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: b
 def _with_hint(checkpoint: Checkpoint, ask: Ask, error: MoeqError) -> MoeqError:
     """The error with what works as its hint; with its own where nothing was found."""
     works = ", or ".join(suggestion.text for suggestion in nearest(checkpoint, ask))
-    force = "; --force-layout writes it anyway" if error.code == "usage.layout-gpu" else ""
+    force = "; --force-layout writes it anyway" if error.code in ("usage.layout-gpu", "usage.layout-unread") else ""
     hint = f"{works} works{force}" if works else error.hint
     return MoeqError(error.code, error.message, hint)
 
