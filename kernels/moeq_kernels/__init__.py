@@ -1,10 +1,10 @@
-"""Fused Mixture-of-Experts kernels that read packed expert weights as they are stored.
+"""Fused Mixture-of-Experts kernels that read packed expert weights in place.
 
     from moeq_kernels import PackedExperts, PackedMatrix, fused_moe
     y = fused_moe(x, experts, topk_weights, topk_ids, activation="silu")
 
-Importing this needs no GPU, no torch and no triton; calling a kernel does. Without a GPU, call
-`moeq_kernels.interpreter.enable()` before anything imports triton, and pass CPU tensors.
+Importing the package needs no GPU, no torch and no triton; calling a kernel does. Without a GPU, call
+`moeq_kernels.interpreter.enable()` before triton is imported, and pass CPU tensors.
 """
 
 from __future__ import annotations

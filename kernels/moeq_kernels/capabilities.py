@@ -1,4 +1,4 @@
-"""What `fused_moe` covers, for programs that decide before they load anything. Needs neither torch nor triton."""
+"""Table of what `fused_moe` covers. Importing this module needs neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS
 
 @dataclass(frozen=True)
 class Capability:
-    """One weight layout that the kernels read.
+    """Weight layout that the kernels read.
 
     Attributes:
         layout: layout id.
-        elements: element types of codes.
-        group_sizes: codes that share a scale; -1 is one scale per output feature. Empty for unquantised weights.
+        elements: element types of the codes.
+        group_sizes: numbers of codes that share a scale; -1 is one scale per output feature. Empty for unquantised
+            weights.
         zero_points: whether stored zero points are read.
         act_order: whether columns are permuted (act-order).
         dtypes: torch dtype names of the activations.
-        int8_activations: whether activations are quantised to int8 per token on the way.
-        fp8_activations: whether they are quantised to e4m3, per token or per token and group of the weights, where
-            `PackedMatrix.activation_dtype` asks for it.
-        n_multiple, k_multiple: what stored output features (per half for gate and up) and input features must be
-            multiples of.
+        int8_activations: whether activations are quantised to int8 per token.
+        fp8_activations: whether `PackedMatrix.activation_dtype` may ask for e4m3 activations, quantised per token, or
+            per token and group of the weights.
+        n_multiple, k_multiple: granularity of stored output features (per half for gate and up) and input features.
         biases: whether expert biases are added.
-        activations: with a gate; `swiglu_oai` in both gate-up and interleaved row order.
-        ungated_activations: without a gate.
+        activations: gated activations; `swiglu_oai` in both gate-up and interleaved row order.
+        ungated_activations: activations without a gate.
         activation_formats: `standard` (`[tokens, hidden]`) and `batched` (`[experts, max_tokens, hidden]`).
         expert_parallel: whether experts may live on other ranks (expert map).
-        router_weight_on_input: whether the router weight may multiply the input.
+        router_weight_on_input: whether router weights may multiply the input.
         minimum_cuda: lowest NVIDIA compute capability.
-        rocm: AMD architectures that the kernels are compiled (not run) for.
-        interpreter: whether they run without a GPU.
+        rocm: AMD architectures for which the kernels are compiled, but were not run.
+        interpreter: whether the kernels run without a GPU.
     """
 
     layout: str
@@ -72,5 +72,5 @@ def _capability(layout: str) -> Capability:
     )
 
 
-#: One record per layout, in the order of the format table.
+#: Records of all layouts in the order of the format table.
 CAPABILITIES: tuple[Capability, ...] = tuple(_capability(layout) for layout in dict.fromkeys(key[0] for key in FORMATS))

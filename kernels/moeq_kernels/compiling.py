@@ -1,10 +1,10 @@
-"""Compiling launches ahead of use: what of a launch the code depends on, and compiling many of them in parallel.
+"""Builds of kernels: what a build depends on, the cache on disk, and parallel compilation.
 
-Code depends on types, on constants, and on which integers are 1 or multiples of 16, as in Triton's own launcher;
-integers that a kernel lists in `do_not_specialize` do not matter: those that change with the number of tokens.
+A build depends on types, on constants, and on which integers are 1 or multiples of 16, as in Triton's own launcher.
+Integers that a kernel lists in `do_not_specialize` do not matter: they change with the number of tokens.
 
-Machine code is kept in `cache_folder()`, a file for each build, under a key of this package's source, Triton's version,
-the build and the GPU's architecture. The folder may be copied to, or shared with, machines with such GPUs.
+`cache_folder()` holds one file per build. Its key covers this package's source, Triton's version, the build and the
+GPU's architecture, so machines with such GPUs can share the folder or copies of it.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One build of a kernel.
+    """Build of a kernel.
 
     Attributes:
-        kernel: as of `Launch`.
-        types: Triton's types by parameter; parameters that are missing are constants.
-        constants: by parameter.
+        kernel: device function as in `Launch.kernel`.
+        types: Triton types by parameter; all other parameters are constants.
+        constants: values of constants by parameter.
         aligned: parameters that are multiples of 16.
-        options: of the compiler.
+        options: options for Triton's compiler.
     """
 
     kernel: str
@@ -69,14 +69,13 @@ class Specialisation:
 
 @dataclass(frozen=True)
 class Warmed:
-    """What warming did.
+    """Result of a warm-up.
 
     Attributes:
-        kernels: in all.
-        compiled: those that were not in the cache on disk.
-        seconds: that it took.
-        kept: whether the cache has them now: not where its folder cannot be written, and then each is compiled again
-            by every process that calls it.
+        kernels: number of builds that are needed.
+        compiled: number of builds that were missing in the cache.
+        seconds: duration.
+        kept: whether the cache holds the builds now; without a writable folder every process compiles them again.
     """
 
     kernels: int
@@ -94,7 +93,7 @@ class Warmed:
 
 
 def specialise(launch: Launch) -> Specialisation:
-    """The build that a launch needs."""
+    """Return the build that a launch needs."""
     types: list[tuple[str, str]] = []
     constants: dict[str, Any] = dict(launch.constants)
     aligned = set()
@@ -114,7 +113,7 @@ def specialise(launch: Launch) -> Specialisation:
 
 
 def _type_of(value: Argument, plain: bool) -> tuple[str | None, bool]:
-    """Type, or None where the value is a constant, and whether it is known as a multiple of 16."""
+    """Return the type (None for a constant) and whether the value is known to be a multiple of 16."""
     from moeq_kernels.areas import Area, Box
 
     if value is None:
@@ -133,9 +132,9 @@ def _name(area: Area) -> str:
 
 
 def compile_one(wanted: Specialisation, gpu: Gpu) -> Any:
-    """Triton's compiled kernel, from its cache on disk where it is there; needs no GPU.
+    """Compile with Triton, which looks into its own cache first; needs no GPU.
 
-    Raises KernelEnvironmentError where this process interprets.
+    Raises KernelEnvironmentError if this process interprets kernels.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -154,15 +153,15 @@ def compile_one(wanted: Specialisation, gpu: Gpu) -> Any:
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code for an NVIDIA GPU, and how it is launched.
+    """Machine code for an NVIDIA GPU and its launch parameters.
 
     Attributes:
-        code: a cubin.
-        name: of the kernel in it.
-        warps: of a program.
-        shared: bytes of shared memory that are asked for when it is launched.
-        boxes: for each descriptor of the copy engine its swizzle (CUtensorMapSwizzle) and block.
-        parameters: bytes of each.
+        code: cubin.
+        name: name of the kernel in the cubin.
+        warps: warps per program.
+        shared: bytes of dynamic shared memory per program.
+        boxes: swizzle (CUtensorMapSwizzle) and block of each descriptor of the copy engine.
+        parameters: bytes of each kernel parameter.
     """
 
     code: bytes
@@ -174,7 +173,7 @@ class Binary:
 
 
 def parameters_of(ptx: str) -> tuple[int, ...]:
-    """Bytes of each parameter of the kernel in a PTX text."""
+    """Return the bytes of each kernel parameter in a PTX text."""
     begin = ptx.index(".entry")
     head = ptx[begin : ptx.index(")", begin)]
     found = re.findall(r"\.param (?:\.align \d+ )?\.[a-z](\d+)[^\[,]*(?:\[(\d+)\])?", head)
@@ -182,7 +181,7 @@ def parameters_of(ptx: str) -> tuple[int, ...]:
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept: MOEQ_KERNEL_CACHE, else `moeq/kernels` in the user's cache folder."""
+    """Return the cache folder: MOEQ_KERNEL_CACHE, or `moeq/kernels` in the user's cache folder."""
     given = os.environ.get("MOEQ_KERNEL_CACHE")
     return (
         Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeq" / "kernels"
@@ -191,10 +190,10 @@ def cache_folder() -> Path:
 
 @cache
 def _source_key() -> str:
-    """Hash of this package's source.
+    """Hash the source of this package.
 
-    Not triton's `cache_key` of a kernel: where functions that it calls read constants, that depends on which others
-    were asked for theirs before, so that a process would not find what another has compiled.
+    Triton's `cache_key` of a kernel does not suit: if called functions read constants, the key depends on which other
+    keys were computed before, so that one process would not find what another has compiled.
     """
     folder = Path(__file__).parent
     files = sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py"))
@@ -216,7 +215,7 @@ def _file(wanted: Specialisation, gpu: Gpu) -> Path:
 
 
 def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
-    """A build from the cache folder; None where it is not there, cannot be read or is damaged."""
+    """Read a build from the cache folder; None if it is missing, unreadable or damaged."""
     try:
         digest, _, rest = _file(wanted, gpu).read_bytes().partition(b"\n")
     except OSError:
@@ -230,12 +229,12 @@ def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
 
 
 def _digest(rest: bytes) -> bytes:
-    """First line of a file in the cache folder, of what follows."""
+    """Return the digest that the first line of a cache file holds of the other lines."""
     return hashlib.sha256(rest).hexdigest().encode()
 
 
 def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
-    """A build, from the cache folder or compiled and put there. Raises the errors of `compile_one`."""
+    """Read a build from the cache folder, or compile and store it. Raises the errors of `compile_one`."""
     found = stored(wanted, gpu)
     if found is not None:
         return found
@@ -251,13 +250,13 @@ def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
     about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
     about["parameters"] = found.parameters
     rest = json.dumps(about).encode() + b"\n" + found.code
-    with suppress(OSError):  # a folder that cannot be written costs compiling again
+    with suppress(OSError):  # without a writable folder the next process compiles again
         _keep(_file(wanted, gpu), _digest(rest) + b"\n" + rest)
     return found
 
 
 def _keep(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, whoever else writes it; others may read it. Raises OSError."""
+    """Write a file atomically and readable for all users, also beside concurrent writers. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, name = tempfile.mkstemp(dir=path.parent)
     try:
@@ -281,29 +280,29 @@ def _function(wanted: Specialisation) -> Any:
 
 @cache
 def _gluon_source() -> Any:
-    """Triton 3.9 makes the class public."""
+    """Return the source class of Gluon kernels, which is public from Triton 3.9 on."""
     gluon = import_module("triton.experimental.gluon")
     return getattr(gluon, "GluonASTSource", None) or import_module(f"{gluon.__name__}._runtime").GluonASTSource
 
 
 def compile_all(wanted: Iterable[Specialisation], gpu: Gpu, workers: int | None = None) -> Warmed:
-    """Compiles what is not in the cache folder, in as many processes as there are processors (or `workers`).
+    """Compile the builds that the cache folder lacks, in one process per CPU (or in `workers` processes).
 
-    Raises KernelEnvironmentError with what a process said that failed.
+    Raises KernelEnvironmentError with the message of a process that failed.
     """
     begin = time.monotonic()
     builds = set(wanted)
-    # The longest builds first: those of the kernels that have the most parameters, by and large.
+    # Longest builds first; kernels with more parameters tend to take longer.
     missing = (one for one in builds if stored(one, gpu) is None)
     tasks = sorted(missing, key=lambda one: -len(one.types) - len(one.constants))
     workers = min(len(tasks), workers or len(os.sched_getaffinity(0)))
     if not tasks:
         return Warmed(len(builds), 0, time.monotonic() - begin)
     queue = deque(tasks)
-    with ThreadPoolExecutor(workers) as threads:  # each feeds one process
+    with ThreadPoolExecutor(workers) as threads:  # every thread feeds one process
         try:
             done = list(threads.map(lambda _: _feed(queue, gpu), range(workers)))
-        except BaseException:  # interrupted, or one has failed: the others end what they are at
+        except BaseException:  # interruption or failure: the other processes finish their current build
             queue.clear()
             raise
     return Warmed(len(builds), sum(done), time.monotonic() - begin, stored(tasks[0], gpu) is not None)
@@ -313,11 +312,11 @@ _WORKER = "from moeq_kernels.compiling import work; work()"
 
 
 def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
-    """Gives one process a task after the other while there are some; returns how many it had to compile."""
+    """Feed one process with tasks until none are left, and return how many builds it compiled."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "CUDA_VISIBLE_DEVICES": ""}
-    # In a session of its own, where Ctrl-C does not come: an assembler that it ended would print all of its input. The
-    # process ends when nothing more comes from this one.
+    # A new session keeps Ctrl-C away: an interrupted assembler would print all of its input. The process ends at the
+    # end of its standard input.
     process = subprocess.Popen(
         [sys.executable, "-c", _WORKER],
         stdin=subprocess.PIPE,
@@ -344,7 +343,7 @@ def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
         code = process.wait()
         raise KernelEnvironmentError(f"a process that compiled kernels ended early, with exit code {code}") from None
     finally:
-        with suppress(BrokenPipeError):  # what it did not read any more
+        with suppress(BrokenPipeError):  # the process ended without reading everything
             process.stdin.close()
         process.wait()
         process.stdout.close()
@@ -352,9 +351,9 @@ def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
 
 
 def work() -> None:
-    """The other end of `_feed`: compiles what comes in until nothing more does."""
+    """Compile the tasks that `_feed` sends until standard input ends."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # keep what a compiler prints out of the answers on stdout
+    os.dup2(2, 1)  # compilers print to stderr, so that stdout holds answers only
     while True:
         try:
             task, gpu = pickle.load(sys.stdin.buffer)
@@ -364,7 +363,7 @@ def work() -> None:
         try:
             answer = stored(task, gpu) is None
             binary(task, gpu)
-        except Exception as error:  # noqa: BLE001 - it is told to the other process, which raises
+        except Exception as error:  # noqa: BLE001 - the other process raises it
             answer = f"{type(error).__name__}: {str(error)[:500]}"
         pickle.dump(answer, answers)
         answers.flush()

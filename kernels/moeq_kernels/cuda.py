@@ -1,8 +1,8 @@
-"""Launching machine code through the CUDA driver, with as little work for the host as there can be.
+"""Launches through the CUDA driver with minimal host time.
 
-A call of Triton's launcher costs the host 10 to 30 us: it binds arguments, makes keys, looks up builds and descriptors.
-All that depends on the number of tokens only is done once here (`Bound`); a call writes addresses and launches.
-Structures follow cuda.h of CUDA 12; a test compares them with the header.
+A launch by Triton costs the host 10 to 30 us: it binds arguments and looks up builds and descriptors. `Bound` does all
+work that depends on the number of tokens only once; a call then writes addresses and launches. Structures follow cuda.h
+of CUDA 12, and a test compares them with the header.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PREFER_SHARED = 1
 SHARED_WITHOUT_ASKING = 48 * 1024
-#: CUtensorMapL2promotion by bytes: what a miss brings to the L2 cache at once.
+#: CUtensorMapL2promotion by bytes that a miss brings into the L2 cache.
 L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
 MAP_BYTES = 128
-#: CUtensorMapDataType by torch dtype; the copy engine only moves bytes, so signs do not matter.
+#: CUtensorMapDataType by torch dtype; the copy engine moves bytes, so signs do not matter.
 MAP_TYPES = {
     torch.uint8: 0,
     torch.int8: 0,
@@ -44,14 +44,14 @@ MAP_TYPES = {
 
 #: Roots whose addresses change from call to call.
 MOVING = ("x", "topk_weights", "topk_ids", "out", "workspace", "expert_map")
-#: Starts of an area whose descriptors are kept: a program has few buffers for its layers' inputs.
+#: Descriptors kept per area whose address changes: an engine has few input buffers.
 KEPT_MAPS = 8
-#: Area, swizzle and block of a descriptor.
+#: Key of a descriptor: area, swizzle and block.
 MapKey = tuple[Area, int, tuple[int, ...]]
 
 
 class LaunchAttribute(Structure):
-    """CUlaunchAttribute: an id and a union of 64 bytes, of which the first four are used here."""
+    """CUlaunchAttribute: an id and a union of 64 bytes, of which the first four are used."""
 
     _fields_ = (("id", c_int32), ("pad", c_int32), ("value", c_int32), ("rest", c_int32 * 15))
 
@@ -74,7 +74,7 @@ class LaunchConfig(Structure):
 
 
 class Driver:
-    """The few functions of libcuda that are used here. Raises KernelEnvironmentError where there is none."""
+    """Driver functions for loading and launching. Raises KernelEnvironmentError if there is no driver."""
 
     def __init__(self) -> None:
         try:
@@ -96,14 +96,14 @@ class Driver:
         self._contexts: dict[int, int | None] = {}
 
     def check(self, status: int, what: str) -> None:
-        """Raises KernelEnvironmentError with the driver's words unless status is 0."""
+        """Raise KernelEnvironmentError with the driver's message unless status is 0."""
         if status:
             text = ctypes.c_char_p()
             self._text(status, byref(text))
             raise KernelEnvironmentError(f"{what} failed: {(text.value or b'?').decode()} (CUDA error {status})")
 
     def context(self, device: int) -> int | None:
-        """The context of a device that torch uses as well; like there, it is kept until the process ends."""
+        """Return the primary context of a device, which torch shares; it is retained until the process ends."""
         if device not in self._contexts:
             number, context = c_int(), c_void_p()
             self.check(self.device(byref(number), device), "asking for the device")
@@ -114,7 +114,7 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The driver, loaded once."""
+    """Load the driver once."""
     return Driver()
 
 
@@ -122,10 +122,10 @@ _THREAD = threading.local()
 
 
 def enter(device: int) -> None:
-    """Makes the context of torch's current device current in this thread, unless that is where it was here last.
+    """Make the context of torch's current device current in this thread, unless it was here before.
 
-    For torch a device is current before a thread has any context: it gets one with its first call of CUDA's runtime,
-    which need not come before it calls a layer (memory may be from torch's cache).
+    A device is current for torch before the thread has a context. The thread gets one in its first call of the CUDA
+    runtime, which may come after its first call of a layer, because torch's allocator caches memory.
     """
     if getattr(_THREAD, "device", None) != device:
         driver().check(driver().set_context(driver().context(device)), "choosing the context")
@@ -134,9 +134,9 @@ def enter(device: int) -> None:
 
 @cache
 def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_p]:
-    """A build and its function on a device, which has to be current; compiled first where it is not in the cache.
+    """Load a build on the current device, and return it with its function; compile it first if the cache lacks it.
 
-    Somebody may be capturing: loading code would spoil that, in this thread or another.
+    The capture mode is relaxed meanwhile, because loading would invalidate a capture of any thread.
     """
     code, cuda = binary(wanted, gpu), driver()
     module, function = c_void_p(), c_void_p()
@@ -152,16 +152,16 @@ def load(wanted: Specialisation, gpu: Gpu, device: int) -> tuple[Binary, c_void_
 
 
 def promotion_of(gpu: Gpu) -> int:
-    """Bytes that a miss of the copy engine brings to the L2 cache of a GPU.
+    """Return the bytes that a miss of the copy engine brings into the L2 cache.
 
-    With 256 the next step of a row of bytes comes with this one: 4 % of W8A8's time on an H100. An H200 is 1 % slower
-    that way.
+    With 256 bytes a copy also fetches the next step of a row of 8-bit codes, which saves 4 % of the time of W8A8 on an
+    H100 and costs 1 % on an H200.
     """
     return 256 if gpu.slow_memory else 128
 
 
 class TensorMap:
-    """A descriptor of the copy engine, encoded again when its address changes; promotion as `promotion_of` says."""
+    """Descriptor of the copy engine, encoded again when its address changes; `promotion_of` gives its promotion."""
 
     def __init__(self, area: Area, swizzle: int, block: Sequence[int], promotion: int) -> None:
         rank = len(block)
@@ -178,7 +178,7 @@ class TensorMap:
         self._behind = (*addresses, 0, swizzle, L2_PROMOTIONS[promotion], 0)
 
     def at(self, base: int) -> None:
-        """Points it at `base`, an address."""
+        """Point the descriptor at the address `base`."""
         cuda = driver()
         status = cuda.encode(*self._before, base, *self._behind)
         cuda.check(status, f"describing {self.area} to the copy engine")
@@ -186,14 +186,14 @@ class TensorMap:
 
 
 class MovingMap:
-    """Descriptors of an area whose start moves from call to call: encoding one costs more than the rest of a launch."""
+    """Cache of descriptors for an area whose address changes: encoding one costs more than the rest of a launch."""
 
     def __init__(self, area: Area, swizzle: int, block: Sequence[int], promotion: int) -> None:
         self._given = area, swizzle, block, promotion
-        self._maps: dict[int, TensorMap] = {}  # by start, the last used at the end
+        self._maps: dict[int, TensorMap] = {}  # by address, most recently used last
 
     def at(self, base: int) -> int:
-        """Address of a descriptor for that start, one of the last KEPT_MAPS or encoded now."""
+        """Return the address of a cached or newly encoded descriptor for the area at `base`."""
         found = self._maps.pop(base, None)
         if found is None:
             full = len(self._maps) >= KEPT_MAPS
@@ -204,7 +204,7 @@ class MovingMap:
 
 
 def arguments_of(launch: Launch, wanted: Specialisation) -> list[Any]:
-    """What a build's function takes, in order: areas for pointers, boxes for descriptors, ctypes' integers."""
+    """Return the arguments of a build in order: areas for pointers, boxes for descriptors, ctypes integers."""
     result: list[Any] = []
     for name, kind in wanted.types:
         value = launch.arguments[name]
@@ -216,24 +216,25 @@ def arguments_of(launch: Launch, wanted: Specialisation) -> list[Any]:
         else:
             assert value is not None
             result.append(c_int32(value) if kind == "i32" else c_int64(value))
-    return [*result, c_uint64(0), c_uint64(0)]  # scratch memory of the compiler and of its profiler: none
+    return [*result, c_uint64(0), c_uint64(0)]  # no scratch memory for the compiler and its profiler
 
 
 def size_of(argument: Any) -> int:
-    """Bytes of a parameter."""
+    """Return the bytes of a kernel parameter."""
     if isinstance(argument, Box):
         return MAP_BYTES
     return 8 if isinstance(argument, Area) else ctypes.sizeof(argument)
 
 
 class Bound:
-    """A schedule on a device: all arguments but the addresses of its roots.
+    """Schedule bound to a device: all arguments but the addresses of its roots.
 
     Args:
         schedule: launches.
-        roots: names of roots, in the order of the addresses that `run` gets.
-        maps: boxes of weights of all schedules of a problem by number; new ones are added.
-        gpu, device: what to compile for, and its number, which has to be current.
+        roots: names of roots in the order of the addresses that `run` gets.
+        maps: numbers of the weight boxes of all schedules of a problem; new boxes are added.
+        gpu: GPU to compile for.
+        device: index of the GPU, which has to be current.
     """
 
     def __init__(
@@ -244,15 +245,15 @@ class Bound:
         self._lock = threading.Lock()
         self._launch = driver().launch
         number = {name: i for i, name in enumerate(roots)}
-        # Descriptors of arguments and workspace: the last start, parameters and place, root and offset.
+        # Descriptors of arguments and workspace: last address, descriptors, parameters and place, root and offset.
         self._moving: list[list[Any]] = []
-        self._fixed: list[tuple[Any, int, int]] = []  # of weights: parameters, place, number of the map
+        self._fixed: list[tuple[Any, int, int]] = []  # descriptors of weights: parameters, place, number of the map
         self._configs: list[LaunchConfig] = []
         self._launches: list[tuple[int, int | None, int]] = []
-        self._stream = 0  # of the configurations
+        self._stream = 0  # stream in the configurations
         pointers: list[tuple[Any, int, tuple[int, int]]] = []  # parameters, place, root and offset
         self._kept: list[Any] = []
-        users = [0] * len(roots)  # launches that read what lies at a root, as bits
+        users = [0] * len(roots)  # bit mask of the launches that read each root
         for launch in schedule.launches:
             if 0 in launch.programs:
                 continue
@@ -289,16 +290,13 @@ class Bound:
             self._configs.append(config)
             self._launches.append((ctypes.addressof(config), function.value, ctypes.addressof(parameters)))
         self._replays = Replays(users)
-        self._addresses: Sequence[int] = ()  # that were written last
-        # Where pointers lie: the roots themselves, then what lies behind the start of the workspace, then of others.
+        self._addresses: Sequence[int] = ()  # addresses written last
+        # Order of `_pointers`: the roots, then offsets within the workspace, then offsets within other roots.
         self._place = number["workspace"]
         behind = sorted({key for *_, key in pointers if key[1]}, key=lambda key: (key[0] != self._place, key))
         self._offsets = [offset for root, offset in behind if root == self._place]
-        self._placed, self._behind = (
-            -1,
-            list[int](),
-        )  # where the workspace was last, and what lies behind its start there
-        self._maps: Sequence[int] | None = None  # of the layer that was called last
+        self._placed, self._behind = -1, list[int]()  # last address of the workspace, and the addresses within it
+        self._maps: Sequence[int] | None = None  # descriptors of the layer that was called last
         self._others = behind[len(self._offsets) :]
         index = {(root, 0): root for root in range(len(roots))} | {key: len(roots) + i for i, key in enumerate(behind)}
         self._pointers = (c_uint64 * len(index))()
@@ -307,13 +305,13 @@ class Bound:
             parameters[place] = ctypes.addressof(self._pointers) + 8 * index[key]
 
     def run(self, addresses: Sequence[int], maps: Sequence[int], stream: int) -> None:
-        """Launches on a stream: addresses of the roots and of the layer's descriptors, by number."""
+        """Launch on a stream, with the addresses of the roots and of the layer's weight descriptors."""
         if getattr(_THREAD, "device", None) != self._device:
             enter(self._device)
         with self._lock:
             if addresses != self._addresses:
                 self._point(addresses)
-            # What is remembered is forgotten before it is changed: calls may be interrupted.
+            # A cached value is cleared before it changes, because an exception may interrupt the call.
             if maps is not self._maps:
                 self._maps = None
                 for parameters, at, which in self._fixed:
@@ -333,7 +331,7 @@ class Bound:
                     driver().check(status, "launching a kernel")
 
     def _point(self, addresses: Sequence[int]) -> None:
-        """Writes the addresses of the roots, and what follows from them, where parameters point."""
+        """Write the addresses of the roots, and of everything within them, where the parameters point."""
         self._addresses = ()
         place = addresses[self._place]
         if place != self._placed:
@@ -348,6 +346,6 @@ class Bound:
         self._addresses = list(addresses)
 
     def _replay(self, users: Sequence[int], stream: int) -> Replay:
-        """The launches as a graph for a stream, with what was written last."""
-        self._stream = -1  # capturing changes the configurations
+        """Capture the launches with the addresses written last as a graph for a stream."""
+        self._stream = -1  # the capture changes the stream of the configurations
         return Replay(self._configs, self._launches, users, self._launch, driver().context(self._device), stream)

@@ -1,4 +1,4 @@
-"""What happens to the products of a gate-up or down matrix before they are stored, as one constant of the kernels."""
+"""Operations on the sums of a product before they are stored, as one constant of the kernels."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Literal
 
 
 class Epilogue(str):
-    """The end of a product. Its text names all of it.
+    """Epilogue of a product; the text of this string names every option.
 
-    It is a string because Triton writes kernels' constants as JSON for whoever hooks into compiling (vLLM does).
+    The class derives from `str` because Triton writes kernel constants as JSON for compile hooks (vLLM installs one).
 
     Attributes:
         activation: `silu`, `gelu`, `gelu_tanh`, `swiglu_oai`, `relu2` (ungated), or `none`.
-        gated: the activation takes two halves of the columns and makes one result of each pair.
-        interleaved: gate and up are neighbouring columns (gate even), else gate comes first and up I columns later.
-        alpha, beta: of `swiglu_oai`.
-        limit: clamp of gate (from above) and up (both sides); 0 for none.
-        weight: where router weights are multiplied (portable kernels only): `first`, before bias and activation,
-            `last`, or nowhere.
+        gated: whether the activation combines a gate column and an up column into one result.
+        interleaved: whether gate and up columns alternate (gate even); otherwise all gate columns come first.
+        alpha, beta: parameters of `swiglu_oai`.
+        limit: upper clamp of gate and two-sided clamp of up; 0 disables both.
+        weight: when router weights are applied (portable kernels only): `first` (before bias and activation),
+            `last`, or empty for never.
     """
 
     __slots__ = ("activation", "alpha", "beta", "gated", "interleaved", "limit", "weight")
@@ -47,11 +47,11 @@ class Epilogue(str):
         return made
 
     def __getnewargs__(self) -> tuple[str, bool, bool, float, float, float, str]:  # type: ignore[override]
-        """What a copy in another process is made from."""
+        """Return the arguments from which another process rebuilds a pickled epilogue."""
         return self.activation, self.gated, self.interleaved, self.alpha, self.beta, self.limit, self.weight
 
     def mangle(self) -> str:
-        """A name for compiled functions."""
+        """Return the text that Triton puts into names of compiled functions."""
         return str(self)
 
 

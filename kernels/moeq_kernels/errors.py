@@ -1,14 +1,14 @@
-"""What the kernels raise. They stand alone: no dependency on the `moeq` package."""
+"""Exceptions of this package, which does not depend on the `moeq` package."""
 
 from __future__ import annotations
 
 
 class KernelError(Exception):
-    """Base of every error this package raises on purpose; `message` and `hint` are for the person who sees it.
+    """Base class of all exceptions that this package raises on purpose.
 
     Args:
-        message: what is wrong, naming both sides (what was given, what is needed).
-        hint: the nearest thing that works, or None.
+        message: what was given and what is needed.
+        hint: nearest alternative that works, or None.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
@@ -18,12 +18,12 @@ class KernelError(Exception):
 
 
 class KernelArgumentError(KernelError, ValueError):
-    """An argument has a wrong shape, dtype, device or value."""
+    """Argument with a wrong shape, dtype, device or value."""
 
 
 class KernelUnsupportedError(KernelError, NotImplementedError):
-    """The request is well-formed, but no kernel here covers it."""
+    """Well-formed request that no kernel covers."""
 
 
 class KernelEnvironmentError(KernelError, RuntimeError):
-    """This machine or process cannot run the kernels: no triton, no GPU, interpreter not enabled."""
+    """Machine or process that cannot run the kernels: no triton, no GPU, interpreter not enabled."""

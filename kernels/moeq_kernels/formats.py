@@ -1,4 +1,4 @@
-"""What the kernels can read: one record per (layout, element), as data. Needs neither torch nor triton."""
+"""Table of the formats that the kernels read. Importing this module needs neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moeq_kernels.errors import KernelUnsupportedError
 
-#: Activations between gate-up and down, and those that also work without a gate (`relu2` only so).
+#: Activations with a gate, and activations without one.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
 UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
 
@@ -17,31 +17,30 @@ ShapeOf = Callable[[int, int], Shape]
 
 @dataclass(frozen=True)
 class Format:
-    """How one layout stores one element type, in the terms of the device code.
+    """Format of one element type in one layout, in the terms of the device code.
 
     Attributes:
         layout: layout id.
-        element: element of `PackedMatrix.element`.
-        codec: reader of `device.codecs`.
-        kind: element kind of `device.scales.weight_tile`: `uint4`, `uint8`, `e2m1`, `e4m3`, `int8` or `float`.
-        weight_shape: shape of one packed expert from (n, k), in elements of `weight_dtype`.
+        element: value of `PackedMatrix.element`.
+        codec: reader in `device.codecs`.
+        kind: element kind in `device.scales.weight_tile`: `uint4`, `uint8`, `e2m1`, `e4m3`, `int8` or `float`.
+        weight_shape: function from (n, k) to the shape of one packed expert in elements of `weight_dtype`.
         weight_dtype: torch dtype name of the packed weights.
         group_order: order of group scales, or None where the format has none.
-        single_order: order of scales when there is one per output feature, or None where that is not a case.
+        single_order: order of scales per output feature, or None where the format has none.
         scale_dtypes: torch dtype names of scales.
-        group_sizes: group sizes read; -1 is one scale per output feature.
+        group_sizes: supported group sizes; -1 is one scale per output feature.
         zero_points: whether packed zero points are read.
-        act_order: whether columns are permuted: `permutation` and `group_index` are required then, and optional in
-            other integer formats.
+        act_order: whether `permutation` and `group_index` are required; other integer formats may have them.
         bias_single: whether biases lie in Marlin's 32-column order.
-        n_multiple, k_multiple: what n (per half, for gate and up) and k must be multiples of.
-        dtypes: dtypes of x.
-        int8_activations: whether rows of x are quantised to int8 on the way.
-        fp8_activations: whether they may be quantised to e4m3 (`PackedMatrix.activation_dtype`).
-        scale_kind: what a stored scale stands for, see `device.scales.scale_to_float`.
+        n_multiple, k_multiple: granularity of n (per half for gate and up) and of k.
+        dtypes: torch dtype names of x.
+        int8_activations: whether rows of x are quantised to int8.
+        fp8_activations: whether rows of x may be quantised to e4m3 (`PackedMatrix.activation_dtype`).
+        scale_kind: encoding of a stored scale, see `device.scales.scale_to_float`.
         block_rows: output features that share a scale.
-        global_exponent: the stored global scale is 2 to so many times what multiplies the matrix.
-        global_scale: `optional`, `required`, or `instead` where it may take the place of scales.
+        global_exponent: binary exponent by which the stored global scale exceeds the factor of the matrix.
+        global_scale: `optional`, `required`, or `instead` if a global scale may replace the scales.
     """
 
     layout: str
@@ -68,7 +67,7 @@ class Format:
     global_scale: str = "optional"
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
-        """Shape of the scales of one packed expert in that order."""
+        """Return the shape of one packed expert's scales in an order."""
         columns = 32 * (-(-groups // 4) * 4)
         shapes = {
             "rows": (n, groups),
@@ -79,14 +78,14 @@ class Format:
         return shapes.get(order, (groups, n))
 
     def zero_shape(self, n: int, groups: int) -> Shape:
-        """Shape of the zero points of one packed expert."""
+        """Return the shape of one packed expert's zero points."""
         if self.zero_dtype == "int32":
             return (groups, n * int(self.element.removeprefix("int")) // 32)
         return (n * int(self.element.removeprefix("int")) // 8, groups)
 
     @property
     def zero_dtype(self) -> str:
-        """torch dtype name of packed zero points."""
+        """Torch dtype name of packed zero points."""
         return "int32" if self.codec.startswith("marlin") else "uint8"
 
 
@@ -160,7 +159,7 @@ def _plain(layout: str, element: str, codec: str, kind: str, per_byte: int) -> F
 def _marlin_float(
     layout: str, element: str, group_sizes: tuple[int, ...], scale_kind: str, dtype: str, global_exponent: int = 0
 ) -> Format:
-    """NVFP4, FP8 and MXFP8 in Marlin's order, as vLLM 0.33 prepares them for parameters of `dtype`."""
+    """Describe NVFP4, FP8 or MXFP8 in Marlin's order, as vLLM 0.33 prepares it for parameters of `dtype`."""
     bytes_as_scales = scale_kind in ("s0e5m3", "e8m0")
     words = 2 if element == "e2m1" else 4
     return Format(
@@ -186,7 +185,7 @@ def _marlin_float(
 
 
 def _identity(layout: str, element: str, order: str, group_sizes: tuple[int, ...], scale_kind: str) -> Format:
-    """NVFP4, FP8 and MXFP8 as checkpoints have them, experts stacked."""
+    """Describe NVFP4, FP8 or MXFP8 as in checkpoints, with stacked experts."""
     per_byte = 2 if element == "e2m1" else 1
     return Format(
         layout=layout,
@@ -260,12 +259,12 @@ _TABLE = (
     _unquantized("f16", "float16"),
 )
 
-#: Every format that `fused_moe` reads, by (layout id, element).
+#: Formats that `fused_moe` reads, by (layout id, element).
 FORMATS: dict[tuple[str, str], Format] = {(entry.layout, entry.element): entry for entry in _TABLE}
 
 
 def find_format(layout: str, element: str) -> Format:
-    """The format of a packed matrix. Raises KernelUnsupportedError naming the known ones."""
+    """Return the format of a packed matrix. Raises KernelUnsupportedError, which names the known formats."""
     found = FORMATS.get((layout, element))
     if found is None:
         known = ", ".join(f"{one} {kind}" for one, kind in FORMATS)

@@ -1,4 +1,4 @@
-"""The fused Mixture-of-Experts layer: routed tokens in, weighted sum of their experts out."""
+"""Fused Mixture-of-Experts layer: from routed tokens to the weighted sum of their experts."""
 
 from __future__ import annotations
 
@@ -40,26 +40,24 @@ def fused_moe(
     activation_dtype: str | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """y[t] = sum over i of topk_weights[t, i] * down(activation(gate, up))(x[t]) with expert topk_ids[t, i].
+    """Compute y[t] = sum over i of topk_weights[t, i] * down(activation(gate, up))(x[t]) with expert topk_ids[t, i].
 
     Args:
         x: `[M, H]` bfloat16 or float16; M may be 0. H may be smaller than the packed (padded) sizes.
-        experts: both projections in one of the layouts of `capabilities`.
-        topk_weights: floating point `[M, top_k]`, used as given (no renormalisation).
+        experts: both projections in layouts of `capabilities`.
+        topk_weights: floating point `[M, top_k]`, not renormalised.
         topk_ids: int32 or int64 `[M, top_k]`; -1 is a choice without an expert.
         activation: `silu`, `gelu` (erf), `gelu_tanh`, `swiglu_oai` (gate * sigmoid(alpha * gate) * (up + beta) after
             clamping gate from above and up on both sides at limit), or `relu2` (ungated, squared ReLU).
         alpha: `swiglu_oai` only; 1.702 by default.
         beta: `swiglu_oai` only; 1 by default.
-        limit: clamp of gate and up (gpt-oss: 7), None for none.
-        expert_map: int32 or int64 `[global experts]`, local expert of each global one or -1 where it is on another
-            rank (expert parallelism). Choices of absent experts contribute nothing.
-        router_weight_on_input: multiply the gate and up products (before bias and activation) by the router weight
-            instead of the output.
-        activation_dtype: `fp8` to quantise rows of x, and of the activation's results, to e4m3 on the way; as of
-            `prepare`, but for MXFP4, whose layers have to be prepared for that.
-        blocks: tile sizes of the portable kernels, where the default choice (on a Hopper GPU: the Hopper kernels, see
-            `explain`) should not be used.
+        limit: clamp of gate and up (gpt-oss: 7); None disables it.
+        expert_map: int32 or int64 `[global experts]`, local expert of each global expert, or -1 for an expert on
+            another rank (expert parallelism), which contributes nothing.
+        router_weight_on_input: whether the router weight multiplies the gate and up products (before bias and
+            activation) instead of the output.
+        activation_dtype: `fp8` quantises rows of x and of the activation's results to e4m3; MXFP4 needs `prepare`.
+        blocks: tile sizes of the portable kernels, which then run even where others would (see `explain`).
 
     Returns:
         `[M, H]` in x's dtype. Products accumulate in float32; the activation's result is rounded to x's dtype once;
@@ -94,18 +92,22 @@ def fused_moe_batched(
     router_weight_on_input: bool = False,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """The batched activation format: tokens already sorted into one fixed-size batch per local expert.
+    """Compute the layer in the batched activation format: one fixed-size batch of tokens per local expert.
 
     Args:
         x: `[E, max_tokens, H]` bfloat16 or float16.
-        experts: both projections, E local experts.
+        experts: both projections of E local experts.
         num_tokens: int32 or int64 `[E]`: expert e uses rows `x[e, :num_tokens[e]]`.
-        row_weights: floating point `[E, max_tokens]` router weights, or None to leave weighting to the combine step.
-
-    The remaining arguments are those of `fused_moe`.
+        activation: name of the activation, as in `fused_moe`.
+        alpha: parameter of `swiglu_oai`, as in `fused_moe`.
+        beta: parameter of `swiglu_oai`, as in `fused_moe`.
+        limit: clamp of gate and up, as in `fused_moe`.
+        row_weights: floating point `[E, max_tokens]` router weights, or None if the combine step applies them.
+        router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
+        blocks: tile sizes; None for the default.
 
     Returns:
-        `[E, max_tokens, H]` in x's dtype; rows that are not in use are zero.
+        `[E, max_tokens, H]` in x's dtype; unused rows are zero.
 
     Raises the errors of `fused_moe`.
     """
@@ -170,7 +172,7 @@ def fused_moe_batched(
 
 
 def _tiles(num_tokens: Tensor, max_tokens: int, height: int) -> Tensor:
-    """int32 `[T, 8]`, as of `device.routing`, of experts with `num_tokens[e]` of max_tokens rows each in use."""
+    """List the tiles `[T, 8]` of `device.routing` for experts that use `num_tokens[e]` of their max_tokens rows."""
     experts, each = num_tokens.numel(), -(-max_tokens // height)
     first = torch.arange(each, device=num_tokens.device) * height
     numbers = torch.arange(experts, device=num_tokens.device)[:, None]

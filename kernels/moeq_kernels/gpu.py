@@ -1,4 +1,4 @@
-"""What plans have to know about a GPU: a record of each, and that of the device at hand. Importing needs no torch."""
+"""Properties of GPUs that plans depend on. Importing this module needs no torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ SLOW_MEMORY = 31e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the plans see it.
+    """Properties of a GPU that plans depend on.
 
     Attributes:
-        name: as people write it.
-        capability: compute capability (NVIDIA), (0, 0) elsewhere.
-        multiprocessors: programs of one per multiprocessor run at once.
-        shared_bytes: shared memory of a program at most.
-        l2_bytes: second-level cache.
-        arch: what Triton compiles for: 90, or `gfx942`.
-        warp: threads of a warp.
-        memory_rate: bytes a second, by the data sheet; 0 where it is not known.
+        name: common name.
+        capability: compute capability of an NVIDIA GPU; (0, 0) for others.
+        multiprocessors: number of SMs (NVIDIA) or compute units (AMD).
+        shared_bytes: upper bound of shared memory per program.
+        l2_bytes: size of the L2 cache.
+        arch: target of Triton's compiler: 90, or `gfx942`.
+        warp: threads per warp.
+        memory_rate: bytes per second by the data sheet; 0 where unknown.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Gpu:
 
     @property
     def backend(self) -> str:
-        """Triton's backend."""
+        """Name of Triton's backend."""
         return "cuda" if isinstance(self.arch, int) else "hip"
 
 
@@ -54,8 +54,8 @@ def _nvidia(name: str, arch: int, multiprocessors: int, shared: int, l2: int, me
     return Gpu(name, capability, multiprocessors, shared * 1024, l2 << 20, arch, memory_rate=memory_rate)
 
 
-#: GPUs that can be planned and compiled for where they are not: vendors' data sheets, and the CUDA programming guide's
-#: table of compute capabilities for shared memory. A device at hand is asked itself.
+#: GPUs for which layers can be planned and compiled on another machine. Source: vendors' data sheets, and for shared
+#: memory the table of compute capabilities in the CUDA programming guide. A present device is queried instead.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
@@ -82,7 +82,7 @@ H200 = GPUS["H200"]
 
 
 def gpu_of(device: Device) -> Gpu:
-    """The record of a device, read from its driver; of a CPU (where kernels are only planned or interpreted) H200's."""
+    """Query the properties of a device; a CPU, which only plans and interprets kernels, counts as an H200."""
     if device.type != "cuda":
         return H200
     import torch
@@ -109,6 +109,6 @@ def _read(index: int) -> Gpu:
 
 
 def _memory_rate(found: Any) -> float:
-    """Bytes a second of a device's memory: two words a clock, as all of them have; 0 where torch does not say."""
+    """Return the memory rate in bytes per second (two words per clock); 0 where torch does not know it."""
     clock, width = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
     return 2e3 * clock * width / 8

@@ -1,12 +1,12 @@
-"""Running the kernels without a GPU, in Triton's interpreter.
+"""Switch to Triton's interpreter, which runs the kernels without a GPU.
 
-Triton decides once, while it is being imported, whether its functions are compiled or interpreted, from the
-environment variable TRITON_INTERPRET. A program that wants the interpreter therefore says so first:
+Triton reads the environment variable TRITON_INTERPRET once, while it is imported. A program therefore enables the
+interpreter first:
 
     from moeq_kernels import interpreter
     interpreter.enable()          # before anything imports triton
 
-`enable` refuses when it is too late, instead of letting Triton fail in the middle of a kernel.
+`enable` raises when it is too late; otherwise Triton would fail in the middle of a kernel.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TRUE = {"1", "true", "yes", "on", "y", "t"}
 
 
 def active() -> bool:
-    """Whether kernels imported in this process are (or would be) interpreted."""
+    """Return whether this process interprets kernels."""
     return os.environ.get(_VARIABLE, "").strip().lower() in _TRUE
 
 
 def enable() -> None:
-    """Makes every kernel of this process run in Triton's interpreter, on CPU tensors. Calling it again is harmless.
+    """Make every kernel of this process run in Triton's interpreter, on CPU tensors; calling it again is a no-op.
 
     Raises KernelEnvironmentError when triton was already imported in compiled mode, which cannot be undone.
     """

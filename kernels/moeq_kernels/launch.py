@@ -1,6 +1,6 @@
-"""A kernel launch as data: planned without memory, then run by Triton's launcher, or compiled and launched directly.
+"""Kernel launches as data, which are planned without memory.
 
-`compiling.py` and `cuda.py` are the direct way; Triton's launcher is what the interpreter and AMD's GPUs use.
+NVIDIA GPUs run them through `compiling.py` and `cuda.py`, the interpreter and AMD GPUs through Triton's launcher.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Argument = Area | Box | int | None
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch.
+    """Kernel launch.
 
     Attributes:
-        kernel: `module:function` below `moeq_kernels`.
-        programs: grid.
-        arguments: by parameter.
-        constants: constexpr parameters.
-        options: of Triton's compiler: `num_warps`, `num_stages`, `maxnreg`, `launch_pdl`.
+        kernel: device function as `module:function`, relative to `moeq_kernels`.
+        programs: size of the grid along up to three axes.
+        arguments: run-time arguments by parameter name.
+        constants: constexpr arguments by parameter name.
+        options: options for Triton's compiler: `num_warps`, `num_stages`, `maxnreg`, `launch_pdl`.
     """
 
     kernel: str
@@ -39,23 +39,23 @@ class Launch:
 
     @property
     def function(self) -> Any:
-        """The device function."""
+        """Device function."""
         module, _, name = self.kernel.partition(":")
         return getattr(import_module(f"moeq_kernels.{module}"), name)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The launches of a call, in order, and the bytes of workspace that they share."""
+    """Launches of a call in order, and the workspace bytes that they share."""
 
     launches: tuple[Launch, ...]
     workspace_bytes: int
 
 
 def run_with_triton(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> None:
-    """Launches through Triton's launcher, on the device of the roots."""
+    """Launch kernels through Triton's launcher on the device of the roots."""
     device = next(iter(roots.values())).device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # launches go to the current device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current device
         for launch in launches:
             if 0 in launch.programs:
                 continue
@@ -67,7 +67,7 @@ def run_with_triton(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> 
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """The triton.language dtype of a torch dtype."""
+    """Return the `triton.language` dtype for a torch dtype."""
     import triton.language as tl
 
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]

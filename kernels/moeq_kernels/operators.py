@@ -1,4 +1,4 @@
-"""A prepared layer as an operator of torch, for programs that are compiled, and as a node of its graph of gradients."""
+"""Prepared layers as a torch operator for compiled programs, and as a node of the autograd graph."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from moeq_kernels.errors import KernelUnsupportedError
 
-#: A `PreparedLayer`.
+#: Type of a `PreparedLayer`.
 Layer = Callable[..., Tensor]
 
 
 class Forward(torch.autograd.Function):
-    """A call whose result remembers that it has no gradients, instead of looking like a constant."""
+    """Autograd function that raises when a backward pass reaches it; otherwise y would look like a constant."""
 
     @staticmethod
     def forward(
@@ -41,7 +41,7 @@ _NUMBERS = itertools.count()
 
 
 def register(layer: Layer) -> int:
-    """A number for the layer: operators take no Python objects."""
+    """Register a layer and return its number, because operators take no Python objects."""
     number = next(_NUMBERS)
     _LAYERS[number] = layer
     return number
@@ -52,7 +52,7 @@ def _operator(
     out: Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor | None, workspace: Tensor | None,
     layer: int,
 ) -> None:  # fmt: skip
-    """A call of a prepared layer, for programs that are compiled."""
+    """Call a prepared layer from a compiled program."""
     with torch.no_grad():
         _LAYERS[layer](x, topk_weights, topk_ids, out=out, workspace=workspace, expert_map=expert_map)
 

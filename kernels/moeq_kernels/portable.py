@@ -1,4 +1,4 @@
-"""The launches of a layer with the portable kernels: every format, every GPU of Triton's, and the interpreter."""
+"""Launches of a layer with the portable kernels, which cover every format, every GPU of Triton, and the interpreter."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from moeq_kernels.tuning import Blocks, choose_blocks, next_power_of_two
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a product works on.
+    """Rows that a product multiplies.
 
     Attributes:
         x: `[R, K_x]`.
         tiles: int32 `[T, 8]`, see `device.routing`.
-        pair_of_row: int32, the pair of each sorted row, where x or weights are in the order of pairs.
-        choices: pairs that share a row of x; 0 where x has sorted rows.
-        weights: float32 router weights of the pairs, where the epilogue wants them.
+        pair_of_row: int32, pair of each sorted row; needed if x or weights are in the order of pairs.
+        choices: pairs that share a row of x; 0 if the rows of x are sorted.
+        weights: float32 router weights of the pairs, if the epilogue applies them.
     """
 
     x: Area
@@ -38,7 +38,7 @@ class Rows:
 
 
 def plan_for(problem: Problem, tokens: int) -> Blocks:
-    """Tile sizes for so many tokens."""
+    """Choose the tile sizes for a number of tokens."""
     pairs = tokens * problem.top_k
     rows = pairs / max(1, problem.experts)
     fmt = find_format(problem.w13.layout, problem.w13.element)
@@ -48,7 +48,7 @@ def plan_for(problem: Problem, tokens: int) -> Blocks:
     blocks = choose_blocks(rows, fmt, shared=shared, interpret=problem.interpret, fp8=fp8, wgmma=wgmma)
     if fmt.kind != "int8" or problem.interpret:
         return blocks
-    # Few tiles are made narrower, until every multiprocessor has one.
+    # Few tiles are made narrower until every SM has one.
     tiles = min(pairs, problem.experts)
     while blocks.n > 16 and tiles * -(-problem.intermediate // blocks.n) < problem.gpu.multiprocessors:
         blocks = replace(blocks, n=blocks.n // 2)
@@ -56,7 +56,7 @@ def plan_for(problem: Problem, tokens: int) -> Blocks:
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Blocks) -> list[Launch]:
-    """y of some tokens: sorting, both products, the sum over choices."""
+    """Return the launches of a piece: sorting, both products, the sum over choices."""
     pairs = piece.ids.numel()
     found = room(problem, arena, pairs, plan.m)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
@@ -73,11 +73,11 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Blocks) -> list
 def product(
     problem: Problem, matrix: PackedMatrix, epilogue: Epilogue, rows: Rows, out: Area, arena: Arena, blocks: Blocks
 ) -> list[Launch]:
-    """out[row] = epilogue(x of row @ W[expert of row].T) for the rows of the tiles."""
+    """Return the launches of out[row] = epilogue(x of row @ W[expert of row].T) for the rows of the tiles."""
     fmt = find_format(matrix.layout, matrix.element)
     if matrix.activation_dtype == "fp8":
         groups = matrix.num_groups
-        if groups > 1:  # a step of k lies in one group
+        if groups > 1:  # every step of k lies within one group
             blocks = replace(blocks, k=min(blocks.k, matrix.group_size))
         native = fp8_products(problem.gpu, problem.interpret) == "native"
         codes = arena.take(torch.float8_e4m3fn if native else torch.bfloat16, *rows.x.shape)
@@ -96,7 +96,7 @@ def _gemm(
     problem: Problem, matrix: PackedMatrix, fmt: Format, epilogue: Epilogue, rows: Rows, x: Area, x_scale: Area | None,
     out: Area, blocks: Blocks,
 ) -> Launch:  # fmt: skip
-    """The launch of `moe_gemm`; x are the rows, or their int8 or e4m3 codes with x_scale."""
+    """Return the launch of `moe_gemm`; x are the rows, or their int8 or e4m3 codes with x_scale."""
     kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
     columns = -(-(matrix.n // 2 if kind == "halves" else matrix.n) // blocks.n)
     weight: Area = matrix.weight
@@ -150,18 +150,18 @@ def _gemm(
 
 
 def as_bytes(area: Area) -> Area:
-    """The area, 8-bit floats as bytes: kernels decode them on GPUs that know no such type, too."""
+    """Cast 8-bit floats to bytes, so that GPUs without such a type can decode them."""
     return area.cast(torch.uint8) if area.dtype.is_floating_point and area.itemsize == 1 else area
 
 
 def fp8_products(gpu: Gpu, interpret: bool) -> str:
-    """How products of e4m3 codes are made: `native` where tensor cores multiply e4m3fn, else `decoded`."""
+    """Return how e4m3 codes are multiplied: `native` by tensor cores for e4m3fn, otherwise `decoded`."""
     native = gpu.capability >= (8, 9) or gpu.arch == "gfx950"  # gfx942 has e4m3fnuz
     return "native" if native and not interpret else "decoded"
 
 
 def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]:
-    """The constants that say how a packed matrix is read."""
+    """Return the constants with which the kernel reads a packed matrix."""
     channelwise = matrix.channelwise and fmt.single_order is not None
     group = matrix.k if matrix.channelwise else matrix.group_size
     if matrix.group_index is not None:
@@ -190,7 +190,7 @@ def reading(matrix: PackedMatrix, fmt: Format, blocks: Blocks) -> dict[str, Any]
 def quantize_launch(
     x: Area, codes: Area, scales: Area, static_scale: Area | None, interpret: bool, dependent: bool = False
 ) -> Launch:
-    """int8 codes `[R, K]` and float32 scales `[R]` of the rows of x."""
+    """Return the launch that quantises rows of x to int8 codes `[R, K]` and float32 scales `[R]`."""
     arguments: dict[str, Argument] = {
         "x": x,
         "q": codes,
@@ -206,7 +206,7 @@ def quantize_launch(
 
 
 def _quantize_e4m3(problem: Problem, matrix: PackedMatrix, x: Area, codes: Area, scales: Area) -> Launch:
-    """e4m3 codes `[R, K]` and float32 scales `[R, G]` of the rows of x, in the groups of the weights."""
+    """Return the launch that quantises rows of x to e4m3 codes `[R, K]` and scales `[R, G]` of the weights' groups."""
     columns, groups = x.shape[1], matrix.num_groups
     group = columns if groups == 1 else matrix.group_size
     block = min(4096, next_power_of_two(group))

@@ -1,4 +1,4 @@
-"""A layer made ready once for many calls: checks, plans, compiled kernels, descriptors; a call then only launches."""
+"""Prepared layers: checks, plans, compiled kernels and descriptors are made once, and a call only launches."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from moeq_kernels.validate import (
 )
 from moeq_kernels.warming import warmup
 
-#: Numbers of tokens whose launches are kept for each problem; the oldest goes first.
+#: Upper bound of the token counts whose launches are kept per problem; the oldest is evicted first.
 KEPT = 4096
 
 
 class Program:
-    """What layers of one problem on one device share: launches for each number of tokens, bound to the device."""
+    """Launches of all layers of one problem on one device, by number of tokens."""
 
     def __init__(self, family: str, problem: Problem, device: int, plan: Any) -> None:
         self.family, self.problem, self.device, self.plan = family, problem, device, plan
@@ -57,7 +57,7 @@ class Program:
         self.lock = threading.Lock()
 
     def bind(self, tokens: int) -> Any:
-        """The launches for so many tokens, which are new."""
+        """Plan, load and keep the launches for a new number of tokens."""
         from moeq_kernels.cuda import Bound
 
         planned = schedule(self.family, self.problem, tokens, self.plan)
@@ -74,13 +74,12 @@ def _program(family: str, problem: Problem, device: int, plan: Any) -> Program:
 
 
 class PreparedLayer:
-    """A MoE layer ready to be called, see `prepare`.
+    """MoE layer that is ready to be called; `prepare` builds it.
 
     Attributes:
-        family: `hopper-w4a16`, `hopper-w8a8`, `hopper-fp8`, `mma-w4a16` (any NVIDIA GPU from sm_80 on) or `portable`;
-            where e4m3 activations were asked for beside MXFP4 or int4, `hopper-w4a8`.
-        reason: why the kernels are not the Hopper ones; None for those.
-        max_tokens: of a call.
+        family: kernel family, a key of `schedules.FAMILIES`.
+        reason: reason why the Hopper kernels do not run the layer; None if they do.
+        max_tokens: upper bound of the tokens in a call.
     """
 
     def __init__(
@@ -122,21 +121,21 @@ class PreparedLayer:
         return text if self.reason is None else f"{text}, because {self.reason}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies are prepared anew: addresses and the number of an operator are this layer's own."""
+        """Let copies be prepared anew, because addresses and the operator's number belong to this layer."""
         given = (self.family, self.problem, self._tensors, self.device, self.max_tokens, self.reason, self._plan)
         return PreparedLayer, given
 
     def workspace_bytes(self, tokens: int | None = None) -> int:
-        """Bytes of workspace that no call of up to `tokens` (default: max_tokens) needs more than."""
+        """Return the workspace bytes that are enough for every call of up to `tokens` (default: max_tokens) tokens."""
         most = self.max_tokens
         return workspace_bytes(self.family, self.problem, most if tokens is None else tokens, most)
 
     def warm(self, max_tokens: int | None = None) -> Warmed:
-        """Compiles and loads every kernel for 1 to max_tokens tokens. Raises KernelEnvironmentError where one fails."""
+        """Compile and load all kernels for 1 to max_tokens tokens. Raises KernelEnvironmentError if one fails."""
         return warmup([self], max_tokens)
 
     def explain(self, tokens: int) -> str:
-        """Which kernels a call of so many tokens launches, a line for each, behind the line of the layer."""
+        """Describe the layer, and in one line each the kernels that a call of `tokens` tokens launches."""
         planned = schedule(self.family, self.problem, tokens, self._plan)
         lines = [str(self)]
         for launch in planned.launches:
@@ -155,28 +154,29 @@ class PreparedLayer:
         workspace: Tensor | None = None,
         expert_map: Tensor | None = None,
     ) -> Tensor:
-        """y `[M, H]` of x `[M, H]`, topk_weights and topk_ids `[M, top_k]`, as `fused_moe`.
+        """Compute y `[M, H]` from x `[M, H]` and topk_weights, topk_ids `[M, top_k]`, as `fused_moe` does.
 
         Args:
+            x: tokens in the dtype and on the device of `prepare`.
             topk_weights: float32; other floating dtypes are converted.
             topk_ids: int32; int64 is converted.
-            out: where y goes: contiguous, like x, in memory that x has no part of; None for a new tensor.
+            out: contiguous tensor like x for y, whose memory does not overlap x; None for a new tensor.
             workspace: uint8, at least `workspace_bytes(M)` bytes on the same device, which no other stream uses before
                 this call has ended; None for torch's allocator.
             expert_map: int32 `[num_experts]` if `prepare` was given num_experts: local expert of each, or -1.
 
-        Nothing waits for the device. Raises KernelArgumentError where tensors do not fit the layer. There are no
-        gradients: a backward pass that reaches y raises KernelUnsupportedError (in a program that is compiled, y is
-        a constant to it).
+        A call never synchronises with the device. Raises KernelArgumentError if tensors do not fit the layer. There
+        are no gradients: a backward pass that reaches y raises KernelUnsupportedError (in compiled programs y is a
+        constant).
         """
         if torch.compiler.is_compiling():
             return self._as_operator(x, topk_weights, topk_ids, out, workspace, expert_map)
         if (x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             result: Tensor = Forward.apply(x, topk_weights, topk_ids, out, workspace, expert_map, self)
             return result
-        if type(x) is FakeTensor or _len_torch_dispatch_stack():  # shapes without numbers, or calls that are recorded
+        if type(x) is FakeTensor or _len_torch_dispatch_stack():  # fake tensors or a recording dispatch mode
             return self._as_operator(x, topk_weights, topk_ids, out, workspace, expert_map)
-        # What follows costs host time in every call: nothing is looked at twice, and messages are made when needed.
+        # Every line from here on costs host time in each call, so messages are built only when they are needed.
         dtype, hidden, top_k, device = self._expected
         tokens = x.shape[0] if x.shape else 0
         if not (
@@ -222,7 +222,7 @@ class PreparedLayer:
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, y: Tensor, workspace: Tensor | None,
         expert_map: Tensor | None,
     ) -> None:  # fmt: skip
-        if self.device.type == "meta":  # shapes are all there is
+        if self.device.type == "meta":  # meta tensors have shapes only
             return
         if not self._direct:
             self._run_with_triton(x, topk_weights, topk_ids, y, workspace, expert_map)
@@ -241,7 +241,7 @@ class PreparedLayer:
         ):
             self._refuse_workspace(x, workspace, bound.workspace_bytes)
         if expert_map is not None:
-            expert_map = self._checked_map(expert_map)  # a copy lives until the kernels are launched
+            expert_map = self._checked_map(expert_map)  # the name keeps a converted copy alive until the launch
         addresses = [
             x.data_ptr(), topk_weights.data_ptr(), topk_ids.data_ptr(), y.data_ptr(), place,
             0 if expert_map is None else expert_map.data_ptr(), *self._weights,
@@ -259,11 +259,11 @@ class PreparedLayer:
         bound.run(addresses, self._maps, torch._C._cuda_getCurrentRawStream(index))
 
     def _describe(self) -> None:
-        """Descriptors of the weights for boxes that are new."""
+        """Encode descriptors of the weights for new boxes."""
         from moeq_kernels.cuda import TensorMap, enter, promotion_of
 
         device = self._program.device
-        # Threads may call a layer at once, and numbers of maps are those of the program.
+        # The lock is needed because threads may call layers of one program concurrently.
         with self._program.lock, torch.cuda.device(device):
             enter(device)
             for area, swizzle, block in list(self._program.maps)[len(self._maps) :]:
@@ -273,7 +273,7 @@ class PreparedLayer:
                 self._maps.append(made.address)
 
     def _run_aligned(self, *given: Any) -> None:
-        """For tensors whose addresses are not multiples of 16 bytes: run on aligned copies."""
+        """Run on copies, because an address is no multiple of 16 bytes."""
         x, topk_weights, topk_ids, y, workspace, expert_map = given
         aligned = torch.empty_like(y)
         self._run(x.clone(), topk_weights.clone(), topk_ids.clone(), aligned, workspace, expert_map)
@@ -300,7 +300,7 @@ class PreparedLayer:
         run_with_triton(planned.launches, {**roots, **self._tensors})
 
     def _accept(self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors as kernels take them. Raises KernelArgumentError where they do not fit."""
+        """Convert the tensors to what the kernels take. Raises KernelArgumentError if they do not fit."""
         problem = self.problem
         check_routing(x, topk_weights, topk_ids)
         check_ids(topk_ids, problem.known)  # before int64 ones are cut to 32 bits
@@ -368,27 +368,31 @@ def prepare(
     gpu: str | None = None,
     warm: bool = False,
 ) -> PreparedLayer:
-    """A layer that is called many times: all that depends on the weights is done here, once.
+    """Prepare a layer that is called many times: all work that depends on the weights only is done once, here.
 
     Args:
         experts: both projections, on the device of the calls; on `meta` (with `gpu`) for planning and compiling only.
-        top_k: choices of a token.
-        max_tokens: tokens of a call at most.
-        activation, alpha, beta, limit, router_weight_on_input: as of `fused_moe`.
-        dtype: of x and y, bfloat16 or float16.
+        top_k: experts per token.
+        max_tokens: upper bound of the tokens in a call.
+        activation: name of the activation, as in `fused_moe`.
+        alpha: parameter of `swiglu_oai`, as in `fused_moe`.
+        beta: parameter of `swiglu_oai`, as in `fused_moe`.
+        limit: clamp of gate and up, as in `fused_moe`.
+        router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
+        dtype: dtype of x and y, bfloat16 or float16.
         hidden_size: features of x; by default those of the packed w13, padding included.
-        num_experts: experts that topk_ids may name, where calls bring an expert_map (expert parallelism).
-        activation_dtype: `fp8` to quantise rows of x to e4m3 on the way, "" not to, None for what the experts say
-            (`PackedMatrix.activation_dtype`). Of MXFP4 and symmetric int4 in Marlin's order only Hopper GPUs
-            multiply these, by a kernel for many tokens: beside MXFP4 the layer keeps scales of its own (a byte for 32
-            weights). Its error is that of e4m3 activations, about 4 % where 16-bit ones make 0.3 %.
-        portable: use kernels for any GPU also where the Hopper ones could run.
-        gpu: a name of `moeq_kernels.gpu.GPUS` for experts on `meta`.
-        warm: compile (in parallel) and load all kernels for 1 to max_tokens tokens now, so that no call does.
+        num_experts: number of experts that topk_ids may name if calls bring an expert_map (expert parallelism).
+        activation_dtype: `fp8` quantises rows of x to e4m3, "" does not, None follows
+            `PackedMatrix.activation_dtype`. Only Hopper GPUs multiply MXFP4 and symmetric int4 in Marlin's order with
+            e4m3, by a kernel for many tokens. The layer then keeps scales of its own for MXFP4 (a byte for 32
+            weights). e4m3 activations make an error of about 4 %, 16-bit ones of 0.3 %.
+        portable: whether the portable kernels run even where others could.
+        gpu: name in `moeq_kernels.gpu.GPUS` for experts on `meta`.
+        warm: whether to compile (in parallel) and load all kernels for 1 to max_tokens tokens now.
 
-    A tensor whose address is no multiple of 16 bytes is copied, once. Raises the errors of `fused_moe`, and
-    KernelUnsupportedError where 4-bit weights cannot be multiplied with e4m3 activations: on another GPU, with zero
-    points, or where MXFP4's scales of a feature are more than 2^11 apart.
+    A tensor whose address is no multiple of 16 bytes is copied once. Raises the errors of `fused_moe`, and
+    KernelUnsupportedError if 4-bit weights cannot be multiplied with e4m3 activations: on another GPU, with zero
+    points, or if MXFP4's scales of a feature are more than 2^11 apart.
     """
     require(top_k >= 1, f"top_k is {top_k}; it must be at least 1")
     whole = isinstance(max_tokens, int) and max_tokens >= 0
@@ -421,11 +425,10 @@ def prepare_for(
     dependent: bool = True,
     folds: bool = False,
 ) -> PreparedLayer:
-    """`prepare` for calls with tokens like x.
+    """Prepare a layer for calls with tokens like x, with options that `prepare` does not offer.
 
-    family: of kernels, whatever else supports the layer; plan: of that family's, for all numbers of tokens;
-    dependent: launch kernels while the ones before them end, where they can be; folds: the layer is kept, so that its
-    scales may be folded for it.
+    `family` and `plan` override the choice of kernels, `dependent` allows kernels to start before the preceding one has
+    ended, and `folds` says that the layer will be kept, so that folding its scales pays.
     """
     w4a8 = folds and family is None and not portable and support.asks_w4a8(experts)
     if w4a8:
@@ -461,7 +464,7 @@ def prepare_for(
         reason = reason or support.unsupported_reason(problem)
         against = next(mma.reasons(problem), None)
         if against and reason and not portable and mma.on(problem):
-            reason = against  # nothing could be done about the GPU
+            reason = against  # the GPU cannot be changed, so its reason would not help
         other = "portable" if against else "mma-w4a16"
         family = other if reason else support.family(problem)
     early = dependent and not problem.interpret and problem.gpu.capability >= (9, 0)
@@ -479,5 +482,5 @@ def _gpu(device: torch.device, name: str | None) -> Gpu:
 
 
 def explain(experts: PackedExperts, tokens: int, **options: Any) -> str:
-    """Which kernels run for so many tokens, and, where they are portable ones, why; options as of `prepare`."""
+    """Describe the kernels for a number of tokens, and why others do not run; `prepare` takes the same options."""
     return prepare(experts, max_tokens=tokens, **options).explain(tokens)

@@ -1,4 +1,4 @@
-"""A layer as the kernels see it: all that plans, sizes and compiled code depend on, beside the tokens of a call."""
+"""Description of a layer without numbers: everything but the token count that plans and compiled code depend on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer without its numbers. Equal problems share plans and compiled kernels.
+    """Layer without numbers; equal problems share plans and compiled kernels.
 
     Attributes:
-        w13, w2: matrices whose tensors are areas, named `w13.weight`, `w2.scale`, ...
-        epilogue: end of the gate-up product.
-        top_k, hidden, dtype: choices of a token, features and dtype of x and y.
-        known: experts that a choice may name; mapped: through a map to those that are here.
-        gpu: what it runs on.
-        interpret: in Triton's interpreter.
-        dependent: kernels start while the ones before them end (programmatic dependent launch).
+        w13, w2: matrices whose tensors are areas with roots `w13.weight`, `w2.scale`, ...
+        epilogue: epilogue of the gate-up product.
+        top_k: experts per token.
+        hidden: features of x and y.
+        dtype: dtype of x and y.
+        known: number of experts that routing may name.
+        mapped: whether an expert map translates those to local experts.
+        gpu: GPU that runs the layer.
+        interpret: whether Triton's interpreter runs the layer.
+        dependent: whether kernels start before the preceding kernel has ended (programmatic dependent launch).
     """
 
     w13: PackedMatrix
@@ -51,7 +54,7 @@ class Problem:
 
     @property
     def experts(self) -> int:
-        """Experts that are here."""
+        """Number of local experts."""
         return self.w13.num_experts
 
     @property
@@ -61,23 +64,23 @@ class Problem:
 
     @property
     def weight_on_input(self) -> bool:
-        """Whether router weights multiply the input."""
+        """Whether router weights multiply the input instead of the output."""
         return self.epilogue.weight == "first"
 
     @property
     def after(self) -> dict[str, Any]:
-        """Launch options of a kernel that may start while the one before it ends."""
+        """Launch options for programmatic dependent launch, empty where it is not used."""
         return {"launch_pdl": True} if self.dependent else {}
 
     @property
     def expert_map(self) -> Area | None:
-        """The map of experts."""
+        """Expert map, or None where there is none."""
         return Area.of("expert_map", torch.int32, self.known) if self.mapped else None
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of a call: x and y `[M, H]`, weights (float32) and ids (int32) `[M, top_k]`."""
+    """Consecutive tokens of a call: x and y `[M, H]`, weights (float32) and ids (int32) `[M, top_k]`."""
 
     x: Area
     weights: Area
@@ -86,12 +89,12 @@ class Piece:
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """Number of tokens."""
         return self.x.shape[0]
 
     @classmethod
     def whole(cls, problem: Problem, tokens: int) -> Piece:
-        """All tokens of a call."""
+        """Describe all tokens of a call."""
         return cls(
             Area.of("x", problem.dtype, tokens, problem.hidden),
             Area.of("topk_weights", torch.float32, tokens, problem.top_k),
@@ -100,12 +103,12 @@ class Piece:
         )
 
     def part(self, start: int, tokens: int) -> Piece:
-        """Some of them."""
+        """Slice `tokens` tokens from `start` on."""
         return Piece(*(getattr(self, field.name).part(0, start, tokens) for field in fields(self)))
 
 
 def tensors_of(experts: PackedExperts) -> dict[str, Tensor]:
-    """The weights' tensors by name."""
+    """Return the weight tensors by root name."""
     found = {}
     for name, matrix in (("w13", experts.w13), ("w2", experts.w2)):
         for field in fields(matrix):
@@ -116,7 +119,7 @@ def tensors_of(experts: PackedExperts) -> dict[str, Tensor]:
 
 
 def symbolic(name: str, matrix: PackedMatrix) -> PackedMatrix:
-    """The matrix with areas for tensors."""
+    """Replace the tensors of a matrix with areas."""
     areas: Mapping[str, Any] = {
         field.name: Area.like(f"{name}.{field.name}", value)
         for field in fields(matrix)

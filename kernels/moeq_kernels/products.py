@@ -1,4 +1,4 @@
-"""One expert product on its own, without the layer around it: what a check compares to find where an error sits."""
+"""Single expert products, with which checks locate an error within a layer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from moeq_kernels.validate import check_matrix, require, require_runnable, shape
 
 
 def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None) -> Tensor:
-    """`x[token] @ W[expert].T + bias[expert]` for every (token, choice) pair, with no activation and no weighting.
+    """Compute `x[token] @ W[expert].T + bias[expert]` for every (token, choice) pair, without activation and weights.
 
-    The product runs through the same device code as the portable kernels of `fused_moe`.
+    The device code is that of the portable kernels of `fused_moe`.
 
     Args:
         x: `[M, K]` bfloat16 or float16; K may be smaller than the packed (padded) size.
         matrix: packed experts.
         ids: int32 or int64 `[M, choices]`, local expert ids; -1 is a choice without an expert, whose row stays zero.
-        blocks: tile sizes, where the default choice should not be used.
+        blocks: tile sizes; None for the default.
 
     Returns:
         float32 `[M * choices, N]` in the order of the packed rows (see `PackedExperts.w13_order`).

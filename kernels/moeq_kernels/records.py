@@ -1,4 +1,4 @@
-"""Packed expert weights as the kernels take them. Importing this needs neither torch nor triton."""
+"""Records of packed expert weights. Importing this module needs neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ W13Order = Literal["gate-up", "interleaved", "ungated"]
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One projection of all local experts, in the bytes of one layout.
+    """One projection of all local experts in one layout.
 
     Attributes:
         layout: versioned layout id, such as `marlin-wna16/1`; `capabilities.CAPABILITIES` lists them all.
-        weight: packed codes `[E, ...]`, shape and dtype as the layout says.
+        weight: packed codes `[E, ...]`; the layout defines shape and dtype.
         n: output features as stored, padding included (`w13`: gate and up together).
         k: input features as stored, padding included.
-        element: type of a code: `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` where weights are not quantised.
-        group_size: codes along `k` that share a scale; `k` (or anything larger, or -1) means one per output feature.
-        scale: scales `[E, ...]` in the layout's order, or None for unquantised weights and where there is only a
-            global scale (FP8 with one scale per tensor).
-        zero: packed zero points `[E, ...]`, or None where the code's midpoint is zero.
+        element: type of a code: `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` for unquantised weights.
+        group_size: codes along `k` that share a scale; -1, `k` or more means one scale per output feature.
+        scale: scales `[E, ...]` in the layout's order; None for unquantised weights and for FP8 with one scale per
+            tensor, which has only a global scale.
+        zero: packed zero points `[E, ...]`, or None where the midpoint of the codes is zero.
         bias: `[E, n]` in the layout's order, or None.
-        permutation: int32 `[E, k]`: row `i` of the packed matrix multiplies input column `permutation[e, i]`
-            (act-order); None for the identity.
-        group_index: int32 `[E, k]`, scale group of each packed row, where groups are not `row // group_size`.
-        global_scale: float32 multiplying the whole matrix, `[E]` or `[E, 1]`, or `[E, 2]` for the first and the second
-            half of the rows (gate and up), or None.
-        input_scale: float32 `[1]` static activation scale for int8 and e4m3 activations; None quantises each row on
+        permutation: int32 `[E, k]` of act-order weights: packed row `i` multiplies input column `permutation[e, i]`;
+            None for the identity.
+        group_index: int32 `[E, k]`, scale group of each packed row; None where that is `row // group_size`.
+        global_scale: float32 factor of the matrix, `[E]` or `[E, 1]`, or `[E, 2]` for the two halves of its rows (gate
+            and up), or None.
+        input_scale: float32 `[1]`, static scale of int8 or e4m3 activations; None quantises every row with a scale of
             its own.
-        scale_factor: what `marlin-nvfp4` multiplied scales with; kernels do not need it.
-        activation_dtype: `fp8` where rows of x are quantised to e4m3 on the way: with one scale for a row, or one for
-            each group of the row where weights have groups; empty for activations of 16 bits (or as the layout says).
+        scale_factor: factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for
+            e4m3 activations beside MXFP4 keep their factors here, float32 `[E, n]`.
+        activation_dtype: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the
+            weights; empty for the activation dtype that the layout implies.
     """
 
     layout: str
@@ -61,24 +62,25 @@ class PackedMatrix:
 
     @property
     def num_groups(self) -> int:
-        """Scales along `k`."""
+        """Number of scales along `k`."""
         return 1 if self.channelwise else -(-self.k // self.group_size)
 
     @property
     def num_experts(self) -> int:
-        """Experts held here."""
+        """Number of local experts."""
         return int(self.weight.shape[0])
 
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Both projections of the local experts of one MoE layer.
+    """Both projections of the local experts of a MoE layer.
 
     Attributes:
-        w13: gate and up; `n` is twice the (padded) intermediate size, or once where ungated.
-        w2: down; `k` is the (padded) intermediate size.
-        w13_order: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...) or `ungated`.
-        name: of the layer, for messages.
+        w13: gate and up projection; `n` is twice the padded intermediate size, or once if ungated.
+        w2: down projection; `k` is the padded intermediate size.
+        w13_order: order of w13's rows: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...)
+            or `ungated`.
+        name: name of the layer for messages.
     """
 
     w13: PackedMatrix
@@ -88,7 +90,7 @@ class PackedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Local experts."""
+        """Number of local experts."""
         return self.w13.num_experts
 
     @property
@@ -97,7 +99,7 @@ class PackedExperts:
         return self.w13.n if self.w13_order == "ungated" else self.w13.n // 2
 
     def quantising(self, activation_dtype: str | None) -> PackedExperts:
-        """The experts with another `PackedMatrix.activation_dtype`; None leaves it as it is."""
+        """Return the experts with another `PackedMatrix.activation_dtype`; None leaves it unchanged."""
         if activation_dtype is None:
             return self
         w13, w2 = (replace(one, activation_dtype=activation_dtype) for one in (self.w13, self.w2))

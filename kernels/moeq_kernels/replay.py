@@ -1,7 +1,7 @@
-"""A call's launches as one executable graph, which the driver launches for less than it takes for two of them.
+"""Replay of a call's launches as one executable graph, which costs the host less than two launches.
 
-Setting the parameters of a node costs a fifth of a launch, so a graph serves calls with other addresses too, of any
-layer that has the same launches. Structures follow cuda.h of CUDA 12; a test compares them with the header.
+Setting the parameters of a node costs a fifth of a launch, so one graph serves calls with other addresses and all
+layers with the same launches. Structures follow cuda.h of CUDA 12, and a test compares them with the header.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, ClassVar
 
 from moeq_kernels.errors import KernelEnvironmentError
 
-#: Calls in a row on one stream before they are made a graph, which takes as long as two calls.
+#: Consecutive calls on one stream before a graph is built, which takes as long as two calls.
 REPLAY_AFTER = 4
-#: Streams that have a graph of their own, for each number of tokens.
+#: Upper bound of the streams with a graph of their own, per number of tokens.
 KEPT_STREAMS = 2
-#: Graphs of a process, of which the oldest goes first: one takes 64 to 128 KiB of the device.
+#: Upper bound of the graphs of a process, each of 64 to 128 KiB of device memory; the oldest is evicted first.
 KEPT_GRAPHS = 128
 
 NON_BLOCKING = 1
 RELAXED = 2
-#: Handles of the legacy default stream, which is never captured (asking fails while another is).
+#: Handles of the legacy default stream, which is never captured; a query fails while another stream is.
 LEGACY_STREAMS = (0, 1)
 _HANDLES = {
     "cuStreamGetPriority": (c_void_p, c_void_p),
@@ -49,9 +49,9 @@ _HANDLES = {
 
 @contextmanager
 def relaxed(exchange: Callable[..., int]) -> Iterator[None]:
-    """What this thread does meanwhile leaves captures alone that it or another thread has begun.
+    """Relax this thread's capture mode, so that its calls do not invalidate a capture of any thread.
 
-    exchange: cuThreadExchangeStreamCaptureMode. Raises KernelEnvironmentError where it fails.
+    `exchange` is cuThreadExchangeStreamCaptureMode. Raises KernelEnvironmentError if it fails.
     """
     mode = c_int(RELAXED)
     status = exchange(byref(mode))
@@ -79,7 +79,7 @@ class NodeParams(Structure):
 
 
 class Graphs:
-    """The driver's functions for graphs, from CUDA 12.3 on. Raises KernelEnvironmentError where one is missing."""
+    """Driver functions for graphs, from CUDA 12.3 on. Raises KernelEnvironmentError if one is missing."""
 
     def __init__(self) -> None:
         try:
@@ -95,32 +95,32 @@ class Graphs:
         self.asked, self.building = functions["cuStreamIsCapturing"], threading.Lock()
 
     def call(self, name: str, *given: Any) -> None:
-        """Calls a function. Raises KernelEnvironmentError where it fails."""
+        """Call a driver function. Raises KernelEnvironmentError if it fails."""
         status = self.functions[name](*given)
         if status:
             raise KernelEnvironmentError(f"{name} failed (CUDA error {status})")
 
     def made(self, name: str, *given: Any) -> int:
-        """The handle that a function hands out through its first parameter."""
+        """Call a driver function and return the handle that it stores through its first parameter."""
         handle = c_void_p()
         self.call(name, byref(handle), *given)
         return handle.value or 0
 
     def capturing(self, stream: int) -> bool:
-        """Whether what is launched on a stream goes to somebody's graph (or its state cannot be told)."""
+        """Return whether a stream is being captured, or its state is unknown."""
         if stream in LEGACY_STREAMS:
             return False
         state = c_int()
         return bool(self.asked(stream, byref(state)) or state.value)
 
     def relaxed(self) -> AbstractContextManager[None]:
-        """As the function of this name."""
+        """Call the module-level `relaxed` with this driver."""
         return relaxed(self.functions["cuThreadExchangeStreamCaptureMode"])
 
 
 @cache
 def graphs() -> Graphs | None:
-    """The functions, loaded once; None where the driver has none, or MOEQ_KERNEL_REPLAY=0 says not to use them."""
+    """Load the functions once; None if the driver lacks them, or if MOEQ_KERNEL_REPLAY=0 disables replay."""
     if os.environ.get("MOEQ_KERNEL_REPLAY") == "0":
         return None
     try:
@@ -131,28 +131,27 @@ def graphs() -> Graphs | None:
 
 @cache
 def _capture_stream(context: int | None, priority: int) -> int:
-    """A stream to capture on, one for each context, which has to be current, and priority, which nodes take from it."""
+    """Create a stream for captures in the current context; graph nodes inherit its priority."""
     found = graphs()
     assert found is not None
     return found.made("cuStreamCreateWithPriority", NON_BLOCKING, priority)
 
 
 class Replay:
-    """Launches as an executable graph, for one stream.
+    """Launches as an executable graph for one stream.
 
-    Launches of one executable graph wait for each other, whatever streams they are on; so a stream has its own, and
-    streams stay as independent as with launches one by one. Parameters that are set while it runs are those of its next
-    launch.
+    Launches of one executable graph wait for each other on all streams, so every stream has a graph of its own.
+    Parameters that are set while the graph runs take effect in its next launch.
 
     Args:
-        configs: CUlaunchConfig of each launch, whose stream is changed.
-        launches: addresses of configuration and parameters, and the function between them.
-        users: by root, launches that read what depends on its address, as bits.
+        configs: CUlaunchConfig of each launch; their streams are changed.
+        launches: address of the configuration, function, and address of the parameters of each launch.
+        users: per root, bit mask of the launches that depend on its address.
         launch: cuLaunchKernelEx.
-        context: the current one.
-        stream: that it will be launched on.
+        context: current context.
+        stream: stream that the graph will be launched on.
 
-    Raises KernelEnvironmentError where the driver cannot make it.
+    Raises KernelEnvironmentError if the driver cannot build the graph.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class Replay:
         try:
             for address, function, parameters in launches:
                 status = status or launch(address, function, parameters, None)
-        finally:  # always, or the stream stays in its capture
+        finally:  # otherwise the stream would stay in its capture
             self._cuda.call("cuStreamEndCapture", stream, byref(handle))
             self._graph = handle.value or 0
         if status:
@@ -203,7 +202,7 @@ class Replay:
         return self._graph
 
     def _nodes(self) -> list[int]:
-        """Nodes in the order of the launches: each waits for the one before alone."""
+        """Return the nodes in the order of the launches; every node depends on the preceding one only."""
         count = c_size_t()
         self._cuda.call("cuGraphGetNodes", self._graph, None, byref(count))
         nodes = (c_void_p * count.value)()
@@ -219,14 +218,13 @@ class Replay:
         return found
 
     def run(self, addresses: Sequence[int], stream: int) -> int:
-        """Launches it on a stream with the parameters as they are in memory now; the driver's status.
+        """Launch the graph on a stream with the parameters that are in memory now, and return the driver's status.
 
-        addresses: what they were made from: only nodes that read what lies elsewhere than the last time are changed.
-        A descriptor says nothing but what its address is made from.
+        `addresses` are those of the roots: only nodes that depend on a changed address are updated.
         """
         if addresses != self._addresses:
             stale, last = 0, self._addresses or [-1] * len(addresses)
-            self._addresses = []  # whoever interrupts this leaves some nodes changed
+            self._addresses = []  # an exception may leave some nodes updated
             for users, one, other in zip(self._users, addresses, last, strict=True):
                 if one != other:
                     stale |= users
@@ -238,7 +236,7 @@ class Replay:
         return self._cuda.launch(self._exec, stream)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Gives it back; the driver waits with that until it no longer runs."""
+        """Destroy the graph; the driver defers that until it no longer runs."""
         if finalizing() or not getattr(self, "_graph", 0):
             return
         try:
@@ -246,14 +244,14 @@ class Replay:
                 if self._exec:
                     self._cuda.functions["cuGraphExecDestroy"](self._exec)
                 self._cuda.functions["cuGraphDestroy"](self._graph)
-        except KernelEnvironmentError:  # the driver has ended, and with it the graph
+        except KernelEnvironmentError:  # the driver has shut down, and with it the graph
             pass
 
 
 class Replays:
-    """The graphs of one number of tokens, by stream. Used under its owner's lock."""
+    """Graphs of one number of tokens by stream; the owner's lock protects them."""
 
-    _ages: ClassVar[deque[tuple[Replays, int]]] = deque()  # of all graphs of the process: whose, and the stream
+    _ages: ClassVar[deque[tuple[Replays, int]]] = deque()  # all graphs of the process, oldest first: owner, stream
 
     def __init__(self, users: Sequence[int]) -> None:
         self._users = users
@@ -262,7 +260,7 @@ class Replays:
         self._off = False
 
     def run(self, addresses: Sequence[int], stream: int, make: Callable[..., Replay]) -> bool:
-        """Replays, or says False: for the first calls on a stream, while it is captured, and where graphs fail."""
+        """Replay, or return False: for first calls on a stream, during a capture, and after a failure of graphs."""
         cuda = graphs()
         if self._off or cuda is None:
             return False
@@ -277,13 +275,13 @@ class Replays:
             status = replay.run(addresses, stream)
             if status:
                 raise KernelEnvironmentError(f"a graph failed (CUDA error {status})")
-        except KernelEnvironmentError:  # launches one by one say what is wrong, if anything is
+        except KernelEnvironmentError:  # single launches will report the cause, if there is one
             self._off, self._by_stream = True, {}
             return False
         return True
 
     def _soon(self, stream: int) -> bool:
-        """Whether this is the call to make a graph in."""
+        """Return whether this call should build a graph."""
         if len(self._by_stream) >= KEPT_STREAMS:
             return False
         self._calls = self._calls + 1 if stream == self._stream else 1
@@ -297,5 +295,5 @@ class Replays:
         self._ages.append((self, stream))
         while len(self._ages) > KEPT_GRAPHS:
             other, oldest = self._ages.popleft()
-            other._by_stream.pop(oldest, None)  # without its owner's lock: a call that is using it holds it
+            other._by_stream.pop(oldest, None)  # lock-free: a call that uses the graph holds a reference to it
         return found

@@ -1,4 +1,4 @@
-"""Router rules: from router logits to the `topk_weights` and `topk_ids` that `fused_moe` takes."""
+"""Routing rules that turn router logits into the `topk_weights` and `topk_ids` of `fused_moe`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda logits: torch.softmax(logits, dim=-1),
     "sigmoid": torch.sigmoid,
 }
-#: How many scores of a group are added.
+#: Number of a group's best scores that are added.
 _GROUP_SCORES = {"max": 1, "top2": 2}
 
 
 @dataclass(frozen=True)
 class Router:
-    """A model's rule for choosing experts.
+    """Rule by which a model chooses experts.
 
     Attributes:
         top_k: experts per token.
         scoring: `softmax` over all experts, or `sigmoid` of each logit.
-        renormalize: divide the chosen scores by their sum.
-        scaling_factor: multiplies the weights at the end (DeepSeek's `routed_scaling_factor`).
-        num_groups: experts form this many equal groups; only those of the best `topk_groups` can be chosen.
-        topk_groups: how many groups stay.
-        group_score: a group counts as its best score (`max`, DeepSeek-V2) or its best two summed (`top2`, DeepSeek-V3).
+        renormalize: whether the chosen scores are divided by their sum.
+        scaling_factor: final factor of the weights (DeepSeek's `routed_scaling_factor`).
+        num_groups: number of equal groups of experts; only experts of the best `topk_groups` can be chosen.
+        topk_groups: number of groups that stay.
+        group_score: score of a group: its best score (`max`, DeepSeek-V2) or the sum of its best two (`top2`,
+            DeepSeek-V3).
     """
 
     top_k: int
@@ -43,7 +44,7 @@ class Router:
 
 
 def route(logits: Tensor, router: Router, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Chooses experts: float32 weights and int32 ids, both `[M, top_k]`, best first, ties to the lower id.
+    """Choose experts: float32 weights and int32 ids, both `[M, top_k]`, best first, ties to the lower id.
 
     Args:
         logits: floating point `[M, E]`; computed in float32.
@@ -80,7 +81,7 @@ def route(logits: Tensor, router: Router, correction_bias: Tensor | None = None)
 
 
 def _keep_best_groups(choice: Tensor, router: Router) -> Tensor:
-    """`[M, groups, experts]` with -inf in all but the best groups."""
+    """Set scores `[M, groups, experts]` outside the best groups to -inf."""
     best = choice.sort(dim=2, descending=True).values
     group_scores = best[:, :, : _GROUP_SCORES[router.group_score]].sum(dim=2)
     kept = torch.sort(group_scores, dim=1, descending=True, stable=True).indices[:, : router.topk_groups]

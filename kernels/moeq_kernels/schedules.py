@@ -1,4 +1,4 @@
-"""Which kernels calls of a layer launch: by family of kernels and number of tokens, with the workspace they need."""
+"""Launches and workspace of a call, by kernel family and number of tokens."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 
-#: Families of kernels: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
+#: Kernel families: each module has `plan_for(problem, tokens)` and `launches(problem, piece, arena, plan)`.
 FAMILIES: dict[str, ModuleType] = {
     "hopper-w4a16": w4a16,
     "hopper-w8a8": w8a8,
     "hopper-fp8": w8a8,  # e4m3 x e4m3
-    "hopper-w4a8": w4a8,  # MXFP4 or int4 x e4m3, where `activation_dtype` asks for it
+    "hopper-w4a8": w4a8,  # MXFP4 or int4 x e4m3, if `activation_dtype` asks for it
     "mma-w4a16": mma,
     "portable": portable,
 }
-#: Elements of the largest buffer with a row for each pair (float32 in the portable kernels); longer calls go through it
-#: in pieces of whole tokens.
+#: Upper bound of the elements in a buffer with a row per pair; longer calls run in pieces of whole tokens.
 MOST_ELEMENTS = 1 << 30
-#: Pairs of a piece at most: with tiles of 64 rows, half as many tiles as a grid's second axis takes.
+#: Upper bound of the pairs in a piece: with tiles of 64 rows, half of the tiles that a grid's second axis takes.
 MOST_PAIRS = 1 << 21
-#: Tokens of pieces are multiples of so many: their ids and weights begin at multiples of 16 bytes like those of a whole
-#: call, or they would need other builds.
+#: Granularity of a piece in tokens. Ids and weights of every piece begin at multiples of 16 bytes, as those of a whole
+#: call do; otherwise pieces would need builds of their own.
 PIECE_GRAIN = 16
 
 
 def piece_tokens(family: str, problem: Problem) -> int:
-    """Tokens that go through the buffers at a time."""
+    """Return the largest number of tokens in a piece."""
     widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
     tokens = min(MOST_ELEMENTS // widest, MOST_PAIRS) // problem.top_k
     return max(PIECE_GRAIN, tokens // PIECE_GRAIN * PIECE_GRAIN)
 
 
 def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Schedule:
-    """The launches for so many tokens, with the plan that the family chooses or another one."""
+    """Return the launches for a number of tokens, with the given plan or the plan that the family chooses."""
     module = FAMILIES[family]
     whole = Piece.whole(problem, tokens)
     step = piece_tokens(family, problem)
@@ -60,9 +59,10 @@ def schedule(family: str, problem: Problem, tokens: int, plan: Any = None) -> Sc
 
 
 def workspace_bytes(family: str, problem: Problem, tokens: int, most: int) -> int:
-    """Workspace that no call of up to so many tokens exceeds; most: at least as many, the same in all calls.
+    """Return the workspace bytes that are enough for every call of up to `tokens` tokens.
 
-    Within a plan the need grows with the tokens, so the last call of each plan counts, and the longest call.
+    `most` is the upper bound of `tokens` and the same in all calls. Within a plan the need grows with the tokens, so
+    the last call of every plan and the longest call decide.
     """
     step = piece_tokens(family, problem)
     ends, needs = _needs(family, problem, min(most, step))
@@ -73,20 +73,20 @@ def workspace_bytes(family: str, problem: Problem, tokens: int, most: int) -> in
 
 @cache
 def _need(family: str, problem: Problem, tokens: int) -> int:
-    """Workspace of one call."""
+    """Return the workspace bytes of one call."""
     return schedule(family, problem, tokens).workspace_bytes
 
 
 @cache
 def _needs(family: str, problem: Problem, most: int) -> tuple[tuple[int, ...], list[int]]:
-    """Last numbers of tokens of each plan, and the most workspace up to each."""
+    """Return the last number of tokens of each plan, and the largest workspace up to each."""
     ends = _ends(family, problem, most)
     return ends, list(itertools.accumulate((_need(family, problem, one) for one in ends), max))
 
 
 @cache
 def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
-    """The last numbers of tokens of each plan (and way to keep results) up to `tokens`."""
+    """Return the last number of tokens of each plan and dtype of kept results, up to `tokens`."""
     plan_for = FAMILIES[family].plan_for
     exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "EXACT_PAIRS", 0),))
 
@@ -99,7 +99,7 @@ def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
 
 
 def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
-    """Every build that calls of 1 to `tokens` tokens need: those of the numbers on either side of every change."""
+    """Return the builds that calls of 1 to `tokens` tokens need, from the token counts beside every change."""
     last = min(tokens, piece_tokens(family, problem))
     edges = {0, *_ends(family, problem, last)}
     edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.ROWS_COPIED * problem.experts)}

@@ -1,4 +1,4 @@
-"""Sorting routed pairs by expert, and summing their results: buffers and launches."""
+"""Buffers and launches that sort routed pairs by expert and sum their results."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.tuning import next_power_of_two
 
-#: Pairs up to which one kernel does all the routing.
+#: Largest number of pairs that one kernel routes.
 FEW_PAIRS = 4096
-#: Sizes that this kernel is compiled for: pairs that a program looks at.
+#: Numbers of pairs that builds of that kernel can hold.
 FEW_SIZES = (64, 256, 512, 1024, 2048, FEW_PAIRS)
-#: Programs that list tiles: one would do, but where an expert has very many tiles.
+#: Programs that list tiles; more than one pays where an expert has many tiles.
 LISTERS = 4
-#: Pairs of a program that sorts many.
+#: Pairs per program of the kernels for many pairs.
 BLOCK = 512
-#: Numbers of pairs and of tokens up to which kernels here are compiled in one way, and beyond which in another.
+#: Numbers of pairs and of tokens where the builds of these kernels change.
 PAIR_LIMITS = FEW_SIZES
 TOKEN_LIMITS = (1, 63, 511)
 
 
 @dataclass(frozen=True)
 class Sorted:
-    """Sorted pairs on the device; see `device.routing` for the contents.
+    """Buffers of sorted pairs; `device.routing` describes their contents.
 
     Attributes:
         pair_of_row: int32 `[P]`.
         inverse: int32 `[P]`.
         tiles: int32 `[T, 8]`.
         num_tiles: int32 `[1]`.
-        cleared: int32 zeros, to count arrivals with.
+        cleared: int32 zeros, counters of the product kernels.
     """
 
     pair_of_row: Area
@@ -44,37 +44,37 @@ class Sorted:
 
     @property
     def most(self) -> int:
-        """Tiles at most."""
+        """Upper bound of the number of tiles."""
         return self.tiles.shape[0]
 
 
 def few_size(pairs: int) -> int:
-    """Pairs that a program of the kernels for few pairs looks at."""
+    """Return the number of pairs that a build of the kernels for few pairs holds."""
     return next((size for size in FEW_SIZES if pairs <= size), next_power_of_two(pairs))
 
 
 def few_warps(size: int) -> int:
-    """Warps of a program that looks at so many pairs: those that list tiles are what the others are waited for."""
+    """Return the warps of a program that holds `size` pairs; the programs that list tiles determine the time."""
     return 16 if size > 1024 else 8 if size > 256 else 4
 
 
 def listers(problem: Problem) -> int:
-    """Programs that list tiles, where few pairs are sorted."""
+    """Return the number of programs that list tiles of few pairs."""
     return 1 if problem.interpret else LISTERS
 
 
 def bins_of(experts: int) -> int:
-    """Bins for pairs of so many experts; histograms of Triton have 16 at least."""
+    """Return the number of histogram bins for the experts; Triton needs at least 16."""
     return next_power_of_two(max(experts, 16))
 
 
 def most_tiles(pairs: int, tile: int, experts: int) -> int:
-    """Tiles of `tile` rows that `pairs` pairs can need at most."""
+    """Return an upper bound of the tiles of `tile` rows that `pairs` pairs need."""
     return min(pairs, pairs // tile + experts)
 
 
 def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 0) -> Sorted:
-    """Buffers for sorted pairs."""
+    """Allocate the buffers for sorted pairs, with `to_clear` counters."""
     most = most_tiles(pairs, tile, problem.experts)
     return Sorted(
         pair_of_row=arena.take(torch.int32, pairs),
@@ -88,7 +88,7 @@ def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 
 def sort_few(
     problem: Problem, piece: Piece, rows: Sorted, tile: int, grain: int, sorted_x: Area | None = None
 ) -> list[Launch]:
-    """One kernel for up to FEW_PAIRS pairs; it copies tokens to sorted_x where that is given."""
+    """Sort up to FEW_PAIRS pairs in one kernel, which also copies tokens to sorted_x if that is given."""
     pairs, count, hidden = piece.ids.numel(), problem.experts, problem.hidden
     columns = min(1024, next_power_of_two(hidden))
     arguments = {
@@ -115,7 +115,7 @@ def sort_few(
     }
     size = few_size(pairs)
     block = 16 if size > 1024 else 8
-    if problem.interpret:  # it pays for operations, not for elements
+    if problem.interpret:  # the interpreter pays per operation, not per element
         block = min(256, size)
     constants = {
         "MAPPED": problem.mapped,
@@ -126,7 +126,7 @@ def sort_few(
         "COLUMNS": columns,
         "DEPENDENT": problem.dependent,
     }
-    # No more slices than two programs for each multiprocessor: each of them looks at all pairs.
+    # Every program looks at all pairs, so the grid has at most two programs per SM.
     blocks, slices = -(-pairs // block), 1
     if sorted_x is not None:
         slices = max(1, min(-(-hidden // columns), 2 * problem.gpu.multiprocessors // blocks))
@@ -136,7 +136,7 @@ def sort_few(
 
 
 def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
-    """Two kernels; tile, grain: tokens of a tile at most, and what heights of tiles are multiples of."""
+    """Sort pairs in two kernels into tiles of at most `tile` rows, whose heights are multiples of `grain`."""
     pairs, count = piece.ids.numel(), problem.experts
     blocks = -(-pairs // BLOCK)
     bins = bins_of(count)
@@ -172,21 +172,22 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
 
 
 def sort_pairs(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
-    """Sorted pairs, without their tokens."""
+    """Sort pairs without copying their tokens."""
     if piece.ids.numel() <= FEW_PAIRS:
         return sort_few(problem, piece, rows, tile, grain)
     return sort_many(problem, piece, arena, rows, tile, grain)
 
 
 def kept_dtype(problem: Problem, exact: bool, finer: bool) -> torch.dtype:
-    """How results of the down product are kept until they are weighted and summed.
+    """Return the dtype in which results of the down product wait to be weighted and summed.
 
     Args:
-        exact: whether they stay float32 in any case.
-        finer: whether weights or biases are so exact that one more rounding to bf16 would show: int16 has one bit more.
+        exact: whether results always stay float32.
+        finer: whether weights or biases are so exact that another rounding to bf16 would add a visible error; int16
+            stands for a float with one more bit of fraction than bf16.
 
-    With one choice, of weight 1, half of what int16 gives are ties of the last rounding, which is worse than bf16: it
-    stays float32. float16 could overflow before it is weighted.
+    With one choice of weight 1, half of the int16 values would be ties of the final rounding, which is worse than bf16:
+    such results stay float32. float16 could overflow before it is weighted.
     """
     if exact or problem.dtype == torch.float16 or (finer and problem.top_k == 1):
         return torch.float32
@@ -194,12 +195,12 @@ def kept_dtype(problem: Problem, exact: bool, finer: bool) -> torch.dtype:
 
 
 def sum_parts(problem: Problem, piece: Piece, parts: Area, inverse: Area, *, weighted: bool = True) -> Launch:
-    """y of tokens from parts `[splits, P, H]` of sorted rows, weighted or not, in the order of choices."""
+    """Sum parts `[splits, P, H]` of sorted rows into y, weighted or not, in the order of a token's choices."""
     tokens, hidden = piece.y.shape
     splits, rows, _ = parts.shape
     block = 1 if tokens < 512 else 2
     columns = min(256 if tokens < 64 else 1024, next_power_of_two(hidden))
-    if problem.interpret:  # it pays for operations, not for elements
+    if problem.interpret:  # the interpreter pays per operation, not per element
         block, columns = min(64, next_power_of_two(tokens)), next_power_of_two(hidden)
     arguments = {
         "parts": parts,

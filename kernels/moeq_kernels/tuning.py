@@ -1,4 +1,4 @@
-"""Tile sizes: a small table by rows per expert, chosen once per call from shapes alone (nothing is timed)."""
+"""Tile sizes of the portable kernels, chosen from shapes alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from moeq_kernels.formats import Format
 
 @dataclass(frozen=True)
 class Blocks:
-    """Tile of one program: `m` rows, `n` columns (per accumulator), `k` per step; powers of two.
+    """Tile of one program: `m` rows, `n` columns per accumulator, `k` per step; powers of two.
 
-    `m` and `k` are at least 16 (32 for int8 activations), `n` at least 64 for Marlin layouts.
+    `m` and `k` are at least 16 (32 for int8 activations), `n` is at least 64 for Marlin layouts.
     """
 
     m: int
@@ -22,7 +22,7 @@ class Blocks:
 
 
 def next_power_of_two(value: int) -> int:
-    """Smallest power of two that is at least `value`."""
+    """Return the smallest power of two that is at least `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -35,31 +35,33 @@ def choose_blocks(
     fp8: str = "",
     wgmma: bool = False,
 ) -> Blocks:
-    """Blocks for that average number of rows per expert, on a GPU with `shared` bytes of shared memory per block.
+    """Choose the tile for an average number of rows per expert.
 
-    fp8: as of `portable.fp8_products`, where activations are e4m3; wgmma: whether tensor cores for e4m3 take 64 rows.
-
-    The interpreter pays per operation, not per element: it gets few, large tiles.
+    Args:
+        shared: bytes of shared memory per program.
+        interpret: whether the interpreter runs the kernels; it pays per operation and gets few, large tiles.
+        fp8: result of `portable.fp8_products` for e4m3 activations, otherwise empty.
+        wgmma: whether the tensor cores' e4m3 instruction takes 64 rows.
     """
     m = min(64, max(16, next_power_of_two(int(rows_per_expert))))
     if interpret:
         return Blocks(m, 256, 256)
-    if fmt.kind == "int8":  # whole lines of 128 bytes; tiles that an expert seldom needs two of
+    if fmt.kind == "int8":  # whole lines of 128 bytes; few experts need a second tile
         m = min(64, max(16, next_power_of_two(int(1.5 * rows_per_expert))))
         if m <= 32:
             return Blocks(m, 64, 128, num_warps=4, num_stages=5 if shared > 128 * 1024 else 3)
-        large = shared > 200 * 1024  # elsewhere tiles of 128 rows spill
+        large = shared > 200 * 1024  # on smaller GPUs tiles of 128 rows spill
         m = 128 if large and rows_per_expert > 64 else m
         return Blocks(m, 128, 128, num_warps=8, num_stages=3 if large else 2)
-    if fp8:  # a step lies in a group of the weights; its sum is a second accumulator
+    if fp8:  # a step lies in one group of the weights; its sum takes a second accumulator
         k = 128 if fp8 == "native" else 64
-        if wgmma and m >= 32:  # 32 rows take more instructions, as float16; a warpgroup should have all 64 columns
+        if wgmma and m >= 32:  # 32 rows would be float16 products with more instructions
             m = 128 if rows_per_expert > 64 else 64
             return Blocks(m, 64, k, num_warps=m // 16, num_stages=3)
         return Blocks(m, 64, k, num_warps=4 if m <= 32 else 8, num_stages=3 if shared > 100 * 1024 else 2)
     if m <= 32:
         return Blocks(m, 64, 64, num_warps=4, num_stages=3)
-    # These take the most registers: wider tiles spill on sm_100 (e2m1 with triton 3.9 and 3.6, bytes with 3.7).
+    # Wider tiles of these formats spill on sm_100 (e2m1 with triton 3.9 and 3.6, bytes with 3.7).
     most = (("marlin4", "e2m1"), ("marlin4-permuted", "e2m1"), ("hopper4", "e2m1"), ("rows", "uint8"))
     n = 64 if (fmt.codec, fmt.kind) in most else 128
     return Blocks(m, n, 64, num_warps=8, num_stages=3 if shared > 100 * 1024 else 2)

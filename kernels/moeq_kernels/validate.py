@@ -1,4 +1,4 @@
-"""Argument checks of the host wrappers. Every message names both sides: what was given and what is needed."""
+"""Argument checks of the host wrappers. Every message says what was given and what is needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 
 
 def shape_of(tensor: Tensor) -> str:
-    """`bfloat16 [3, 4]`."""
+    """Describe a tensor, as in `bfloat16 [3, 4]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def require_runnable(device: torch.device) -> None:
-    """Raises KernelEnvironmentError when triton is missing or the device is a CPU without the interpreter."""
+    """Raise KernelEnvironmentError if triton is missing, or if the device is a CPU without the interpreter."""
     from moeq_kernels import interpreter
 
     try:
@@ -36,13 +36,13 @@ def require_runnable(device: torch.device) -> None:
 
 
 def require(condition: bool, message: str, hint: str | None = None) -> None:
-    """Raises KernelArgumentError unless condition holds."""
+    """Raise KernelArgumentError unless the condition holds."""
     if not condition:
         raise KernelArgumentError(message, hint)
 
 
 def check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
-    """Shapes, dtypes and devices of a standard call. Swapped weights and ids cannot pass: one must float, one not."""
+    """Check shapes, dtypes and devices of a call. Dtypes tell swapped weights and ids apart."""
     require(x.dim() == 2, f"x is {shape_of(x)}; it must be [tokens, hidden_size]")
     swapped = "the order is fused_moe(x, experts, topk_weights, topk_ids)"
     require(
@@ -69,7 +69,7 @@ def check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
 
 
 def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[Format, Format]:
-    """Sizes of both projections against each other, x and the activation. Returns the formats of w13 and w2."""
+    """Check both projections against each other, x and the activation, and return the formats of w13 and w2."""
     known = {"gate-up": ACTIVATIONS, "interleaved": ACTIVATIONS, "ungated": UNGATED_ACTIVATIONS}
     order = experts.w13_order
     require(order in known, f"unknown w13_order '{order}'", f"known: {', '.join(known)}")
@@ -98,7 +98,7 @@ def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[F
 
 
 def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Format:
-    """Parts of one packed matrix against its sizes; `halves` is 2 where n holds two halves. Returns its format."""
+    """Check the parts of a packed matrix against its sizes and return its format; n holds `halves` halves."""
     fmt = find_format(matrix.layout, matrix.element)
     experts, n, k = matrix.num_experts, matrix.n, matrix.k
     kind = f"{fmt.layout} {fmt.element}"
@@ -144,7 +144,7 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
 
 
 def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:
-    """The global scale, and what rows of x are quantised to."""
+    """Check the global scale and the dtype to which rows of x are quantised."""
     kind, experts = f"{fmt.layout} {fmt.element}", matrix.num_experts
     require(
         fmt.global_scale != "required" or matrix.global_scale is not None,
@@ -177,7 +177,7 @@ def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format
 
 def _check_scale(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:
     scale = matrix.scale
-    assert scale is not None  # told mypy; checked by the caller
+    assert scale is not None  # checked by the caller
     order = fmt.single_order if matrix.channelwise else fmt.group_order
     if order is None:
         raise KernelUnsupportedError(f"{name} has groups of {matrix.group_size}, which {fmt.layout} does not store")
@@ -201,7 +201,7 @@ def epilogue_of(
     limit: float | None,
     weight_first: bool,
 ) -> Epilogue:
-    """The gate-up product's epilogue with the activation's defaults filled in."""
+    """Build the epilogue of the gate-up product with defaults for the activation's parameters."""
     oai = activation == "swiglu_oai"
     require(oai or (alpha is None and beta is None), f"alpha and beta belong to swiglu_oai, not to {activation}")
     require(limit is None or limit > 0, f"limit is {limit}; it must be positive", "leave it out for no limit")
@@ -218,16 +218,14 @@ def epilogue_of(
 
 
 def check_ids(topk_ids: Tensor, known: int) -> None:
-    """Raises KernelArgumentError where ids on a CPU name no expert; on a GPU looking would cost a synchronisation."""
+    """Raise KernelArgumentError if ids on a CPU name no expert; a check on a GPU would synchronise."""
     if topk_ids.device.type == "cpu" and topk_ids.numel():
         low, high = int(topk_ids.min()), int(topk_ids.max())
         require(low >= -1 and high < known, f"topk_ids run from {low} to {high}, but experts from 0 to {known - 1}")
 
 
 def check_map(expert_map: Tensor, device: torch.device, known: int | None = None, experts: int | None = None) -> None:
-    """A map of experts: its dtype, size (where known) and device; on a CPU also that it names one of `experts`, what on
-    a GPU would cost a synchronisation.
-    """
+    """Check dtype, size and device of an expert map; on a CPU, where it needs no synchronisation, also its values."""
     size = "global experts" if known is None else str(known)
     require(
         expert_map.dim() == 1

@@ -1,4 +1,4 @@
-"""Compiling and loading what prepared layers need, before anything calls them."""
+"""Warm-up: compile and load the kernels of prepared layers before the first call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeq_kernels.schedules import builds
 
 
 class Layer(Protocol):
-    """What of a prepared layer says which kernels it needs, and where."""
+    """Attributes of a prepared layer that determine its kernels and their device."""
 
     family: str
     problem: Problem
@@ -24,11 +24,11 @@ class Layer(Protocol):
 
 
 def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
-    """Compiles every kernel that layers need for 1 to max_tokens tokens (default: their own), in parallel.
+    """Compile all kernels that layers need for 1 to max_tokens tokens (default: their own) in parallel.
 
-    Layers of one shape and format share kernels. Machine code goes to `compiling.cache_folder()`; on a GPU it is loaded
-    as well. In the interpreter there is nothing to do, nor for AMD's GPUs, whose kernels Triton compiles when they are
-    first called. Raises KernelEnvironmentError where a kernel does not compile.
+    Layers of equal shape and format share kernels. Machine code goes to `compiling.cache_folder()`, and is loaded if
+    the layers are on a GPU. The interpreter needs no warm-up; kernels for AMD GPUs are compiled by Triton in their
+    first call. Raises KernelEnvironmentError if a kernel does not compile.
     """
     problems: dict[tuple[str, Problem], int] = {}
     on: dict[torch.device, set[tuple[str, Problem]]] = {}

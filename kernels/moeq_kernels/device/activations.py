@@ -1,4 +1,4 @@
-"""Activation functions between the two projections, in float32."""
+"""Activation functions of the portable kernels, in float32."""
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
 
@@ -10,7 +10,7 @@ from moeq_kernels.device.numerics import sigmoid
 
 @triton.jit
 def activate_gated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr):
-    """activation(gate) * up. LIMIT <= 0 means no clamping."""
+    """Return activation(gate) * up; LIMIT <= 0 disables clamping."""
     if LIMIT > 0:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -22,7 +22,7 @@ def activate_gated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA
 
 @triton.jit
 def activate(value, ACTIVATION: tl.constexpr):
-    """The activation of one projection."""
+    """Apply an activation."""
     tl.static_assert(
         ACTIVATION == "silu" or ACTIVATION == "gelu" or ACTIVATION == "gelu_tanh" or ACTIVATION == "relu2",
         "unknown activation",

@@ -1,14 +1,13 @@
-"""How long the L2 cache should keep what kernels of a layer pass on to each other.
+"""Eviction policies of the L2 cache for the results that the kernels of a layer pass to each other.
 
-Weights stream through the cache and would push out results before the next kernel reads them, which then are written
-to memory and read from it.
+Weights stream through the cache. Without a policy they would evict results before the next kernel reads them.
 """
 
 import triton.language as tl
 
-#: Eviction policy of results that the next kernel reads: after weights.
+#: Policy for results that the next kernel reads: they are evicted after weights.
 KEPT = tl.constexpr("evict_last")
-#: Of what is read for the last time: before weights.
+#: Policy for data that is read for the last time: it is evicted before weights.
 DONE = tl.constexpr("evict_first")
-#: Of everything else.
+#: Default policy.
 USUAL = tl.constexpr("")

@@ -1,8 +1,8 @@
-"""From packed bytes to a tile of codes `[BK, BN]`: one reader per arrangement of the weights.
+"""Readers of packed bytes into a tile of codes `[BK, BN]`, one per arrangement of the weights.
 
-A tile's columns are *positions*. Where a layout interleaves columns, the reader keeps the order that makes its loads
-contiguous, and `column_of` says which output feature sits at a position; only the store has to know. Rows are always
-in the natural order of `k`. Formulas: vLLM 0.33 (Marlin repack, `moe_wna16`), triton_kernels 3.5.1 (Hopper values).
+The columns of a tile are *positions*. If a layout permutes columns, the reader keeps the order that makes its loads
+contiguous, and `column_of` gives the output feature at a position, which only the store needs. Rows are always in the
+natural order of `k`. Formulas: vLLM 0.33 (Marlin repack, `moe_wna16`), triton_kernels 3.5.1 (Hopper values).
 """
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def column_of(position, CODEC: tl.constexpr):
-    """Output feature at a tile position."""
+    """Return the output feature at a position."""
     if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
         # position = 64 tile + 8 octet + 2 block + half; feature = 64 tile + 16 block + 8 half + octet
         inner = position % 64
@@ -24,7 +24,7 @@ def column_of(position, CODEC: tl.constexpr):
 
 @triton.jit
 def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CODEC: tl.constexpr):
-    """Codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; 0 beyond the matrix."""
+    """Read the codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; they are 0 beyond the matrix."""
     if CODEC == "marlin4":
         return _marlin4(w, k0, p0, K, N, BK, BN)
     elif CODEC == "marlin4-permuted":
@@ -44,7 +44,7 @@ def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
 def _marlin_words(
     w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr
 ):  # fmt: skip
-    """The words of a tile: EACH for a column in each 16 rows."""
+    """Load the words of a tile, EACH per column and 16 rows."""
     rows = k0 // 16 + tl.arange(0, BK // 16)
     words = p0 * EACH + tl.arange(0, EACH * BN)
     mask = (rows[:, None] < K // 16) & (words[None, :] < EACH * N)
@@ -53,7 +53,7 @@ def _marlin_words(
 
 @triton.jit
 def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """int32 [K / 16, 2 N]: word 4 lane + block of a 64-column tile, lane = 4 octet + k pair."""
+    """Decode int32 [K / 16, 2 N]: word 4 lane + block of a 64-column tile, lane = 4 octet + k pair."""
     packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2)
     fields = tl.join(packed, packed >> 4)  # bit 0 of the field: k + 8
     fields = tl.join(fields, fields >> 8)  # bit 1: column + 8
@@ -65,7 +65,7 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
 
 @triton.jit
 def _marlin4_permuted(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """The words of `_marlin4`, their bits permuted as `hopper.w4a16.device.recipes` says."""
+    """Decode the words of `_marlin4` with bits permuted as in `hopper.w4a16.device.recipes`."""
     packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2)
     half = tl.join(packed, packed >> 16)  # k + 1
     other = tl.join(packed >> 16, packed)
@@ -81,7 +81,7 @@ def _marlin4_permuted(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.conste
 
 @triton.jit
 def _marlin8(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """int32 [K / 16, 4 N]: word 8 lane + 2 block + half of a 64-column tile."""
+    """Decode int32 [K / 16, 4 N]: word 8 lane + 2 block + half of a 64-column tile."""
     packed = _marlin_words(w, k0, p0, K, N, BK, BN, 4)
     fields = tl.join(packed, packed >> 8)  # bit 0 of the byte number: k + 8
     fields = tl.join(fields, fields >> 16)  # bit 1: k + 1
@@ -92,7 +92,7 @@ def _marlin8(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
 
 @triton.jit
 def _nibbles(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """uint8 [N, K / 2], low nibble = even k."""
+    """Decode uint8 [N, K / 2], low nibble = even k."""
     columns = p0 + tl.arange(0, BN)
     pairs = k0 // 2 + tl.arange(0, BK // 2)
     mask = (columns[:, None] < N) & (pairs[None, :] < K // 2)
@@ -103,7 +103,7 @@ def _nibbles(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
 
 @triton.jit
 def _rows(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """One element per value, [N, K]; whatever dtype is stored."""
+    """Load unpacked values [N, K] of any dtype."""
     columns = p0 + tl.arange(0, BN)
     rows = k0 + tl.arange(0, BK)
     mask = (columns[None, :] < N) & (rows[:, None] < K)
@@ -112,7 +112,7 @@ def _rows(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
 
 @triton.jit
 def _hopper4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """int32 [N / 4, K / 2]: row = 4 (n // 16) + (n % 8) // 2, four bytes of two codes each in one word."""
+    """Decode int32 [N / 4, K / 2]: row = 4 (n // 16) + (n % 8) // 2, four bytes of two codes each in one word."""
     rows = p0 // 4 + tl.arange(0, BN // 4)
     words = k0 // 2 + tl.arange(0, BK // 2)
     mask = (rows[:, None] < N // 4) & (words[None, :] < K // 2)

@@ -1,4 +1,4 @@
-"""The grouped matrix product of both projections, and int8 or e4m3 codes of rows."""
+"""Portable kernels: the grouped matrix product of both projections, and the quantisation of rows to int8 or e4m3."""
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
 
@@ -17,11 +17,10 @@ def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pa
             N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
             BIAS_SINGLE: tl.constexpr, CHANNELWISE: tl.constexpr, GLOBALS: tl.constexpr, GLOBAL_UNIT: tl.constexpr,
             BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):  # fmt: skip
-    """Everything linear after the dot, in float32: scales of channels, activations and the matrix, router weight, bias.
+    """Apply everything linear to float32 sums: scales of channels, activations and the matrix, router weight, bias.
 
-    There are GLOBALS global scales for an expert, of equal shares of the columns, in units of GLOBAL_UNIT.
-
-    WEIGHT_FIRST multiplies by the router weight before the bias (`router weight on input`).
+    An expert has GLOBALS global scales, of equal shares of the columns, in units of GLOBAL_UNIT. WEIGHT_FIRST
+    multiplies by the router weight before the bias (router weight on input).
     """
     positions = p0 + tl.arange(0, BN)
     inside = positions < N
@@ -53,9 +52,9 @@ def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.
               GROUP: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
               CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
               INTERPRET: tl.constexpr):  # fmt: skip
-    """float32 [BM, BN]: what BK columns of e4m3 codes add; with both scales where weights have groups.
+    """Multiply BK columns of e4m3 codes into float32 [BM, BN], and apply both scales if weights have groups.
 
-    Hopper's tensor cores keep 14 bits of such a sum: it is added to others in float32 after every BK columns.
+    Hopper's tensor cores keep 14 bits of a sum of e4m3 products, so sums of BK columns are added up in float32.
     """
     b = codes(w, k0, p0, K, N, BK, BN, CODEC).to(tl.uint8)
     if FP8 == "native":
@@ -63,7 +62,7 @@ def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.
     else:
         zeros = tl.zeros((a.shape[0], BN), tl.float32)
         value = dot(a, round_to(e4m3_to_float(b), a.dtype, INTERPRET), zeros, INTERPRET)
-    if not CHANNELWISE:  # BK lies in one group
+    if not CHANNELWISE:  # the BK columns lie in one group
         groups = k0 // GROUP + tl.arange(0, 1)
         value = value * group_scales(scale, groups, p0, G, N, CODEC, ORDER, STRIDE, SCALE, BN)
         value = value * tl.load(x_scale + rows.to(tl.int64) * G + k0 // GROUP, mask=valid, other=0.0)[:, None]
@@ -84,14 +83,14 @@ def moe_gemm(
     TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One BM x BN tile of one expert's product, from packed weights, with its epilogue.
+    """Compute one BM x BN tile of one expert's product from packed weights, with its epilogue.
 
-    `tiles` `[T, 8]` are those of `device.routing`, of height BM. Row `pair_of_row[row] // TOP_K` of x is read for each
-    sorted row (row itself where TOP_K is 0), row `row` of out is written. EPILOGUE is `halves` (two
-    accumulators BN wide, gate at p0 and up at p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or
-    `plain`. WEIGHT_FIRST and WEIGHT_LAST say where the router weight of a row's pair is applied, if here at all.
-    FP8 is empty, or how x holds e4m3 codes: `native` (tensor cores multiply them) or `decoded` (as bfloat16 numbers,
-    which hold them exactly); x_scale are their scales `[R]`, or `[R, G]` where weights have groups.
+    `tiles` `[T, 8]` are those of `device.routing` with height BM. For each sorted row, row `pair_of_row[row] // TOP_K`
+    of x is read (the row itself if TOP_K is 0) and the row of out is written. EPILOGUE is `halves` (two accumulators of
+    BN columns, gate from p0 and up from p0 + N / 2), `interleaved` (one accumulator, pairs of columns) or `plain`.
+    WEIGHT_FIRST and WEIGHT_LAST say whether and when the router weight of a row's pair is applied. FP8 is empty, or
+    how x holds e4m3 codes: `native` (tensor cores multiply them) or `decoded` (as bfloat16 numbers, which hold them
+    exactly); x_scale holds their scales `[R]`, or `[R, G]` if weights have groups.
     """
     if DEPENDENT:
         gdc_wait()
@@ -151,7 +150,7 @@ def moe_gemm(
                                     STRIDE, SCALE, CHANNELWISE, BK, BN, FP8, INTERPRET)  # fmt: skip
 
     if FP8 != "" and not CHANNELWISE:
-        x_scale = None  # its groups are in the sums already
+        x_scale = None  # scales of groups are in the sums already
     pair_weight = tl.full((BM,), 1.0, tl.float32)
     if WEIGHT_FIRST or WEIGHT_LAST:
         pair_weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
@@ -166,7 +165,7 @@ def moe_gemm(
         value = activate_gated(value, up, ACTIVATION, ALPHA, BETA, LIMIT)
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
-        # Marlin's positions are 8 octet + ..: gate and up differ in the octet's lowest bit.
+        # A position in Marlin's order is 8 octet + ...; gate and up differ in the octet's lowest bit.
         if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
             pairs_last = tl.permute(tl.reshape(value, (BM, BN // 16, 2, 8)), (0, 1, 3, 2))
             column = tl.reshape(tl.permute(tl.reshape(column, (BN // 16, 2, 8)), (0, 2, 1)), (BN // 2, 2))
@@ -192,7 +191,7 @@ def moe_gemm(
 @triton.jit
 def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
                   K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """Symmetric int8 codes of a row, to nearest even: scale = max |x| / 127 (1 for a zero row), or the static one."""
+    """Quantise a row to symmetric int8 codes, to nearest even; scale = max |x| / 127 (1 for zeros) or static_scale."""
     if DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
@@ -220,11 +219,10 @@ def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
 def quantize_rows_e4m3(x, q, scales, static_scale, stride_x, stride_q, K: tl.constexpr, G: tl.constexpr,
                        GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
                        INTERPRET: tl.constexpr):  # fmt: skip
-    """e4m3 codes of G groups of GROUP columns of a row, to nearest even, and their scales `[R, G]`.
+    """Quantise a group of GROUP columns of a row to e4m3 codes, to nearest even, with scales `[R, G]`.
 
-    q holds bytes, or the codes as bfloat16 numbers.
-    scale = max |x| / 448 (1 for zeros), or the static one, as vLLM 0.33's dynamic quantisation by token and by group,
-    which besides keeps scales above 1 / (448 * 512) and 1e-10 / 448.
+    q holds bytes, or the codes as bfloat16 numbers. scale = max |x| / 448 (1 for zeros) or static_scale. vLLM 0.33
+    quantises per token and per group likewise, but keeps scales above 1 / (448 * 512) and 1e-10 / 448.
     """
     if DEPENDENT:
         gdc_wait()

@@ -1,11 +1,11 @@
-"""The few operations that Triton's interpreter gets wrong, each in a form that is right there and on a GPU.
+"""Operations that Triton's interpreter gets wrong, in a form that is right there and on a GPU.
 
-`INTERPRET` is a constexpr set by the host. What is handled here, measured on triton 3.6 to 3.9:
+`INTERPRET` is a constexpr set by the host. Behaviour of the interpreter of triton 3.6 to 3.9:
 
-* `tl.dot` on bfloat16 multiplies the raw 16-bit integers in the interpreter: operands go through float32 there;
-* float32 -> bfloat16 truncates and flushes subnormals in the interpreter: there it is done on the bits;
-* `range()` over a tensor argument fails in the interpreter of 3.6 with numpy 2.4: loop bounds are constexprs;
-* inline assembly does not exist in the interpreter: none is used.
+* `tl.dot` on bfloat16 multiplies the raw 16-bit integers, so operands are converted to float32;
+* float32 -> bfloat16 truncates and flushes subnormals, so the bits are rounded as integers;
+* `range()` over a tensor argument fails in triton 3.6 with numpy 2.4, so loop bounds are constexprs;
+* inline assembly does not exist, so none is used.
 """
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, acc, INTERPRET: tl.constexpr):
-    """acc + a @ b, accumulated in float32, or in int32 for int8 operands."""
+    """Return acc + a @ b, accumulated in float32, or in int32 for int8 operands."""
     if INTERPRET and acc.dtype == tl.float32:
         return acc + tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:
@@ -25,7 +25,7 @@ def dot(a, b, acc, INTERPRET: tl.constexpr):
 
 @triton.jit
 def round_to(value, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
-    """float32 -> DTYPE, to nearest even. NaN stays NaN."""
+    """Round float32 to DTYPE, to nearest even; NaN stays NaN."""
     if INTERPRET and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -37,9 +37,9 @@ def round_to(value, DTYPE: tl.constexpr, INTERPRET: tl.constexpr):
 
 @triton.jit
 def e4m3_to_float(code):
-    """Bytes of e4m3fn (exponents of 4 bits, bias 7, no infinity, 0x7F and 0xFF are NaN) to float32, exactly."""
+    """Convert bytes of e4m3fn (bias 7, no infinity, 0x7F and 0xFF are NaN) to float32, exactly."""
     code = code.to(tl.int32)
-    # As e2m1: sign, exponent and mantissa in their places in float32 are the value times 2**-120.
+    # Sign, exponent and mantissa moved to their places in float32 are the value times 2**-120.
     bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
     value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
     return tl.where((code & 0x7F) == 0x7F, float("nan"), value)
@@ -47,15 +47,15 @@ def e4m3_to_float(code):
 
 @triton.jit
 def float_to_e4m3(value):
-    """float32 to bytes of e4m3fn, to nearest even, magnitudes beyond 448 to 448; NaN stays NaN.
+    """Round float32 to bytes of e4m3fn, to nearest even, magnitudes beyond 448 to 448; NaN stays NaN.
 
-    On the bits: GPUs before sm_89 have no such conversion, and the interpreter's does not round to nearest.
+    Integer arithmetic is used because GPUs before sm_89 lack the conversion, and the interpreter truncates.
     """
     bits = value.to(tl.int32, bitcast=True)
     size = tl.minimum(tl.abs(value), 448.0)
     size_bits = size.to(tl.int32, bitcast=True)
     normal = ((size_bits + 0x7FFFF + ((size_bits >> 20) & 1)) >> 20) - 960  # (127 - 7) << 3
-    # Below 2**-6 codes count multiples of 2**-9, to which adding 2**14 rounds.
+    # Codes of magnitudes below 2**-6 count multiples of 2**-9; adding 2**14 rounds to these.
     small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, small, normal)
     code = tl.where(value == value, code, 0x7F)
@@ -64,8 +64,8 @@ def float_to_e4m3(value):
 
 @triton.jit
 def _fma(a, b, c, INTERPRET: tl.constexpr):
-    """a * b + c of float32, rounded once."""
-    if INTERPRET:  # which rounds the product
+    """Return a * b + c of float32, rounded once."""
+    if INTERPRET:  # the interpreter's fma rounds the product
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
         return tl.fma(a, b, c)
@@ -73,11 +73,11 @@ def _fma(a, b, c, INTERPRET: tl.constexpr):
 
 @triton.jit
 def quotients(value, scale, INTERPRET: tl.constexpr):
-    """value / scale in float32 by one division for each scale; smaller where scale is below 2^-100.
+    """Divide values by a scale in float32, with one division per scale; scales below 2^-100 count as 2^-100.
 
-    Rounded as a division is where values are bfloat16 or float16 and scale is the largest of such over 127 or 448:
-    what a product with the inverse leaves is known exactly, and corrects it (Markstein, IBM J. Res. Dev. 34, 1990). A
-    division for each value would be twelve instructions with a branch, which do not overlap with others.
+    Results are rounded correctly if values are bfloat16 or float16 and the scale is the largest of them over 127 or
+    448: the remainder of the product with the inverse is exact and corrects it (Markstein, IBM J. Res. Dev. 34, 1990).
+    A division per value would take twelve instructions with a branch, which do not overlap with others.
     """
     inverse = tl.div_rn(1.0, tl.maximum(scale, 7.888609052210118e-31))
     near = value * inverse
@@ -86,20 +86,20 @@ def quotients(value, scale, INTERPRET: tl.constexpr):
 
 @triton.jit
 def round_half_even(value):
-    """float32 -> nearest integer as float32, ties to even, for magnitudes below 2**22."""
-    # Adding 1.5 * 2**23 leaves no fraction bits, so the addition itself rounds.
+    """Round float32 to the nearest integer as float32, ties to even, for magnitudes below 2**22."""
+    # The sum with 1.5 * 2**23 has no fraction bits, so the addition rounds.
     return (value + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def round_to_int8(value):
-    """float32 from -128 to 127 to the nearest int8, ties to even."""
-    # As above, and the integer is in the lowest bits.
+    """Round float32 from -128 to 127 to the nearest int8, ties to even."""
+    # The sum with 1.5 * 2**23 is rounded and holds the integer in its lowest bits.
     return (value + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def sigmoid(value):
-    """1 / (1 + exp(-value)) without overflow on either side."""
+    """Return 1 / (1 + exp(-value)) without overflow on either side."""
     small = tl.exp(-tl.abs(value))
     return tl.where(value >= 0, 1.0, small) / (1.0 + small)

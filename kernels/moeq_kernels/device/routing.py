@@ -1,11 +1,11 @@
-"""Sorting routed pairs by expert, and summing their results: plain Triton, deterministic, no atomics, no host reads.
+"""Kernels that sort routed pairs by expert and sum their results: deterministic, without atomics and host reads.
 
-DEPENDENT: launched while the kernel before it still runs (programmatic dependent launch, from sm_90 on).
+DEPENDENT: whether the kernel starts before the preceding one has ended (programmatic dependent launch, sm_90 on).
 
-A pair is `token * top_k + choice`. Sorted rows are numbered by expert, then by pair. `inverse[pair]` is a pair's row,
--1 where a choice has no expert here. A row of `tiles` is: expert (-1: unused), first row, end row of the expert, the
-expert's first tile, the expert's number of tiles, their height (the last one may have fewer rows), 0, 0. Heights are
-multiples of GRAIN up to TILE.
+A pair is `token * top_k + choice`. Sorted rows are numbered by expert, then by pair. `inverse[pair]` is the row of a
+pair, or -1 if its expert is not local. A row of `tiles` holds: expert (-1: unused), first row, end row of the expert,
+first tile of the expert, number of its tiles, their height (the last one may have fewer rows), 0, 0. Heights are
+multiples of GRAIN and at most TILE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeq_kernels.device.numerics import round_to
 
 @triton.jit
 def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
-    """Local experts of the pairs `at`; EXPERTS where a choice has none here, EXPERTS + 1 beyond the last pair."""
+    """Return local experts of the pairs `at`: EXPERTS if the expert is not local, EXPERTS + 1 beyond the last pair."""
     chosen = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
     known = (chosen >= 0) & (chosen < KNOWN)
     if MAPPED:
@@ -31,7 +31,7 @@ def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
 
 @triton.jit
 def _tiles_of(count, TILE, GRAIN):
-    """Tiles of experts with `count` rows, and their height: the fewest of up to TILE rows, of nearly equal heights."""
+    """Return how many tiles experts with `count` rows need, and the height that makes these few tiles even."""
     fewest = tl.maximum((count + TILE - 1) // TILE, 1)
     even = (count + fewest - 1) // fewest
     height = tl.maximum((even + GRAIN - 1) // GRAIN, 1) * GRAIN
@@ -40,14 +40,14 @@ def _tiles_of(count, TILE, GRAIN):
 
 @triton.jit
 def _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BINS: tl.constexpr):
-    """The list of tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share."""
+    """List the tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share."""
     expert = tl.arange(0, BINS)
     number, height = _tiles_of(count, TILE, GRAIN)
     end = tl.cumsum(count)
     start = end - count
     first = tl.cumsum(number) - number
     used = tl.sum(number)
-    for one in range(lister, tl.max(number), listers):  # this tile of every expert that has as many
+    for one in range(lister, tl.max(number), listers):  # tile `one` of every expert that has it
         entry = tiles + (first + one) * 8
         filled = one < number
         tl.store(entry, expert, mask=filled)
@@ -65,13 +65,13 @@ def _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BI
 
 @triton.jit
 def _count(local, EXPERTS, BINS: tl.constexpr):
-    """Pairs of each expert; a histogram costs elements x BINS / 32, so only programs that list tiles make one."""
+    """Count pairs per expert. A histogram costs elements x BINS / 32, so only programs that list tiles build one."""
     return tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
 
 
 @triton.jit
 def _rows_of(local, mine, pair, PAIRS: tl.constexpr):
-    """Sorted rows of the pairs `pair` with experts `mine`: how many of all PAIRS pairs come before each."""
+    """Return the sorted rows of the pairs `pair` with experts `mine`: the number of pairs that come before each."""
     key = local * PAIRS + tl.arange(0, PAIRS)
     own = mine * PAIRS + pair
     return tl.sum((key[None, :] < own[:, None]).to(tl.int32), 1)
@@ -83,11 +83,11 @@ def route_few(
     stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Everything in one kernel for up to a few thousand pairs; programs: (listers + blocks of ROWS pairs, slices).
+    """Sort up to a few thousand pairs in one kernel; grid: (listers + blocks of ROWS pairs, slices).
 
-    Each program looks at all pairs for itself. The first `listers` list the tiles, the others place their pairs and,
-    with COPY, copy their tokens to their sorted rows (slices of COLUMNS columns in turns); else `gather_rows` or a
-    product has to do that. They also set `to_clear` integers of `cleared` to zero.
+    Every program reads all pairs. The first `listers` programs list the tiles; the others place their pairs and, with
+    COPY, copy tokens to their sorted rows (interleaved slices of COLUMNS columns). Otherwise `gather_rows` or a product
+    copies them. Programs also set `to_clear` integers of `cleared` to zero.
     """
     block = tl.program_id(0) - listers
     part = tl.program_id(1)
@@ -126,7 +126,7 @@ def count_pairs(
     ids, expert_map, counts, cleared, to_clear, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
     BINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """counts `[blocks, BINS]`: pairs of each expert in each block of BLOCK pairs; sets `to_clear` integers to zero."""
+    """Count pairs per expert in each block of BLOCK pairs into `[blocks, BINS]`; set `to_clear` integers to zero."""
     if DEPENDENT:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -144,7 +144,7 @@ def place_pairs(
     ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST, TILE, GRAIN,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the pairs of one block, and (shared among programs) the list of tiles."""
+    """Place the pairs of one block, and write a share of the list of tiles."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
     local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
@@ -163,7 +163,7 @@ def place_pairs(
     total = tl.where(bins < EXPERTS, total, 0)
     start = tl.cumsum(total) - total
     base = start + before
-    # The rank of a pair among the earlier ones of its block with its expert.
+    # Rank of a pair among those of its block with the same expert.
     own = tl.arange(0, BLOCK)
     key = tl.sort(local * BLOCK + own)  # unique, so the order is stable
     expert = key // BLOCK
@@ -186,7 +186,7 @@ def gather_rows(
     x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, stride_x, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """sorted_x[row] = x[token of row]. Programs: (ROWS rows, COLUMNS columns)."""
+    """Copy tokens to sorted rows: sorted_x[row] = x[token of row]; grid: (ROWS rows, COLUMNS columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if DEPENDENT:
         gdc_wait()
@@ -204,7 +204,7 @@ def gather_rows(
 
 @triton.jit
 def _as_float(part):
-    """float32 of a stored result; int16 as `common.rounded` makes it."""
+    """Convert a stored result to float32; int16 encodes a float as in `w4a16.device.common.rounded`."""
     if part.dtype == tl.int16:
         bits = part.to(tl.int32) << 16
         small = ((bits & 0x7FFF0000) >> 1) | (bits & -0x80000000)
@@ -231,7 +231,7 @@ def sum_rows(
     DEPENDENT: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """y[t] = sum over choices of weight (1 if None) * (sum over splits of parts `[SPLITS, rows, hidden]`), in order."""
+    """Compute y[t] = sum over choices of weight (1 if None) * sum over splits of parts `[SPLITS, rows, hidden]`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (token < tokens)[:, None] & (column < hidden)[None, :]
@@ -248,7 +248,7 @@ def sum_rows(
             value += _as_float(part)
         if weights is not None:
             weight = tl.load(weights + token * stride_w + choice, mask=token < tokens, other=0.0).to(tl.float32)
-            value *= tl.where(row >= 0, weight, 0.0)[:, None]  # without an expert the weight may be anything
+            value *= tl.where(row >= 0, weight, 0.0)[:, None]  # the weight of a choice without an expert may be NaN
         total += value
     where = y + token.to(tl.int64)[:, None] * hidden + column[None, :]
     tl.store(where, round_to(total, y.dtype.element_ty, INTERPRET), mask=inside)

@@ -1,8 +1,8 @@
-"""Group scales and zero points in their stored orders, spread over a tile of codes.
+"""Readers of group scales and zero points in their stored orders, spread over a tile of codes.
 
-Orders: `marlin-group` and `marlin-single` are Marlin's two column permutations (vLLM 0.33 `marlin_permute_scales`),
-`marlin-mx` and `marlin-mx-single` the same followed by its byte order for scales of 8 bits, `rows` is `[N, G]`,
-`blocks` `[ceil(N / 128), G]`, `hopper-mx8` and `hopper-mx4` triton_kernels' HopperMXScaleLayout for 8 and 4 warps.
+Orders: `marlin-group` and `marlin-single` are Marlin's two column permutations (vLLM 0.33 `marlin_permute_scales`);
+`marlin-mx` and `marlin-mx-single` add Marlin's byte order of 8-bit scales; `rows` is `[N, G]`; `blocks` is
+`[ceil(N / 128), G]`; `hopper-mx8` and `hopper-mx4` are triton_kernels' HopperMXScaleLayout for 8 and 4 warps.
 """
 # mypy: ignore-errors
 # (device code is Triton's language, not Python's)
@@ -16,16 +16,16 @@ from moeq_kernels.device.numerics import e4m3_to_float, round_to
 
 @triton.jit
 def single_order(column):
-    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases)."""
+    """Return the place of a column in Marlin's 32-column order (channel-wise scales, biases)."""
     inner = column % 32
     return column - inner + 8 * ((inner % 8) // 2) + 2 * (inner // 8) + inner % 2
 
 
 @triton.jit
 def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr):
-    """Element offset of the scale of (group, position) within one expert; STRIDE is the stored row length."""
+    """Return the offset of the scale of (group, position) within one expert; STRIDE is the stored row length."""
     if ORDER == "marlin-group":
-        return group * STRIDE + position  # a Marlin tile's positions are in this very order
+        return group * STRIDE + position  # positions of a Marlin tile are in the order of the scales
     elif ORDER == "marlin-single":
         return group * STRIDE + single_order(column_of(position, CODEC))
     elif ORDER == "marlin-mx":
@@ -48,11 +48,12 @@ def scale_offset(group, position, CODEC: tl.constexpr, ORDER: tl.constexpr, STRI
 
 @triton.jit
 def scale_to_float(stored, KIND: tl.constexpr):
-    """A stored scale as float32.
+    """Convert a stored scale to float32.
 
-    KIND: `float` is a number; `float-120` and `float-8` numbers times 2**120 and 2**8 (vLLM 0.33
-    `fp8_fused_exponent_bias_into_scales`); `e8m0` exponents, 2**(byte - 127), 255 = NaN; `e4m3` bytes of e4m3fn;
-    `s0e5m3` the upper byte of a float16 without its sign, times 2**7 (vLLM 0.33 `nvfp4_marlin_process_scales`).
+    KIND: `float` is a number; `float-120` and `float-8` are numbers times 2**120 and 2**8 (vLLM 0.33
+    `fp8_fused_exponent_bias_into_scales`); `e8m0` are exponents, 2**(byte - 127), 255 = NaN; `e4m3` are bytes of
+    e4m3fn; `s0e5m3` is the upper byte of a float16 without its sign, times 2**7 (vLLM 0.33
+    `nvfp4_marlin_process_scales`).
     """
     if KIND == "e8m0":
         byte = stored.to(tl.int32)
@@ -74,7 +75,7 @@ def scale_to_float(stored, KIND: tl.constexpr):
 
 @triton.jit
 def group_rows(k0, group_index, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr):
-    """Groups that the rows k0 .. k0 + BK use: ROWS consecutive ones, or one per row when ROWS == BK."""
+    """Return the groups of rows k0 .. k0 + BK: ROWS consecutive groups, or one per row if ROWS == BK."""
     if group_index is not None:
         k = k0 + tl.arange(0, BK)
         return tl.load(group_index + k, mask=k < K, other=0)
@@ -86,7 +87,7 @@ def group_rows(k0, group_index, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.
 
 @triton.jit
 def spread(values, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
-    """[ROWS, BN] -> something that broadcasts against [BK, BN], each row covering BK / ROWS rows."""
+    """Expand [ROWS, BN] so that it broadcasts against [BK, BN]; each row covers BK / ROWS rows."""
     if ROWS == 1 or ROWS == BK:
         return values
     else:
@@ -97,7 +98,7 @@ def spread(values, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
 @triton.jit
 def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
                 CODEC: tl.constexpr, ELEMENT: tl.constexpr):  # fmt: skip
-    """int32 [ROWS, BN] zero points; 0 beyond the matrix."""
+    """Load zero points as int32 [ROWS, BN]; they are 0 beyond the matrix."""
     if CODEC == "marlin4":  # word 8 tile + octet, field block + 4 half
         words = p0 // 8 + tl.arange(0, BN // 8)
         mask = (groups[:, None] < G) & (words[None, :] < N // 8)
@@ -128,9 +129,9 @@ def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def e2m1_to_float(code):
-    """4-bit floats 0 .. 15 to float32: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
-    # Sign, exponent and mantissa moved to their places in float32 are the value times 2**-126, subnormals included;
-    # float32 subnormals are not flushed (Triton's default), so one product by a power of two is exact.
+    """Convert e2m1 codes 0 .. 15 to float32: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+    # Sign, exponent and mantissa moved to their places in float32 are the value times 2**-126, subnormals included.
+    # Triton does not flush float32 subnormals by default, so one product with a power of two is exact.
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
@@ -142,9 +143,9 @@ def weight_tile(
     CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
     CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BK, BN] as operand of a dot: DTYPE, rounded once; int8 codes for `int8`.
+    """Return weights [BK, BN] as operand of a dot: DTYPE, rounded once, or int8 codes for `int8`.
 
-    Channel-wise scales are left to the epilogue: integers minus zero points are exact in 16-bit floats.
+    The epilogue applies channel-wise scales: integers minus zero points are exact in 16-bit floats.
     """
     code = codes(w, k0, p0, K, N, BK, BN, CODEC)
     if ELEMENT == "float" or ELEMENT == "int8":
@@ -156,7 +157,7 @@ def weight_tile(
         elif ELEMENT == "e4m3":
             value = e4m3_to_float(code)
         else:
-            # The bits of 2**23 + code, minus (2**23 + zero point): exact, and cheaper than converting integers.
+            # Bits of 2**23 + code, minus (2**23 + zero point): exact, and cheaper than converting integers.
             value = (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
             if zero is not None:
                 points = zero_points(zero, groups, p0, G, N, ROWS, BN, CODEC, ELEMENT)
@@ -174,7 +175,7 @@ def weight_tile(
 @triton.jit
 def group_scales(scale, groups, p0, G: tl.constexpr, N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr,
                  STRIDE: tl.constexpr, SCALE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """float32 [groups, BN]: scales of groups at positions p0 .. p0 + BN."""
+    """Load scales of groups at positions p0 .. p0 + BN as float32 [groups, BN]."""
     positions = p0 + tl.arange(0, BN)
     offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)
     mask = (groups[:, None] < G) & (positions[None, :] < N)

@@ -1,4 +1,1 @@
-"""Fused MoE for Hopper GPUs (H100, H200) that reads Marlin int4 words as the tensor cores want them.
-
-`fused_moe` uses these kernels where it can; `support.unsupported_reason` says where and why not.
-"""
+"""Kernels for Hopper GPUs (H100, H200). `support.unsupported_reason` says which layers they cannot run."""

@@ -1,6 +1,6 @@
-"""Gluon names that changed between triton 3.6 and 3.9, under one name each. Importing this needs triton.
+"""Common names for Gluon functions that were renamed between triton 3.6 and 3.9. Importing this module needs triton.
 
-`gl.thread_barrier` became `gl.barrier` in 3.7; the copy functions lost their long names in 3.9; a shared-memory
+`gl.thread_barrier` became `gl.barrier` in 3.7; the copy functions lost their long names, and a shared-memory
 descriptor's `_reinterpret` became `reinterpret` in 3.9.
 """
 
@@ -19,12 +19,12 @@ if hasattr(gl.shared_memory_descriptor, "reinterpret"):
 
     @gluon.jit
     def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared memory as another type, shape and layout."""
+        """Reinterpret shared memory with another type, shape and layout."""
         return memory.reinterpret(dtype, shape, layout)
 
 else:
 
     @gluon.jit
     def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr):
-        """The same shared memory as another type, shape and layout."""
+        """Reinterpret shared memory with another type, shape and layout."""
         return memory._reinterpret(dtype, shape, layout)

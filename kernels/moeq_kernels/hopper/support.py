@@ -1,4 +1,4 @@
-"""Whether the Hopper kernels can run a layer, and if not, why."""
+"""Reasons why the Hopper kernels cannot run a layer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moeq_kernels.hopper.w4a16.product_launches import alike, kind_of, one_group
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
-#: Triton versions that the kernels were compiled with; each release changes Gluon.
+#: Oldest and newest Triton version that compiles the kernels; every release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
 GROUP_SIZES = (32, 64, 128)
-#: (layout, element) of weights, and the dtypes of their scales that are read.
+#: Supported dtypes of scales by (layout, element) of weights.
 SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-wna16/1", "int4"): (torch.bfloat16, torch.float16),
     ("marlin-wna16/1", "int8"): (torch.bfloat16, torch.float16),
@@ -26,8 +26,8 @@ SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
     ("moeq-mxfp4/1", "e2m1"): (torch.uint8,),
 }
-#: The same of NVFP4, FP8 and MXFP8 in Marlin's order, where a family takes them: without its row a format is left to
-#: the portable kernels.
+#: Supported dtypes of scales for NVFP4, FP8 and MXFP8 in Marlin's order. A format without a row is left to the portable
+#: kernels.
 FLOATS: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-nvfp4/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
     ("marlin-nvfp4-fp16/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
@@ -35,29 +35,29 @@ FLOATS: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
     ("marlin-fp8-fp16/1", "e4m3"): (torch.float16,),
     ("marlin-mxfp8/1", "e4m3"): (torch.uint8,),
 }
-#: What the kernels for 16-bit activations read; with SCALES alone FLOATS go to the `mma.sync` kernels.
+#: Formats of the kernels for 16-bit activations. With SCALES alone, the `mma.sync` kernels would run FLOATS.
 READ = SCALES | FLOATS
-#: Experts whose pairs one program can count at a time (`sorting.place`).
+#: Upper bound of the experts whose pairs one program counts at a time (`device.routing.place_pairs`).
 MOST_EXPERTS = 8192
-#: Features of a row that one program can hold to quantise it (`w8a8.device.rows`).
+#: Upper bound of the features in a row that one program quantises (`w8a8.device.rows`).
 INT8_MOST_FEATURES = 16384
-#: What the kernels for int8 weights and activations read.
+#: Format of the kernels for int8 weights and activations.
 W8A8 = ("int8-w8a8/1", "int8")
-#: What those for e4m3 weights and activations read.
+#: Formats of the kernels for e4m3 weights and activations.
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
-#: What the kernels for 4-bit weights and e4m3 activations read, with the dtypes of scales.
+#: Formats of the kernels for 4-bit weights and e4m3 activations, with the dtypes of scales.
 W4A8 = {key: dtypes for key, dtypes in SCALES.items() if find_format(*key).codec == "marlin4"}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:
-    """Whether both projections are MXFP4 or int4 in Marlin's order and ask for e4m3 activations."""
+    """Return whether both projections are MXFP4 or int4 in Marlin's order and ask for e4m3 activations."""
     matrices = (experts.w13, experts.w2)
     return all((one.layout, one.element) in W4A8 and one.activation_dtype == "fp8" for one in matrices)
 
 
 def family(problem: Problem) -> str:
-    """Which of the Hopper kernels a problem is for."""
+    """Return the Hopper kernel family for a problem."""
     key = (problem.w13.layout, problem.w13.element)
     if key == W8A8:
         return "hopper-w8a8"
@@ -65,16 +65,13 @@ def family(problem: Problem) -> str:
 
 
 def unsupported_reason(problem: Problem) -> str | None:
-    """Why the portable kernels run such a layer; None where the Hopper ones do.
-
-    Shapes are taken to fit together already.
-    """
+    """Return why the Hopper kernels cannot run a layer, or None if they can; shapes have been checked before."""
     of_layer = {"hopper-w8a8": int8_reasons, "hopper-fp8": fp8_reasons}.get(family(problem), reasons)
     return next(chain(machine_reasons(problem), of_layer(problem)), None)
 
 
 def machine_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons that lie in the machine."""
+    """Yield reasons that lie in the machine."""
     gpu = problem.gpu
     if problem.interpret:
         yield "x is on cpu, not on an NVIDIA GPU"
@@ -96,7 +93,7 @@ def _common_reasons(problem: Problem) -> Iterator[str]:
 
 
 def _bytes_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against kernels for bytes times bytes."""
+    """Yield reasons against the kernels for 8-bit weights and activations."""
     yield from _common_reasons(problem)
     if not problem.epilogue.gated:
         yield "w13 has no gate; these kernels multiply with gate and up"
@@ -111,7 +108,7 @@ def _bytes_reasons(problem: Problem) -> Iterator[str]:
 
 
 def fp8_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernels for e4m3 weights and activations."""
+    """Yield reasons against the kernels for e4m3 weights and activations."""
     yield from _bytes_reasons(problem)
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if (matrix.layout, matrix.element) not in FP8:
@@ -128,7 +125,7 @@ def fp8_reasons(problem: Problem) -> Iterator[str]:
 
 
 def require_w4a8(problem: Problem) -> None:
-    """Raises KernelUnsupportedError where the kernels for 4-bit weights and e4m3 activations cannot run."""
+    """Raise KernelUnsupportedError if the kernels for 4-bit weights and e4m3 activations cannot run a layer."""
     reason = next(chain(machine_reasons(problem), w4a8_reasons(problem)), None)
     if reason is not None:
         kind = f"{problem.w13.layout} {problem.w13.element}"
@@ -138,14 +135,14 @@ def require_w4a8(problem: Problem) -> None:
 
 
 def w4a8_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernels for 4-bit weights and e4m3 activations, before MXFP4's scales are folded."""
+    """Yield reasons against the kernels for 4-bit weights and e4m3 activations, before MXFP4's scales are folded."""
     yield from _common_reasons(problem)
     if problem.hidden % 16:
         yield f"x has {problem.hidden} features; these kernels order them in sixteens"
     if problem.w13.element != problem.w2.element:
         yield f"w13 is {problem.w13.element}, but w2 is {problem.w2.element}; these kernels read one format in a layer"
     if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
-        yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise no longer ones"
+        yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise at most that many"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if matrix.zero is not None:
             yield f"{name} has zero points; these kernels read codes around 8"
@@ -153,17 +150,17 @@ def w4a8_reasons(problem: Problem) -> Iterator[str]:
 
 
 def int8_reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernels for int8 weights and activations."""
+    """Yield reasons against the kernels for int8 weights and activations."""
     yield from _bytes_reasons(problem)
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if (matrix.layout, matrix.element) != W8A8:
             yield f"{name} is {matrix.layout} {matrix.element}; these kernels read {' '.join(W8A8)}"
-        if matrix.weight.dtype != torch.int8:  # the tensor cores' instruction would take unsigned bytes as signed ones
+        if matrix.weight.dtype != torch.int8:  # the tensor cores would read unsigned bytes as signed
             yield f"{name}.weight is {str(matrix.weight.dtype).removeprefix('torch.')}; these kernels read int8"
 
 
 def reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against the kernels for 16-bit activations."""
+    """Yield reasons against the kernels for 16-bit activations."""
     yield from _common_reasons(problem)
     if problem.hidden % 8:
         yield f"x has {problem.hidden} features; the copy engine needs a multiple of 8"
@@ -173,7 +170,7 @@ def reasons(problem: Problem) -> Iterator[str]:
 
 
 def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
-    """A reason where both are read, but not in one layer."""
+    """Yield a reason if both formats are supported, but not in one layer."""
     if not {(one.layout, one.element) for one in (w13, w2)} <= READ.keys() or alike(w13, w2) or one_group(w13, w2):
         return
     if not (KINDS[kind_of(w13)].mixes and KINDS[kind_of(w2)].mixes):
@@ -187,7 +184,7 @@ def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
 def matrix_reasons(
     name: str, matrix: PackedMatrix, read: Mapping[tuple[str, str], tuple[torch.dtype, ...]] = SCALES
 ) -> Iterator[str]:
-    """Reasons that lie in one projection; read: the formats of the family, with the dtypes of their scales."""
+    """Yield reasons that lie in one projection; `read` holds the formats of the family and dtypes of their scales."""
     key = (matrix.layout, matrix.element)
     dtypes = read.get(key)
     if dtypes is None:
@@ -212,7 +209,7 @@ def matrix_reasons(
 
 
 def triton_reason() -> str | None:
-    """Why the installed triton does not suit, or None."""
+    """Return why the installed triton does not suit, or None if it does."""
     try:
         import triton
     except ImportError:

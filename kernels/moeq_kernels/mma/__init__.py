@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits beside 16-bit activations with `mma.sync`: for NVIDIA GPUs from sm_80 on other than Hopper.
+"""Kernels with `mma.sync` for 4- and 8-bit weights and 16-bit activations, on NVIDIA GPUs from sm_80 on.
 
-The same words, recipes and ends as in `hopper.w4a16`, without the copy engine and wgmma.
+They read the words of `hopper.w4a16` with the same recipes and epilogues, but without the copy engine and wgmma.
 """

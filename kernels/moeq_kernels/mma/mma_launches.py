@@ -1,4 +1,4 @@
-"""The launches of a layer with the `mma.sync` kernels, and what they take."""
+"""Launches of a layer with the `mma.sync` kernels, and reasons against them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pairs, sum_parts
 
-#: Pairs up to which expert outputs are kept in float32 until they are summed.
+#: Largest number of pairs whose expert outputs stay float32 until they are summed.
 EXACT_PAIRS = 1024
-#: (layout, element) of weights that these kernels read, and the dtypes of their scales.
+#: Supported dtypes of scales by (layout, element) of weights.
 READ = SCALES | FLOATS
 
 
 def on(problem: Problem) -> bool:
-    """Whether these are the fast kernels of the problem's GPU."""
+    """Return whether these are the preferred kernels on the problem's GPU."""
     gpu = problem.gpu
     return not problem.interpret and gpu.backend == "cuda" and (8, 0) <= gpu.capability != (9, 0)
 
 
 def reasons(problem: Problem) -> Iterator[str]:
-    """Reasons against these kernels."""
+    """Yield reasons against these kernels."""
     if problem.interpret or problem.gpu.backend != "cuda" or problem.gpu.capability < (8, 0):
         yield f"{problem.gpu.name} is not an NVIDIA GPU from sm_80 on"
     reason = triton_reason()
@@ -47,17 +47,17 @@ def reasons(problem: Problem) -> Iterator[str]:
 
 
 def plan_for(problem: Problem, tokens: int) -> MmaPlan:
-    """Sizes for so many tokens."""
+    """Choose sizes for a number of tokens."""
     w13 = problem.w13
     kind, group, gated = kind_of(w13), group_of(w13), problem.epilogue.gated
-    if not alike(w13, problem.w2):  # the plan has to fit both
+    if not alike(w13, problem.w2):  # the plan has to fit both matrices
         group = min(group or 128, group_of(problem.w2) or 128)
     pairs = tokens * problem.top_k
     return choose(pairs, problem.experts, w13.k, problem.intermediate, group, kind, gated, problem.gpu)
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> list[Launch]:
-    """y of some tokens: sorting, both products, the sum over choices."""
+    """Return the launches of a piece: sorting, both products, the sum over choices."""
     pairs = piece.ids.numel()
     most = most_tiles(pairs, plan.tokens, problem.experts)
     counters = most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0

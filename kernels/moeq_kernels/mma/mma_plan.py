@@ -14,9 +14,9 @@ class MmaPlan:
     """Sizes of both products.
 
     Attributes:
-        tokens: of a tile (8, 16, 32 or 64).
+        tokens: token rows per tile (8, 16, 32 or 64).
         stages: steps of 64 rows of k in shared memory.
-        rows: of k, whose weights are in registers at a time.
+        rows: rows of k whose weights are in registers at a time.
         gate_up_splits, down_splits: programs that share a tile's k.
     """
 
@@ -46,7 +46,7 @@ def stage_bytes(tokens: int, kind: str, group: int) -> int:
 def choose(
     pairs: int, experts: int, hidden: int, intermediate: int, group: int, kind: str, gated: bool, gpu: Gpu
 ) -> MmaPlan:
-    """The plan for `pairs` routed pairs among `experts` with these packed sizes; other arguments as of `w4a16.plan`."""
+    """Choose the plan for `pairs` routed pairs among `experts` with these packed sizes."""
     mean = tokens_per_hit(pairs, experts)
     table = SMALL_TILES if 3 * hidden * intermediate <= SMALL_EXPERT else TILES
     tokens = next(size for limit, size in table if mean <= limit)

@@ -1,4 +1,4 @@
-"""The ends of products in device code: channel scales, biases and activations, on float32 sums."""
+"""Epilogues of products in device code: channel scales, biases and activations on float32 sums."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def single_order(column):
-    """Where a column's value lies in Marlin's 32-column order (channel-wise scales, biases): its bits as 2 1 4 3 0.
+    """Return the place of a column in Marlin's 32-column order (channel-wise scales, biases): its bits as 2 1 4 3 0.
 
-    By bits, since divisions of signed numbers become hundreds of instructions.
+    Bit operations are used because divisions of signed numbers become hundreds of instructions.
     """
     return (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
 
 
 @gluon.jit
 def affine(value, feature, scale, bias, bias_here, expert, packed, inside, UNIT: gl.constexpr = 1.0):
-    """value * channel scale + bias of packed columns `[1, n]`; scale and bias `[experts, packed]` or None.
-
-    UNIT: what scales are in units of.
-    """
+    """Apply channel scale and bias, `[experts, packed]` or None, to packed columns `[1, n]`; UNIT is a scale's unit."""
     place = expert.to(gl.int64) * packed + single_order(feature)
     if scale is not None:
         factor = gl.load(scale + place, mask=inside, other=0.0).to(gl.float32)
@@ -35,37 +32,37 @@ def affine(value, feature, scale, bias, bias_here, expert, packed, inside, UNIT:
 
 @constexpr_function
 def gated(epilogue):
-    """Whether two results make one."""
+    """Return whether the epilogue combines gate and up."""
     return epilogue.gated
 
 
 @constexpr_function
 def interleaved(epilogue):
-    """Whether gate and up are neighbouring columns."""
+    """Return whether gate and up columns alternate."""
     return epilogue.interleaved
 
 
 @constexpr_function
 def activation(epilogue):
-    """Its name."""
+    """Return the name of the activation."""
     return epilogue.activation
 
 
 @constexpr_function
 def constant(epilogue, name):
-    """alpha, beta or limit."""
+    """Return alpha, beta or limit."""
     return getattr(epilogue, name)
 
 
 @gluon.jit
 def reciprocal(value):
-    """1 / value to a few units of the last place."""
+    """Return 1 / value to a few units in the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", (value,), gl.float32, True, 1)
 
 
 @gluon.jit
 def logistic(value):
-    """1 / (1 + exp(-value)) to a few units of the last place, 0 and 1 at the ends: four instructions, not twenty."""
+    """Return 1 / (1 + exp(-value)) to a few units in the last place: four instructions instead of twenty."""
     power = gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", (value * -1.4426950408889634,), gl.float32, True, 1
     )
@@ -74,7 +71,7 @@ def logistic(value):
 
 @gluon.jit
 def activate(value, NAME: gl.constexpr):
-    """The activation of one result, in float32."""
+    """Apply an activation in float32."""
     gl.static_assert(NAME == "silu" or NAME == "gelu" or NAME == "gelu_tanh" or NAME == "relu2", "unknown activation")
     if NAME == "silu":
         return value * logistic(value)
@@ -90,7 +87,7 @@ def activate(value, NAME: gl.constexpr):
 
 @gluon.jit
 def activate_gated(gate, up, EPILOGUE: gl.constexpr):
-    """activation(gate) * up in float32; NaN passes through the clamps as in `torch.clamp`."""
+    """Return activation(gate) * up in float32; NaN passes the clamps as in `torch.clamp`."""
     limit: gl.constexpr = constant(EPILOGUE, "limit")
     if limit > 0:
         gate = gl.where(gate > limit, limit, gate)

@@ -1,4 +1,4 @@
-"""What the kernels for very few tokens share, where nothing is sorted: finding experts, and summing over choices."""
+"""Functions that the kernels for very few, unsorted tokens share: finding experts, and summing over choices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moeq_kernels.hopper.device.epilogue import affine
 
 @gluon.jit
 def expert_of(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
-    """The local expert of a pair, -1 where it has none here."""
+    """Return the local expert of a pair, or -1 if its expert is not local."""
     expert = gl.load(ids + pair).to(gl.int32)
     there = (expert >= 0) & (expert < known)
     if MAPPED:
@@ -42,9 +42,9 @@ def sum_choices(
     COLUMNS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
 ):
-    """y[token] = sum over choices of weight * (sum over shares * scale + bias), each in order, for COLUMNS columns.
+    """Compute y[token] = sum over choices of weight * (sum over shares * scale + bias) for COLUMNS columns, in order.
 
-    scale: in units of UNIT.
+    Scales are in units of UNIT.
     """
     layout: gl.constexpr = gl.BlockedLayout([COLUMNS // 128], [32], [4], [0])
     at = column + gl.arange(0, COLUMNS, layout=layout)
@@ -54,7 +54,7 @@ def sum_choices(
         expert = expert_of(ids, expert_map, pair, experts, known, MAPPED)
         there = (at < hidden) & (expert >= 0)
         weight = gl.load(topk_weights + token * stride_w + choice).to(gl.float32)
-        weight = gl.where(expert >= 0, weight, 0.0)  # without an expert it may be anything
+        weight = gl.where(expert >= 0, weight, 0.0)  # the weight of a choice without an expert may be NaN
         value = total * 0.0
         for share in gl.static_range(SHARES):
             place = parts + (share * pairs + pair).to(gl.int64) * hidden + at

@@ -1,1 +1,1 @@
-"""Weights of 4 or 8 bits, MXFP4 among them, and activations of 16: codes become 16-bit operands in registers."""
+"""Kernels for 4- and 8-bit weights and 16-bit activations: codes become 16-bit operands in registers."""

@@ -1,4 +1,4 @@
-"""What the fast kernels call codes together with the scales that multiply them. Needs neither torch nor triton."""
+"""Kinds of weights: codes and the scales that multiply them. Importing this module needs neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from moeq_kernels.formats import Format
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to store weights, as the device code and the plans see it.
+    """Kind of weights, in the terms of the device code and the plans.
 
     Attributes:
-        bits: of a code.
-        scale_bytes: of a scale that codes along k share.
-        finer: whether outputs that are rounded before they are summed keep a bit more than bfloat16 has: weights have
-            so many bits that nothing else would hide that rounding.
-        light: whether codes of 4 bits take so few instructions that plans count their bytes alone.
-        mixes: whether the Hopper kernels take it beside another kind in one layer; else those of `mma.sync` do.
+        bits: bits per code.
+        scale_bytes: bytes of a scale that codes along k share.
+        finer: whether outputs that are rounded before they are summed keep one more bit than bfloat16; weights of this
+            kind are so exact that rounding to bfloat16 would add a visible error.
+        light: whether 4-bit codes are decoded in so few instructions that their time is that of their bytes.
+        mixes: whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels do.
     """
 
     bits: int
@@ -28,7 +28,7 @@ class Kind:
 
     @property
     def small_float(self) -> bool:
-        """Whether codes are e2m1: their scales are many, and unless they are light their integer work counts, too."""
+        """Whether codes are e2m1, which have many scales and, unless they are light, need much integer work."""
         return self.bits == 4 and self.finer
 
 
@@ -36,12 +36,12 @@ KINDS: dict[str, Kind] = {
     "uint4": Kind(4, 2, False, light=True, mixes=True),
     "uint8": Kind(8, 2, True, mixes=True),
     "e2m1": Kind(4, 1, True, mixes=True),  # MXFP4
-    "e2m1-permuted": Kind(4, 1, True, light=True, mixes=True),  # the same with bits in another order, see `recipes`
+    "e2m1-permuted": Kind(4, 1, True, light=True, mixes=True),  # MXFP4 with permuted bits, see `recipes`
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),
 }
-#: Kinds of formats whose codes alone do not say it.
+#: Kinds by element kind and encoding of scales, where the former alone does not determine them.
 _BY_SCALE = {
     ("e2m1", "s0e5m3"): "nvfp4",
     ("e4m3", "float-120"): "fp8",
@@ -51,7 +51,7 @@ _BY_SCALE = {
 
 
 def kind_of_format(fmt: Format) -> str:
-    """The key of KINDS for a format that the fast kernels read."""
+    """Return the key of KINDS for a format of the Hopper and `mma.sync` kernels."""
     if fmt.codec == "marlin4-permuted":
         return "e2m1-permuted"
     return _BY_SCALE.get((fmt.kind, fmt.scale_kind), fmt.kind)

@@ -1,4 +1,4 @@
-"""Launches of one grouped product: boxes of the copy engine, sizes, constants."""
+"""Launches of one grouped product of the W4A16 kernels: boxes of the copy engine, sizes, constants."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
-#: Steps of a share of the queue kernel's products at least, and of a unit of several tiles, of STEP_BYTES of words.
+#: Least steps (of STEP_BYTES of words) of a share of the queue kernel's two products, and of a unit of several tiles.
 LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
-#: What the kernel for both products takes for each of them.
-_OF_A_PRODUCT = (
+#: Arguments that the kernel for both products takes once per product.
+_PER_PRODUCT = (
     "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "global_scale",
     "packed",
 )  # fmt: skip
@@ -31,7 +31,10 @@ def product_launch(
     problem: Problem, plan: Plan, matrix: PackedMatrix, rows: Sorted, x: Area, out: Area, arena: Arena,
     gather: bool, early: bool,
 ) -> Launch:  # fmt: skip
-    """One grouped product; gather: x are tokens in their own order; early: the kernel before only made x."""
+    """Return the launch of one grouped product.
+
+    `gather`: x holds unsorted tokens. `early`: the preceding kernel only writes x, so weights are read before it ends.
+    """
     epilogue = problem.epilogue if matrix is problem.w13 else PLAIN
     if isinstance(plan.kernel, Narrow):
         return _narrow(problem, plan, plan.kernel, matrix, epilogue, rows, x, out, arena)
@@ -65,7 +68,7 @@ def _narrow(
 def queue_launch(
     problem: Problem, kernel: Queue, rows: Sorted, x: Area, middle: Area, parts: Area, arena: Arena, early: bool
 ) -> Launch:
-    """Both products: of w13 from x to middle, of w2 from there to parts `[1, P, H]`."""
+    """Return the launch of both products: of w13 from x to middle, of w2 from middle to parts `[1, P, H]`."""
     programs = problem.gpu.multiprocessors * kernel.resident
     out = parts.view(*parts.shape[1:])
     box = import_module("moeq_kernels.hopper.w4a16.device.queue").box_of(kernel.tokens)
@@ -76,8 +79,8 @@ def queue_launch(
     bundle = max(1, BUNDLED_STEPS * smaller // count)
     shares = (kernel.up + kernel.down) * programs
     arguments = {
-        **{f"up_{name}": up[name] for name in _OF_A_PRODUCT},
-        **{f"down_{name}": down[name] for name in _OF_A_PRODUCT},
+        **{f"up_{name}": up[name] for name in _PER_PRODUCT},
+        **{f"down_{name}": down[name] for name in _PER_PRODUCT},
         "x_desc": up["x_desc"],
         "m_desc": down["x_desc"],
         "middle": middle,
@@ -109,10 +112,10 @@ def _wide(
     problem: Problem, plan: Plan, kernel: Wide, matrix: PackedMatrix, epilogue: Epilogue, rows: Sorted, x: Area,
     out: Area, gather: bool, early: bool,
 ) -> Launch:  # fmt: skip
-    """One program for each multiprocessor."""
+    """Return a launch of the wide kernel with one program per SM."""
     groups, down = kernel.warpgroups, matrix is problem.w2
     arguments, constants = _common(matrix, x, out, epilogue, 64, groups, 32)
-    # Warpgroups that share a tile of tokens in the gate-up product count it, each with its columns.
+    # Every warpgroup of the gate-up product counts a tile of tokens once per block of columns.
     signals = -(-problem.intermediate // ((64 if problem.epilogue.gated else 128) * groups)) * groups
     arguments |= {
         "queue": rows.cleared.part(0, 1 if down else 0, 1),
@@ -139,7 +142,7 @@ def _wide(
 def _common(
     matrix: PackedMatrix, x: Area, out: Area, epilogue: Epilogue, step: int, tiles: int, tokens: int
 ) -> tuple[dict[str, Argument], dict[str, Any]]:
-    """Arguments and constants of the same names in all kernels; step: rows of k of a box, tiles and tokens: of one."""
+    """Return the arguments and constants that all kernels share; a box has `step` rows of k, `tiles` and `tokens`."""
     words, rows, scales = boxes(matrix, x, step, tiles, tokens)
     columns = out.shape[-1]
     arguments, constants = weight_arguments(matrix)
@@ -159,7 +162,7 @@ def _common(
 
 
 def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[str, Any]]:
-    """What every kernel takes to find an expert's weights and to turn words into numbers: arguments and constants."""
+    """Return the arguments and constants with which kernels find an expert's weights and decode words."""
     arguments = {
         "zero": matrix.zero,
         "global_scale": matrix.global_scale,
@@ -171,7 +174,7 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
 
 
 def alike(one: PackedMatrix, other: PackedMatrix) -> bool:
-    """Whether the same constants read both, as one kernel for both products needs."""
+    """Return whether the same constants read both matrices, as one kernel for both products needs."""
     return group_of(one) == group_of(other) and _format(one) == _format(other)
 
 
@@ -180,17 +183,17 @@ def _format(matrix: PackedMatrix) -> tuple[str, bool, Any]:
 
 
 def one_group(first: PackedMatrix, second: PackedMatrix) -> bool:
-    """Whether they differ in this only: all of second's k is one group, its scale one for each output feature."""
+    """Return whether the matrices differ only in that `second` has one scale per output feature."""
     return not group_of(second) and _format(first) == _format(second)
 
 
 def channel_scale(matrix: PackedMatrix) -> Area | None:
-    """Scales that follow the product: those of output features, where groups have none."""
+    """Return scales of output features, which multiply sums, or None if groups have scales."""
     return matrix.scale if matrix.channelwise else None
 
 
 def group_scale(matrix: PackedMatrix) -> Area | None:
-    """Scales of groups along k, 8-bit ones as bytes; None where features have theirs."""
+    """Return scales of groups along k, 8-bit scales as bytes, or None if output features have scales."""
     if matrix.channelwise or matrix.scale is None:
         return None
     scale: Area = matrix.scale
@@ -198,22 +201,22 @@ def group_scale(matrix: PackedMatrix) -> Area | None:
 
 
 def _steps(matrix: PackedMatrix, x: Area, step: int) -> int:
-    """Steps of k: padding of the weights beyond the tokens' width is not read."""
+    """Return the number of steps of k; padding of the weights beyond the width of x is not read."""
     return -(-min(matrix.k, x.shape[1]) // step)
 
 
 def kind_of(matrix: PackedMatrix) -> str:
-    """What the device code calls codes and scales: a key of `kinds.KINDS`."""
+    """Return the kind of a matrix, a key of `kinds.KINDS`."""
     return kind_of_format(find_format(matrix.layout, matrix.element))
 
 
 def group_of(matrix: PackedMatrix) -> int:
-    """Weights that share a scale, as the device code takes it: 0 for one scale for each output feature."""
+    """Return the group size as the device code takes it: 0 for one scale per output feature."""
     return 0 if matrix.channelwise else matrix.group_size
 
 
 def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> tuple[Box, Box, Box]:
-    """Boxes of words, tokens and scales; step: rows of k, tiles and tokens: of a box."""
+    """Return the boxes of words, tokens and scales, of `step` rows of k, `tiles` tiles and `tokens` tokens."""
     layouts = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     assert matrix.scale is not None
     words = layouts.tile_bytes(kind_of(matrix)) // 4

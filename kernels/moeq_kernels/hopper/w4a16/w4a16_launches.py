@@ -1,4 +1,4 @@
-"""The launches of a layer with 16-bit activations."""
+"""Launches of a W4A16 layer: 4- or 8-bit weights, 16-bit activations."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from moeq_kernels.sorting import (
 )
 from moeq_kernels.tuning import next_power_of_two
 
-#: Pairs up to which expert outputs are kept in float32 until they are summed; more would be read and written for long.
+#: Largest number of pairs whose expert outputs stay float32 until they are summed.
 EXACT_PAIRS = 256
-#: Where that changes: here, and where `mma.sync` kernels multiply.
+#: Numbers of pairs where the dtype of kept outputs changes: in these kernels, and in the `mma.sync` kernels.
 EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
-#: Rows of an expert, on average, up to which the sorting kernel also copies tokens.
+#: Largest mean of rows per expert at which the sorting kernel also copies tokens.
 ROWS_COPIED = 4
-#: What heights of the wide kernel's tiles are multiples of.
+#: Granularity of the heights of the wide kernel's tiles.
 HEIGHT_GRAIN = 32
 
 
 def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
-    """Kernels and sizes for so many tokens."""
+    """Choose kernels and sizes for a number of tokens."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
     kind, group = kind_of(first), group_of(first)
     gated, both = problem.epilogue.gated, alike(first, second)
     if not both and not one_group(first, second):
-        # The one kernel that takes all of a format from its own matrix.
+        # Only this kernel reads the two matrices in different formats.
         return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
     pairs = tokens * problem.top_k
     work = Work(pairs, problem.experts, first.k, problem.intermediate, kind, problem.top_k, gpu, both)
@@ -76,10 +76,9 @@ def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:
-    """y of some tokens.
+    """Return the launches of a piece.
 
-    Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs each is rounded
-    before that, see `kept_dtype`.
+    A token's results are summed in float32 in the order of topk_ids; `kept_dtype` says in which dtype they wait.
     """
     if isinstance(plan, MmaPlan):
         return mma.launches(problem, piece, arena, plan)
@@ -106,7 +105,7 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan)
 
 
 def gathers(problem: Problem, plan: Plan) -> bool:
-    """Whether the gate-up product picks tokens itself, where its kernel can: in whole steps of k."""
+    """Return whether the gate-up product gathers tokens itself, which needs whole steps of k."""
     kernel = plan.kernel
     return isinstance(kernel, Wide) and kernel.gathers and problem.hidden % 64 == 0 and problem.epilogue != PLAIN
 
@@ -114,9 +113,9 @@ def gathers(problem: Problem, plan: Plan) -> bool:
 def sorting(
     problem: Problem, piece: Piece, arena: Arena, plan: Plan, sorted_x: Area | None
 ) -> tuple[list[Launch], Sorted, bool]:
-    """Launches that sort pairs and copy tokens, the sorted pairs, and whether the last launch only makes sorted_x.
+    """Return the launches that sort pairs and copy tokens, the sorted pairs, and whether the last launch only copies.
 
-    Weights can be read while it does.
+    If it only copies, the product can read weights meanwhile.
     """
     kernel = plan.kernel
     tile, grain = kernel.tokens, kernel.tokens
@@ -124,7 +123,7 @@ def sorting(
         grain = HEIGHT_GRAIN // 2 if kernel.fine else HEIGHT_GRAIN
     pairs, hidden = piece.ids.numel(), problem.hidden
     rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
-    # While `gather_rows` copies, the queue kernel reads its first weights already.
+    # The queue kernel reads its first weights while `gather_rows` copies tokens.
     few = pairs <= FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= ROWS_COPIED * problem.experts
     if sorted_x is None or few:
         if pairs <= FEW_PAIRS:
@@ -150,17 +149,17 @@ def sorting(
 
 
 def counters(problem: Problem, plan: Plan, most: int) -> int:
-    """How many integers the kernels of the plan count arrivals with, for `most` tiles."""
+    """Return the number of counters that the plan's kernels need for `most` tiles."""
     if isinstance(plan.kernel, Queue):
         programs = plan.kernel.resident * problem.gpu.multiprocessors
         return 32 + most + (plan.kernel.up + plan.kernel.down) * programs
     if isinstance(plan.kernel, Wide):
-        return 2 + problem.experts  # the queue of each product, and finished items of the first
+        return 2 + problem.experts  # a queue per product, and finished items of the gate-up product per expert
     return most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
 
 
 def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, kernel: Direct) -> list[Launch]:
-    """Both kernels of `device.direct`."""
+    """Return the launches of both kernels of `device.direct`."""
     tokens, hidden = piece.x.shape
     pairs, columns = piece.ids.numel(), problem.intermediate
     w13, w2 = problem.w13, problem.w2

@@ -22,7 +22,7 @@ class Narrow:
     """Sizes of the narrow kernel.
 
     Attributes:
-        tokens: of a tile (8 or 16).
+        tokens: token rows per tile (8 or 16).
         stages: steps in shared memory.
         after: group scales multiply float32 sums (else they are folded into bf16 weights).
         resident: programs that a multiprocessor holds.
@@ -44,8 +44,8 @@ class Direct:
 
     Attributes:
         stages: steps in shared memory at most.
-        after, step: as of `Narrow`.
-        tokens: of a tile.
+        after, step: attributes of `Narrow`.
+        tokens: token rows per tile.
     """
 
     stages: int = 4
@@ -59,11 +59,11 @@ class Queue:
     """Sizes of the kernel for both products.
 
     Attributes:
-        tokens: of a tile (8, 16, 32 or 64).
+        tokens: token rows per tile (8, 16, 32 or 64).
         stages: steps in shared memory.
         resident: programs that a multiprocessor holds (2 or 3).
-        after, step: as of `Narrow`.
-        rows: of k, whose weights are in registers at a time (32 or 64).
+        after, step: attributes of `Narrow`.
+        rows: rows of k whose weights are in registers at a time (32 or 64).
         up, down: tiles of either product are cut into so many shares for each program at most.
         least: tiles are multiplied at the smallest power of two from here to `tokens` that is enough; 0: at `tokens`.
     """
@@ -80,7 +80,7 @@ class Queue:
 
     @property
     def registers(self) -> int:
-        """Of each thread, before the copy warp passes on some of its own."""
+        """Registers per thread, before the copy warp passes on some of its own."""
         return 65536 // (256 * self.resident) // 8 * 8
 
 
@@ -89,10 +89,10 @@ class Wide:
     """Sizes of the wide kernel.
 
     Attributes:
-        tokens: of a tile at most (32, 64, 96 or 160).
+        tokens: upper bound of token rows per tile (32, 64, 96 or 160).
         stages: steps of 64 rows of k in shared memory.
         warpgroups: that multiply (2 or 4).
-        registers: of each of their threads.
+        registers: registers per thread of these warpgroups.
         gathers: the gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
         fine: heights of tiles are multiples of 16, not of 32 (96 and 160 tokens only).
     """
@@ -127,7 +127,7 @@ DIRECT_WEIGHTS = 1 << 25
 #: Weights that all pairs together read there: every pair reads its expert for itself. Nothing else told so well whether
 #: this pays.
 DIRECT_READ = 290 * 10**6
-#: The same for light codes where memory is fast, however large an expert is, and for int8 activations.
+#: DIRECT_READ for light codes on GPUs with fast memory, and for int8 activations.
 DIRECT_READ_LESS = 165 * 10**6
 #: Tokens for an expert up to which it was measured.
 DIRECT_MEAN = 1.6
@@ -167,7 +167,7 @@ QUEUE16_WAVES = 5.4
 #: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1 that is not light, and else. Beyond, tiles
 #: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
 QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
-#: The same for int4 with two to FEW_WAVES waves of tiles.
+#: QUEUE8_MEAN for int4 with two to FEW_WAVES waves of tiles.
 QUEUE8_MEAN_TILES = 6.8
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
@@ -182,7 +182,7 @@ _FEW: Table = ((1.0, NARROW8), (5.0, QUEUE8))
 #: (tokens per hit expert up to, kernel), tried in order; for NARROW8, QUEUE8 and int4's QUEUE16 the work counts, too.
 #: Tiles of 16 tokens hold until every fourth expert or so has more than 16.
 TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (20.0, QUEUE32), (24.0, WIDE32), *_MANY)
-#: The same for down products of many steps (see SHORT_K).
+#: TABLE for down products of many steps (see SHORT_K).
 LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *_MANY)
 #: The same with so many waves of tiles that only an even flow of reads counts.
 MANY_WAVES = 9
@@ -194,7 +194,7 @@ INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
-#: The same for light codes, with int4's kernel for tiles of 64.
+#: E2M1_TABLE for light codes, with int4's kernel for tiles of 64.
 LIGHT_E2M1_TABLE: Table = tuple((limit, QUEUE64_INT4 if one == QUEUE64 else one) for limit, one in E2M1_TABLE)
 #: What NARROW_BYTES is where memory is slow.
 SLOW_NARROW_BYTES = 260 * 10**6
@@ -240,7 +240,7 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
 
 def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
-    """The table for that kind of codes, k of the down product and tiles of gate and up for each multiprocessor."""
+    """Return the table for a kind of codes, k of the down product and tiles of gate and up per SM."""
     short = intermediate <= SHORT_K
     if KINDS[kind].small_float:
         return LIGHT_E2M1_TABLE if KINDS[kind].light else E2M1_TABLE
@@ -250,7 +250,7 @@ def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
-    """A kernel of the table for other codes than `uint4` and groups other than 128."""
+    """Adapt a kernel of the tables to other codes than `uint4` and groups other than 128."""
     if isinstance(kernel, Wide):
         if kind != "uint4" and kernel.warpgroups == 4 and kernel.tokens == 64:  # too few registers, too little memory
             kernel = replace(kernel, warpgroups=2, registers=232, stages=9)
@@ -319,7 +319,7 @@ class Work:
 
     @property
     def bytes(self) -> float:
-        """Of the weights of the experts hit."""
+        """Weight bytes of all experts that are hit."""
         return self.hit * 3 * self.hidden * self.intermediate * KINDS[self.kind].bits / 8
 
     @property
@@ -344,7 +344,7 @@ class Work:
 
 
 def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
-    """What replaces a kernel of the table with few tiles, where whole waves of programs count."""
+    """Replace a kernel of the table if tiles are so few that whole waves of programs count."""
     int4, small_float = work.kind == "uint4", KINDS[work.kind].small_float
     mean, waves = work.mean, work.waves
     if waves * max(1.0, mean / 64.0 + 0.5) <= 1.0 and isinstance(base, Wide):
@@ -363,7 +363,7 @@ def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
 
 
 def kernel_where_memory_is_fast(work: Work) -> Kernel:
-    """The kernel by what was fitted on an H200."""
+    """Choose the kernel by what was fitted on an H200."""
     kind, mean, waves = work.kind, work.mean, work.waves
     small_float, light, few_tiles = KINDS[kind].small_float, KINDS[kind].light, waves <= FEW_WAVES
     base = next(one for limit, one in table_for(kind, work.intermediate, waves) if mean <= limit)
@@ -384,7 +384,7 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
 
 
 def kernel_where_memory_is_slow(work: Work) -> Kernel:
-    """The kernel for codes of 4 bits by what was fitted on an H100."""
+    """Choose the kernel for 4-bit codes by what was fitted on an H100."""
     mean, small_float = work.mean, KINDS[work.kind].small_float
     if mean <= 8.0 and ((work.one_wave and work.bytes <= SLOW_NARROW_BYTES) or not work.both):
         return NARROW8
@@ -427,7 +427,7 @@ def mma_is_faster(work: Work, kernel: Kernel) -> bool:
 
 
 def choose(work: Work, group: int, gated: bool = True) -> Plan:
-    """The plan for a call.
+    """Choose the plan for a call.
 
     Args:
         group: weights that share a scale, 0 for one scale for each output feature.

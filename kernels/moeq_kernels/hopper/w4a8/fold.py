@@ -1,8 +1,8 @@
-"""MXFP4 scales as shifts of e4m3 exponents, with one factor for each output feature, made once for a layer.
+"""Folding of MXFP4 scales into shifts of e4m3 exponents and one factor per output feature, once per layer.
 
 An e2m1 code times 2^e is an e4m3 number for e from -5 to 6 (0.5 becomes 2^-6, the least normal one, and 6 becomes 384).
-So where the e8m0 scales of an output feature span no more than 11 powers of two, its weights are e4m3 numbers times the
-largest of these scales over 2^6, exactly.
+If the e8m0 scales of an output feature span at most 11 powers of two, its weights are therefore exactly e4m3 numbers
+times the largest of these scales over 2^6.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 from moeq_kernels.errors import KernelUnsupportedError
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
-#: Powers of two between the largest and the least scale of an output feature.
+#: Upper bound of the powers of two between the largest and the least scale of an output feature.
 SPAN = 11
-#: Exponents of e8m0 and of the largest scale's codes.
+#: Exponent bias of e8m0, and exponent by which codes with the largest scale are shifted.
 _BIAS, _TOP = 127, 6
 
 
 def folded(experts: PackedExperts) -> PackedExperts:
-    """The layer as `layer` takes it: scales as shifts, factors in `scale_factor`, activations e4m3.
+    """Return the layer with shifts as scales, factors in `scale_factor`, and e4m3 activations.
 
-    Raises KernelUnsupportedError where scales of an output feature are too far apart, or NaN, or one.
+    Raises KernelUnsupportedError if scales of an output feature are too far apart or NaN, or if it has only one.
     """
     of = f" of {experts.name}" if experts.name else ""
     w13, w2 = (_folded(f"{name}{of}", one) for name, one in (("w13", experts.w13), ("w2", experts.w2)))
@@ -32,7 +32,7 @@ def folded(experts: PackedExperts) -> PackedExperts:
 
 
 def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
-    """Shifts are bytes 8 (E - top + SPAN) in the places of the scales E; factors float32 `[E, n]` in Marlin's order."""
+    """Fold one matrix: scales E become bytes 8 (E - top + SPAN); factors are float32 `[E, n]` in Marlin's order."""
     if matrix.scale is None or matrix.channelwise:
         raise KernelUnsupportedError(f"{name} has no scales of groups along k, which this kernel folds")
     experts, n = matrix.num_experts, matrix.n
@@ -53,13 +53,16 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
     factor = torch.empty(experts, n, device=scale.device)
     # Codes are decoded with the other sign (`device.codes`).
     factor[:, _single(column)] = -torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
-    # Groups of zeros may have any scale.
+    # Groups of zeros may have any scale, so their shifts are clamped.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
     return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")
 
 
 def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
-    """Which expert and feature e4m3 cannot hold. far: `[E, n]`; scale, used: `[E, K / 32, n]`, features in order."""
+    """Name the first expert and feature that e4m3 cannot hold.
+
+    `far` is `[E, n]`; `scale` and `used` are `[E, K / 32, n]` with features in order.
+    """
     expert, feature = far.nonzero()[0].tolist()
     own = scale[expert, :, feature][used[expert, :, feature]]
     least, most = int(own.min()) - _BIAS, int(own.max()) - _BIAS
@@ -72,7 +75,7 @@ def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:
 
 
 def _grouped(column: Tensor) -> Tensor:
-    """Where Marlin's MXFP4 scales of columns lie: bits below 64 as g, j1, h, j0.
+    """Return the places of columns in Marlin's MXFP4 scales: bits below 64 as g, j1, h, j0.
 
     Source: vLLM 0.33.0, `mxfp4_marlin_process_scales`.
     """
@@ -81,17 +84,17 @@ def _grouped(column: Tensor) -> Tensor:
 
 
 def _single(column: Tensor) -> Tensor:
-    """Where Marlin's values of columns lie: `device.epilogue.single_order`."""
+    """Return the places of columns in Marlin's 32-column order, see `device.epilogue.single_order`."""
     return (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
 
 
 def _used(matrix: PackedMatrix) -> Tensor:
-    """Which groups hold anything but zeros, in the places of their scales `[E, K / 32, n]`."""
+    """Mark groups that hold anything but zeros, in the places of their scales `[E, K / 32, n]`."""
     experts, n, k = matrix.num_experts, matrix.n, matrix.k
     found = torch.empty(experts, k // 32, n, dtype=torch.bool, device=matrix.weight.device)
     for expert in range(experts):
         words = matrix.weight[expert].view(k // 32, 2, n // 64, 8, 4, 4)  # slab, tile, g, t, j
-        # Nibbles 0, 1, 4, 5 are of column g of 16 columns, 2, 3, 6, 7 of column g + 8.
+        # Nibbles 0, 1, 4, 5 belong to column g of 16 columns, nibbles 2, 3, 6, 7 to column g + 8.
         halves = [(words & mask != 0).any(1).any(3) for mask in (0x00770077, 0x77007700)]
         both = torch.stack(halves, -1).view(k // 32, n // 64, 8, 2, 2, 2)  # tile, g, j1, j0, h
         found[expert] = both.transpose(4, 5).reshape(k // 32, n)

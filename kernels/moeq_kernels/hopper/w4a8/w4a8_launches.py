@@ -1,4 +1,4 @@
-"""The launches of a layer of 4-bit weights and e4m3 activations: those of `w8a8`, with a product that reads words."""
+"""Launches of a W4A8 layer (4-bit weights, e4m3 activations): those of W8A8 with another product kernel."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready
 
 
 def ready(experts: PackedExperts) -> PackedExperts:
-    """What a layer's weights become before they are used: those of MXFP4 have scales that are folded."""
+    """Convert a layer's weights for these kernels: fold the scales of MXFP4."""
     return folded(experts) if experts.w13.element == "e2m1" else experts.quantising("fp8")
 
 
 @dataclass(frozen=True)
 class W4a8Wide:
-    """Sizes of the kernel: tokens of a tile, steps of 128 of k in shared memory, registers of multiplying threads."""
+    """Sizes of the kernel: token rows per tile, steps of 128 of k in shared memory, registers per computing thread."""
 
     tokens: int
     stages: int
@@ -38,37 +38,37 @@ class W4a8Wide:
 
 @dataclass(frozen=True)
 class W4a8Plan:
-    """A kernel for both products; their k is not shared."""
+    """Kernel for both products; their k is never split."""
 
     kernel: W4a8Wide
     gate_up_splits: int = 1
     down_splits: int = 1
 
 
-#: Words are decoded once for a tile, so larger ones are faster.
+#: Kernels for small and large tiles. Words are decoded once per tile, so large tiles are faster.
 FEW, MANY = W4a8Wide(64, 7), W4a8Wide(160, 5)
-#: (tokens for an expert on average up to, kernel), tried in order: on an H200 tiles of 64 tokens are up to 9 % ahead at
-#: 48, those of 160 up to 28 % at 64.
+#: (largest mean of tokens per expert, kernel), tried in order. On an H200 small tiles are up to 9 % faster at 48 tokens
+#: per expert, large tiles up to 28 % at 64.
 TABLE = ((48.0, FEW), (float("inf"), MANY))
-#: Tokens that are copied together, of which heights of tiles are multiples.
+#: Tokens per copy, and granularity of the heights of tiles.
 BOX = 32
 
 
 def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
-    """The kernel for so many tokens."""
+    """Choose the kernel for a number of tokens."""
     mean = tokens * problem.top_k / problem.experts
     return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
-    """y of some tokens."""
+    """Return the launches of a piece."""
     return w8a8.quantised_launches(problem, piece, arena, plan, product_launch, BOX)
 
 
 def product_launch(
     problem: Problem, piece: Piece, plan: W4a8Plan, found: Quantised, rows: Rows, matrix: PackedMatrix, out: Area
 ) -> Launch:
-    """One grouped product: `rows` times the weights of their experts into out `[1, P, ..]`."""
+    """Return the launch of one grouped product of `rows` into out `[1, P, ..]`."""
     layouts = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
     kernel, epilogue = plan.kernel, problem.epilogue if matrix is problem.w13 else PLAIN

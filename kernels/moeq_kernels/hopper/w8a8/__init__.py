@@ -1,1 +1,1 @@
-"""int8 weights and activations, on int8 tensor cores."""
+"""Kernels for int8 or e4m3 weights and activations of the same type."""

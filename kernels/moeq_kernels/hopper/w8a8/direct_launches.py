@@ -1,4 +1,4 @@
-"""The launches of the two kernels of `device.direct`, and where rows of gate and up lie."""
+"""Launches of the two W8A8 kernels for very few tokens (`device.direct`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.tuning import next_power_of_two
 
-#: Steps of k of the down product up to which a program takes 256 rows, so that it is not mostly start and end.
-SHORT = 3
+#: Largest number of steps of the down product at which a program takes 256 rows to amortise its prologue.
+MAX_SHORT_STEPS = 3
 
 
 def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, kernel: Int8Direct) -> list[Launch]:
-    """y of very few tokens."""
+    """Return the launches of very few tokens."""
     w13, w2 = problem.w13, problem.w2
     tokens, hidden = piece.x.shape
     pairs, columns = piece.ids.numel(), problem.intermediate
     up_steps, steps = -(-w13.k // 128), -(-w2.k // 128)
     up_share, share = -(-up_steps // plan.gate_up_splits), -(-steps // plan.down_splits)
     up_shares, shares = -(-up_steps // up_share), -(-steps // share)
-    rows = 256 if steps <= SHORT else 128
+    rows = 256 if steps <= MAX_SHORT_STEPS else 128
     blocks = -(-hidden // rows)
     arrived = arena.take(torch.int32, tokens * blocks)
     up_row, row_step = gate_up_rows(problem)
@@ -108,14 +108,14 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan
 
 
 def gate_up_rows(problem: Problem) -> tuple[int, int]:
-    """Where rows of gate and up lie: up's distance from gate, and the step from a row to the next."""
+    """Return the distance between a gate row and its up row, and the stride between gate rows."""
     return (1, 2) if problem.epilogue.interleaved else (problem.intermediate, 1)
 
 
 def weight_boxes(problem: Problem, matrix: PackedMatrix, box: int, gated: bool) -> tuple[Box, Box]:
-    """Boxes of the weights, gate and up or twice the same, with so many rows."""
+    """Return two boxes of `box` weight rows: of gate and up if gated, otherwise twice of all rows."""
     weight: Area = matrix.weight
-    if matrix.element == "e4m3":  # whose bytes may be called unsigned
+    if matrix.element == "e4m3":  # tensors may declare e4m3 bytes as uint8
         weight = weight.cast(torch.float8_e4m3fn)
     halves = [weight, weight]
     if gated:

@@ -1,6 +1,6 @@
-"""The launches of a layer whose weights and activations are both int8 or both e4m3, activations quantised on the way.
+"""Launches of a W8A8 layer: int8 or e4m3 weights, and activations that are quantised to the same type.
 
-e4m3 rows have one scale, or one for each 128 columns where weights have one for each block of 128 x 128.
+e4m3 rows have one scale, or one per 128 columns if weights have one per block of 128 x 128.
 """
 
 from __future__ import annotations
@@ -44,15 +44,13 @@ from moeq_kernels.sorting import (
 )
 from moeq_kernels.tuning import next_power_of_two
 
-#: Pairs up to which a program quantises one row of activations.
+#: Largest number of pairs at which a program quantises one row of activations only.
 SINGLE_ROWS = 2048
-#: Pairs up to which expert outputs are kept in float32 until they are summed.
+#: Largest number of pairs whose expert outputs stay float32 until they are summed.
 EXACT_PAIRS = 256
-#: Counters of kernels that take work items from a queue: one for each product, then one for each expert.
+#: Queue counters, one per product, of kernels that take work items from a queue; a counter per expert follows.
 COUNTERS = 2
-
-
-#: Weights whose scales are of blocks; each group of k has its own scale in rows of activations, too.
+#: Layout of weights with a scale per block; rows of activations then have a scale per group of k.
 BLOCKS = "fp8-block-identity/1"
 
 
@@ -60,7 +58,7 @@ BLOCKS = "fp8-block-identity/1"
 class Rows:
     """Rows sorted by expert: codes `[P, K]` (row stride a multiple of 16 bytes) and float32 scales.
 
-    Scales are `[P]`, or `[G, ..]` with `scale_stride` from one group to the next.
+    Scales are `[P]`, or `[G, ..]` with a stride of `scale_stride` between groups.
     """
 
     codes: Area
@@ -73,10 +71,10 @@ class Quantised:
     """Sorted pairs and their tokens.
 
     Attributes:
-        sorted: as of `sorting`; direct: `inverse` only.
-        rows: tokens.
+        sorted: buffers of `sorting`; only `inverse` is filled if `direct`.
+        rows: quantised tokens in sorted order.
         expert_of_row: int32 `[P]`, filled for few pairs only.
-        direct: pairs are in their own order, a tile each.
+        direct: whether pairs are unsorted and every pair is a tile.
     """
 
     sorted: Sorted
@@ -86,26 +84,26 @@ class Quantised:
 
 
 def plan_for(problem: Problem, tokens: int) -> Int8Plan:
-    """Kernels and sizes for so many tokens."""
+    """Choose kernels and sizes for a number of tokens."""
     pairs = tokens * problem.top_k
     sizes = (pairs, problem.experts, problem.w13.k, problem.intermediate)
     table = TABLE
     if problem.w13.element != "int8":
-        # The wide kernel reads one scale for 128 rows of gate or of up: in between each other they lie in two blocks.
+        # The wide kernel reads one scale per 128 rows of gate or of up; interleaved rows would lie in two blocks.
         apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
         table = E4M3_TABLE if apart else E4M3_NARROW_TABLE
     plan = choose(*sizes, problem.gpu, table)
     if pairs > FEW_PAIRS and isinstance(plan.kernel, Int8Narrow):
-        # Adding shares needs `expert_of_row`, which is written for few pairs only.
+        # The sum of a split k needs `expert_of_row`, which is written for few pairs only.
         plan = replace(plan, gate_up_splits=1)
     return plan
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:
-    """y of some tokens.
+    """Return the launches of a piece.
 
-    Tokens' results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs in bfloat16 each is
-    rounded before.
+    A token's results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs, results beside
+    bfloat16 tokens are rounded to bfloat16 before that.
     """
     if isinstance(plan.kernel, Int8Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
@@ -121,11 +119,11 @@ def quantised_launches(
     product_launch: Callable[..., Launch],
     grain: int | None,
 ) -> list[Launch]:
-    """Pairs sorted and quantised, both products, the sum.
+    """Return the launches that sort and quantise, multiply twice, and sum.
 
     Args:
-        product_launch: makes a product as the one below.
-        grain: what heights of tiles are multiples of, for kernels that take work items from a counter.
+        product_launch: function that returns the launch of one product, like `product_launch` of this module.
+        grain: granularity of the heights of tiles for kernels that take work items from a queue, otherwise None.
     """
     pairs, intermediate = piece.ids.numel(), problem.intermediate
     result, found = _quantised(problem, piece, arena, plan, grain)
@@ -150,13 +148,13 @@ def quantised_launches(
 
 
 def quantises(problem: Problem, plan: Any) -> bool:
-    """Whether the gate-up product makes codes of its activations: where a program has a whole group of them."""
+    """Return whether the gate-up product quantises its results, because a program holds a whole group of them."""
     grouped = problem.w2.layout == BLOCKS and problem.w2.input_scale is None
     return isinstance(plan.kernel, Int8Wide) and grouped
 
 
 def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
-    """Room for what a matrix multiplies."""
+    """Allocate the quantised rows that a matrix multiplies."""
     dtype = torch.int8 if matrix.element == "int8" else torch.float8_e4m3fn
     codes = arena.take(dtype, pairs, -(-size // 16) * 16).part(1, 0, size)
     if matrix.layout != BLOCKS:
@@ -166,19 +164,19 @@ def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
 
 
 def marlin(matrix: PackedMatrix) -> bool:
-    """Whether k of tokens has to be in the order of Marlin's words."""
+    """Return whether k of tokens has to be in the order of Marlin's words."""
     return matrix.layout.startswith("marlin-")
 
 
 def _signed(codes: Area) -> Area:
-    """int8 codes as they are, e4m3 codes as unsigned bytes: what the kernels that quantise tell them by."""
+    """Cast e4m3 codes to unsigned bytes, by which the quantising kernels tell them from int8 codes."""
     return codes if codes.dtype == torch.int8 else codes.cast(torch.uint8)
 
 
 def _quantised(
     problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, grain: int | None
 ) -> tuple[list[Launch], Quantised]:
-    """Sorts pairs by expert and quantises tokens into that order; `grain` as of `quantised_launches`."""
+    """Sort pairs by expert and quantise tokens into that order; `grain` is that of `quantised_launches`."""
     tokens, hidden = piece.x.shape
     top_k, count, tile = problem.top_k, problem.experts, plan.kernel.tokens
     pairs = tokens * top_k
@@ -210,7 +208,7 @@ def _quantised(
         constants["CHOICES"] = next_power_of_two(top_k)
         name = "hopper.w8a8.device.rows:quantise_tokens"
         return [*result, Launch(name, (tokens,), arguments, constants, options)], found
-    # One token is soonest done by a program for each pair, more by one for each token.
+    # A program per pair is fastest for one token, a program per token for more.
     per = 1 if direct else top_k
     arguments |= {
         "ids": piece.ids,
@@ -234,19 +232,19 @@ def _quantised(
 
 
 def columns_of(rows: Rows, size: int) -> int:
-    """Columns that a program looks at to quantise rows of so many features: a group at least."""
+    """Return the columns that a program holds to quantise rows of `size` features, at least one group."""
     return max(128 if rows.scale_stride else 1, next_power_of_two(size))
 
 
 def warps_for(columns: int) -> int:
-    """Warps of a program that quantises rows of so many features (a power of two): 16 features for a thread."""
+    """Return the warps of a program that holds `columns` columns (a power of two), 16 per thread."""
     return max(1, min(16, columns // 512))
 
 
 def _requantised(
     problem: Problem, piece: Piece, arena: Arena, found: Quantised, middle: Area, shared: bool
 ) -> tuple[Launch, Rows]:
-    """Quantised activations, from activations or (shared) from the sums of the gate-up product's shares."""
+    """Quantise activations, from activations or (`shared`) from partial sums of a split gate-up product."""
     splits, pairs, size = middle.shape
     size = size // 2 if shared else size
     rows = _rows(arena, problem.w2, pairs, size)
@@ -287,7 +285,7 @@ def _requantised(
         }
         name = "hopper.w8a8.device.rows:activate_quantised"
         return Launch(name, (pairs,), arguments, constants, {"num_warps": warps, **problem.after}), rows
-    # What counts with many rows is how many a multiprocessor has under way.
+    # With many rows the rows in flight per SM decide.
     block = max(1, 1024 // columns) if pairs > SINGLE_ROWS else 1
     warps = max(1, columns // 1024) if pairs > SINGLE_ROWS else warps
     arguments |= {"middle": middle, "pairs": pairs}
@@ -299,7 +297,7 @@ def _requantised(
 def product_launch(
     problem: Problem, piece: Piece, plan: Int8Plan, found: Quantised, rows: Rows, matrix: PackedMatrix, to: Area | Rows
 ) -> Launch:
-    """One grouped product: `rows` times the weights of their experts to `[splits, P, ..]`, or to codes and scales."""
+    """Return the launch of one grouped product of `rows` into `[splits, P, ..]`, or into codes and scales."""
     kernel = plan.kernel
     gated = matrix is problem.w13
     out = to.codes if isinstance(to, Rows) else to

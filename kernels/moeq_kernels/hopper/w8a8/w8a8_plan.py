@@ -25,7 +25,7 @@ class Int8Narrow:
     """Sizes of the narrow kernel.
 
     Attributes:
-        tokens: of a tile (8 to 128, a power of two).
+        tokens: token rows per tile (8 to 128, a power of two).
         stages: steps of 128 bytes of k in shared memory.
         warpgroups: that multiply, 128 rows of the weights each (1 or 2).
         resident: programs that a multiprocessor holds.
@@ -43,7 +43,7 @@ class Int8Narrow:
 
     @property
     def registers(self) -> int:
-        """Of the multiplying threads; the copy warps keep 24."""
+        """Registers per computing thread; the copy warps keep 24."""
         return 232 if self.warpgroups == 2 else self.cap or 255
 
     @property
@@ -65,7 +65,7 @@ class Int8Direct:
 
     @property
     def tokens(self) -> int:
-        """Of a tile."""
+        """Token rows per tile."""
         return 1
 
 
@@ -75,7 +75,7 @@ class Int8Wide:
 
     Attributes:
         stages: steps of 128 bytes of k in shared memory.
-        registers: of multiplying threads; the copy warp keeps 24.
+        registers: registers per computing thread; the copy warp keeps 24.
     """
 
     stages: int
@@ -83,7 +83,7 @@ class Int8Wide:
 
     @property
     def tokens(self) -> int:
-        """Of a tile: 64 for each of two warpgroups (with a third there are too few registers and stages)."""
+        """Token rows per tile: 64 for each of two warpgroups (a third would leave too few registers and stages)."""
         return 128
 
     @property
@@ -115,7 +115,7 @@ TABLE: Table = (
     (70.0, Int8Narrow(128, 6)),
     (float("inf"), WIDE),
 )
-#: The same for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel,
+#: TABLE for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel,
 #: and with 64 it is behind the wide one where they are many.
 E4M3_TABLE = (*TABLE[:3], (30.0, TABLE[3][1]), TABLE[5])
 #: And where the wide kernel cannot be had.
@@ -144,7 +144,7 @@ def splits_for(items: float, steps: int, resident: int, gpu: Gpu = H200) -> int:
 
 
 def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> Int8Plan:
-    """The kernels that do not sort; all programs start at once, with up to DIRECT_STEPS steps each."""
+    """Plan the kernels that do not sort; all programs start at once, with up to DIRECT_STEPS steps each."""
 
     def shares(items: int, steps: int) -> int:
         least = -(-steps // DIRECT_STEPS)
@@ -156,7 +156,7 @@ def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> 
 
 
 def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200, table: Table = TABLE) -> Int8Plan:
-    """The plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
+    """Choose the plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
     small = table is TABLE and 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
     mean = tokens_per_hit(pairs, experts)
     if small and pairs * 3 * hidden * intermediate <= DIRECT_READ_LESS and mean <= DIRECT_MEAN:

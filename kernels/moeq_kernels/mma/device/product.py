@@ -1,8 +1,8 @@
-"""A grouped product with `mma.sync`: Y^T = W^T X^T, weights from packed words to the left operand in registers.
+"""Grouped product with `mma.sync`: Y^T = W^T X^T, with packed words decoded into the left operand in registers.
 
 A program takes 256 columns of the weights (four warps, map A of `hopper.w4a16.device.layouts`, whose fragments of 16
-rows are those of `mma.sync` too) and a tile of tokens. Words, scales and tokens of some steps of k ahead come to shared
-memory by cp.async; tokens are picked by their pairs on the way.
+rows are those of `mma.sync` too) and a tile of tokens. Words, scales and tokens are copied to shared memory by cp.async
+some steps of k ahead; tokens are gathered by their pairs.
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from moeq_kernels.hopper.compat import barrier, rows_load
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import common, layouts, weights
 
-#: Rows of k in a step, and of them whose weights are in registers at a time.
+#: Rows of k in a step.
 STEP = gl.constexpr(64)
 
 
 @constexpr_function
 def accumulator():
-    """fp32 accumulators: rows x tokens."""
+    """Return the layout of fp32 accumulators, rows x tokens."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
 
 
 @constexpr_function
 def operand(index):
-    """An operand in registers."""
+    """Return the layout of an operand in registers."""
     return gl.DotOperandLayout(operand_index=index, parent=accumulator(), k_width=2)
 
 
 @constexpr_function
 def word_copies(kind):
-    """Bytes of a step's words `[2, slabs, bytes]`, 16 for each thread."""
+    """Return the layout of copies of a step's words `[2, slabs, bytes]`, 16 bytes per thread."""
     lanes = 2 * layouts.tile_bytes(kind) // 16
     return gl.BlockedLayout([1, 1, 16], [1, max(1, 32 // lanes), min(32, lanes)], [2, 2, 1], [2, 1, 0])
 
 
 @constexpr_function
 def scale_copies():
-    """Scales of a step `[2, 16 groups, 8]`, 8 for each thread."""
+    """Return the layout of copies of a step's scales `[2, 16 groups, 8]`, 8 per thread."""
     return gl.BlockedLayout([1, 1, 8], [2, 16, 1], [1, 4, 1], [2, 1, 0])
 
 
 @constexpr_function
 def token_copies(rows):
-    """Some k of tokens `[tokens, rows]`, 8 numbers for each thread."""
+    """Return the layout of copies of `rows` k of tokens `[tokens, rows]`, 8 numbers per thread."""
     return gl.BlockedLayout([1, 8], [256 // rows, rows // 8], [4, 1], [1, 0])
 
 
 @constexpr_function
 def token_buffer(rows):
-    """Shared memory for them, as ldmatrix reads it without conflicts."""
+    """Return the layout of shared memory for tokens that ldmatrix reads without bank conflicts."""
     return gl.SwizzledSharedLayout(8, 64 // rows, rows // 8, [1, 0])
 
 
@@ -65,7 +65,7 @@ def _copy(
     step, stage, some, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row, tile, pair_tiles, slabs,
     groups, width, eights_x, packed, features, GROUP: gl.constexpr, KIND: gl.constexpr, ROWS: gl.constexpr,
 ):
-    """Starts the copies of a step, if `some`; w_row, s_row: the expert's first row of slabs and of groups."""
+    """Start to copy a step if `some`; the expert's slabs and groups begin at w_row and s_row."""
     BYTES: gl.constexpr = layouts.tile_bytes(KIND)
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     layout: gl.constexpr = word_copies(KIND)
@@ -95,7 +95,7 @@ def _copy(
     for sub in gl.static_range(STEP // ROWS):
         k = step * STEP + sub * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(0, token_copies(ROWS)))
         k = gl.expand_dims(k, 0)
-        # Features come in eights; said like this, the compiler knows that eight are copied or none.
+        # The number of features is a multiple of eight; this form tells the compiler that eight are copied or none.
         place = x + token * (eights_x * 8) + k
         rows_load(x_buf.index(stage * (STEP // ROWS) + sub), place, mask=inside & (k // 8 * 8 < features) & some)
     async_copy.commit_group()
@@ -103,7 +103,7 @@ def _copy(
 
 @gluon.jit
 def _slab_scales(scales, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of the two slabs of 16 rows of k from row FIRST of a step on."""
+    """Load the scales of two slabs of 16 rows of k, from row FIRST of a step on."""
     return scales.slice(FIRST, 16, dim=1).load(LAYOUT), scales.slice(FIRST + 16, 16, dim=1).load(LAYOUT)
 
 
@@ -113,14 +113,14 @@ def _multiply(
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
     ROWS: gl.constexpr, OLD: gl.constexpr,
 ):
-    """acc + the product of ROWS rows of k, the SUB-th of a step that begins at row k."""
+    """Add the product of ROWS rows of k, the SUB-th of a step that begins at row k, to acc."""
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
     second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
     layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
     words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
     scale1 = 0
     scale2 = 0
-    if GROUP == 16:  # a scale for each slab of words
+    if GROUP == 16:  # every slab of words has a scale of its own
         scale1 = _slab_scales(scales, SUB * ROWS, layout)
         scale2 = scale1
         if ROWS == 64:
@@ -156,17 +156,17 @@ def expert_product_mma(
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
     SPLITS: gl.constexpr, GATHER: gl.constexpr, ROWS: gl.constexpr, OLD: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """out[row] = epilogue(x of row @ W[expert of row].T), see `epilogue.Epilogue`.
+    """Compute out[row] = epilogue(x of row @ W[expert of row].T), see `epilogue.Epilogue`.
 
-    Programs: (block of columns and share of k, tile).
-
-    Args as of `hopper.w4a16.device.narrow.expert_product_narrow`, except:
-        x: `[.., features]`, 8 eights_x numbers a row: rows by pair_of_row // top_k where GATHER, else sorted rows.
-        w: bytes `[E * slabs, width]`; group_scale `[E * groups, packed]`, or None where GROUP is 0.
-        tiles: of TOKENS rows; count: of steps of 64 rows of k.
-        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
-        ROWS: of k, whose weights are in registers at a time (32 or 64).
-        OLD: for GPUs before sm_90.
+    The grid is (block of columns and share of k, tile). The arguments are those of
+    `hopper.w4a16.device.narrow.expert_product_narrow`, except:
+        x: `[.., features]` with a row stride of 8 eights_x; rows pair_of_row // top_k if GATHER, otherwise sorted rows.
+        w: bytes `[E * slabs, width]`.
+        group_scale: `[E * groups, packed]`, or None if GROUP is 0.
+        tiles: tiles of TOKENS rows.
+        count: number of steps of 64 rows of k.
+        ROWS: rows of k whose weights are in registers at a time (32 or 64).
+        OLD: whether the GPU is older than sm_90.
     """
     block = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS

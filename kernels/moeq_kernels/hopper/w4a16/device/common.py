@@ -1,4 +1,4 @@
-"""What the kernels for 16-bit activations share: weights of a step, and the way from accumulators to stored rows."""
+"""Functions that the W4A16 kernels share: work items, weights of a step, and the way from accumulators to rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeq_kernels.hopper.w4a16.device import layouts, weights
 
 @gluon.jit
 def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
-    """Expert, first row, end row, block (of columns and k) and number of the tile of a work item.
+    """Return expert, first row, end row, block (of columns and k) and tile number of a work item.
 
     Items are ordered by expert, then block, then tile of tokens: neighbours share weights, and an expert's tokens stay
     in the L2 cache.
@@ -26,16 +26,16 @@ def find_item(index, tiles, blocks, TOKENS: gl.constexpr):
     return expert, row + rest % count * TOKENS, gl.load(entry + 2), rest // count, first + rest % count
 
 
-#: Tiles of tokens that take turns with all blocks of columns before the next ones do: what 132 programs read at a time
-#: is least where 8 tiles of 160 tokens meet 16 blocks of 256 rows of weights of a quarter of the bytes.
+#: Tiles of tokens that are combined with all blocks of columns before the next tiles are. 8 tiles of 160 tokens and 16
+#: blocks of 256 weight rows (a quarter of the bytes per row) minimise what 132 concurrent programs read.
 TILES_TOGETHER = gl.constexpr(8)
 
 
 @gluon.jit
 def find_tile(index, tiles, blocks):
-    """Expert, first row, end row and block of a work item whose expert's tiles have a height of their own.
+    """Return expert, first row, end row and block of a work item; tiles of an expert have an even height.
 
-    Items are ordered by expert, then group of tiles, then block, then tile.
+    Items are ordered by expert, then group of TILES_TOGETHER tiles, then block, then tile.
     """
     entry = tiles + (index // blocks) * 8
     first = gl.load(entry + 3)
@@ -50,7 +50,7 @@ def find_tile(index, tiles, blocks):
 
 @gluon.jit
 def group_at(k, more: gl.constexpr, groups, GROUP: gl.constexpr):
-    """Group `more` groups behind row k, or the last of `groups`: a step may reach beyond K, where weights are 0."""
+    """Return the group `more` groups after that of row k, at most the last one: a step may reach beyond K."""
     return gl.minimum(k // GROUP + more, groups - 1) if GROUP else 0
 
 
@@ -59,10 +59,10 @@ def zero_offsets(
     zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
     HALF: gl.constexpr = False,
 ):  # fmt: skip
-    """Zero points of one group as `step_weights` takes them.
+    """Load zero points of one group as `step_weights` takes them.
 
-    zero: int32 `[rows, row_words]`, 8 words for each tile of 64 columns (8-bit: 16). tile is this warpgroup's first
-    one.
+    `zero` is int32 `[rows, row_words]` with 8 words per tile of 64 columns (8-bit: 16); `tile` is the first tile of
+    this warpgroup.
     """
     layout: gl.constexpr = layouts.zeros(WIDE, KIND)
     two: gl.constexpr = layout.shape[3]
@@ -97,11 +97,11 @@ def step_weights(
     HALF: gl.constexpr = False,
     SLABS: gl.constexpr = 4,
 ):
-    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `weights.undo`.
+    """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `weights.undo`.
 
-    words: uint8, `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and
-    `zero_offsets` of the lower and the upper 32 rows (of two slabs, only the first count). Scales of KIND e2m1 are
-    e8m0 bytes and always SCALED. HALF: the activations are float16, else bf16.
+    `words` is uint8 in `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and
+    `zero_offsets` belong to the lower and the upper 32 rows; two slabs use the first ones only. Scales of KIND e2m1 are
+    e8m0 bytes and always SCALED. HALF: whether activations are float16 instead of bf16.
     """
     return weights.step_operand(
         words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS, SLABS
@@ -110,7 +110,7 @@ def step_weights(
 
 @gluon.jit
 def undone(acc, global_scale, expert, UNDO: gl.constexpr):
-    """Sums times what their weights lack: UNDO, and the expert's global scale (float32 `[E]`, or None)."""
+    """Multiply sums by UNDO, which their weights lack, and by the expert's global scale (float32 `[E]`, or None)."""
     if global_scale is None:
         return acc * UNDO
     else:
@@ -119,9 +119,9 @@ def undone(acc, global_scale, expert, UNDO: gl.constexpr):
 
 @gluon.jit
 def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.constexpr = False):
-    """Accumulators (rows in map order, TOKENS columns) -> two `[TOKENS, columns]`, one for each half of the pair.
+    """Transpose accumulators (rows in map order, TOKENS columns) to two `[TOKENS, columns]`, one per half of the pair.
 
-    INTERLEAVED: even and odd columns instead, of the first half's columns and then the second's.
+    With INTERLEAVED they hold even and odd columns, those of the first half before those of the second.
     """
     columns: gl.constexpr = 64 if WIDE else 128
     # wide: j0, pair, j1, column of 16, token; narrow: j, pair, tile, column of 16, token
@@ -138,9 +138,9 @@ def pair_columns(acc, WIDE: gl.constexpr, TOKENS: gl.constexpr, INTERLEAVED: gl.
 
 @gluon.jit
 def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Columns `[1, n]` of out where the two results of `pair_columns` belong.
+    """Return the columns `[1, n]` of out for both results of `pair_columns`.
 
-    column and second_column: packed columns where the two halves begin.
+    `column` and `second_column` are the packed columns where the two halves begin.
     """
     layout: gl.constexpr = layouts.output(WIDE, TOKENS)
     n = gl.expand_dims(gl.arange(0, 64 if WIDE else 128, layout=gl.SliceLayout(0, layout)), 0)
@@ -154,7 +154,7 @@ def places(column, second_column, WIDE: gl.constexpr, TOKENS: gl.constexpr, EPIL
 
 @gluon.jit
 def row_places(column, second_column, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr):
-    """Where channel scales and biases of accumulators' rows (in map order) are, and which rows there are."""
+    """Return places of channel scales and biases of accumulator rows (in map order), and which rows exist."""
     m = gl.arange(0, 128 if WIDE else 256, layout=gl.SliceLayout(1, layouts.accumulator(TOKENS)))
     within = ((m >> 4) & 1) * (32 if WIDE else 64) + (m >> 6) * 16 + (m & 15)  # maps B and A, see `layouts`
     feature = within + gl.where(((m >> 5) & 1) == 1, second_column, column)
@@ -166,9 +166,9 @@ def affine_rows(
     acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
 ):  # fmt: skip
-    """acc * channel scale + bias, for accumulators (rows in map order), where a thread needs few of them.
+    """Return acc * channel scale + bias for accumulators with rows in map order; arguments as in `store_chunks`.
 
-    Arguments as of `store_chunks`.
+    In this order a thread loads few scales and biases.
     """
     if scale is not None or bias is not None:
         place, inside = row_places(column, second_column, expert, packed, WIDE, TOKENS)
@@ -185,12 +185,12 @@ def affine_rows(
 
 @gluon.jit
 def rounded(value, kind: gl.constexpr):
-    """float32 as `kind`; int16 is a sign, 7 bits of an exponent and 8 of a fraction, one more than bfloat16 has.
+    """Convert float32 to `kind`; int16 holds a sign, 7 bits of exponent and 8 of fraction (bfloat16 has 7).
 
-    `routing.sum_rows` reads that again: magnitudes from 2^-62 to 2^64, smaller ones as 0, larger ones as NaN.
+    `routing.sum_rows` decodes it: magnitudes from 2^-62 to 2^64, smaller ones as 0, larger ones as NaN.
     """
     if kind == gl.int16:
-        small = value * 2.0**-64  # its exponent needs no more than 7 bits
+        small = value * 2.0**-64  # the exponent then fits 7 bits
         bits = small.to(gl.int32, bitcast=True)
         code = ((bits * 2 + 0x8000) & 0x7FFF0000) | (bits & -0x80000000)
         return (gl.where(gl.abs(small) < 1.0, code, 0x7FFF0000) >> 16).to(gl.int16)
@@ -203,9 +203,9 @@ def store_pair(
     first, second, out, row, end_row, column, second_column, columns, stride, EPILOGUE: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr,
 ):  # fmt: skip
-    """Activates both results of `pair_columns` and stores rows `row ..` before end_row.
+    """Activate both results of `pair_columns` and store rows from `row` to end_row.
 
-    column, second_column: packed columns where the halves begin; columns: of out.
+    `column` and `second_column` are the packed columns where the halves begin; out has `columns` columns.
     """
     layout: gl.constexpr = layouts.output(WIDE, TOKENS)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
@@ -230,10 +230,10 @@ def store_chunks(
     acc, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
     EPILOGUE: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr = 1.0,
 ):  # fmt: skip
-    """Finishes and stores accumulators CHUNK tokens at a time, so that little shared memory is needed to regroup them.
+    """Finish and store accumulators in chunks of CHUNK tokens, which bounds the shared memory for transposing them.
 
-    scale, bias: `[experts, packed]` in Marlin's 32-column order, or None, scales in units of UNIT; bias_here: whether
-    this share of k adds the biases. Other arguments as of `store_pair`.
+    `scale` and `bias` are `[experts, packed]` in Marlin's 32-column order, or None; scales are in units of UNIT.
+    `bias_here` says whether this share of k adds the biases. Other arguments are those of `store_pair`.
     """
     acc = affine_rows(acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE, TOKENS, UNIT)
     if epilogue.activation(EPILOGUE) == "none":

@@ -1,8 +1,8 @@
-"""A MoE layer for very few tokens in two kernels: every pair of a token and an expert is a tile of its own.
+"""Direct kernels: a MoE layer for very few tokens in two kernels, where every pair of token and expert is a tile.
 
-Nothing is sorted. The gate-up kernel finds its expert in the routing itself and leaves float32 sums of its share of k.
+Pairs are not sorted. The gate-up kernel reads its expert from the routing and stores float32 sums of its share of k.
 The down kernel starts to copy its weights while the gate-up kernel still runs; it adds those shares and applies the
-activation on the way to wgmma's right operand. The last of its programs to arrive for a token's columns adds all.
+activation on the way to wgmma's right operand. The last of its programs to arrive for a token's columns sums choices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.device.few import expert_of, sum_choices
 from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
-#: Tokens of the smallest product; only the first one is used.
+#: Tokens of wgmma's smallest product; only the first is used.
 TOKENS = gl.constexpr(8)
 
 
@@ -25,7 +25,7 @@ TOKENS = gl.constexpr(8)
 # fmt: off
 @gluon.jit
 def _store_row(acc, place, half, left, second_left):
-    """Stores the first token's sums: two times 128 columns, `half` apart, with so many columns left in the row."""
+    """Store the first token's sums: two ranges of 128 columns with distance `half`, cut at the ends of their rows."""
     layout: gl.constexpr = layouts.accumulator(TOKENS)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
     t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(0, layout)), 0)
@@ -46,18 +46,20 @@ def few_gate_up(
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
     PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """partial `[shares, pairs, 2 columns]` (float32) = shares of x[token of pair] @ W[expert of pair].T.
+    """Compute shares of x[token of pair] @ W[expert of pair].T into partial `[shares, pairs, 2 columns]` (float32).
 
-    Programs: (block of 256 columns, pair, share). Columns stay in the weights' order; channel scales and biases follow
-    in the down kernel.
+    The grid is (block of 256 columns, pair, share). Columns stay in the order of the weights; the down kernel applies
+    channel scales and biases.
 
     Args:
-        w_desc, s_desc, global_scale: as of `narrow.expert_product_narrow`; x_desc: tokens `[tokens, K]`, block
-            `[8, 64]`.
-        PAIRED: a block has 128 columns of gate and the same of up, `columns` further; else neighbouring ones.
-        ids: `[tokens * top_k]` experts, local ones by expert_map `[known]` where MAPPED.
-        arrived: int32; to_clear of them are set to zero.
-        count: of steps, SHARE of them for each share; columns: of gate.
+        w_desc, s_desc, global_scale: arguments of `narrow.expert_product_narrow`.
+        x_desc: tokens `[tokens, K]`, block `[8, 64]`.
+        ids: experts `[tokens * top_k]`, which expert_map `[known]` translates to local ones if MAPPED.
+        arrived: int32 counters, of which to_clear are set to zero.
+        count: number of steps.
+        columns: number of gate columns.
+        SHARE: steps per share.
+        PAIRED: whether a block has 128 gate columns and their up columns; otherwise it has 256 adjacent columns.
     """
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(STAGES, STEP, TOKENS, x_desc.dtype)
@@ -75,7 +77,7 @@ def few_gate_up(
     last = gl.minimum(first + SHARE, count)
     w_row = expert * slabs
     s_row = expert * groups
-    # The block's two halves of 128 columns: where the first begins, and how far the second is.
+    # First column of the block, and distance of its second half of 128 columns.
     column = block * (128 if PAIRED else 256)
     half = columns if PAIRED else 128
     tile = column // 64
@@ -124,7 +126,7 @@ def few_gate_up(
 @gluon.jit
 def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, columns, step, STEP: gl.constexpr,
               EPILOGUE: gl.constexpr, UP_SHARES: gl.constexpr, UNIT: gl.constexpr):
-    """One step's tokens: the activation of the shares' sums, rounded; the same for all TOKENS."""
+    """Write one step's tokens, all TOKENS alike: the activation of the sums of all shares, rounded."""
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [1, 32], [2, 2], [1, 0])
     for half in gl.static_range(STEP // 64):
         k = step * STEP + half * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
@@ -158,17 +160,21 @@ def few_down(
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """y[token] = sum over its choices of weight * (activation of partial) @ W[expert].T.
+    """Compute y[token] = sum over its choices of weight * (activation of partial) @ W[expert].T.
 
-    Programs: (block of 256 columns, pair, share).
+    The grid is (block of 256 columns, pair, share).
 
     Args:
-        partial: what `few_gate_up` left, `[UP_SHARES, pairs, 2 columns]`; parts: float32 `[SHARES, pairs, hidden]`.
+        partial: results of `few_gate_up`, `[UP_SHARES, pairs, 2 columns]`.
+        parts: float32 `[SHARES, pairs, hidden]`.
         arrived: int32 zeros `[tokens, blocks]`.
-        global_scale: of the down product's weights, as of `narrow.expert_product_narrow`.
-        up_scale, up_bias `[experts, up_packed]`, scale, bias `[experts, packed]`: of the columns of either product, in
-            Marlin's 32-column order, or None.
-        count: of steps, SHARE of them for each share; columns: of gate, the k of the weights; hidden: of y.
+        global_scale: factors of the down matrices, see `narrow.expert_product_narrow`.
+        up_scale, up_bias: `[experts, up_packed]`, values per gate-up column in Marlin's 32-column order, or None.
+        scale, bias: `[experts, packed]`, values per down column in the same order, or None.
+        count: number of steps.
+        columns: number of gate columns, the k of the weights.
+        hidden: number of features of y.
+        SHARE: steps per share.
     """
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(SHARE, STEP, TOKENS, y.dtype.element_ty)

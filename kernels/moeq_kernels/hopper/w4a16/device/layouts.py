@@ -1,4 +1,4 @@
-"""Register and shared-memory layouts of the Hopper kernels, as functions that device code can call with constants.
+"""Register and shared-memory layouts of the W4A16 kernels, as functions of constants for device code.
 
 A product is computed transposed, Y^T = W^T X^T, so that weights are wgmma's left operand and can come from registers.
 One Marlin 4-bit word of a lane holds the four registers of that lane's m64k16 fragment for 16 columns of the weight
@@ -25,19 +25,19 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 @constexpr_function
 def accumulator(tokens):
-    """fp32 accumulators of one warpgroup: rows x tokens."""
+    """Return the layout of one warpgroup's fp32 accumulators, rows x tokens."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, 16])
 
 
 @constexpr_function
 def left_operand(tokens):
-    """bf16 weights in registers."""
+    """Return the layout of 16-bit weights in registers."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator(tokens), k_width=2)
 
 
 @constexpr_function
 def plain_shared():
-    """Shared memory without swizzling, three axes."""
+    """Return the layout of shared memory with three axes and without swizzling."""
     return gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
 
 
@@ -48,49 +48,49 @@ def _lanes(step, axis, rank, count=5):
 
 @constexpr_function
 def word_buffer():
-    """Shared memory that the copy engine fills with words `[slabs, tiles, 128]`."""
+    """Return the layout of shared memory that the copy engine fills with words `[slabs, tiles, 128]`."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
 
 @constexpr_function
 def scale_buffer(bits):
-    """Shared memory for scales `[groups, columns]` of that many bits each."""
+    """Return the layout of shared memory for scales `[groups, columns]` of `bits` bits."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=bits, rank=2)
 
 
 @constexpr_function
 def token_buffer():
-    """Shared memory for tokens `[tokens, 64]`, wgmma's right operand."""
+    """Return the layout of shared memory for tokens `[tokens, 64]`, wgmma's right operand."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 @constexpr_function
 def groups_of(step, group):
-    """Rows of scales that a step of k needs."""
+    """Return the number of groups in a step of k."""
     return step // group if 0 < group < step else 1
 
 
 @constexpr_function
 def bits(kind):
-    """Bits of a code."""
+    """Return the bits of a code."""
     return KINDS[kind].bits
 
 
 @constexpr_function
 def tile_bytes(kind):
-    """Bytes of the words of a slab (16 rows of k) and a tile (64 columns)."""
+    """Return the bytes of the words of a slab (16 rows of k) and a tile (64 columns)."""
     return 128 * KINDS[kind].bits
 
 
 @constexpr_function
 def words_shape(wide, slabs, kind):
-    """Shape of `words`: pair, slabs, bytes of this warpgroup's tiles of one half."""
+    """Return the shape of `words`: pair, slabs, bytes of this warpgroup's tiles of one half."""
     return [2, slabs, tile_bytes(kind) * (1 if wide else 2)]
 
 
 @constexpr_function
 def words(wide, slabs, kind):
-    """Bytes of packed words, in the registers of their lanes; shape as in `words_shape`."""
+    """Return the layout of packed words in the registers of their lanes; `words_shape` gives the shape."""
     tile = tile_bytes(kind)
     lane = tile // 32
     slab = [[0, 1 << bit, 0] for bit in range(slabs.bit_length() - 1)]
@@ -107,7 +107,7 @@ def words(wide, slabs, kind):
 
 @constexpr_function
 def scales(wide):
-    """`[pair, tile and g, t, j and h]`: each lane's own scales; `t` is a copy for the lanes that share them."""
+    """Return the layout `[pair, tile and g, t, j and h]` of each lane's scales; lanes along t hold copies."""
     own = [[0, 0, 0, 1], [0, 0, 0, 2]] + ([] if wide else [[0, 0, 0, 4]])
     warps = [[0, 0, 0, 4], [1, 0, 0, 0]] if wide else [[0, 8, 0, 0], [1, 0, 0, 0]]
     return gl.DistributedLinearLayout(
@@ -121,7 +121,10 @@ def scales(wide):
 
 @constexpr_function
 def zeros(wide, kind):
-    """`[pair, tile and g, t, j1]`: each lane's zero-point words; narrow 4-bit ones hold all j, so there is one j1."""
+    """Return the layout `[pair, tile and g, t, j1]` of each lane's zero-point words.
+
+    A 4-bit word of a narrow kernel holds all j, so j1 has one entry there.
+    """
     both = KINDS[kind].bits == 8 and not wide
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1]] if both else [],
@@ -134,7 +137,7 @@ def zeros(wide, kind):
 
 @constexpr_function
 def output_pair(wide, tokens):
-    """`[tokens, columns, pair]`: both halves of a pair in one thread, 8 neighbouring columns each."""
+    """Return the layout `[tokens, columns, pair]` with both halves of a pair in one thread, 8 adjacent columns each."""
     flat = output(wide, tokens)
     widen = [[*base, 0] for base in flat.reg_bases]
     return gl.DistributedLinearLayout(
@@ -148,7 +151,7 @@ def output_pair(wide, tokens):
 
 @constexpr_function
 def output(wide, tokens):
-    """`[tokens, columns]` for stores: 8 neighbouring columns in a thread, rows spread over the rest."""
+    """Return the layout `[tokens, columns]` for stores, with 8 adjacent columns in a thread."""
     columns = 64 if wide else 128
     column_lanes = [[0, 8 << bit] for bit in range((columns // 8).bit_length() - 1)]
     rows = [[1 << bit, 0] for bit in range(tokens.bit_length() - 1)]

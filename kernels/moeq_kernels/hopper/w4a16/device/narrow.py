@@ -1,6 +1,6 @@
-"""Expert products with few tokens per expert: one warpgroup, 256 output rows, copies issued several steps ahead.
+"""Narrow kernel, for few tokens per expert: one warpgroup, 256 output rows, copies issued several steps ahead.
 
-Four such programs run on a multiprocessor at once, which hides latencies better than a specialised copy warp does.
+Four programs run on an SM at once, which hides latencies better than a specialised copy warp does.
 """
 
 from __future__ import annotations
@@ -49,25 +49,27 @@ def expert_product_narrow(
     AFTER: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
+    """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
         w_desc: int32 words `[E * slabs, N / 64, 128]` (8-bit codes: 256), block `[STEP / 16, 2, ..]`.
         x_desc: bf16 or float16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
-        s_desc: scales `[E * groups, N]`, block `[groups of a step, 128]`; not read where GROUP is 0.
-        zero: int32 `[E * groups, zero_words]`, read where ZEROS.
+        s_desc: scales `[E * groups, N]`, block `[groups of a step, 128]`; not read if GROUP is 0.
+        zero: int32 `[E * groups, zero_words]`, read if ZEROS.
         out: `[rows, ..]` with `stride`; for a down product `[SPLITS, rows, ..]`.
-        partial: fp32 `[SPLITS, rows, 2 * columns]` and arrived: int32 zeros, one for each tile and block of columns;
-            used where EPILOGUE is gated and SPLITS > 1: the last program of a split to arrive adds all parts, in order.
-        tiles: int32 `[T, 8]`: expert (-1: nothing to do), first row, end row of the expert.
-        count: of steps of STEP rows of k (64 or 128); SPLITS: how many programs share them.
+        partial: fp32 `[SPLITS, rows, 2 * columns]`, partial sums of a gated product with SPLITS > 1; the last program
+            of a split to arrive adds all parts, in order.
+        arrived: int32 zeros, a counter of arrived programs per tile and block of columns.
+        tiles: int32 `[T, 8]`: expert (-1: no work), first row, end row of the expert.
+        count: number of steps of STEP rows of k (64 or 128).
         pair_tiles: distance, in tiles of 64 columns, of the second half of a program's columns from the first.
-        columns: of out.
-        scale, bias: `[E, packed]`, one for each output feature, or None.
-        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
-        GROUP: rows of k that share a scale; 0 for one scale for each output feature.
-        AFTER: scales multiply float32 sums of a group, else they are folded into the weights.
-        DEPENDENT: launched while the kernel before it still runs.
+        columns: number of columns of out.
+        scale, bias: `[E, packed]`, one per output feature, or None.
+        global_scale: float32 `[E]`, factor of an expert's matrix, or None.
+        SPLITS: number of programs that share the k of a tile.
+        GROUP: rows of k that share a scale; 0 for one scale per output feature.
+        AFTER: whether scales multiply float32 sums of a group; otherwise they are folded into the weights.
+        DEPENDENT: whether the kernel starts before the preceding one has ended.
     """
     block = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
@@ -83,7 +85,7 @@ def expert_product_narrow(
     w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if DEPENDENT and FIRST:
-        gdc_wait()  # the tiles come from the kernel right before
+        gdc_wait()  # the preceding kernel writes the tiles
     expert = gl.load(entry)
     if expert >= 0:
         for i in gl.static_range(STAGES):

@@ -1,11 +1,11 @@
-"""Both expert products of a layer in one kernel, for few tokens per expert, where reading weights takes the time.
+"""Queue kernel: both expert products of a layer in one kernel, for few tokens per expert, bound by reading weights.
 
-Programs are persistent, two or three on each multiprocessor: a copy warp and a multiplying warpgroup. They draw units
-of work from one queue, those of the gate-up product first: tiles (256 output rows, up to TOKENS tokens), where they
-are few shares of a tile's k, where they are short several tiles. The copy warp runs ahead and tells the warpgroup in
-shared memory what it copies. A down unit waits, with its first weights on their way, until the gate-up columns of its
-tokens are there; all that it waits for was drawn before it, by programs that wait for nothing, so all programs end.
-Shares of a tile are added in order by the last one to arrive: who draws a unit does not show in the results.
+Programs are persistent, two or three per SM: a copy warp and a computing warpgroup. They draw work units from one
+queue, first those of the gate-up product: tiles (256 output rows, up to TOKENS tokens), shares of a tile's k if tiles
+are few, or several tiles if their k is short. The copy warp runs ahead and describes its copies to the warpgroup in
+shared memory. A down unit waits, after it has started to copy its first weights, for the gate-up columns of its tokens.
+Those were drawn earlier, by programs that never wait, so there is no deadlock. The last share of a tile to arrive adds
+all shares in order, so results do not depend on which program draws a unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 @gluon.jit
 def cut(items, count, wanted, least):
-    """Shares of each tile of `count` steps, and their steps: `wanted` shares in all and `least` steps, if it can be."""
+    """Return the shares per tile of `count` steps, and their steps: up to `wanted` shares in all, of `least` steps."""
     shares = gl.maximum(1, gl.minimum(wanted // gl.maximum(items, 1), count // least))
     each = (count + shares - 1) // shares
     return (count + each - 1) // each, each
@@ -32,7 +32,7 @@ def cut(items, count, wanted, least):
 
 @gluon.jit
 def find_share(number, shares, each, count):
-    """Item, share, first and last step of a unit of a product; arguments as `cut` gives them."""
+    """Return item, share, first step and end step of a unit; `cut` gives the arguments."""
     item = number
     share = number * 0
     last = count + share
@@ -45,19 +45,19 @@ def find_share(number, shares, each, count):
 
 @constexpr_function
 def box_of(tokens):
-    """Tokens that are copied at a time, as far as the expert has any."""
+    """Return the tokens per copy; copies of tokens that the expert lacks are left out."""
     return max(8, tokens // 4)
 
 
 @constexpr_function
 def heights(least, tokens):
-    """Heights at which tiles are multiplied, powers of two: the smallest one that is enough."""
+    """Return the heights (powers of two) at which tiles can be multiplied; the smallest sufficient one is used."""
     return tuple(height for height in (8, 16, 32, 64) if least <= height <= tokens)
 
 
-#: Where counters of tiles begin: those who wait for one do not slow down those who draw units.
+#: Index of the first tile counter, in another cache line than the queue, so that waiting does not slow down drawing.
 COUNTERS = gl.constexpr(32)
-#: Where the numbers of a product lie in its slot of `info`, behind those of the steps.
+#: Indices of a product's numbers in its slot of `info`; these slots follow those of the steps.
 SHARES, EACH, COUNT, ACROSS, BLOCKS, SLABS, GROUPS, UNITS, TOTAL, BUNDLE, PAIR = map(gl.constexpr, range(11))
 
 
@@ -65,7 +65,7 @@ SHARES, EACH, COUNT, ACROSS, BLOCKS, SLABS, GROUPS, UNITS, TOTAL, BUNDLE, PAIR =
 # fmt: off
 @gluon.jit
 def _draw(queue):
-    """Draws the next unit, for lane 0 of a copy warp; `_drawn` waits for it."""
+    """Start to draw the next unit in lane 0 of a copy warp; `_drawn` waits for it."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -88,7 +88,7 @@ def _drawn(ticket):
 
 @gluon.jit
 def _look(counter):
-    """A counter's value; what was done before it was counted can be read afterwards, but by the copy engine."""
+    """Load a counter with acquire semantics, which do not extend to the copy engine."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter.to(gl.int64)], gl.int32, False, 1
     )
@@ -96,19 +96,19 @@ def _look(counter):
 
 @gluon.jit
 def _fence_copies():
-    """Orders writes to memory before, reads by the copy engine after."""
+    """Order writes to memory before later reads by the copy engine."""
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], gl.int32, False, 1)
 
 
 @gluon.jit
 def _get(info, place, number: gl.constexpr, WARPS: gl.constexpr):
-    """A number of a place of `info`, for a copy warp or a warpgroup."""
+    """Load a number from a slot of `info`, in a copy warp or a warpgroup."""
     return gl.max(info.index(place * 16 + number).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0)
 
 
 @gluon.jit
 def _tell(info, place, numbers, WARPS: gl.constexpr):
-    """Writes the numbers of a place of `info`."""
+    """Store numbers into a slot of `info`."""
     for i in gl.static_range(len(numbers)):
         info.index(place * 16 + i).store(gl.full([1], numbers[i], gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     barrier()
@@ -116,7 +116,7 @@ def _tell(info, place, numbers, WARPS: gl.constexpr):
 
 @gluon.jit
 def _expect(bar, row, end_row, BYTES: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr):
-    """Opens a slot for a step's copies: BYTES of weights, and boxes of tokens as far as the expert has any."""
+    """Set the byte count of a step's barrier: BYTES of weights, and the boxes that hold any tokens."""
     BOX: gl.constexpr = box_of(TOKENS)
     for boxes in gl.static_range(1, TOKENS // BOX + 1):
         here = row + BOX * boxes >= end_row if boxes < TOKENS // BOX else True
@@ -131,7 +131,7 @@ def _open(
     PAIRED: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     BYTES: gl.constexpr,
 ):
-    """Waits for the slot of the at-th step, and starts copies of its weights; returns the slot."""
+    """Wait for the slot of the at-th step, start to copy its weights, and return the slot."""
     up_w_desc, up_s_desc, down_w_desc, down_s_desc = descriptors
     slot = at % STAGES
     mbarrier.wait(empty.index(slot), ((at // STAGES) & 1) ^ 1)
@@ -153,7 +153,7 @@ def _open(
 def _load_tokens(
     down, step, slot, bar, x_desc, m_desc, x_buf, row, end_row, TOKENS: gl.constexpr, STEP: gl.constexpr,
 ):
-    """Starts copies of a step's tokens, in boxes as far as the expert has any."""
+    """Start to copy the boxes of a step that hold any tokens."""
     BOX: gl.constexpr = box_of(TOKENS)
     for part in gl.static_range(TOKENS // BOX):
         some = row + BOX * part < end_row if part else True
@@ -170,7 +170,7 @@ def _copy(
     given, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
     PAIRED: gl.constexpr, WAITS: gl.constexpr,
 ):
-    """The copy warp. WAITS: for the kernel before this one, but only with its first tokens."""
+    """Run the copy warp. WAITS: whether it waits for the preceding kernel before it copies its first tokens."""
     descriptors, x_desc, m_desc, w_buf, x_buf, s_buf, info, ready, empty, queue, tiles = given
     SCALE_BITS: gl.constexpr = s_buf.dtype.primitive_bitwidth
     UP: gl.constexpr = STAGES + 1
@@ -204,7 +204,7 @@ def _copy(
         while block < end:
             slot = it % STAGES
             mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
-            # A unit has a step at least, so what the warpgroup still needs is among the last STAGES + 1 places.
+            # A unit has at least one step, so the warpgroup still needs at most the last STAGES + 1 slots.
             _tell(
                 info, told % (STAGES + 1),
                 (down.to(gl.int32), expert, row, end_row, block, number, first, last, item, share, shares), 1,
@@ -261,9 +261,9 @@ def _copy(
 
 @gluon.jit
 def _add_shares(acc, partial, arrived, item, share, shares, NOW: gl.constexpr, TOKENS: gl.constexpr):
-    """Leaves a share's sums for the others; the item's last share to arrive gets the sum of all, and True.
+    """Store the sums of a share; the item's last share to arrive gets the sum of all shares, and True.
 
-    partial: fp32 `[items * shares, 256 * TOKENS]`. NOW: tokens of acc.
+    `partial` is fp32 `[items * shares, 256 * TOKENS]`; acc has NOW tokens.
     """
     layout: gl.constexpr = layouts.accumulator(NOW)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
@@ -285,7 +285,7 @@ def _store_down(
     acc, out, row, end_row, column, columns, stride, scale, bias, expert, packed, TOKENS: gl.constexpr,
     UNIT: gl.constexpr,
 ):
-    """Finishes down sums and stores them from where they are: eight columns of a token lie in eight lanes."""
+    """Finish and store down sums without a transposition: eight columns of a token lie in eight lanes."""
     layout: gl.constexpr = layouts.accumulator(TOKENS)
     acc = common.affine_rows(acc, column, column + 128, scale, bias, True, expert, packed, False, TOKENS, UNIT)
     m = gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(1, layout)), 1)
@@ -302,7 +302,7 @@ def _unit(
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr,
     PAIRED: gl.constexpr, ROWS: gl.constexpr,
 ):
-    """Multiplies a unit, of which a place of `info` tells, with NOW of the TOKENS rows of the buffers."""
+    """Multiply the unit that a slot of `info` describes, with NOW of the TOKENS rows of the buffers."""
     w_buf, x_buf, s_buf, info, ready, empty, up, dn, finished = given
     (
         up_zero, up_zero_words, up_groups, up_pair_tiles, up_out, up_columns, up_stride, up_scale, up_bias, up_global,
@@ -338,7 +338,7 @@ def _unit(
         )
         mbarrier.arrive(empty.index(slot), count=1)
         it += 1
-    # Read here, so that they take no registers while products are formed.
+    # Loaded only now, so that they take no registers in the main loop.
     row = _get(info, place, 2, 4)
     end_row = _get(info, place, 3, 4)
     shares = _get(info, place, 10, 4)
@@ -373,7 +373,7 @@ def _multiply(
     ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """The multiplying warpgroup."""
+    """Run the computing warpgroup."""
     _w_buf, _x_buf, _s_buf, info, ready, _empty, _up, _dn, _finished = given
     HEIGHTS: gl.constexpr = heights(LEAST, TOKENS)
     it = 0
@@ -390,7 +390,7 @@ def _multiply(
         else:
             left = _get(info, place, 3, 4) - _get(info, place, 2, 4)
             for h in gl.static_range(len(HEIGHTS)):
-                # `left` counts to the expert's end, so a whole tile may have more than TOKENS.
+                # `left` counts rows up to the expert's end and exceeds TOKENS for full tiles.
                 lower = left <= HEIGHTS[h] if h < len(HEIGHTS) - 1 else True
                 if lower & (h == 0 or left > HEIGHTS[h - 1]):
                     it = _unit(
@@ -416,19 +416,22 @@ def expert_layer(
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr,
     EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr, LEAST: gl.constexpr,
 ):
-    """middle[row] = epilogue(x[row] @ W13[expert of row].T); out[row] = middle[row] @ W2[expert of row].T.
+    """Compute middle[row] = epilogue(x[row] @ W13[expert].T) and out[row] = middle[row] @ W2[expert].T.
 
-    Args as of `narrow.expert_product_narrow` for each product, except:
-        x_desc: blocks of `box_of` tokens; m_desc: the same of middle. out: `[rows, ..]` with down_stride.
+    Each product has the arguments of `narrow.expert_product_narrow`, except:
+        x_desc, m_desc: x and middle in blocks of `box_of` tokens.
+        out: `[rows, ..]` with down_stride.
         partial: fp32 `[wanted_up + wanted_down, 256 * TOKENS]`.
-        counters: int32 zeros, `COUNTERS + most + wanted_up + wanted_down`: the queue; gate-up items done of each tile;
-            shares that have arrived.
-        tiles: int32 `[most, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles.
-        num_tiles: int32 `[1]`, tiles in use.
-        wanted_*, least_*: as of `cut`. bundle: tiles of a down unit at most; where it is not 1 none are cut.
-        *_count: of steps; *_blocks: of 256 output rows.
-        EARLY: the kernel before makes x only, so that copies of weights need not wait for it.
-        LEAST: tiles are multiplied at powers of two from here to TOKENS, as `heights` has them.
+        counters: int32 zeros, `COUNTERS + most + wanted_up + wanted_down`: the queue; finished gate-up items per tile;
+            arrived shares per item.
+        tiles: int32 `[most, 8]`, see `device.routing`.
+        num_tiles: int32 `[1]`, number of used tiles.
+        wanted_up, wanted_down, least_up, least_down: arguments of `cut`.
+        bundle: upper bound of the tiles in a down unit; if it is not 1, tiles are not split.
+        up_count, down_count: number of steps.
+        up_blocks, down_blocks: number of blocks of 256 output rows.
+        EARLY: whether the preceding kernel writes x only, so that copies of weights need not wait for it.
+        LEAST: least of the `heights` at which tiles are multiplied.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     w_buf, s_buf = steps.buffers(up_s_desc, STAGES, STEP, GROUP, KIND)
@@ -451,7 +454,7 @@ def expert_layer(
     takers = gl.num_programs(0)
     up_items = used * up_blocks
     up_shares, up_each = cut(up_items, up_count, wanted_up, least_up)
-    # Short units are drawn several at a time, while there are many.
+    # Units of short k are drawn several at a time as long as there are many.
     bundle = gl.maximum(1, gl.minimum(bundle, used * down_blocks // (4 * takers)))
     down_across = (down_blocks + bundle - 1) // bundle
     down_shares, down_each = cut(used * down_across, down_count, wanted_down, least_down)
@@ -472,7 +475,7 @@ def expert_layer(
         (up_w_desc, up_s_desc, down_w_desc, down_s_desc), x_desc, m_desc, w_buf, x_buf, s_buf, info, ready, empty,
         counters, tiles,
     )
-    # In the order of SHARES ..: a copy warp has few registers.
+    # In the order of SHARES, EACH, ...; a copy warp has too few registers to keep these numbers.
     _tell(
         info, STAGES + 1,
         (up_shares, up_each, up_count, up_blocks, up_blocks, up_slabs, up_groups, units, total, 1, up_pair_tiles), 4,

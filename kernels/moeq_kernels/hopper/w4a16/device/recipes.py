@@ -1,31 +1,31 @@
-"""The instructions that turn packed codes into 16-bit floats, as PTX text.
+"""Instructions that turn packed codes into 16-bit floats, as PTX text.
 
-One text works on one 32-bit word of codes, `w`, and gives `count` registers of two 16-bit floats each, the pairs of
-wgmma's left operand that the word holds (vLLM's `gptq_marlin_repack` 0.33.0, see `layouts`). A 4-bit word has the
-pairs (column, k), (column + 8, k), (column, k + 8), (column + 8, k + 8), so its registers 0 and 2 belong to one column;
-an 8-bit word is of one column, k and k + 8.
+A text converts one 32-bit word of codes, `w`, into `count` registers of two 16-bit floats each: the pairs of wgmma's
+left operand that the word holds (vLLM's `gptq_marlin_repack` 0.33.0, see `layouts`). A 4-bit word has the pairs
+(column, k), (column + 8, k), (column, k + 8), (column + 8, k + 8), so its registers 0 and 2 belong to one column; an
+8-bit word holds k and k + 8 of one column.
 
 Integers. A code v in the lowest bits of a 16-bit float is the denormal v * 2^-133 (bf16) or v * 2^-24 (f16); four bits
-further up it is 16 times that (linear even where the top bit reaches the exponent field). One multiply-add makes
-(v - zero) * 2^-21 of it (f16: * 2^-9), exactly. With a bf16 scale folded into the factors, the same multiply-add gives
-(v - zero) * scale * 2^-21, rounded once, where the zero is the same for all; else a product follows. A float16 scale
+further up it is 16 times that (linear even if the top bit reaches the exponent field). One multiply-add turns it into
+(v - zero) * 2^-21 (f16: * 2^-9), exactly. With a bf16 scale folded into the factors, the same multiply-add gives
+(v - zero) * scale * 2^-21, rounded once, if all codes have the same zero; otherwise a product follows. A float16 scale
 does not fit in bf16, but its 11 bits are the sum of two bf16 numbers, high + low: (v - zero) * low is exact for 4-bit
 codes, and one multiply-add of (v - zero) * high rounds once.
 
 e2m1. Sign and the three other bits, moved to their places in a bf16, are the value times 2^-126, subnormals included.
-A code in bits 0 .. 3 or 4 .. 7 gets there by one multiplication with two set bits and one mask. The product with the
-scale, a power of two, undoes the factor and is exact. NVFP4's scales have four significant bits, so that the product is
-exact as well. In float16 the code is the value times 2^-14, and bits go to their places one by one.
+One multiplication by a factor with two set bits and one mask move a code from bits 0 .. 3 or 4 .. 7. The product with
+the scale, a power of two, removes the factor and is exact. It is exact for NVFP4 as well, whose scales have four
+significant bits. In float16 the code is the value times 2^-14, and its bits are moved one by one.
 
 e2m1, permuted (`moeq-mxfp4/1`). One mask (sign and bits 8 to 6 of a bf16) takes the first pair of codes from the word
 itself, the second from the word shifted left by three bits, the third from the word rotated left by six. The fourth
-pair has the bits that remain: they are masked in the rotated word, and one multiplication with three set bits moves
-them under the mask. That is eight instructions for eight codes, where nibbles take 13. Scale bytes are 188 at most in
-this layout, so factors need no limit.
+pair has the remaining bits: they are masked in the rotated word, and one multiplication with three set bits moves them
+under the mask. That is eight instructions for eight codes; nibbles take 13. Scale bytes are at most 188 in this
+layout, so factors need no limit.
 
 e4m3. Sign and the seven other bits, moved to their places in a 16-bit float, are the value times 2^-120 (f16: 2^-8),
-subnormals included; codes of NaN count as 480, as in Marlin. One product with the scale, which is stored that much
-larger, rounds once; with a power of two it is exact.
+subnormals included; codes of NaN count as 480, as in Marlin. Stored scales are larger by that factor, so one product
+with the scale rounds once; with a power of two it is exact.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from triton.experimental.gluon import constexpr_function
 
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 
-#: Constants as pairs of 16-bit floats, for (float16, bits of a code): 2^a for codes in the lowest bits, the same for
-#: codes four bits further up, -middle.
+#: Constants as pairs of 16-bit floats, by (float16, bits of a code): factor of codes in the lowest bits, factor of
+#: codes four bits further up, and negative midpoint.
 _CONSTANTS = {
     (False, 4): (0x77807780, 0x75807580, 0xB680B680),  # 2^112, 2^108, -8 * 2^-21
     (False, 8): (0x77807780, 0, 0xB880B880),  # 2^112, -, -128 * 2^-21
     (True, 4): (0x78007800, 0x68006800, 0xA400A400),  # 2^15, 2^11, -8 * 2^-9
     (True, 8): (0x78007800, 0, 0xB400B400),  # 2^15, -, -128 * 2^-9
 }
-#: 2^120 and 2^8, what e4m3 codes lack as bf16 and f16.
+#: Factors 2^120 and 2^8 that e4m3 codes lack as bf16 and f16.
 _E4M3_UNIT = {False: 0x7B807B80, True: 0x5C005C00}
-#: Operands of each way to finish, two registers each, in the order of the arguments.
+#: Operands of each way to finish, two registers per operand, in the order of the arguments.
 _OPERANDS = {
     "plain": (),
     "offset": ("z",),
@@ -56,35 +56,36 @@ _OPERANDS = {
     "power": ("s",),
     "unit": (),
 }
-#: e2m1 weights are made 2^60 times too small, so that factors for scales from 2^-72 to 2^61 are normal bf16 numbers.
+#: Exponent by which e2m1 weights are too small, so that factors for scales from 2^-72 to 2^61 are normal bf16 numbers.
 E2M1_SHIFT = 60
-#: The same of e4m3 weights with e8m0 scales: bytes make the same factors, and codes as bf16 lack 2^6 less.
+#: Exponent by which e4m3 weights with e8m0 scales are too small: their factors are those of e2m1, their codes lack 2^6
+#: less as bf16.
 MXFP8_SHIFT = 54
-#: NVFP4 weights beside bf16 are made (stored number) * 2^96 as large as codes, which lack 2^126.
+#: Exponent of the factor beside the stored scale of NVFP4 weights in bf16; codes lack 2^126.
 NVFP4_SHIFT = 96
 
 
 @constexpr_function
 def registers(kind):
-    """Registers that a word becomes."""
+    """Return the number of registers that hold a decoded word."""
     return 2 if KINDS[kind].bits == 8 else 4
 
 
 @constexpr_function
 def _fields(kind, half):
-    """Puts codes into a0, a1, .. in the order of the registers."""
+    """Return lines that extract codes into a0, a1, ... in the order of the registers."""
     if kind == "uint8":
         return ["shr.u32 s8, w, 8;", "and.b32 a0, w, 0x00ff00ff;", "and.b32 a1, s8, 0x00ff00ff;"]
     if kind in ("fp8", "mxfp8"):
         lines = []
-        for i in range(2):  # bytes 0 and 2 go up first: signs are at the top then
+        for i in range(2):  # bytes 0 and 2 are shifted up, so that their signs are the top bits
             lines.append("shl.b32 a0, w, 8;" if i == 0 else "mov.b32 a1, w;")
             lines += [f"shr.u32 s8, a{i}, {1 if half else 4};", f"and.b32 a{i}, a{i}, 0x80008000;"]
             lines += [f"and.b32 s8, s8, {0x3F803F80 if half else 0x07F007F0:#010x};", f"or.b32 a{i}, a{i}, s8;"]
         return lines
     if kind == "nvfp4" and half:
         lines = []
-        for i, lift in enumerate((12, 4, 8, 0)):  # bits that bring each code's sign to the top
+        for i, lift in enumerate((12, 4, 8, 0)):  # shift that moves each code's sign to the top bit
             lines.append(f"shl.b32 a{i}, w, {lift};")
             lines += [f"shr.u32 s8, a{i}, 3;", f"and.b32 a{i}, a{i}, 0x80008000;"]
             lines += ["and.b32 s8, s8, 0x0e000e00;", f"or.b32 a{i}, a{i}, s8;"]
@@ -104,7 +105,7 @@ def _fields(kind, half):
 
 @constexpr_function
 def _multiply(result, one, other, float_pair, old):
-    """Pairs of products; before sm_90 bf16 has no products but as sums with -0, which is the same."""
+    """Return a product of pairs; before sm_90 bf16 products are multiply-adds with -0, which is equal."""
     if old and float_pair == "bf16x2":
         return f"fma.rn.bf16x2 {result}, {one}, {other}, nothing;"
     return f"mul.{float_pair} {result}, {one}, {other};"
@@ -112,7 +113,7 @@ def _multiply(result, one, other, float_pair, old):
 
 @constexpr_function
 def _finish(kind, half, how, old):
-    """From codes to results r0, r1, ...; operands of column h are named z0, z1 and so on."""
+    """Return lines from codes to results r0, r1, ...; names of operands end with their column h (z0, z1)."""
     bits = KINDS[kind].bits
     float_pair = "f16x2" if half else "bf16x2"
     lines = []
@@ -140,7 +141,7 @@ def _finish(kind, half, how, old):
 
 @constexpr_function
 def dequantize(kind, half, how, old=False):
-    """The text for one word; `$n` numbers are results, word, operands. old: for GPUs before sm_90."""
+    """Return the text for one word; `$n` numbers are results, word, operands. `old`: for GPUs before sm_90."""
     count = registers(kind)
     low, high, middle = _CONSTANTS[half, KINDS[kind].bits]
     if how == "unit":
@@ -159,13 +160,13 @@ def dequantize(kind, half, how, old=False):
 
 @constexpr_function
 def constraints(kind, how):
-    """Operand constraints of that text."""
+    """Return the operand constraints of the text of `dequantize`."""
     return ",".join(["=&r"] * registers(kind) + ["r"] * (1 + 2 * len(_OPERANDS[how])))
 
 
 @constexpr_function
 def scale_factors(old=False):
-    """From a pair of bf16 scales s: s * 2^112, s * 2^108, -s * 2^-18 and -s * 2^-14."""
+    """Return the text from a pair of bf16 scales s to s * 2^112, s * 2^108, -s * 2^-18 and -s * 2^-14."""
     constants = (0x77807780, 0x75807580, 0xB680B680, 0xB880B880)
     lines = [".reg .b32 m, nothing;", "mov.b32 nothing, 0x80008000;"] if old else [".reg .b32 m;"]
     for i, value in enumerate(constants):
@@ -175,7 +176,7 @@ def scale_factors(old=False):
 
 @constexpr_function
 def _spread_bytes(declarations, constants, arithmetic):
-    """The text that makes four pairs (f, f) of the four bytes of `$4`.
+    """Return the text that turns the four bytes of `$4` into four pairs (f, f).
 
     Bytes 0 and 2 become the 16-bit halves of `e`, bytes 1 and 3 those of `o`; `arithmetic` turns each half into f.
     """
@@ -196,17 +197,17 @@ mov.b32 $3, {{f3, f3}};
 
 @constexpr_function
 def powers(limited=True, old=False):
-    """From four e8m0 bytes E: pairs (f, f) for each, f = 2^(E - 1 - E2M1_SHIFT) in bf16.
+    """Return the text from four e8m0 bytes E to pairs (f, f) with f = 2^(E - 1 - E2M1_SHIFT) in bf16.
 
-    Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights; smaller scales give weights of 0 in the end, larger
-    ones, 255 (NaN) among them, infinity where they are `limited`, and else must not be.
+    Bytes from 55 to 188 (scales 2^-72 to 2^61) give exact weights, and smaller ones weights of 0. Larger bytes, 255
+    (NaN) among them, give infinity if `limited`, and must not occur otherwise.
     """
     offset = (126 - E2M1_SHIFT) << 7
     if not limited:
         text = f"mad.lo.u32 e, e, 128, {offset | offset << 16:#x};\nmad.lo.u32 o, o, 128, {offset | offset << 16:#x};"
         return _spread_bytes(".reg .b32 e, o;", "", text)
     declarations = ".reg .b32 e, o, c, top;"
-    if old:  # no arithmetic on pairs of 16-bit integers; sums cannot carry from one to the other
+    if old:  # these GPUs have no arithmetic on pairs of 16-bit integers; the sums do not carry
         declarations = f".reg .b32 l, h;\n{declarations}"
         limits = "\n".join(
             f"and.b32 l, {one}, 0xffff;\nshr.u32 h, {one}, 16;\nmin.u32 l, l, 0x7f80;\nmin.u32 h, h, 0x7f80;\n"
@@ -222,10 +223,10 @@ def powers(limited=True, old=False):
 
 @constexpr_function
 def nvfp4_factors(half, old=False):
-    """From four bytes of NVFP4's scales: pairs (f, f) for each, f = v * 2^96 in bf16, v in float16.
+    """Return the text from four scale bytes of NVFP4 to pairs (f, f), f = v * 2^96 in bf16, or v in float16.
 
-    A byte is the upper one of a float16 number v without its sign: five bits of an exponent, three of a fraction (vLLM
-    0.33.0, `nvfp4_marlin_process_scales`). In a bf16's places it is v * 2^-112, subnormals included.
+    A byte is the upper byte of a float16 v without its sign: five bits of exponent, three of fraction (vLLM 0.33.0,
+    `nvfp4_marlin_process_scales`). Moved to their places in a bf16, they are v * 2^-112, subnormals included.
     """
     lines = [f"shl.b32 {name}, {name}, {7 if half else 4};" for name in ("e", "o")]
     if not half:

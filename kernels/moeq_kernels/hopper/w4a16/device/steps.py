@@ -1,4 +1,4 @@
-"""Steps of products of one warpgroup and 256 output rows (map A): their copies and multiplications."""
+"""Copies and multiplications of a step of k, for kernels with one warpgroup and 256 output rows (map A)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from moeq_kernels.hopper.w4a16.device import common, layouts
 
 @constexpr_function
 def weight_bytes(step, group, kind, scale_bits):
-    """Bytes of a step's words and scales."""
+    """Return the bytes of a step's words and scales."""
     scales = 2 * layouts.groups_of(step, group) * 128 * scale_bits // 8 if group else 0
     return step // 16 * 4 * layouts.tile_bytes(kind) + scales
 
 
 @constexpr_function
 def span(step, group):
-    """Rows of k of a step that a scale multiplies."""
+    """Return the rows of k within a step that share a scale."""
     return min(group, step)
 
 
@@ -28,7 +28,7 @@ def span(step, group):
 # fmt: off
 @gluon.jit
 def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """Shared memory for words and scales of SLOTS steps."""
+    """Allocate shared memory for words and scales of SLOTS steps."""
     w_shape: gl.constexpr = [SLOTS * 2, STEP // 16, 2, layouts.tile_bytes(KIND) // 4]
     s_shape: gl.constexpr = [SLOTS * 2, layouts.groups_of(STEP, GROUP), 128]
     w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
@@ -38,13 +38,13 @@ def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def token_buffer(SLOTS: gl.constexpr, STEP: gl.constexpr, TOKENS: gl.constexpr, dtype: gl.constexpr):
-    """Shared memory for tokens of SLOTS steps."""
+    """Allocate shared memory for tokens of SLOTS steps."""
     return gl.allocate_shared_memory(dtype, [SLOTS * STEP // 64, TOKENS, 64], layouts.token_buffer())
 
 
 @gluon.jit
 def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
-    """The same memory as `multiply` reads it."""
+    """Reinterpret the shared memory of words and scales as `multiply` reads it."""
     w_shape: gl.constexpr = [SLOTS, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
     s_shape: gl.constexpr = [SLOTS, 2, layouts.groups_of(STEP, GROUP) * 16, 8]
     w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
@@ -56,7 +56,7 @@ def load_weights(
     step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
     GROUP: gl.constexpr, some=True,
 ):
-    """Starts the copies of a step's words and scales, if `some`; w_row, s_row: the expert's first ones."""
+    """Start to copy a step's words and scales if `some`; the expert's begin at w_row and s_row."""
     tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot), pred=some)
     tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1), pred=some)
     if GROUP:
@@ -67,14 +67,14 @@ def load_weights(
 
 @gluon.jit
 def load_tokens(step, slot, bar, x_desc, x_buf, row, STEP: gl.constexpr, some=True):
-    """Starts the copies of a step's tokens, if `some`."""
+    """Start to copy a step's tokens if `some`."""
     for half in gl.static_range(STEP // 64):
         tma_load(x_desc, [row, step * STEP + 64 * half], bar, x_buf.index(STEP // 64 * slot + half), pred=some)
 
 
 @gluon.jit
 def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of the two slabs of 16 rows of k from SLAB of a step on, where each slab has its own."""
+    """Load the scales of two slabs of 16 rows of k, from slab SLAB of a step on."""
     return scales.slice(SLAB * 16, 16, dim=1).load(LAYOUT), scales.slice(SLAB * 16 + 16, 16, dim=1).load(LAYOUT)
 
 
@@ -84,9 +84,9 @@ def _rows(
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr,
 ):
-    """Multiplies ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
+    """Multiply ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
 
-    SPAN: rows of k after which a scale multiplies their sums, where AFTER.
+    SPAN: rows of k after which a scale multiplies their sums if AFTER.
     """
     HALF: gl.constexpr = x.dtype == gl.float16
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
@@ -141,14 +141,15 @@ def multiply(
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
     ROWS: gl.constexpr = 64, EACH: gl.constexpr = 1,
 ):
-    """Multiplies a step that begins at row k. words, scales: its slots of `views`; x_slot: where its tokens are.
+    """Multiply a step that begins at row k.
 
-    EACH: x_buf has room for so many times TOKENS rows in a step, of which the first TOKENS are multiplied.
-
-    zero: zero points of all experts, of this one from row z_row, `groups` of them.
-
-    part: float32 sums of a group, or of as much of it as lies in the step, not scaled yet, where AFTER. ROWS: of k,
-    whose weights are in registers at a time.
+    Args:
+        part: float32 sums, not scaled yet, of a group or of its share within the step; used if AFTER.
+        words, scales: slots of `views`.
+        x_slot: slot of the tokens in x_buf.
+        zero: zero points of all experts; this expert's are `groups` rows from row z_row on.
+        ROWS: rows of k whose weights are in registers at a time.
+        EACH: room of a slot of x_buf as a multiple of TOKENS; the first TOKENS rows are multiplied.
     """
     for sub in gl.static_range(STEP // ROWS):
         acc, part = _rows(

@@ -1,7 +1,7 @@
-"""From packed words and scales to wgmma's left operand, without moving a value between lanes.
+"""Decoding of packed words and scales into wgmma's left operand, without moving values between lanes.
 
-`recipes` has the arithmetic. Weights come out as multiples of a power of two that `undo` names; the kernels multiply
-results by it at the end. KIND is a key of `kinds.KINDS`, HALF says float16 instead of bf16.
+`recipes` has the arithmetic. Decoded weights lack a power of two that `undo` returns; kernels multiply sums by it. KIND
+is a key of `kinds.KINDS`; HALF means float16 instead of bf16.
 
 Values of a lane's columns, `[pair, tile and g, t, j and h]`, are in `layouts.scales`; stored scales lack the axis t.
 """
@@ -17,12 +17,12 @@ from moeq_kernels.hopper.w4a16.device import layouts, recipes
 
 @constexpr_function
 def undo(kind, half, scaled):
-    """What makes up for the power of two in the weights; scaled: whether they carry their group's scales."""
+    """Return the factor that decoded weights lack; `scaled` says whether they include the scales of groups."""
     if kind in ("e2m1", "e2m1-permuted"):
         return float(2**recipes.E2M1_SHIFT)
     if kind == "mxfp8":
         return float(2**recipes.MXFP8_SHIFT)
-    if kind == "nvfp4":  # the global scale that follows is stored times 2^126 (float16: 2^14) over that of v
+    if kind == "nvfp4":  # the stored global scale already includes 2^126 (float16: 2^14) over the factor of v
         return 1.0 if half else 2.0**-recipes.NVFP4_SHIFT
     if kind == "fp8":
         return 1.0
@@ -31,7 +31,7 @@ def undo(kind, half, scaled):
 
 @constexpr_function
 def channel_unit(kind, half):
-    """What the stored scales of output features are in units of."""
+    """Return the unit of stored scales of output features."""
     if kind == "fp8":
         return 2.0**-8 if half else 2.0**-120
     return 1.0
@@ -43,11 +43,11 @@ def step_operand(
     WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
     OLD: gl.constexpr = False, OPERAND: gl.constexpr = None,
 ):  # fmt: skip
-    """The left operand of 16 SLABS rows of k: codes minus zero point, times scale where SCALED, over `undo`.
+    """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `undo`.
 
-    words: uint8, `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` of the lower and
-    the upper 32 rows; of two slabs only the first count. NVFP4's scales are pairs, for each slab of those rows one.
-    OLD: for GPUs before sm_90; OPERAND: layout of the result where it is not wgmma's.
+    `words` is uint8 in `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` belong to
+    the lower and the upper 32 rows; two slabs use the first ones only. Scales of NVFP4 are pairs, one per slab of those
+    rows. OLD: whether the GPU is older than sm_90. OPERAND: layout of the result, or None for wgmma's.
     """
     if KIND == "nvfp4":
         factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
@@ -94,10 +94,10 @@ def step_operand(
 
 @gluon.jit
 def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr):
-    """-z of a lane's columns, in the scale of unscaled weights.
+    """Decode zero points of a lane's columns to -z in the unit of unscaled weights.
 
-    word: int32 `[pair, tile and g, t, words]`, the one zero-point word of a lane (wide 4-bit: shifted so that fields
-    j0 = 0, h = 0 are lowest; wide 8-bit: that of its j1), or its two (narrow 8-bit: by j1).
+    `word` is int32 `[pair, tile and g, t, words]`: the zero-point word of a lane (wide 4-bit: shifted so that fields
+    j0 = 0, h = 0 are lowest; wide 8-bit: that of its j1), or its two words (narrow 8-bit: by j1).
     """
     if KIND == "uint8":
         fields = gl.join(word, word >> 8)  # .., j0
@@ -114,7 +114,7 @@ def zero_offsets(word, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexp
 
 @gluon.jit
 def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr, OLD: gl.constexpr):
-    """Runs a recipe on (words, ..). The last axis gets twice as long: k and k + 8, or for 8-bit codes stays."""
+    """Run a recipe on (words, ...); 4-bit codes double the last axis (k and k + 8), 8-bit codes keep it."""
     text: gl.constexpr = recipes.dequantize(KIND, HALF, HOW, OLD)
     constraints: gl.constexpr = recipes.constraints(KIND, HOW)
     if layouts.bits(KIND) == 8 and HALF:
@@ -131,7 +131,7 @@ def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr,
 
 @gluon.jit
 def _folded(scale, KIND: gl.constexpr, OLD: gl.constexpr):
-    """Factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
+    """Return factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
     low, high, zero4, zero8 = gl.inline_asm_elementwise(
         recipes.scale_factors(OLD),
         "=&r,=&r,=&r,=&r,r",
@@ -147,7 +147,7 @@ def _folded(scale, KIND: gl.constexpr, OLD: gl.constexpr):
 
 @gluon.jit
 def _spread(value, WIDE: gl.constexpr):
-    """Adds the axis t: the same value for all t."""
+    """Broadcast along the axis t."""
     layout: gl.constexpr = layouts.scales(WIDE)
     shape: gl.constexpr = [2, 8 if WIDE else 16, 4, 8]
     full, _ = gl.broadcast(gl.expand_dims(value, 2), gl.full(shape, 0, value.dtype, layout))
@@ -156,9 +156,9 @@ def _spread(value, WIDE: gl.constexpr):
 
 @gluon.jit
 def _beside(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Spreads values of columns over the bytes of SLABS slabs of words.
+    """Spread values of columns over the bytes of SLABS slabs of words.
 
-    first and second are for the lower and the upper two slabs (the same value where one group spans all four).
+    `first` and `second` belong to the lower and the upper two slabs, and are equal if one group spans all four.
     """
     x = gl.join(first, second) if SLABS == 4 else first
     x = gl.join(x, x)
@@ -179,7 +179,7 @@ def _beside_spread(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS:
 
 @gluon.jit
 def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """Scales in the activations' type; float16 ones times 2^9, which unscaled weights lack (they fit below 128)."""
+    """Spread scales in the activations' type; float16 scales, below 128, times 2^9, which unscaled weights lack."""
     if HALF:
         first = (first.to(gl.float32) * 512.0).to(gl.float16)
         second = (second.to(gl.float32) * 512.0).to(gl.float16)
@@ -188,7 +188,7 @@ def _beside_plain(first, second, KIND: gl.constexpr, HALF: gl.constexpr, WIDE: g
 
 @gluon.jit
 def _beside_parts(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
-    """float16 scales as sums of two bf16 numbers each."""
+    """Spread float16 scales as sums of two bf16 numbers."""
     high1, low1 = _parts(first)
     high2, low2 = _parts(second)
     return _beside_spread(high1, high2, KIND, WIDE, SLABS), _beside_spread(low1, low2, KIND, WIDE, SLABS)
@@ -203,12 +203,12 @@ def _parts(scale):
 
 @gluon.jit
 def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
-    """Factors of e8m0 bytes, spread over the bytes of SLABS slabs of words."""
+    """Spread factors of e8m0 bytes over the bytes of SLABS slabs of words."""
     x = _powers(_spread(first, WIDE), KIND, WIDE, OLD)
     x = gl.join(x, _powers(_spread(second, WIDE), KIND, WIDE, OLD)) if SLABS == 4 else x
     x = gl.join(x, x)  # pair, tile and g, t, j and h and k, (upper slabs,) slab
     if layouts.bits(KIND) == 8:
-        x = gl.join(x, x)  # the upper two bytes of four
+        x = gl.join(x, x)  # two more bytes per code
         x = x.permute([0, 4, 5, 1, 2, 3, 6] if SLABS == 4 else [0, 4, 1, 2, 3, 5])
     else:
         x = x.permute([0, 4, 5, 1, 2, 3] if SLABS == 4 else [0, 4, 1, 2, 3])
@@ -218,7 +218,7 @@ def _beside_powers(first, second, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS:
 
 @gluon.jit
 def _beside_slabs(first, second, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr, OLD: gl.constexpr):
-    """Factors of NVFP4's scale bytes, a pair of slabs' for each 32 rows, beside the bytes of SLABS slabs of words."""
+    """Spread factors of NVFP4's scale bytes, a pair per 32 rows, over the bytes of SLABS slabs of words."""
     lower = _factors(_spread(first[0], WIDE), HALF, WIDE, OLD)
     x = gl.join(lower, _factors(_spread(first[1], WIDE), HALF, WIDE, OLD))
     if SLABS == 4:
@@ -233,7 +233,7 @@ def _beside_slabs(first, second, HALF: gl.constexpr, WIDE: gl.constexpr, SLABS: 
 
 @gluon.jit
 def _factors(scale, HALF: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
-    """As `_powers`, of the bytes that NVFP4's scales are."""
+    """Return factors of NVFP4's scale bytes in the order of `_powers`."""
     text: gl.constexpr = recipes.nvfp4_factors(HALF, OLD)
     if HALF:
         zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.float16, gl.float16), True, 4)
@@ -244,7 +244,7 @@ def _factors(scale, HALF: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
 
 @gluon.jit
 def _powers(scale, KIND: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
-    """`[pair, tile and g, t, j and h and k]` of bytes `[pair, tile and g, t, j1 and h and j0]`, Marlin's e8m0 order."""
+    """Return factors `[pair, tile, g, t, j, h, k]` of bytes `[pair, tile, g, t, j1, h, j0]`, Marlin's e8m0 order."""
     text: gl.constexpr = recipes.powers(KIND != "e2m1-permuted", OLD)
     zero, one = gl.inline_asm_elementwise(text, "=&r,=&r,=&r,=&r,r", (scale,), (gl.bfloat16, gl.bfloat16), True, 4)
     return _both_halves(zero, one, WIDE)
@@ -252,8 +252,8 @@ def _powers(scale, KIND: gl.constexpr, WIDE: gl.constexpr, OLD: gl.constexpr):
 
 @gluon.jit
 def _both_halves(zero, one, WIDE: gl.constexpr):
-    """Factors of h = 0 and h = 1 in the order that codes want."""
-    # Each result has j0 and k where the bytes had h and j0.
+    """Combine factors of h = 0 and h = 1 in the order of the codes."""
+    # Results have j0 and k in the places of the bytes' h and j0.
     x = gl.join(zero, one).reshape([2, 8 if WIDE else 16, 4, 2, 2, 2, 2])  # pair, tile and g, t, j1, j0, k, h
     return x.permute([0, 1, 2, 3, 4, 6, 5]).reshape([2, 8 if WIDE else 16, 4, 16])
 
@@ -262,7 +262,7 @@ def _both_halves(zero, one, WIDE: gl.constexpr):
 def _as_left_operand(
     x, KIND: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, SLABS: gl.constexpr, OPERAND: gl.constexpr
 ):
-    """Dequantised words as the left operand; only renames registers."""
+    """Reorder dequantised words to the left operand, which only renames registers."""
     tiles: gl.constexpr = [8, 4, 2, 2, 2] if WIDE else [2, 8, 4, 4, 2]  # g t j1 j0 h or tile g t j h
     x = x.reshape([2, SLABS, tiles[0], tiles[1], tiles[2], tiles[3], tiles[4], 2, 2])
     # pair, slab, tiles.., then k 0/1 and k 0/8, which 8-bit codes have in the other order

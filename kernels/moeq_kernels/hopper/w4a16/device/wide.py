@@ -1,9 +1,9 @@
-"""Expert products with many tokens per expert: one copy warp feeds several warpgroups of 128 output rows each.
+"""Wide kernel, for many tokens per expert: one copy warp feeds several warpgroups of 128 output rows each.
 
-Programs are persistent and take their next work item from a queue, since items differ in length. While one warpgroup
-turns words into bf16, the tensor cores work for another. A tile takes up to TOKENS tokens, those of an expert are of
-one height (the last may be lower), and each is multiplied at the next height of `wide_copies.heights`, as one product
-of a power of two and one of 32 tokens where that is closer.
+Programs are persistent and take work items of different lengths from a queue. While one warpgroup decodes words, the
+tensor cores work for another. A tile takes up to TOKENS tokens. The tiles of an expert have one height (the last may
+have fewer rows), and each is multiplied at the next height of `wide_copies.heights`: as one product of a power of two,
+or as two products of a power of two and of 32 tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moeq_kernels.hopper.w4a16.device.wide_copies import STEP
 # fmt: off
 @gluon.jit
 def _slab_scales(scales, SLAB: gl.constexpr, WG: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """A warpgroup's scales of the two slabs of 16 rows of k from SLAB of a step on."""
+    """Load a warpgroup's scales of two slabs of 16 rows of k, from slab SLAB of a step on."""
     lower = scales.slice((GROUPS_OF_WARPS * SLAB + WG) * 8, 8, dim=1).load(LAYOUT)
     return lower, scales.slice((GROUPS_OF_WARPS * (SLAB + 1) + WG) * 8, 8, dim=1).load(LAYOUT)
 
@@ -40,15 +40,16 @@ def _item(
     NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
     KIND: gl.constexpr, EPILOGUE: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SIGNALS: gl.constexpr,
 ):
-    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers.
+    """Compute one warpgroup's part of an item, with NOW of the TOKENS columns of the buffers.
 
-    SIGNALS: counts the item before, of expert `finished`, when this one is multiplied: its stores have arrived by then.
+    SIGNALS: whether to count the preceding item, of expert `finished`, after this one is multiplied; the stores of that
+    item have completed by then.
     """
     HALF: gl.constexpr = x_buf.dtype == gl.float16
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     BYTES: gl.constexpr = layouts.tile_bytes(KIND)
     MAIN: gl.constexpr = wide_copies.main_height(NOW)
-    # Half of a step's weights at a time where there are few registers.
+    # With few registers per thread half of a step's weights are decoded at a time.
     PARTS: gl.constexpr = 2 if GROUPS_OF_WARPS == 4 and TOKENS > 32 else 1
     SLABS: gl.constexpr = 4 // PARTS
     scale_layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(True))
@@ -65,7 +66,7 @@ def _item(
             words = w_view.index(stage).slice(p * SLABS, SLABS, dim=1).slice(WG * BYTES, BYTES, dim=2)
             scale1 = 0
             scale2 = 0
-            if GROUP == 16:  # a scale for each slab of words
+            if GROUP == 16:  # every slab of words has a scale of its own
                 scales = s_view.index(stage)
                 scale1 = _slab_scales(scales, p * SLABS, WG, GROUPS_OF_WARPS, scale_layout)
                 scale2 = scale1
@@ -105,7 +106,7 @@ def _item(
         wide_copies.signal(done, finished)
     undo: gl.constexpr = weights.undo(KIND, HALF, GROUP > 0)
     unit: gl.constexpr = weights.channel_unit(KIND, HALF)
-    chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens regrouped at a time
+    chunk: gl.constexpr = 32 if GROUPS_OF_WARPS == 4 else 64  # tokens that are transposed at a time
     second: gl.constexpr = NOW - MAIN
     column = (tile + WG) * 64
     up = (tile + WG + pair_tiles) * 64
@@ -134,7 +135,7 @@ def _multiply(
     GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr,
     GROUPS_OF_WARPS: gl.constexpr, FINE: gl.constexpr, SIGNALS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """A multiplying warpgroup. SIGNALS: counts its finished items of each expert."""
+    """Run a computing warpgroup. SIGNALS: whether it counts its finished items per expert."""
     (
         w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, zero, out, groups, steps, splits, rows, pair_tiles,
         columns, stride, zero_words, scale, bias, whole, packed, done,
@@ -183,24 +184,27 @@ def expert_product_wide(
     EPILOGUE: gl.constexpr, GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr, FINE: gl.constexpr,
 ):
-    """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
+    """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
-    Args as of `narrow.expert_product_narrow`, except:
+    The arguments are those of `narrow.expert_product_narrow`, except:
         w_desc: block `[4, GROUPS_OF_WARPS, ..]`; x_desc: block `[32, 64]`; s_desc: block `[.., 64 GROUPS_OF_WARPS]`.
-        queue: int32 0: counts the work items taken, after the first one of each program.
-        tiles: int32 `[T, 8]`: expert, first row, end row of the expert, the expert's first tile, its tiles, height.
-        num_tiles: int32 `[1]`, tiles in use.
-        x: tokens `[tokens, K]` in their own order, with stride_x, and pair_of_row: int32, the pair (token * top_k +
-            choice) of each sorted row; read instead of x_desc where GATHER.
-        steps: of 64 rows of k.
-        blocks: of columns; splits: work items that share their k (1 for gated ones); rows: of out.
-        GROUPS_OF_WARPS: multiplying warpgroups; a program takes 64 columns of each half for each of them.
-        global_scale: float32 `[E]` that multiplies an expert's matrix, or None.
-        REGISTERS: of a thread of these.
-        EARLY: the kernel before makes the tokens only, so that copies of weights need not wait for it.
-        FOLLOWS: and it is this kernel with the gate-up product (FOLLOWS and EARLY): tokens of an expert are ready when
-            `done` `[experts]` has counted `needed` for each of its tiles. Without FOLLOWS it is the one that counts.
-        FINE: heights of tiles as of `wide_copies.heights`.
+        queue: int32 zero, counter of the work items that were taken after the first one of each program.
+        tiles: int32 `[T, 8]`, see `device.routing`.
+        num_tiles: int32 `[1]`, number of used tiles.
+        x: tokens `[tokens, K]` in their original order with stride_x, read instead of x_desc if GATHER.
+        pair_of_row: int32, pair (token * top_k + choice) of each sorted row.
+        steps: number of steps of 64 rows of k.
+        blocks: number of blocks of columns.
+        splits: number of work items that share a k (1 for gated products).
+        rows: number of rows of out.
+        done: int32 `[experts]`, finished items of the gate-up product per expert.
+        needed: finished items per tile after which an expert's tokens are ready.
+        GROUPS_OF_WARPS: number of computing warpgroups, each with 64 columns of both halves.
+        REGISTERS: registers per thread of these warpgroups.
+        EARLY: whether the preceding kernel writes the tokens only, so that copies of weights need not wait for it.
+        FOLLOWS: whether the preceding kernel is this one with the gate-up product, whose results are the tokens (EARLY
+            then holds too). Without FOLLOWS the kernel counts its items in `done`.
+        FINE: argument of `wide_copies.heights`.
     """
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)

@@ -1,6 +1,6 @@
-"""What the wide kernel's copy warps do: take work items from the queue, announce them, bring weights and tokens.
+"""Copy warps of the wide kernel: they take work items from the queue, announce them, and copy weights and tokens.
 
-Tokens lie in sorted order and come by the copy engine, or are picked from where they are by four warps (`gather`).
+Sorted tokens are copied by the copy engine; unsorted tokens are gathered by four warps (`gather`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moeq_kernels.hopper.w4a16.device import common, layouts
 
 #: Rows of k in one step.
 STEP = gl.constexpr(64)
-#: Steps later, gathered rows of a step are said to be there; they have been on their way that long.
+#: Delay, in steps, after which the gathered rows of a step are reported as complete.
 LAG = gl.constexpr(3)
 
 
@@ -25,14 +25,14 @@ LAG = gl.constexpr(3)
 # fmt: off
 @constexpr_function
 def _weight_bytes(group, kind, scale_bits, warpgroups):
-    """Bytes of a step's words and scales."""
+    """Return the bytes of a step's words and scales."""
     scales = layouts.groups_of(64, group) * 64 * scale_bits // 8 if group else 0
     return warpgroups * 2 * (4 * layouts.tile_bytes(kind) + scales)
 
 
 @constexpr_function
 def heights(tokens, fine=False):
-    """Heights at which tiles are multiplied: the smallest one that is enough. fine: also 16 above 64 and 128."""
+    """Return the heights at which tiles can be multiplied; `fine` adds heights 16 above 64 and 128."""
     if fine:
         return {96: (32, 64, 80, 96), 160: (64, 80, 96, 128, 144, 160)}[tokens]
     return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 128: (64, 96, 128), 160: (64, 96, 128, 160),
@@ -41,19 +41,19 @@ def heights(tokens, fine=False):
 
 @constexpr_function
 def main_height(height):
-    """Tokens of the first of the two products that a height takes (the second has the others: none or 32)."""
+    """Return the tokens of the first of a height's two products; the second has the others, often none."""
     return 1 << (height.bit_length() - 1)
 
 
 @constexpr_function
 def _rests(box):
-    """Whether the second product takes these 32 tokens, where they are a tile's last (1 or 0)."""
+    """Return 1 if the second product takes this box of 32 tokens when it is a tile's last, otherwise 0."""
     return int(main_height(32 * box + 32) < 32 * box + 32)
 
 
 @gluon.jit
 def extent(row, end_row, part, splits, each, steps, PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr):
-    """First step, end step, tokens and first tile of 64 columns of a work item; shares of k have `each` steps."""
+    """Return first step, end step, tokens and first tile of 64 columns of an item; shares of k have `each` steps."""
     first = part % splits * each
     last = gl.minimum(first + each, steps)
     left = end_row - row
@@ -63,7 +63,7 @@ def extent(row, end_row, part, splits, each, steps, PAIRED: gl.constexpr, GROUPS
 
 @gluon.jit
 def announce(info, full, free, number, expert, row, end_row, part, SLOTS: gl.constexpr, WARPS: gl.constexpr):
-    """Tells the multiplying warpgroups about work item `number` of this program; expert -1: there are no more."""
+    """Announce work item `number` of this program to the computing warpgroups; expert -1 ends the list."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     slot = number % SLOTS
     mbarrier.wait(free.index(slot), ((number // SLOTS) & 1) ^ 1)
@@ -81,7 +81,7 @@ def _told(info, slot):
 
 @gluon.jit
 def next_item(info, full, free, number, SLOTS: gl.constexpr):
-    """Expert, first row, end row and part of work item `number`."""
+    """Receive expert, first row, end row and part of work item `number`."""
     slot = number % SLOTS
     mbarrier.wait(full.index(slot), (number // SLOTS) & 1)
     expert = _told(info, slot * 4)
@@ -96,7 +96,7 @@ def next_item(info, full, free, number, SLOTS: gl.constexpr):
 def _load_words(
     w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP: gl.constexpr,
 ):
-    """Starts the copies of one step's words and scales."""
+    """Start to copy one step's words and scales."""
     tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
     tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
     if GROUP:
@@ -107,7 +107,7 @@ def _load_words(
 
 @gluon.jit
 def expect(bar, left, WORDS: gl.constexpr, TOKENS: gl.constexpr):
-    """Tells a barrier how many bytes to wait for, where `left` tokens are left."""
+    """Set the byte count of a barrier for a tile with `left` tokens."""
     BOX: gl.constexpr = 32 * STEP * 2
     if TOKENS == 32:
         mbarrier.expect(bar, WORDS + BOX)
@@ -121,7 +121,7 @@ def expect(bar, left, WORDS: gl.constexpr, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.constexpr):
-    """Starts the copies of one step's tokens: a box of 32 for each product of the tile's height."""
+    """Start to copy one step's tokens in boxes of 32 for both products of the tile's height."""
     BOXES: gl.constexpr = main_height(TOKENS) // 32
     for b in gl.static_range(TOKENS // 32):
         if b < BOXES:
@@ -134,7 +134,7 @@ def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.const
 
 @gluon.jit
 def wait_for(counter, needed):
-    """Returns when `needed` warpgroups have counted, and what they stored before can be copied."""
+    """Wait until `needed` warpgroups have counted; the copy engine then sees their stores."""
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < needed:
         pass
     gl.inline_asm_elementwise("fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", (needed,), gl.int32, False, 1)
@@ -142,7 +142,7 @@ def wait_for(counter, needed):
 
 @gluon.jit
 def signal(done, expert):
-    """Counts an item that this warpgroup has stored."""
+    """Count an item that this warpgroup has stored."""
     barrier()
     gl.atomic_add(done + expert, 1, sem="release", scope="gpu")
 
@@ -152,13 +152,14 @@ def copy(
     given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr, PAIRED: gl.constexpr,
     GROUPS_OF_WARPS: gl.constexpr, WAITS: gl.constexpr, FOLLOWS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """The copy warp: words, scales and tokens (rows in sorted order) of every step of every item.
+    """Run the copy warp: words, scales and sorted tokens of every step of every item.
 
-    WAITS: for the kernel before this one, but only with its first tokens. FOLLOWS: tokens are the results of the kernel
-    before, which may still run: waits for each expert's, and for the kernel itself (WAITS) at the end.
+    WAITS: whether it waits for the preceding kernel before it copies its first tokens. FOLLOWS: whether tokens are
+    results of the preceding kernel, which may still run: the warp waits for those of each expert, and for the kernel
+    itself (WAITS) at the end.
 
-    Whatever there is to do, a program waits: the kernel after this one waits for this one only, and may write where
-    kernels before it read.
+    Every program waits, even without work: the next kernel waits for this kernel only, and may overwrite what earlier
+    kernels read.
     """
     (
         w_desc, x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,
@@ -217,14 +218,14 @@ def _gather_item(
     w_row, s_row, first, last, tile, pair_tiles, NOW: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, KIND: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr,
 ):
-    """Copies of one item whose tokens stand in any order, with NOW of the TOKENS rows of the buffers."""
+    """Copy one item whose tokens are unsorted, with NOW of the TOKENS rows of the buffers."""
     WORDS: gl.constexpr = _weight_bytes(GROUP, KIND, s_desc.dtype.primitive_bitwidth, GROUPS_OF_WARPS)
     MAIN: gl.constexpr = main_height(NOW)
     PER: gl.constexpr = main_height(TOKENS) // MAIN
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * PER, MAIN, STEP], layouts.token_buffer())
     column = gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)), 0)
-    # Rows after the tile's last one are not stored, so any token will do.
+    # Rows behind the last row of the tile are not stored, so they may hold any token.
     at = gl.minimum(row + gl.arange(0, MAIN, layout=gl.SliceLayout(1, layout)), end_row - 1)
     token = (gl.load(pair_of_row + at) // top_k).to(gl.int64)
     place = x + gl.expand_dims(token * stride_x, 1) + column
@@ -260,9 +261,9 @@ def gather(
     given, gathered, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr,
     PAIRED: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """The copy warps (four) where tokens are gathered by their pairs: `copy` with cp.async instead of the copy engine.
+    """Run the four copy warps that gather tokens by their pairs, with cp.async instead of the copy engine.
 
-    Threads have to say themselves when their rows are there; they do so LAG steps later.
+    Threads report the completion of their rows themselves, LAG steps later.
     """
     (
         w_desc, _x_desc, s_desc, w_buf, x_buf, x_rest, s_buf, ready, empty, info, full, free, queue, tiles, num_tiles,

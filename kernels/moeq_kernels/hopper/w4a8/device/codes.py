@@ -1,13 +1,13 @@
-"""From Marlin's words of 4-bit codes to e4m3, wgmma's left operand, without moving a value between lanes.
+"""Decoding of Marlin's words of 4-bit codes into e4m3, wgmma's left operand, without moving values between lanes.
 
-A word of a lane has four codes of column g and four of g + 8, of k as 2 t, 2 t + 8, 2 t + 1, 2 t + 9 from one row of 16
-on. Tensor cores want four neighbours: tokens are stored in that order of k (`w8a8.device.rows`). Rows of the operand
-are those of map B in `w4a16.device.layouts`.
+A word of a lane has four codes of column g and four of column g + 8, whose k are 2 t, 2 t + 8, 2 t + 1, 2 t + 9 within
+16 rows. Tensor cores take four adjacent k, so tokens are stored in that order of k (`w8a8.device.rows`). Rows of the
+operand are those of map B in `w4a16.device.layouts`.
 
-`prmt` reads eight bytes in two registers by three bits of a code. With the fourth bit it gives eight copies of the
-byte's sign instead. The compiler copies constants into a register before each use, and turns a product by 2 into an
-addition on the pipe that all other instructions here need. To prevent both, constants get bit 31 of `%lanemask_lt`
-added: it is always 0, but the compiler does not know that.
+`prmt` selects one of eight bytes in two registers by three bits of a code; with the fourth bit set it gives eight
+copies of the byte's sign instead. The compiler copies constants into a register before each use, and turns a product by
+2 into an addition on the pipe that all other instructions here need. To prevent both, bit 31 of `%lanemask_lt` is added
+to constants: it is always 0, but the compiler does not know that.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from moeq_kernels.hopper.w4a16.device import layouts
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
-#: e4m3 bytes of 0 to 7, and half of the differences between the bytes of -8 to -1 and them.
+#: e4m3 bytes of 0 to 7, and half of the differences between the bytes of -8 to -1 and these.
 _INTEGERS = (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E)
 _BELOW = tuple((one - other) // 2 for one, other in zip(
     (0xD0, 0xCE, 0xCC, 0xCA, 0xC8, 0xC4, 0xC0, 0xB8), _INTEGERS, strict=True
@@ -28,19 +28,19 @@ _BELOW = tuple((one - other) // 2 for one, other in zip(
 
 @constexpr_function
 def left_operand(tokens):
-    """e4m3 weights in registers."""
+    """Return the layout of e4m3 weights in registers."""
     return gl.DotOperandLayout(operand_index=0, parent=bytes_common.accumulator(tokens), k_width=4)
 
 
 @constexpr_function
 def _register(table):
-    """Four bytes as a register."""
+    """Return four bytes as the text of a register's value."""
     return f"0x{int.from_bytes(bytes(table), 'little'):08x}"
 
 
 @constexpr_function
 def _regrouped(word, h):
-    """Lines: codes of a word's column h in the lower half of p, without their fourth bits in that of m."""
+    """Return lines that move codes of a word's column h to the lower halves of p and (without fourth bits) of m."""
     if h:
         return ["shr.u32 p, p, 16;", "shr.u32 m, m, 16;"]
     return [f"prmt.b32 p, ${word}, zero, 0x3120;", "and.b32 m, p, 0x77777777;"]
@@ -48,11 +48,11 @@ def _regrouped(word, h):
 
 @constexpr_function
 def decode_e2m1():
-    """The text that makes e4m3 of a lane's four words of 32 rows of k: two columns' words (j0) of two slabs of 16.
+    """Return the text from a lane's four e2m1 words of 32 rows of k to e4m3: two words (j0) of two slabs of 16 rows.
 
-    Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its bytes
-    and three copies of it. Shifts are added to a column's eight magnitudes. Codes without a sign give 0x40, those with
-    one 0: twice that is the sign the other way round, which `fold` undoes.
+    Operands: results of h = 0 (4 registers) and of h = 1, the words, a register with the shifts of (h, j0) in its
+    bytes, and three copies of it. Shifts are added to a column's eight magnitudes. Codes without a sign give 0x40,
+    codes with a sign 0: twice that is the inverted sign, which the factors of `fold` compensate.
     """
     lines = [".reg .b32 p, m, s, v, zero, plus, two;"]
     lines += [".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";"]
@@ -72,9 +72,9 @@ def decode_e2m1():
 
 @constexpr_function
 def decode_int4():
-    """The same of codes that mean themselves minus 8, exactly, and have no shifts.
+    """Return the text from a lane's four words of int4 codes, which stand for code - 8, to e4m3; there are no shifts.
 
-    Codes from 8 on are 0 to 7 by their other bits. To those below twice what `_BELOW` has is added.
+    Codes from 8 on are 0 to 7 by their lower bits. Codes below get twice the value of `_BELOW` added.
     """
     lines = [".reg .b32 p, m, s, v, zero, two, lo, hi, below, under;"]
     lines += ["mov.b32 zero, 0;", "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;", "or.b32 two, s, 2;"]
@@ -89,13 +89,13 @@ def decode_int4():
 
 @gluon.jit
 def _lanes(x):
-    """Bytes of two slabs of words with those of a lane, 16 from (slab, j0), behind each other, as in its registers."""
+    """Reorder two slabs of words so that a lane's 16 bytes, from (slab, j0) on, are adjacent as in its registers."""
     return x.reshape([2, 2, 8, 4, 2, 2, 4]).permute([0, 2, 3, 4, 1, 5, 6]).reshape([2, 64, 16])
 
 
 @gluon.jit
 def e2m1_operand(words, shifts, TOKENS: gl.constexpr):
-    """`[128, 32]` of 32 rows of k: words uint8 `layouts.words` of two slabs, shifts as stored `[2, 8, 8]`."""
+    """Decode e2m1 words, uint8 in `layouts.words` of two slabs, with stored shifts `[2, 8, 8]` to `[128, 32]`."""
     full: gl.constexpr = layouts.scales(True)
     x, _ = gl.broadcast(gl.expand_dims(shifts, 2), gl.full([2, 8, 4, 8], 0, gl.uint8, full))
     x = gl.join(x, x)
@@ -111,7 +111,7 @@ def e2m1_operand(words, shifts, TOKENS: gl.constexpr):
 
 @gluon.jit
 def int4_operand(words, TOKENS: gl.constexpr):
-    """The same of int4 codes."""
+    """Decode int4 words, uint8 in `layouts.words` of two slabs, to `[128, 32]`."""
     lower, upper = gl.inline_asm_elementwise(
         decode_int4(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", (_lanes(words),), (gl.float8e4nv, gl.float8e4nv),
         True, 16,
@@ -121,7 +121,7 @@ def int4_operand(words, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _operand(lower, upper, TOKENS: gl.constexpr):
-    """What was decoded for h = 0 and h = 1 as `[128, 32]`."""
+    """Combine the results of h = 0 and h = 1 to `[128, 32]`."""
     x = gl.join(lower, upper).reshape([2, 8, 4, 2, 2, 2, 4, 2])  # pair, g, t, j1, slab, j0, byte, h
     x = x.permute([5, 0, 3, 7, 1, 4, 2, 6]).reshape([128, 32])
     return gl.convert_layout(x, left_operand(TOKENS), assert_trivial=True)
@@ -129,7 +129,7 @@ def _operand(lower, upper, TOKENS: gl.constexpr):
 
 @gluon.jit
 def row_scales(scales, TOKENS: gl.constexpr):
-    """Scales `[128]` of the rows of an operand, from those of a group as stored `[2, 8, 8]`."""
+    """Reorder a group's stored scales `[2, 8, 8]` to the rows `[128]` of an operand."""
     x = scales.reshape([2, 8, 2, 2, 2])  # pair, g, j1, j0, h
     x = x.permute([3, 0, 2, 4, 1]).reshape([128])
     return gl.convert_layout(x, gl.SliceLayout(1, bytes_common.accumulator(TOKENS)), assert_trivial=True)

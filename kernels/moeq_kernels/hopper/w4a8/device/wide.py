@@ -1,13 +1,12 @@
-"""4-bit words times e4m3 tokens: words become e4m3 in registers, the left operand of wgmma.
+"""Wide W4A8 kernel: 4-bit words times e4m3 tokens. Words become e4m3 in registers, the left operand of wgmma.
 
-Programs take work items from a queue, and tiles have even heights, as those of the wide kernel for 16-bit activations.
-Words are decoded once for a tile, so it has many tokens: a product of a power of two of them and one of the others,
-from the same weights in registers. Sums stay in the tensor cores, which keep some 14 bits of them: next to nothing
-beside what e4m3 activations lose.
+Programs take work items from a queue, and tiles have even heights, as in the wide W4A16 kernel. Words are decoded once
+per tile, so tiles are large: two products, of a power of two of tokens and of the others, use the same weights in
+registers. Tensor cores keep some 14 bits of the sums, a negligible error beside that of e4m3 activations.
 
-MXFP4's scales are folded into the exponents of weights (`fold`), so a product of 32 rows of k is one of e4m3 numbers.
-int4 codes become e4m3 exactly, as their scales would not. Sums are in units of the scale that was last: where the next
-group begins they are multiplied by what one scale is of the other, which takes no registers as sums of a group would.
+MXFP4's scales are folded into the exponents of weights (`fold`), so products need no scales. int4 codes are exact in
+e4m3, but their scales are not. Sums are in units of the last group's scale: when the next group begins, they are
+multiplied by the ratio of both scales, which takes fewer registers than separate sums per group.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, wide_copies
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
 
 STEP = bytes_common.STEP
-#: Tokens that are copied together, and work items that are announced ahead.
+#: Tokens per copy, and work items that are announced ahead.
 BOX, SLOTS = gl.constexpr(32), gl.constexpr(4)
-#: What smaller scales of int4 groups count as, since sums are divided by them.
+#: Lower bound of the scales of int4 groups, because sums are divided by them.
 LEAST = gl.constexpr(2.0**-60)
 
 
 @constexpr_function
 def _weight_bytes(group, scale_bits):
-    """Bytes of a step's words and scales."""
+    """Return the bytes of a step's words and scales."""
     scales = layouts.groups_of(128, group) * 128 * scale_bits // 8 if group else 0
     return 2 * (2 * 8 * 512 + scales)
 
 
 @constexpr_function
 def boxes(tokens):
-    """Boxes of a tile's tokens: of the power of two, and of the others."""
+    """Return the number of boxes in a tile's power of two of tokens, and of the others."""
     main = wide_copies.main_height(tokens) // 32
     return main, tokens // 32 - main
 
@@ -55,7 +54,7 @@ def boxes(tokens):
 @gluon.jit
 def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles,
                 GROUP: gl.constexpr):
-    """Starts the copies of one step's words and scales."""
+    """Start to copy one step's words and scales."""
     for half in gl.static_range(2):
         at = tile + half * pair_tiles
         tma_load(w_desc, [expert * slabs + i * 8, at, 0], bar, w_buf.index(2 * stage + half))
@@ -66,7 +65,7 @@ def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs
 
 @gluon.jit
 def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.constexpr):
-    """Starts the copies of one step's tokens: the boxes that hold any of the tile."""
+    """Start to copy one step's boxes that hold any tokens of the tile."""
     COUNTS: gl.constexpr = boxes(TOKENS)
     for b in gl.static_range(TOKENS // BOX):
         if b < COUNTS[0]:
@@ -79,7 +78,7 @@ def _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS: gl.const
 @gluon.jit
 def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PAIRED: gl.constexpr,
           DEPENDENT: gl.constexpr):
-    """The copy warp: takes items, announces them, brings words, scales and tokens; its first words before it waits."""
+    """Run the copy warp: take items, announce them, copy words, scales, tokens; first words before it waits."""
     (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
         steps, blocks, slabs, groups, pair_tiles,
@@ -120,7 +119,7 @@ def _copy(given, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr
 
 @gluon.jit
 def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOKENS: gl.constexpr, KIND: gl.constexpr):
-    """A quarter of a step's weights."""
+    """Decode a quarter of a step's weights."""
     words = w_view.index(stage).slice(2 * QUARTER, 2, dim=1).slice(WG * 512, 512, dim=2)
     words = words.load(layouts.words(True, 2, KIND))
     if KIND == "e2m1":
@@ -133,9 +132,9 @@ def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOK
 @gluon.jit
 def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.constexpr, MAIN: gl.constexpr,
           OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
-    """Adds 128 rows of k to sums in units of `unit`, and gives both; all words are decoded before the products.
+    """Add 128 rows of k to sums in units of `unit`, and return sums and unit.
 
-    left: groups of the expert from this step on.
+    All words are decoded before the products. `left` is the number of the expert's groups from this step on.
     """
     SCALED: gl.constexpr = KIND != "e2m1" and GROUP > 0
     PER: gl.constexpr = layouts.groups_of(128, GROUP) if SCALED else 1
@@ -148,7 +147,7 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.conste
             stored = s_view.index(stage).slice((2 * p + WG) * 8, 8, dim=1)
             stored = stored.load(gl.SliceLayout(2, layouts.scales(True))).to(gl.float32)
             scale = codes.row_scales(stored, MAIN)
-            if p:  # behind the expert's last group lies another expert's
+            if p:  # the next expert's scales follow the expert's last group
                 scale = gl.where(left > p, scale, unit)
             scale = gl.where(gl.abs(scale) < LEAST, LEAST, scale)
             ratio = unit * epilogue.reciprocal(scale)
@@ -170,13 +169,13 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.conste
 
 @gluon.jit
 def _of(rows, TOKENS: gl.constexpr):
-    """A value for each row, beside sums of TOKENS tokens."""
+    """Convert values per row to the layout of sums of TOKENS tokens."""
     return gl.convert_layout(rows, gl.SliceLayout(1, bytes_common.accumulator(TOKENS)), assert_trivial=True)
 
 
 @gluon.jit
 def _token_scales(x_scale, row, end_row, TOKENS: gl.constexpr):
-    """Scales of TOKENS rows, one or none in a thread."""
+    """Load the scales of TOKENS rows, at most one per thread."""
     t = row + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(x_scale + t, mask=t < end_row, other=0.0)
 
@@ -184,7 +183,7 @@ def _token_scales(x_scale, row, end_row, TOKENS: gl.constexpr):
 @gluon.jit
 def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, columns, stride, expert, packed,
            TOKENS: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Scales, biases, activation and stores of `[128, TOKENS]`."""
+    """Apply scales, biases and the activation to `[128, TOKENS]`, and store it."""
     token_scale = gl.convert_layout(token_scale, gl.SliceLayout(0, bytes_common.accumulator(TOKENS)))
     acc = acc * gl.expand_dims(token_scale, 0)
     acc = gl.convert_layout(acc, layouts.accumulator(TOKENS), assert_trivial=True)
@@ -204,7 +203,7 @@ def _item(
     groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
     STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
 ):
-    """One warpgroup's part of one item, with NOW of the TOKENS columns of the buffers."""
+    """Compute one warpgroup's part of an item, with NOW of the TOKENS columns of the buffers."""
     COUNTS: gl.constexpr = boxes(TOKENS)
     PER: gl.constexpr = layouts.groups_of(128, GROUP)
     MAIN: gl.constexpr = wide_copies.main_height(NOW)
@@ -212,7 +211,7 @@ def _item(
     MOST: gl.constexpr = wide_copies.main_height(TOKENS)
     EACH: gl.constexpr = MOST // MAIN
     x_view = reinterpret(x_buf, x_buf.dtype, [STAGES * EACH, MAIN, STEP], bytes_common.operand())
-    # The other tokens: behind those of a lower product, or in their own buffers.
+    # Tokens of the second product follow those of the first, or lie in buffers of their own.
     others_view = x_view
     FACTOR: gl.constexpr = (COUNTS[1] * BOX if NOW > MOST else MOST) // max(OTHERS, BOX)
     AT: gl.constexpr = 0 if NOW > MOST else MAIN // max(OTHERS, BOX)
@@ -226,7 +225,7 @@ def _item(
     unit = gl.full([128], 1.0, gl.float32, gl.SliceLayout(1, bytes_common.accumulator(MAIN)))
     column = (tile + WG) * 64
     up = (tile + WG + pair_tiles) * 64
-    # Read before the products, or each item would end with waiting for them.
+    # Loaded before the products, so that an item does not end with waiting for them.
     scale = _token_scales(x_scale, row, end_row, MAIN)
     rest_scale = scale
     if OTHERS:
@@ -263,7 +262,7 @@ def _item(
 @gluon.jit
 def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
               GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
-    """A multiplying warpgroup: 128 rows of the weights, 64 of each half of a pair."""
+    """Run a computing warpgroup: 128 weight rows, 64 of each half of a pair."""
     (
         w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
         stride, packed, pair_tiles,
@@ -300,25 +299,28 @@ def w4a8_product_wide(
     TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
     EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
+    """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
         w_desc: words int32 `[E K / 16, N / 64, 128]`, block `[8, 2, 128]`.
-        s_desc: uint8 shifts (of int4 scales of 16 bits) of groups in Marlin's order `[E groups, N]`, block `[.., 128]`.
+        s_desc: uint8 shifts (int4: 16-bit scales) of groups in Marlin's order `[E groups, N]`, block `[.., 128]`.
         x_desc: e4m3 tokens `[rows, k]` sorted by expert, k in the order of words, block `[32, 128]`.
         x_scale: fp32 `[rows]`.
-        factor: fp32 factors of `fold`, or int4's scales of output features, or None where groups have theirs.
-        bias: as factor `[E, packed]`, in Marlin's 32-column order, or None.
+        factor: `[E, packed]` in Marlin's 32-column order: fp32 factors of `fold`, or int4's scales of output features;
+            None if groups have scales.
+        bias: `[E, packed]` in the same order, or None.
         out: `[rows, columns]` with `stride`.
-        queue: int32 0: counts the work items taken, after the first one of each program.
-        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`, of up to TOKENS tokens and of heights
-            that are multiples of 32.
-        steps: of 128 of k; blocks: of 128 columns where gated and not interleaved, else of 256 packed ones.
-        slabs: of 16 rows of k of an expert; groups: of k of an expert.
-        pair_tiles: from a tile of 64 columns to its other half.
-        TOKENS: 64, 128, 160 or 192; REGISTERS: of multiplying threads.
-        KIND, GROUP: `e2m1` and 32, or `uint4` and codes that share a scale (0 for one scale for each feature).
-        DEPENDENT: launched while the kernel before it still runs.
+        queue: int32 zero, counter of the work items that were taken after the first one of each program.
+        tiles, num_tiles: int32 `[T, 8]` and `[1]` of `device.routing`; heights are multiples of 32 up to TOKENS.
+        steps: number of steps of 128 of k.
+        blocks: number of blocks of 128 columns if gated and not interleaved, otherwise of 256 packed columns.
+        slabs: number of slabs of 16 rows of k per expert.
+        groups: number of groups along k per expert.
+        pair_tiles: distance, in tiles of 64 columns, between both halves of a pair.
+        TOKENS: token rows per tile: 64, 128, 160 or 192.
+        REGISTERS: registers per thread of the computing warpgroups.
+        KIND, GROUP: `e2m1` and 32, or `uint4` and the codes that share a scale (0 for one scale per feature).
+        DEPENDENT: whether the kernel starts before the preceding one has ended.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     COUNTS: gl.constexpr = boxes(TOKENS)

@@ -1,8 +1,8 @@
-"""A W8A8 MoE layer for very few tokens in two kernels: every pair of a token and an expert is a tile of its own.
+"""Direct W8A8 kernels: a MoE layer for very few tokens in two kernels, where every pair of token and expert is a tile.
 
-As in `direct`, nothing is sorted, and the down kernel starts to copy its weights while the gate-up kernel still runs.
-Each program quantises what it needs by itself, a token for the gate-up product, activations for the down product (their
-whole row for its maximum, its own share of k for the codes), which costs less than two more kernels.
+As in `w4a16.device.direct`, pairs are not sorted, and the down kernel starts to copy its weights while the gate-up
+kernel still runs. Every program quantises its own input: a token for the gate-up product, activations for the down
+product (the whole row for its maximum, its share of k for the codes), which costs less than two more kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeq_kernels.hopper.device.few import expert_of, sum_choices
 from moeq_kernels.hopper.w8a8.device import common
 
 STEP = common.STEP
-#: Tokens of the smallest product; only the first one is used, and the others may be anything.
+#: Tokens of wgmma's smallest product; only the first is used, and the others may hold any codes.
 TOKENS = gl.constexpr(8)
 
 
@@ -31,19 +31,19 @@ TOKENS = gl.constexpr(8)
 # fmt: off
 @gluon.jit
 def _scale(value):
-    """The scale of a row (float32, columns that do not count are zero), as `rows` has it."""
+    """Return the scale of a float32 row whose unused columns are zero, as in `rows`."""
     top = gl.max(gl.abs(value), 0)
     return gl.where(top > 0.0, gl.div_rn(top, top * 0.0 + 127.0), 1.0)
 
 
 @gluon.jit
 def _store_codes(x_buf, value, scale, STEPS: gl.constexpr):
-    """Codes `[STEPS, 128]` of float32 values as the first row of each step's operand.
+    """Store codes `[STEPS, 128]` of float32 values as the first row of each step's operand.
 
-    The first of eight rows of 128 bytes lies in memory as it is: swizzling moves only the others.
+    Swizzling does not move the first of eight rows of 128 bytes, so it is written without it.
     """
     code = gl.div_rn(value, gl.zeros_like(value) + scale)
-    code = (code + 12582912.0) - 12582912.0  # to nearest even: no bits are left for a fraction
+    code = (code + 12582912.0) - 12582912.0  # rounds to nearest even: the sum has no fraction bits
     code = gl.minimum(gl.maximum(code, -128.0), 127.0).to(gl.int8)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     reinterpret(x_buf, gl.int8, [STEPS, TOKENS * STEP], plain).slice(0, STEP, dim=1).store(code)
@@ -51,7 +51,7 @@ def _store_codes(x_buf, value, scale, STEPS: gl.constexpr):
 
 @gluon.jit
 def _k_of(first, STEPS: gl.constexpr):
-    """k `[STEPS, 128]` from step `first` on."""
+    """Return the indices k `[STEPS, 128]` from step `first` on."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     step = gl.expand_dims(first + gl.arange(0, STEPS, layout=gl.SliceLayout(1, layout)), 1)
     return step * STEP + gl.expand_dims(gl.arange(0, STEP, layout=gl.SliceLayout(0, layout)), 0)
@@ -59,7 +59,7 @@ def _k_of(first, STEPS: gl.constexpr):
 
 @gluon.jit
 def _load(i, slot, bar, first_desc, second_desc, w_buf, expert, row, second_row, ROWS: gl.constexpr):
-    """Starts the copies of a step's weights: half of the ROWS rows from either descriptor, in boxes of 64."""
+    """Start to copy a step's weights: half of the ROWS rows from either descriptor, in boxes of 64."""
     mbarrier.expect(bar, ROWS * STEP)
     HALF: gl.constexpr = ROWS // 128
     for b in gl.static_range(HALF):
@@ -72,7 +72,7 @@ def _load_first(
     first, last, ready, first_desc, second_desc, w_buf, expert, row, second_row, STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Starts the copies that fit."""
+    """Start to copy the first steps, as many as there are stages."""
     for i in gl.static_range(STAGES):
         if first + i < last:
             _load(first + i, i, ready.index(i), first_desc, second_desc, w_buf, expert, row, second_row, ROWS)
@@ -83,7 +83,7 @@ def _multiply(
     first, last, ready, first_desc, second_desc, w_buf, x_buf, expert, row, second_row, STAGES: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """int32 sums `[ROWS, TOKENS]` of steps first to last."""
+    """Return the int32 sums `[ROWS, TOKENS]` of steps first to last."""
     w_view = reinterpret(w_buf, gl.int8, [STAGES, ROWS, STEP], common.operand())
     acc = gl.zeros([ROWS, TOKENS], gl.int32, common.accumulator(TOKENS))
     for i in range(first, last):
@@ -99,7 +99,7 @@ def _multiply(
 
 @gluon.jit
 def _prepare(STAGES: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr):
-    """Buffers of weights and tokens, and barriers."""
+    """Allocate buffers of weights and tokens, and barriers."""
     w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * (ROWS // 64), 1, 64, STEP], common.weight_box())
     x_buf = gl.allocate_shared_memory(gl.int8, [STEPS, TOKENS, STEP], common.operand())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -116,17 +116,20 @@ def few_gate_up_int8(
     stride_x, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEPS: gl.constexpr,
     STAGES: gl.constexpr, COLUMNS: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """sums `[shares, pairs, 2 columns]` (int32) = shares of codes of x[token of pair] @ W[expert of pair].T.
+    """Compute shares of codes of x[token of pair] @ W[expert of pair].T into int32 sums `[shares, pairs, 2 columns]`.
 
-    Programs: (block of 64 columns of gate and of up, pair, share).
+    The grid is (block of 64 columns of gate and of up, pair, share).
 
     Args:
-        first_desc, second_desc: gate and up, as of `narrow.w8a8_product_narrow`.
-        x: `[tokens, hidden]` with stride_x; static_scale: float32 `[1]` or None, where each row has its own.
-        ids: `[tokens * top_k]` experts, local ones by expert_map `[known]` where MAPPED.
-        scales: float32 `[pairs]`, where the tokens' scales are left.
-        arrived: int32; to_clear of them are set to zero.
-        count: of steps, SHARE of them for each share; STEPS and COLUMNS: powers of two for SHARE and hidden.
+        first_desc, second_desc: gate and up, see `narrow.w8a8_product_narrow`.
+        x: `[tokens, hidden]` with stride_x.
+        static_scale: float32 `[1]`, or None if each row has a scale of its own.
+        ids: experts `[tokens * top_k]`, which expert_map `[known]` translates to local ones if MAPPED.
+        scales: float32 `[pairs]`, written with the scales of tokens.
+        arrived: int32 counters, of which to_clear are set to zero.
+        count: number of steps.
+        SHARE: steps per share.
+        STEPS, COLUMNS: powers of two from SHARE and hidden on.
     """
     w_buf, x_buf, ready = _prepare(STAGES, STEPS, 128)
     if DEPENDENT:
@@ -172,7 +175,7 @@ def _activation(
     sums, token_scale, up_scale, up_bias, expert, pair, pairs, columns, k, up_row, row_step, dtype: gl.constexpr,
     EPILOGUE: gl.constexpr, UP_SHARES: gl.constexpr,
 ):
-    """Activations of columns k in float32, rounded to dtype; zero beyond the last."""
+    """Return the activations of columns k in float32, rounded to dtype; they are zero beyond the last column."""
     inside = k < columns
     place = sums + pair.to(gl.int64) * (2 * columns) + k
     size = (pair * 0 + pairs).to(gl.int64) * (2 * columns)
@@ -198,17 +201,21 @@ def few_down_int8(
     STEPS: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr, EPILOGUE: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """y[token] = sum over its choices of weight * codes of the activation of sums @ W[expert].T.
+    """Compute y[token] = sum over its choices of weight * codes of the activation of sums @ W[expert].T.
 
-    Programs: (block of ROWS columns, pair, share).
+    The grid is (block of ROWS columns, pair, share).
 
     Args:
-        first_desc, second_desc: twice the weights; static_scale: of the activations, as in `few_gate_up_int8`.
-        sums, scales: what `few_gate_up_int8` left; parts: float32 `[SHARES, pairs, hidden]`.
+        first_desc, second_desc: twice the weights.
+        static_scale: scale of the activations, or None as in `few_gate_up_int8`.
+        sums, scales: results of `few_gate_up_int8`.
+        parts: float32 `[SHARES, pairs, hidden]`.
         arrived: int32 zeros `[tokens, blocks]`.
-        up_scale, up_bias `[experts, 2 columns]`: of gate-up rows; row n of gate is `n * row_step`, of up `up_row`
-            further; w_scale, bias `[experts, w_rows]`. Biases may be None.
-        count: of steps, SHARE of them for each share; STEPS and COLUMNS: powers of two for SHARE and columns.
+        up_scale, up_bias: `[experts, 2 columns]`; gate n is row `n * row_step`, its up row lies `up_row` further.
+        w_scale, bias: `[experts, w_rows]`; biases may be None.
+        count: number of steps.
+        SHARE: steps per share.
+        STEPS, COLUMNS: powers of two from SHARE and columns on.
     """
     w_buf, x_buf, ready = _prepare(STAGES, STEPS, ROWS)
     block = gl.program_id(0)

@@ -1,8 +1,8 @@
-"""Expert products of bytes with few tokens per expert, transposed: Y^T = W X^T, weights as wgmma's 64-row operand.
+"""Narrow W8A8 kernel, for few tokens per expert: Y^T = W X^T, with weights as wgmma's 64-row operand.
 
-Few tokens then waste nothing: a tile has 8 to 128 of them. Time is that of reading weights, so what counts is bytes in
-flight: one warp copies weights as far ahead as shared memory reaches, across work items, and does not even wait for
-the kernel before (in the down product); a second one copies tokens.
+A tile then has 8 to 128 tokens. Reading weights takes the time, so bytes in flight decide: one warp copies weights as
+far ahead as shared memory allows, across work items, and in the down product before the preceding kernel has ended; a
+second warp copies tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP = common.STEP
 # fmt: off
 @gluon.jit
 def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
-    """How many work items there are."""
+    """Return the number of work items."""
     if DIRECT:
         return rows * parts
     else:
@@ -38,7 +38,7 @@ def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
 
 @gluon.jit
 def _find(index, tiles, num_tiles, parts, experts, known, TOKENS: gl.constexpr, DIRECT: gl.constexpr):
-    """Expert, first row, end row and part of a work item; see `w8a8_product_narrow`."""
+    """Return expert, first row, end row and part of a work item; see `w8a8_product_narrow`."""
     if DIRECT:
         pair = index // parts
         chosen = gl.load(tiles + pair).to(gl.int32)
@@ -56,14 +56,14 @@ def _copy_weights(
     given, TOKENS: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, WARPGROUPS: gl.constexpr,
     DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """A copy warp: two boxes of 64 rows for each warpgroup and step."""
+    """Run the copy warp of weights: two boxes of 64 rows per warpgroup and step."""
     (
         first_desc, second_desc, w_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known,
     ) = given
     GATED: gl.constexpr = gated(EPILOGUE)
     OWN: gl.constexpr = 64 if GATED else 128
     if DEPENDENT and GATED and not DIRECT:
-        gdc_wait()  # the tiles come from the kernel right before
+        gdc_wait()  # the preceding kernel writes the tiles
     it = 0
     for index in range(gl.program_id(0), _items(tiles, num_tiles, rows, blocks * splits, DIRECT), gl.num_programs(0)):
         expert, _, _, part = _find(index, tiles, num_tiles, blocks * splits, experts, known, TOKENS, DIRECT)
@@ -86,7 +86,7 @@ def _copy_weights(
 def _copy_tokens(
     given, TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """A copy warp: the boxes of BOX tokens that hold any of the tile."""
+    """Run the copy warp of tokens: the boxes of BOX tokens that hold any tokens of the tile."""
     x_desc, x_buf, ready, empty, tiles, num_tiles, steps, blocks, splits, rows, experts, known = given
     BOXES: gl.constexpr = TOKENS // BOX
     if DEPENDENT:
@@ -111,7 +111,7 @@ def _copy_tokens(
 
 @gluon.jit
 def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr, GROUPED: gl.constexpr):
-    """Scales (unless GROUPED) and biases of rows n of the weights of an expert, of `rows` rows."""
+    """Load scales (unless GROUPED) and biases of rows n of an expert's `rows` weight rows."""
     at = expert.to(gl.int64) * rows + n
     if GROUPED:
         scale = gl.zeros_like(at).to(gl.float32)
@@ -125,7 +125,7 @@ def _scales(w_scale, bias, expert, n, rows, inside, HAS_BIAS: gl.constexpr, GROU
 
 @gluon.jit
 def _add_step(acc, weights, tokens, empty, row_scale, token_scale, GROUPED: gl.constexpr):
-    """acc and what one step of e4m3 codes adds to it, with both scales where they are of groups."""
+    """Add one step of e4m3 codes to acc, with both scales if GROUPED."""
     part = gl.zeros([acc.shape[0], acc.shape[1]], gl.float32, common.accumulator(acc.shape[1]))
     part = warpgroup_mma(weights, tokens, part, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
@@ -140,7 +140,7 @@ def _multiply(
     given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
     EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """A multiplying warpgroup: 128 rows of the weights, 64 of gate and of up where gated."""
+    """Run a computing warpgroup: 128 weight rows, or 64 of gate and 64 of up."""
     (
         w_buf, x_buf, ready, empty, x_scale, w_scale, bias, out, tiles, num_tiles, steps, blocks, splits, rows, columns,
         stride, w_rows, up_row, row_step, experts, known, scale_stride,
@@ -191,7 +191,7 @@ def _multiply(
             if INTEGERS:
                 acc = warpgroup_mma(weights, tokens, acc, is_async=True)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
-                # All but the last product are done: give back the stage before this one.
+                # All but the last product are done, so the preceding stage is free.
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=i > first)
             elif GROUPED:
                 acc = _add_step(acc, weights, tokens, empty.index(stage), row_scale, token_scale, True)
@@ -237,27 +237,31 @@ def w8a8_product_narrow(
     TOKENS: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, WARPGROUPS: gl.constexpr,
     REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DIRECT: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
-    """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
+    """Compute out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
     Args:
-        first_desc, second_desc: weights `[E, rows, k]` of int8 or e4m3, block `[1, 64, 128]`: gate and up where gated,
-            else twice the same.
+        first_desc, second_desc: weights `[E, rows, k]` of int8 or e4m3, block `[1, 64, 128]`: gate and up if gated,
+            otherwise twice the same.
         x_desc: tokens `[rows, k]` of the same type sorted by expert, block `[BOX, 128]`.
         x_scale: fp32 `[rows]`, or `[steps, ..]` with `scale_stride`.
-        w_scale, bias: `[E, w_rows]`; row n of gate is `n * row_step`, of up `up_row` further. With `scale_stride`
-            w_scale is `[E, ceil(w_rows / 128), steps]`, a scale for each block of 128 x 128.
-        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; where gated and SPLIT sums
-            `[splits, rows, 2 * columns]`, int32 or float32, the latter with scales of groups but not with other ones.
-        tiles: int32 `[T, 8]` and num_tiles: int32 `[1]`, of `device.routing`. DIRECT: the experts chosen `[rows]` and
-            the map of experts or None instead; every row is a tile then, and weights need not wait for routing.
-        experts, known: local experts, and how many the chosen ones may name (DIRECT).
-        scale_stride: None where a row has one scale.
-        steps: of 128 of k; blocks: of columns; splits: items that share their k.
-        columns: of out, of each half where gated and SPLIT.
-        TOKENS: of a tile; BOX: of them that are copied together.
-        EPILOGUE: `epilogue.Epilogue`, what follows the product.
-        WARPGROUPS: that multiply (1 or 2), 128 rows of the weights each; REGISTERS: of their threads.
-        DEPENDENT: launched while the kernel before it still runs.
+        w_scale, bias: `[E, w_rows]`; gate n is row `n * row_step`, and its up row follows at distance `up_row`. With
+            `scale_stride` w_scale is `[E, ceil(w_rows / 128), steps]`, a scale per block of 128 x 128.
+        out: `[rows, ..]` with `stride`; `[splits, rows, ..]` without a gate; if gated and SPLIT, int32 or float32 sums
+            `[splits, rows, 2 * columns]`, which include scales of groups but no others.
+        tiles, num_tiles: int32 `[T, 8]` and `[1]` of `device.routing`. With DIRECT: the chosen experts `[rows]`, and
+            the expert map or None; every row is a tile, and weights need not wait for routing.
+        experts, known: number of local experts, and of experts that routing may name (DIRECT).
+        scale_stride: stride between scales of groups; None if a row has one scale.
+        steps: number of steps of 128 of k.
+        blocks: number of blocks of columns.
+        splits: number of items that share a k.
+        columns: number of columns of out, or of each half if gated and SPLIT.
+        TOKENS: token rows per tile.
+        BOX: tokens per copy.
+        EPILOGUE: operations after the product, see `epilogue.Epilogue`.
+        WARPGROUPS: number of computing warpgroups (1 or 2), of 128 weight rows each.
+        REGISTERS: registers per thread of these warpgroups.
+        DEPENDENT: whether the kernel starts before the preceding one has ended.
     """
     gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")

@@ -1,10 +1,9 @@
-"""Quantising tokens and activations to int8 or e4m3 rows, and routing few pairs on the way: plain Triton, no atomics.
+"""Kernels that quantise tokens and activations to int8 or e4m3 rows and route few pairs, without atomics.
 
-Codes and scales are those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3`, bit for bit, down to
-scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Codes are e4m3
-where their bytes are unsigned; then there may be a scale for each 128 columns of a row, `scale_stride` behind each
-other. MARLIN: each 16 codes are in the order in which lanes have those of Marlin's words, as `w4a8.device.wide` wants
-them.
+Codes and scales equal those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3` bit for bit, down to
+scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Unsigned bytes
+are e4m3 codes, which may have a scale per 128 columns of a row with stride `scale_stride`. MARLIN: whether every 16
+codes are in the order of the codes in Marlin's words, as `w4a8.device.wide` needs it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from moeq_kernels.device.routing import _count, _local, _rows_of, _write_tiles
 
 @triton.jit
 def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, INTERPRET: tl.constexpr):
-    """Codes for `codes` and the scale of a float32 row, or scales `[.., 1]`; columns that do not count must be zero.
+    """Quantise a float32 row to codes and a scale, or scales `[.., 1]` of groups; unused columns must be zero.
 
-    One row, not several: with two axes Triton may give a thread all columns.
+    The function takes one row, because Triton may give a thread all columns of a tensor with two axes.
     """
     E4M3: tl.constexpr = codes.dtype.element_ty == tl.uint8
     COLUMNS: tl.constexpr = value.shape[0]
@@ -52,7 +51,7 @@ def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, I
 
 @triton.jit
 def _store_scale(scales, row, scale, there, columns, scale_stride, COLUMNS: tl.constexpr):
-    """Stores the scale of a row, or those of the groups of its `columns` columns."""
+    """Store the scale of a row, or the scales of the groups of its `columns` columns."""
     if scale_stride is not None:
         group = tl.expand_dims(tl.arange(0, COLUMNS // 128), 1)
         tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=(group * 128 < columns) & there)
@@ -68,17 +67,16 @@ def route_quantised(
     DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Everything before the products, in one kernel, for up to a few thousand pairs.
+    """Sort and quantise up to a few thousand pairs in one kernel.
 
-    The first `listers` programs list the tiles, the others take PER pairs of a token: they write its codes and scale
-    to the sorted rows of these, `inverse` and `expert_of_row`. Every program looks at all pairs itself.
-    DIRECT: pairs stay in their order, no tiles are listed and there are no programs that list them.
-    See `device.routing` for the terms; PER divides TOP_K, CHOICES is the power of two from PER on, COLUMNS is at least
-    `hidden`.
+    The first `listers` programs list the tiles. Every other program takes PER pairs of a token: it writes the codes and
+    the scale to their sorted rows, and `inverse` and `expert_of_row`. Every program reads all pairs. DIRECT: pairs stay
+    unsorted, and no tiles are listed. PER divides TOP_K, CHOICES is the power of two from PER on, COLUMNS is at least
+    `hidden`; `device.routing` explains the terms.
     """
     at = tl.arange(0, PAIRS)
     if DEPENDENT:
-        gdc_wait()  # first: the product after this one may read `ids` before it waits
+        gdc_wait()  # before anything else, because the next product may read `ids` before it waits
     if DEPENDENT:
         gdc_launch_dependents()
     group = tl.program_id(0)
@@ -118,7 +116,7 @@ def quantise_tokens(
     CHOICES: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scale of a token, in the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
+    """Quantise a token into the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     value = tl.load(x + token * stride_x + column, mask=column < hidden, other=0.0).to(tl.float32)
@@ -127,7 +125,7 @@ def quantise_tokens(
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
-    # All rows first: a load behind a store would wait for the one before it.
+    # All rows are loaded first, because a load after a store would wait for it.
     choice = tl.arange(0, CHOICES)
     rows = tl.load(inverse + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
     for i in tl.static_range(TOP_K):
@@ -138,7 +136,7 @@ def quantise_tokens(
 
 @triton.jit
 def _rows_in_use(tiles, num_tiles, pairs, DIRECT: tl.constexpr):
-    """Sorted rows: the end of the last tile's expert."""
+    """Return the number of sorted rows, the end row of the last tile's expert."""
     if DIRECT:
         return pairs
     else:
@@ -152,18 +150,18 @@ def requantise(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of rows of activations `[pairs, size]`, of those that are in use (DIRECT: of all)."""
+    """Quantise the used rows (DIRECT: all rows) of activations `[pairs, size]`."""
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
-    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)  # the product has waited for the kernels that sort
+    rows = _rows_in_use(tiles, num_tiles, pairs, DIRECT)  # the preceding product has waited for the sorting kernels
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT:
         gdc_launch_dependents()
-    policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many rows leave no room for weights
+    policy: tl.constexpr = KEPT if ROWS == 1 else USUAL  # many kept rows would evict the weights
     for i in tl.static_range(ROWS):
         row = (first + i).to(tl.int64)
-        # Does not wait for the number of rows: what is not in use is read, but not written.
+        # Unused rows are read, but not written, so the load need not wait for the number of rows.
         inside = (column < size) & (row < pairs)
         value = tl.load(middle + row * size + column, mask=inside, other=0.0).to(tl.float32)
         code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
@@ -179,10 +177,10 @@ def activate_quantised(
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr,
 ):  # fmt: skip
-    """The end of a gate-up product whose k was shared: its sums `[SPLITS, rows, 2 * size]` to codes of activations.
+    """Finish a split gate-up product: from its partial sums `[SPLITS, rows, 2 * size]` to quantised activations.
 
-    Adds the shares, scales (unless scales are of groups, which sums have met already), applies the activation, rounds
-    to DTYPE and quantises a row. Arguments of weights as in `narrow.w8a8_product_narrow`.
+    The kernel adds the shares of a row, applies scales (unless the sums include scales of groups) and the activation,
+    rounds to DTYPE and quantises. Arguments of weights are those of `narrow.w8a8_product_narrow`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, COLUMNS)

@@ -1,16 +1,16 @@
-"""Expert products of bytes with many tokens per expert: each warpgroup multiplies 64 tokens with 256 rows of weights.
+"""Wide W8A8 kernel, for many tokens per expert: each warpgroup multiplies 64 tokens with 256 weight rows.
 
-At the rate of such tensor cores the L2 cache is as much a limit as they are, hence tiles as large as registers can
-hold: two warpgroups share the 256 rows that a copy warp brings in. A warpgroup without tokens only returns its
-buffers. Warpgroups may be several steps apart: while one finishes its tile the other multiplies. The copy warp takes
-work items from a counter, so that no program waits long for others at the end.
+The L2 cache limits the rate as much as the tensor cores do, so tiles are as large as registers allow: two warpgroups
+share the 256 rows that a copy warp brings in. A warpgroup without tokens only frees its buffers. Warpgroups may be
+several steps apart: while one finishes its tile, the other multiplies. The copy warp takes work items from a queue,
+which shortens the tail.
 
-Sums of e4m3 products take 128 registers for all steps and 64 for a step and half of the rows, which one warpgroup adds
-while the other multiplies.
+Sums of e4m3 products take 128 registers for all steps, and 64 for one step and half of the rows; one warpgroup adds
+these while the other multiplies.
 
-Where scales are of blocks the gate-up product quantises what it makes: a program's 128 columns of activations are a
-group of the down product's k, so no other program has to know their maximum, and the down product of an expert begins
-when that expert's activations are there. Scales of groups are read a step ahead.
+With scales of blocks the gate-up product quantises its results: a program's 128 columns of activations are one group of
+the down product's k, so no other program needs their maximum, and the down product of an expert begins when that
+expert's activations are complete. Scales of groups are read a step ahead.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from moeq_kernels.hopper.w8a8.device import common
 STEP = common.STEP
 #: Work items that are announced ahead.
 SLOTS = gl.constexpr(4)
-#: Activations of a group that are all smaller become zeros: the inverse of their scale could be infinite.
+#: Activations of a group become zeros if all are below this bound, because the inverse of their scale could overflow.
 LEAST = gl.constexpr(2.0**-100)
 
 
 @gluon.constexpr_function
 def stored(columns):
-    """`[64, columns]` for stores: 8 neighbouring columns in a thread."""
+    """Return the layout `[64, columns]` for stores, with 8 adjacent columns in a thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
@@ -48,28 +48,28 @@ def stored(columns):
 # fmt: off
 @gluon.jit
 def _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, at, i, OWN: gl.constexpr):
-    """Starts the copies of one step's weights: two boxes of 128 rows."""
+    """Start to copy one step's weights: two boxes of 128 rows."""
     tma_load(first_desc, [expert, at, i * STEP], bar, w_buf.index(2 * stage))
     tma_load(second_desc, [expert, at + (OWN - 128), i * STEP], bar, w_buf.index(2 * stage + 1))
 
 
 @gluon.jit
 def _load_tokens(x_desc, x_buf, bar, stage, row, left, i):
-    """Starts the copies of one step's tokens: 64 for each warpgroup that has any."""
+    """Start to copy one step's tokens: 64 for each warpgroup that has any."""
     for w in gl.static_range(2):
         tma_load(x_desc, [row + 64 * w, i * STEP], bar, x_buf.index(2 * stage + w), pred=left > 64 * w)
 
 
 @gluon.jit
 def _expect(bar, left):
-    """Tells a barrier how many bytes to wait for."""
+    """Set the byte count of a barrier for a tile with `left` tokens."""
     mbarrier.expect(bar, (256 + 64) * STEP, pred=left <= 64)
     mbarrier.expect(bar, (256 + 128) * STEP, pred=left > 64)
 
 
 @gluon.jit
 def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr):
-    """The copy warp: takes items, announces them, brings weights and tokens; its first weights before it waits."""
+    """Run the copy warp: take items, announce them, copy weights and tokens; first weights before it waits."""
     (
         first_desc, second_desc, x_desc, w_buf, x_buf, ready, empty, info, full, free, queue, done, needed, tiles,
         num_tiles, steps, blocks,
@@ -116,14 +116,14 @@ def _copy(given, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.con
 
 @gluon.jit
 def _steps(acc, it, steps, w_view, x_view, ready, empty, WG: gl.constexpr, STAGES: gl.constexpr):
-    """All steps of an item; returns the sums."""
+    """Multiply all steps of an item of int8 codes and return the sums."""
     for i in range(steps):
         stage = (it + i) % STAGES
         mbarrier.wait(ready.index(stage), ((it + i) // STAGES) & 1)
         tokens = x_view.index(2 * stage + WG)
         acc = warpgroup_mma(tokens, w_view.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        # All but the last product are done: give back the stage before this one.
+        # All but the last product are done, so the preceding stage is free.
         mbarrier.arrive(empty.index((it + i + STAGES - 1) % STAGES), count=1, pred=i > 0)
     acc = warpgroup_mma_wait(0, deps=(acc,))
     mbarrier.arrive(empty.index((it + steps + STAGES - 1) % STAGES), count=1)
@@ -132,7 +132,7 @@ def _steps(acc, it, steps, w_view, x_view, ready, empty, WG: gl.constexpr, STAGE
 
 @gluon.jit
 def _add_half(acc, tokens, weights, scale, GROUPED: gl.constexpr):
-    """acc `[64, 128]` and what one step of e4m3 codes adds to it, times the scale of each token if GROUPED."""
+    """Add one step of e4m3 codes to acc `[64, 128]`, times the scale of each token if GROUPED."""
     part = gl.zeros([64, 128], gl.float32, common.accumulator(128))
     part = warpgroup_mma(tokens, weights.permute((1, 0)), part, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
@@ -144,9 +144,9 @@ def _add_half(acc, tokens, weights, scale, GROUPED: gl.constexpr):
 @gluon.jit
 def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, second_scale, row, scale_stride,
                  WG: gl.constexpr, STAGES: gl.constexpr):
-    """All steps of an item of e4m3 codes, with the scales of the next step under way; returns the sums of both halves.
+    """Multiply all steps of an item of e4m3 codes and return the sums of both halves.
 
-    first_scale, second_scale: pointers to the scales of the first step where scales are of groups.
+    Scales of groups are loaded one step ahead; `first_scale` and `second_scale` point to those of the first step.
     """
     GROUPED: gl.constexpr = scale_stride is not None
     layout: gl.constexpr = common.accumulator(128)
@@ -176,8 +176,8 @@ def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, 
         mbarrier.wait(bar, phase)
         tokens = x_view.index(2 * stage + WG)
         first = _add_half(first, tokens, w_view.index(2 * stage), scale, GROUPED)
-        # Without these the compiler begins the other product before it adds, in registers that there are not: LLVM
-        # keeps sums in front of a wait for them, and ptxas in front of a branch.
+        # Without these waits the compiler starts the second product before the addition, and registers spill: LLVM does
+        # not move sums across a wait for them, and ptxas not across a branch.
         first = warpgroup_mma_wait(0, deps=(first,))
         mbarrier.wait(bar, phase)
         second = _add_half(second, tokens, w_view.index(2 * stage + 1), other, GROUPED)
@@ -187,7 +187,7 @@ def _float_steps(it, steps, w_view, x_view, ready, empty, x_scale, first_scale, 
 
 @gluon.jit
 def _store(value, out, row, end_row, column, columns, stride, COLUMNS: gl.constexpr):
-    """Stores `[64, COLUMNS]` in the output's type."""
+    """Store `[64, COLUMNS]` in the output's type."""
     layout: gl.constexpr = stored(COLUMNS)
     value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
     t = gl.expand_dims(row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), 1)
@@ -197,7 +197,7 @@ def _store(value, out, row, end_row, column, columns, stride, COLUMNS: gl.conste
 
 @gluon.jit
 def _terms(of, expert, column, columns, w_rows, up_row, row_step, GATED: gl.constexpr):
-    """Scales or biases of 64 rows of the weights from `column` on and of those beside, in float32."""
+    """Load scales or biases of 64 weight rows from `column` on, and of the other half's rows, in float32."""
     n = column + gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
     at = expert.to(gl.int64) * w_rows + n * row_step
     beside: gl.constexpr = 0 if GATED else 128
@@ -208,7 +208,7 @@ def _terms(of, expert, column, columns, w_rows, up_row, row_step, GATED: gl.cons
 
 @gluon.jit
 def _apply(acc, token_scale, factor, shift):
-    """Sums `[64, 64]`, scaled unless they are already (both scales None), and with biases unless there are none."""
+    """Apply scales and biases to sums `[64, 64]`; None stands for scales that the sums include, or for no biases."""
     layout: gl.constexpr = gl.SliceLayout(0, common.accumulator(64))
     value = gl.convert_layout(acc, common.accumulator(64), assert_trivial=True)
     if factor is not None:
@@ -222,7 +222,7 @@ def _apply(acc, token_scale, factor, shift):
 @gluon.jit
 def _finish(first, second, token_scale, factor, other_factor, shift, other_shift, out, row, end_row, column,
                   columns, stride, EPILOGUE: gl.constexpr):
-    """Scales, activation and stores of 64 columns of both halves."""
+    """Apply scales and the activation to 64 columns of both halves, and store them."""
     value = _apply(first, token_scale, factor, shift)
     other = _apply(second, token_scale, other_factor, other_shift)
     if gated(EPILOGUE):
@@ -237,9 +237,10 @@ def _quantise(
     first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows, up_row, scale_stride,
     ROUNDED: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
 ):
-    """Activations of a group of 128 columns as e4m3 codes with a scale for each token.
+    """Activate and quantise a group of 128 columns to e4m3 codes with a scale per token.
 
-    They are rounded to ROUNDED before that, as `rows.requantise` reads them. Its codes are of a true division.
+    Activations are rounded to ROUNDED first, as `rows.requantise` reads them; that kernel divides exactly, this one
+    multiplies by the inverse of the scale.
     """
     layout: gl.constexpr = common.accumulator(128)
     n = block * 128 + gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
@@ -270,7 +271,7 @@ def _multiply(
     given, WG: gl.constexpr, STAGES: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr, DEPENDENT: gl.constexpr,
     FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
 ):
-    """A multiplying warpgroup. It counts its finished items of each expert where it quantises (ROUNDED)."""
+    """Run a computing warpgroup, which counts its finished items per expert if it quantises (ROUNDED)."""
     (
         w_buf, x_buf, ready, empty, info, full, free, done, x_scale, w_scale, bias, out, out_scale, steps, columns,
         stride, w_rows, up_row, row_step, scale_stride,
@@ -299,7 +300,7 @@ def _multiply(
             f1, g1, f2, g2 = None, None, None, None
             s1, u1, s2, u2 = None, None, None, None
             if not GROUPED:
-                # Read before the products, or each item would end with waiting for them.
+                # Loaded before the products, so that an item does not end with waiting for them.
                 t = row + gl.arange(0, 64, layout=gl.SliceLayout(1, common.accumulator(128)))
                 token_scale = gl.load(x_scale + t, mask=t < end_row, other=0.0)
                 f1, g1 = _terms(w_scale, expert, at, columns, w_rows, up_row, row_step, GATED)
@@ -316,12 +317,12 @@ def _multiply(
                 second_scale = w_scale
                 if GROUPED:
                     first_scale += common.step_scales(expert, block * OWN, w_rows, steps)
-                    # What lies beyond the last row is multiplied, but not stored.
+                    # Columns beyond the last row are multiplied, but not stored.
                     other_row = gl.minimum(block * OWN + up_row, w_rows - 1)
                     second_scale += common.step_scales(expert, other_row, w_rows, steps)
                 first, second = _float_steps(it, steps, w_view, x_buf, ready, empty, x_scale, first_scale, second_scale,
                                              row, scale_stride, WG, STAGES)
-            if SIGNALS and finished >= 0:  # its stores have arrived by now
+            if SIGNALS and finished >= 0:  # the stores of the preceding item have completed by now
                 wide_copies.signal(done, finished)
             if SIGNALS:
                 _quantise(first, second, out, out_scale, bias, expert, row, end_row, block, columns, stride, w_rows,
@@ -354,18 +355,19 @@ def w8a8_product_wide(
     STAGES: gl.constexpr, REGISTERS: gl.constexpr, EPILOGUE: gl.constexpr, BIAS: gl.constexpr,
     DEPENDENT: gl.constexpr, FOLLOWS: gl.constexpr, ROUNDED: gl.constexpr,
 ):
-    """out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
+    """Compute out[row] = x[row] @ W[expert of row].T with scales, or the activation of its halves.
 
-    Args as of `narrow.w8a8_product_narrow`, except:
+    The arguments are those of `narrow.w8a8_product_narrow`, except:
         first_desc, second_desc: block `[1, 128, 128]`; x_desc: block `[64, 128]`.
         out: `[rows, columns]` with `stride`.
-        tiles: of 128 tokens, 64 for each of two warpgroups.
+        tiles: tiles of 128 tokens, 64 for each of two warpgroups.
         w_rows, up_row: with `scale_stride` up_row is a multiple of 128 and row_step is 1.
-        queue: int32 0: counts the work items taken, after the first one of each program.
-        done: int32 `[experts]`, zeros: finished items of an expert, of both warpgroups, counted where ROUNDED.
-        needed: what `done` counts for each of an expert's tiles in the product before, waited for where FOLLOWS.
-        ROUNDED: None, or the type (bfloat16, float16) that activations are rounded to before out gets their e4m3 codes
-            and out_scale, fp32 `[blocks, ..]` with `scale_stride`, the scale of each 128 columns of a row.
+        queue: int32 zero, counter of the work items that were taken after the first one of each program.
+        done: int32 zeros `[experts]`, finished items of both warpgroups per expert, counted if ROUNDED.
+        needed: count of `done` per tile after which an expert's tokens are ready; used if FOLLOWS.
+        FOLLOWS: whether the preceding kernel is this one with the gate-up product, whose results are the tokens.
+        ROUNDED: None, or the type (bfloat16, float16) to which activations are rounded before they are quantised: out
+            gets their e4m3 codes, and out_scale, fp32 `[blocks, ..]` with `scale_stride`, a scale per 128 columns.
     """
     gl.static_assert(x_desc.dtype == gl.int8 or x_desc.dtype == gl.float8e4nv, "wgmma takes unsigned bytes as signed")
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
