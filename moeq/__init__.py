@@ -40,7 +40,7 @@ _PUBLIC = {
     "run_check": "moeq.check.run_check:run_check",
     "CheckOptions": "moeq.check.run_check:CheckOptions",
     "load_experts": "moeq.load.torch_loader:load_experts",
-    "load_tensors": "moeq.load.layer_tensors:load_tensors",
+    "load_tensors": "moeq.load.torch_loader:load_tensors",
 }
 
 __all__ = [
@@ -69,8 +69,7 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment, Gpu
     from moeq.deploy.gpus import parse_gpu as gpu
     from moeq.errors import MoeqError
-    from moeq.load.layer_tensors import load_tensors
-    from moeq.load.torch_loader import load_experts
+    from moeq.load.torch_loader import load_experts, load_tensors
     from moeq.model import Checkpoint, open
     from moeq.pipeline.convert import convert, plan
     from moeq.pipeline.finalize import finalize

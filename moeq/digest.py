@@ -78,6 +78,21 @@ class DigestDifference:
     projection: str
     looks_like: str | None = None
 
+    @property
+    def name(self) -> str:
+        """Projection for people: `layer 0 expert 3 gate`."""
+        return f"layer {self.layer} expert {self.expert} {self.projection}"
+
+    @property
+    def swap(self) -> str:
+        """Clause that names a swap, for the end of a sentence; empty without one."""
+        return f"; it holds the values of {self.looks_like}" if self.looks_like else ""
+
+    @property
+    def text(self) -> str:
+        """Sentence for people."""
+        return f"{self.name}: not the values recorded{self.swap}"
+
 
 def logical_digest(matrix: QuantizedMatrix) -> str:
     """Return the hex BLAKE3 (256 bits) of a logical matrix.

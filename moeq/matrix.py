@@ -16,7 +16,7 @@ Conventions, for one projection of one expert:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -107,6 +107,10 @@ def projection_spec(stacked: MatrixSpec, role: Role) -> MatrixSpec:
     return stacked.with_role(role, stacked.n // halves)
 
 
+#: Parts of a matrix that have a row for each output feature; some of them may be None.
+ROW_PARTS = ("codes", "scales", "zeros", "global_scale", "bias")
+
+
 @dataclass(frozen=True)
 class QuantizedMatrix:
     """One quantised matrix as numbers.
@@ -131,19 +135,18 @@ class QuantizedMatrix:
 
     def rows(self, start: int, stop: int, role: Role) -> QuantizedMatrix:
         """Return output features `start .. stop` as a matrix of their own (views, nothing is copied)."""
+        return self.map_rows(lambda tensor: tensor[start:stop], self.spec.with_role(role, stop - start))
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[start:stop]
+    def map_rows(self, function: Callable[[Tensor], Tensor], spec: MatrixSpec | None = None) -> QuantizedMatrix:
+        """Apply a function to every part that has a row for each output feature.
 
-        return replace(
-            self,
-            spec=self.spec.with_role(role, stop - start),
-            codes=self.codes[start:stop],
-            scales=self.scales[start:stop],
-            zeros=cut(self.zeros),
-            global_scale=cut(self.global_scale),
-            bias=cut(self.bias),
-        )
+        Args:
+            function: function that selects or reorders rows.
+            spec: spec of the result; None: that of this matrix.
+        """
+        parts = {name: getattr(self, name) for name in ROW_PARTS}
+        changed = {name: function(tensor) for name, tensor in parts.items() if tensor is not None}
+        return replace(self, spec=spec or self.spec, **changed)
 
 
 def split_projections(matrix: QuantizedMatrix) -> Iterator[tuple[Literal["gate", "up", "down"], QuantizedMatrix]]:

@@ -1,4 +1,10 @@
-"""One product against its emulations, expert by expert; nothing larger than one expert's rows is held."""
+"""Compare a product with its emulations, expert by expert, and hold every error against two bounds.
+
+The first bound is measured on the same inputs: the norm of the error may be 1.2 times what the plain way loses, which
+rounds weights to the activation dtype, sums products in float32, and rounds results where the fused layer rounds. An
+error of a few weights hides in that norm, so each element also has a bound that is derived from the arithmetic
+(`moeq.reference.arithmetic`). No tensor larger than one expert's rows is held.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,39 @@ import torch
 from torch import Tensor
 
 from moeq.check.results import ExpertError, ProjectionResult
-from moeq.check.tolerance import EXPERT_FACTOR, tolerance
 from moeq.reference.arithmetic import Emulated
+
+#: Headroom over the plain 16-bit computation, for another order of summation.
+FACTOR = 1.2
+
+#: Headroom for a single expert, which sees few tokens, so that its measured error scatters more around the mean.
+EXPERT_FACTOR = 2.0
+
+NORM_RULE = (
+    f"norm: relative error at most {FACTOR} x that of the same products in 16-bit torch on dequantised weights "
+    f"({EXPERT_FACTOR} x for a single expert), and never less than the norm of the element bounds"
+)
+LAYER_RULE = (
+    "whole layer: weights, intermediate and output each round once, independently: |error| <= "
+    "6 x root of the sum of their squares through the layer + 2^-8 |y| (fp16: 2^-11 |y|) per element"
+)
+INT8_LAYER_RULE, FP8_LAYER_RULE = (
+    f"whole layer: against {kind} emulation from input to output; up to 4 intermediate codes may round the other way, "
+    "and the output rounds once"
+    for kind in ("int8", "e4m3")
+)
+
+
+def tolerance(baseline: float, floor: float, factor: float = FACTOR) -> float:
+    """Return the largest relative error that passes.
+
+    Args:
+        baseline: measured relative error of the plain 16-bit computation.
+        floor: norm of the element bounds over the norm of the reference: what float32 sums themselves may lose, where
+            operands are exact in 16 bits and the baseline is zero.
+        factor: headroom over the baseline.
+    """
+    return max(factor * baseline, floor)
 
 
 @dataclass
@@ -32,7 +69,7 @@ class Totals:
     def add(
         self, actual: Tensor, expected: Tensor, plain: Tensor, bound: Tensor, rows: Tensor
     ) -> tuple[float, float, float]:
-        """Account for some rows `[T, N]`. Returns their relative error, and those of `plain` and of the bounds."""
+        """Add some rows `[T, N]`. Returns the relative errors of `actual`, of `plain` and of the bounds."""
         error = difference(actual, expected)
         error2, plain2, norm2, bound2 = (
             float(one.square().sum()) for one in (error, plain - expected, expected, bound)
@@ -53,12 +90,12 @@ class Totals:
 
     @property
     def relative(self) -> float:
-        """Norm of the error over norm of the reference."""
+        """Norm of the error over the norm of the reference."""
         return ratio(self.error2, self.expected2)
 
     @property
     def baseline(self) -> float:
-        """The same for the plain 16-bit computation."""
+        """Relative error of the plain 16-bit computation."""
         return ratio(self.plain2, self.expected2)
 
     @property
@@ -75,9 +112,35 @@ class Totals:
         value = self.dot / norm
         return value if math.isfinite(value) else 0.0
 
+    def result(
+        self,
+        layer: int,
+        name: str,
+        k: int,
+        arithmetic: str,
+        experts: tuple[ExpertError, ...],
+        worst_run: str | None = None,
+    ) -> ProjectionResult:
+        """Build the record of a product; for the arguments see `ProjectionResult`."""
+        return ProjectionResult(
+            layer=layer,
+            name=name,
+            k=k,
+            max_abs=self.max_abs,
+            mean_abs=self.absolute / self.count,
+            relative=self.relative,
+            cosine=self.cosine,
+            baseline=self.baseline,
+            tolerance=self.tolerance,
+            arithmetic=arithmetic,
+            worst_element=self.worst,
+            worst_run=worst_run,
+            experts=experts,
+        )
+
 
 def difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """float64 |actual - expected|; what is not finite is infinitely wrong unless both are the same."""
+    """Return |actual - expected| in float64; a value that is not finite is infinitely wrong unless both are equal."""
     actual = actual.double()
     error = (actual - expected).abs()
     error = torch.where(actual == expected, torch.zeros_like(error), error)
@@ -85,7 +148,7 @@ def difference(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def ratio(error2: float, norm2: float) -> float:
-    """Square root of a quotient of squares; no error over nothing is 0."""
+    """Return the square root of a quotient of squares; 0 / 0 is 0."""
     if error2 == 0:
         return 0.0
     return math.sqrt(error2 / norm2) if norm2 else math.inf
@@ -93,11 +156,12 @@ def ratio(error2: float, norm2: float) -> float:
 
 @dataclass
 class ProductComparison:
-    """Collects one product of one layer.
+    """Comparison of one product of one layer, expert by expert.
 
     Attributes:
         name: `gate`, `up` or `down`.
         k: length of its sums.
+        totals: statistics over all experts.
     """
 
     name: str
@@ -107,7 +171,7 @@ class ProductComparison:
     _titles: tuple[str, ...] = ()
 
     def add(self, expert: int, actual: Tensor, emulated: Sequence[Emulated], rows: Tensor) -> None:
-        """Compare the rows of one expert with every way of rounding; the last is the reference, the first 16-bit."""
+        """Compare the rows of one expert with every way of rounding: the first is 16-bit, the last the reference."""
         exact, plain = emulated[-1], emulated[0]
         relative, baseline, floor = self.totals.add(actual, exact.value, plain.value, exact.bound, rows)
         allowed = tolerance(baseline, floor, EXPERT_FACTOR)
@@ -118,10 +182,10 @@ class ProductComparison:
 
     @property
     def arithmetic(self) -> int:
-        """The way of rounding that fits most experts (and of those the closest): kernels differ, within a matrix not.
+        """Number of the way of rounding that the kernel uses: the one whose bounds the most experts meet.
 
-        Between ways that fit equally many those decide that leave fewer output features out of bounds, as damages touch
-        few; then the median: a damaged expert says nothing about rounding.
+        A kernel rounds all experts of a matrix alike. Ties go to the way with the fewest output features out of bounds,
+        since damage touches few features, and then to the smallest median error.
         """
 
         def misfit(way: int) -> tuple[int, int, float]:
@@ -132,29 +196,16 @@ class ProductComparison:
         return min(range(len(self._titles)), key=misfit)
 
     def result(self, layer: int) -> ProjectionResult:
-        """What was found. At least one expert must have been added."""
-        totals, way = self.totals, self.arithmetic
-        return ProjectionResult(
-            layer=layer,
-            name=self.name,
-            k=self.k,
-            max_abs=totals.max_abs,
-            mean_abs=totals.absolute / totals.count,
-            relative=totals.relative,
-            cosine=totals.cosine,
-            baseline=totals.baseline,
-            tolerance=totals.tolerance,
-            arithmetic=self._titles[way],
-            worst_element=totals.worst,
-            worst_run=None,
-            experts=tuple(one[way] for one in self._experts),
-        )
+        """Build the result. At least one expert must have been added."""
+        way = self.arithmetic
+        experts = tuple(one[way] for one in self._experts)
+        return self.totals.result(layer, self.name, self.k, self._titles[way], experts)
 
 
 def compare_product(
     expert: int, actual: Tensor, value: Tensor, bound: Tensor, norms: tuple[float, float], rows: Tensor
 ) -> ExpertError:
-    """Every element of an expert's rows `[T, N]` against its bound; `norms` is the relative error and its tolerance."""
+    """Hold every element of an expert's rows `[T, N]` against its bound; `norms`: the relative error, its tolerance."""
     exceedance = difference(actual, value) / bound
     place = int(exceedance.argmax())
     row, column = divmod(place, exceedance.shape[1])

@@ -1,8 +1,7 @@
-"""Diagnosis: what an error pattern most likely means.
+"""Name the likely cause of an error from its pattern.
 
-An output feature that is wrong in one weight, one group or its bias is wrong by a multiple of a known vector over the
-tokens, and two dozen tokens tell those vectors apart. The answer is a reading of the evidence, offered to whoever has
-to look; passing or failing does not depend on it.
+An output feature with one wrong weight, scale, zero point or bias is wrong by a multiple of a known vector over the
+tokens, and two dozen tokens tell those vectors apart. Whether a check passes does not depend on the diagnosis.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from torch import Tensor
 from moeq.check.comparison import difference
 from moeq.reference.arithmetic import Emulated
 
-#: Tokens below which one vector cannot be told from another.
+#: Fewest tokens by which one vector can be told from another.
 FEWEST_ROWS = 4
 
 #: Share of an error's norm that a cause must explain.
 EXPLAINED = 0.98
 
-#: Output features that are looked at one by one.
+#: Largest number of output features that are diagnosed one by one.
 MOST_FEATURES = 3
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One expert's product.
+    """One expert's product, with all that it was computed from.
 
     Attributes:
         x: `[T, K]` input rows.
         weight: `[N, K]` dequantised weights of the reference.
         groups: int `[K]`, group of each input feature.
-        actual: `[T, N]` what the kernels computed.
-        emulated: what they should have computed.
+        actual: `[T, N]`, result of the kernels.
+        emulated: expected result and its bounds.
     """
 
     x: Tensor
@@ -46,11 +45,12 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> str | None:
-    """What is probably wrong, or None.
+    """Return the likely cause in words, or None.
 
     Args:
         evidence: a product that failed.
-        others: the same rows through other weights, by what they are called (`expert 3 up`), computed when asked for.
+        others: products of the same rows with other weights, by the name of those weights (`expert 3 up`); each is
+            computed when it is asked for.
     """
     exceedance = difference(evidence.actual, evidence.emulated.value) / evidence.emulated.bound
     wrong = torch.where((exceedance > 1).any(dim=0))[0]
@@ -74,7 +74,7 @@ def _agrees(actual: Tensor, way: Emulated) -> bool:
 
 
 def _cause(evidence: Evidence, feature: int) -> str | None:
-    """One output feature's error as a multiple of one vector over the tokens."""
+    """Explain the error of one output feature as a multiple of one vector over the tokens; None if no vector fits."""
     error = evidence.actual[:, feature].double() - evidence.emulated.value[:, feature]
     if len(error) < FEWEST_ROWS or not bool(error.isfinite().all()):
         return None
@@ -83,7 +83,7 @@ def _cause(evidence: Evidence, feature: int) -> str | None:
     count = int(evidence.groups.max()) + 1
     spread = torch.nn.functional.one_hot(evidence.groups.long(), count).double()
     found: list[tuple[float, str]] = []
-    # Ascending freedom: K single weights, then G groups twice, then the bias. On a tie the first wins.
+    # On a tie the first wins: single weights, then scales, zero points and the bias.
     for vectors, text in (
         (x, "one weight, of input feature {at}"),
         ((x * weight) @ spread, "the scale of group {at}"),
@@ -99,7 +99,7 @@ def _cause(evidence: Evidence, feature: int) -> str | None:
 
 
 def _span(numbers: list[int]) -> str:
-    """`3`, `0-15`, or `3, 17, 40 ...`."""
+    """Spell ascending numbers as `3`, `0-15`, or `3, 17, 40 ...`."""
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers[:6])) + (" ..." if len(numbers) > 6 else "")

@@ -1,4 +1,4 @@
-"""Inputs of the kernels: random tokens and the experts they are routed to."""
+"""Make the inputs of the kernels: random tokens, routed by the model's own router where there is one in floats."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ import torch
 from torch import Tensor
 
 from moeq.check.results import Run, Sample
-from moeq.check.router import find_router
 from moeq.model import Checkpoint
 from moeq.reference.moe import Linear
 from moeq.reference.routing import Routed, RoutingRule, known_scoring, route
 
-#: Tokens that every sampled expert gets at least: what telling one wrong weight from another takes.
+#: Fewest tokens of a sampled expert: enough to tell one wrong weight from another.
 LEAST_ROWS = 5
+
+#: Names of router tensors below the module that holds the experts, in any model family.
+_WEIGHTS = ("gate.weight", "router.weight", "gate.wg.weight", "router.layer.weight", "router.proj.weight")
+_CORRECTIONS = (
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+    "gate.expert_bias",
+    "expert_bias",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Inputs:
         x: `[T, H]` in the activation dtype.
         weights: float32 `[T, top_k]`.
         ids: int64 `[T, top_k]`, counted within the sample.
-        runs: the runs with the tokens that belong to each.
+        runs: every run with the slice of its tokens.
     """
 
     x: Tensor
@@ -34,23 +43,23 @@ class Inputs:
     runs: tuple[tuple[Run, slice], ...]
 
     def to(self, device: torch.device) -> Inputs:
-        """The same on a device."""
+        """Copy the tensors to a device."""
         return replace(self, x=self.x.to(device), weights=self.weights.to(device), ids=self.ids.to(device))
 
     def run_of(self, token: int) -> str:
-        """Title of the run that a token belongs to."""
+        """Return the title of the run that a token belongs to."""
         return next(run.title for run, part in self.runs if part.start <= token < part.stop)
 
 
 def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.dtype, seed: int) -> Inputs:
-    """Tokens from N(0, 1) for every run, routed as the run says; the same seed gives the same inputs.
+    """Draw tokens from N(0, 1) for every run and route them as the run says; equal seeds give equal inputs.
 
     Args:
         reference: holds the router.
         sample: layer, experts and runs.
         width: features of a token.
         dtype: activation dtype.
-        seed: of the random numbers; the layer takes part, so that layers differ.
+        seed: seed of the random numbers, mixed with the layer number.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + sample.layer)
     x = torch.randn(sample.tokens, width, generator=generator).to(dtype)
@@ -71,40 +80,66 @@ def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.
 
 
 def _covered(ids: Tensor, sample: Sample) -> bool:
-    """Whether every sampled expert has enough tokens already."""
+    """Return whether every sampled expert has enough tokens already."""
     return int(torch.bincount(ids.flatten(), minlength=len(sample.experts)).min()) >= LEAST_ROWS
 
 
 def _by_router(reference: Checkpoint, sample: Sample, x: Tensor, generator: torch.Generator) -> Routed:
-    """The model's own router and rule, restricted to the sampled experts."""
+    """Route by the model's own router and rule, restricted to the sampled experts; by random logits without one."""
     router, rule = find_router(reference, sample.layer), reference.info.routing
     experts = torch.tensor(sample.experts)
+    correction: Tensor | None = None
     if router is None:
-        logits, correction = torch.randn(x.shape[0], len(experts), generator=generator), None
+        logits = torch.randn(x.shape[0], len(experts), generator=generator)
     else:
-        logits = Linear(router.weight, router.bias)(x)[:, experts]
+        logits = router.linear(x)[:, experts]
         correction = None if router.correction_bias is None else router.correction_bias[experts]
     asked = RoutingRule(sample.top_k, known_scoring(rule.scoring), rule.renormalize, rule.scaling_factor)
-    if sample.complete:  # groups of experts mean nothing in a sample of them
+    if sample.complete:  # a sample of experts has no groups
         asked = replace(asked, num_groups=rule.num_groups, topk_groups=rule.topk_groups)
         asked = replace(asked, group_score="top2") if rule.group_score == "top2" else asked
     return route(logits, asked, correction)
 
 
 def _same_experts(reference: Checkpoint, sample: Sample, x: Tensor, generator: torch.Generator) -> Routed:
-    """All tokens to the same experts, as many as a token uses, with weights of their own."""
+    """Send all tokens to the same `top_k` experts, each with random weights."""
     ids = torch.randperm(len(sample.experts), generator=generator)[: sample.top_k]
     return Routed(_random_weights(x, sample, generator), ids.expand(x.shape[0], -1).clone())
 
 
 def _every_expert(reference: Checkpoint, sample: Sample, x: Tensor, generator: torch.Generator) -> Routed:
-    """Every sampled expert in turn."""
+    """Use every sampled expert in turn."""
     pairs = torch.arange(x.shape[0] * sample.top_k) % len(sample.experts)
     return Routed(_random_weights(x, sample, generator), pairs.view(-1, sample.top_k))
 
 
 def _random_weights(x: Tensor, sample: Sample, generator: torch.Generator) -> Tensor:
     return torch.softmax(torch.randn(x.shape[0], sample.top_k, generator=generator), dim=-1)
+
+
+@dataclass(frozen=True)
+class Router:
+    """Router of a layer: its weight `[E, H]` and bias, and `[E]` that takes part in choosing experts only, or None."""
+
+    linear: Linear
+    correction_bias: Tensor | None
+
+
+def find_router(checkpoint: Checkpoint, layer: int) -> Router | None:
+    """Read the router of a layer; None if it is missing, quantised or of another shape than the experts need."""
+    parent = checkpoint.expert_prefix(layer).rpartition(".")[0]
+
+    def read(*names: str) -> Tensor | None:
+        for name in names:
+            entry = checkpoint.source.tensors.get(f"{parent}.{name}")
+            if entry is not None and entry.dtype in ("F32", "F16", "BF16"):
+                return checkpoint.source.read(entry.name)
+        return None
+
+    weight, correction = read(*_WEIGHTS), read(*_CORRECTIONS)
+    if weight is None or weight.shape != (checkpoint.info.num_experts, checkpoint.info.expert_input_size):
+        return None
+    return Router(Linear(weight, read("router.bias")), None if correction is None else correction.reshape(-1).float())
 
 
 _ROUTINGS = {"router": _by_router, "same": _same_experts, "spread": _every_expert}

@@ -1,4 +1,4 @@
-"""The calls into `moeq_kernels` that a check makes, on whatever device the packed experts are."""
+"""Call `moeq_kernels` for a check, on whatever device the packed experts are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeq.errors import MoeqError
-from moeq.load import kernel_experts
+from moeq.load.kernel_experts import activation_arguments, check_e4m3
 from moeq.load.packed_sample import PackedPart
 from moeq.reference.moe import Activation
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def activations_of(layout: str, element: str, asked: str = "") -> str:
-    """What the kernels of a layout quantise activations to on the way: `int8`, `fp8` where that is asked, or nothing.
+    """Return what the kernels of a layout quantise activations to: `int8`, `fp8` (if asked for) or an empty text.
 
     Raises:
-        MoeqError: `answer.no-kernel` where no kernel reads the layout, or none so that activations become e4m3.
+        MoeqError: `answer.no-kernel` where no kernel reads the layout, or none with e4m3 activations.
     """
     from moeq_kernels.errors import KernelUnsupportedError
     from moeq_kernels.formats import find_format
@@ -31,7 +31,7 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
     try:
         found = find_format(layout, element)
         if asked == "fp8":
-            kernel_experts.check_e4m3(layout, element, prepared=False)
+            check_e4m3(layout, element, prepared=False)
         return "int8" if found.int8_activations else asked
     except KernelUnsupportedError as error:
         raise MoeqError(
@@ -43,7 +43,7 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
 
 @contextmanager
 def kernel_errors() -> Iterator[None]:
-    """Errors of the kernel package as errors of moeq: what a kernel does not cover is an answer, not a bug.
+    """Turn errors of the kernel package into errors of moeq: an uncovered case is an answer, not a bug.
 
     Raises:
         MoeqError: `answer.no-kernel` for a layout, dtype or size that no kernel covers; `environment.kernels` where
@@ -61,18 +61,20 @@ def kernel_errors() -> Iterator[None]:
 
 
 def fused_layer(parts: Sequence[PackedPart], x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """The whole layer by the fused kernels: `[M, H]` in x's dtype, or the float32 sum of several ranks."""
+    """Run the fused layer: `[M, H]` in x's dtype, or the float32 sum over several ranks."""
     outputs = [fused_experts(part.experts, x, weights, part.local_ids(ids), activation) for part in parts]
     return outputs[0] if len(outputs) == 1 else torch.stack([output.float() for output in outputs]).sum(dim=0)
 
 
 def fused_experts(experts: PackedExperts, x: Tensor, weights: Tensor, ids: Tensor, activation: Activation) -> Tensor:
-    """The whole layer by the fused kernels, with tiles that suit the interpreter where that runs them."""
-    return kernel_experts.fused_experts(experts, x, weights, ids, activation, _blocks(ids))
+    """Run the fused layer on one rank's experts, with tiles that suit the interpreter where that runs them."""
+    from moeq_kernels import fused_moe
+
+    return fused_moe(x, experts, weights, ids, blocks=_blocks(ids), **activation_arguments(activation))
 
 
 def _blocks(ids: Tensor) -> Blocks | None:
-    """Tiles for the interpreter, which pays per program: one program for all rows of an expert. None on a GPU."""
+    """Return tiles for the interpreter, whose cost is per program: one for all rows of an expert. None on a GPU."""
     from moeq_kernels.tuning import Blocks, next_power_of_two
 
     if ids.device.type != "cpu":
@@ -82,7 +84,7 @@ def _blocks(ids: Tensor) -> Blocks | None:
 
 
 def first_products(parts: Sequence[PackedPart], x: Tensor, ids: Tensor, width: int) -> dict[str, Tensor]:
-    """`gate` (where there is one) and `up` of every pair: float32 `[pairs, width]`, padding cut off."""
+    """Compute `gate` (if there is one) and `up` of every pair: float32 `[pairs, width]`, without padding."""
     found: dict[str, Tensor] = {}
     for part in parts:
         for name, values in _first(part.experts, x, part.local_ids(ids)).items():
@@ -105,7 +107,7 @@ def _first(experts: PackedExperts, x: Tensor, ids: Tensor) -> dict[str, Tensor]:
 
 
 def down_products(parts: Sequence[PackedPart], hidden: Tensor, ids: Tensor, width: int) -> Tensor:
-    """`down` of every pair, from its own row of `hidden` `[pairs, I]`: float32 `[pairs, width]`."""
+    """Compute `down` of every pair from its own row of `hidden` `[pairs, I]`: float32 `[pairs, width]`."""
     from moeq_kernels import expert_products
 
     total = torch.zeros(hidden.shape[0], width, device=hidden.device)

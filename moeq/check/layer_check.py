@@ -1,4 +1,4 @@
-"""Check one layer: each product on its own, which localises an error, and the fused layer as a whole."""
+"""Check one layer: each product on its own, which shows where an error is, and the fused layer as a whole."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from moeq.reference.stored_floats import stored_weight
 if TYPE_CHECKING:
     from moeq.load.packed_sample import PackedPart
 
-#: Other experts that a failing one is compared with, to recognise a swap.
+#: Largest number of other experts that a failing one is compared with, to recognise a swap.
 MOST_SUSPECTS = 16
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """What is compared with what.
+    """Check of one layer: both sides of the comparison, and its options.
 
     Attributes:
         converted: packed weights for the kernels.
         reference: dequantised weights for the reference.
         entry: the layer in the manifest.
         sample: experts and runs.
-        device: where the kernels run, and the reference.
+        device: device of the kernels and of the reference.
         dtype: activation dtype.
-        seed: of the random tokens.
+        seed: seed of the random tokens.
         activation: the model's activation.
-        fused: also run the fused layer; without, each product alone.
+        fused: run the fused layer too, not only each product.
         activation_dtype: `fp8` to multiply with e4m3 activations.
     """
 
@@ -68,26 +68,26 @@ class LayerCheck:
 
     @property
     def widths(self) -> dict[Projection, int]:
-        """Output features per projection, without padding."""
+        """Output features of each projection, without padding."""
         w13, w2 = self.entry.matrices["w13"].spec, self.entry.matrices["w2"].spec
         first: dict[Projection, int] = {"gate": w13.n // 2, "up": w13.n // 2} if w13.gated else {"up": w13.n}
         return {**first, "down": w2.n}
 
     def k_of(self, name: Projection) -> int:
-        """Input features of a projection."""
+        """Return the input features of a projection."""
         return self.entry.matrices["w2" if name == "down" else "w13"].spec.k
 
     def activations(self, name: Projection) -> str:
-        """What the kernels quantise the activations of this product to: `int8`, `fp8` or nothing."""
+        """Return what the kernels quantise the activations of a product to: `int8`, `fp8` or an empty text."""
         matrix = self.entry.matrices["w2" if name == "down" else "w13"]
         return activations_of(self.entry.layout, matrix.spec.element, self.activation_dtype)
 
     def group_of(self, name: Projection) -> int:
-        """Input features that share a scale, of weights and of e4m3 activations."""
+        """Return the number of input features that share a scale, of weights and of e4m3 activations."""
         return self.entry.matrices["w2" if name == "down" else "w13"].spec.group_size
 
     def linear(self, expert: int, name: Projection) -> Linear:
-        """Dequantised weights of one projection of one expert, on the device."""
+        """Dequantise one projection of one expert, on the device."""
         layer = self.entry.layer
         bias = self.reference.matrix(layer, expert, name).bias
         weight = self._stored(expert, name)
@@ -96,44 +96,37 @@ class LayerCheck:
         return Linear(weight.to(self.device), None if bias is None else bias.to(self.device))
 
     def _stored(self, expert: int, name: Projection) -> Tensor | None:
-        """Weights of formats that the reference reads by itself, from the source's tensors; None for others."""
+        """Read the source's tensors by the reference's own definitions; None for formats that it does not know."""
         layer = self.entry.layer
         if self.reference.kind != "source" or name not in self.reference.kind_of(layer, expert).projections:
             return None
-        return stored_weight(self.reference.parts(layer, expert, name, _Every()))
+        return stored_weight(self.reference.parts(layer, expert, name))
 
     def expert(self, expert: int) -> Expert:
-        """All projections of one expert."""
+        """Dequantise all projections of one expert."""
         gate = self.linear(expert, "gate") if "gate" in self.widths else None
         return Expert(gate, self.linear(expert, "up"), self.linear(expert, "down"))
 
     def emulate(self, name: Projection, x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
-        """The ways in which a correct kernel may compute a product."""
+        """Compute a product in every way in which a correct kernel may do it."""
         kind = self.activations(name)
         if kind == "fp8":
             return emulate_fp8(x, linear, self.group_of(name), tensor_cores=self.device.type == "cuda")
         return emulate_int8(x, linear) if kind == "int8" else emulate_16bit(x, linear, self.dtype)
 
     def combine(self, gate: Tensor | None, up: Tensor) -> Tensor:
-        """The activation of gate and up."""
+        """Apply the model's activation to gate and up."""
         return activate(gate, up, self.activation)
-
-
-class _Every:
-    """Holds every name: all stored parts are wanted."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
 class Products:
-    """What the kernels computed for every pair of a token and one of its experts.
+    """Results of the kernels for every pair of a token and one of its experts.
 
     Attributes:
         actual: float32 `[pairs, N]` by projection.
-        hidden: `[pairs, I]` in the activation dtype: the rows that down starts from, made from the kernels' own gate
-            and up, so that kernel and reference of down start from the same numbers.
+        hidden: `[pairs, I]` in the activation dtype: the input of down, made from the kernels' own gate and up, so that
+            the kernel and the reference of down start from the same numbers.
     """
 
     actual: Mapping[Projection, Tensor]
@@ -178,7 +171,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
 
 
 def _passage(check: LayerCheck, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:
-    """One expert's tokens through the whole layer."""
+    """Follow one expert's tokens through the whole layer."""
     kind = check.activations("down")
     if kind == "fp8":
         group, cores = check.group_of("down"), check.device.type == "cuda"
@@ -190,9 +183,9 @@ def _passage(check: LayerCheck, x: Tensor, expert: Expert, first: dict[str, tupl
 def _run_fused(
     check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs, advance: Callable[[str], None]
 ) -> tuple[Tensor, tuple[str, ...], int]:
-    """The fused layer run by run: its output, and which runs did not repeat bit for bit."""
+    """Run the fused layer: its output, the runs that did not repeat bit for bit, and how many were repeated."""
     outputs, unequal, repeated = [], [], 0
-    again = inputs.runs if check.device.type == "cuda" else inputs.runs[:1]  # the interpreter is slow, and sequential
+    again = inputs.runs if check.device.type == "cuda" else inputs.runs[:1]  # the interpreter is sequential
     for run, part in inputs.runs:
         arguments = (packed, inputs.x[part], inputs.weights[part], inputs.ids[part], check.activation)
         y = fused_layer(*arguments)
@@ -206,7 +199,7 @@ def _run_fused(
 
 
 def _run_products(check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs) -> Products:
-    """Every product of every run: run by run on a GPU, at once in the interpreter, which pays per launch."""
+    """Compute every product: run by run on a GPU, at once in the interpreter, whose cost is per launch."""
     parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, inputs.x.shape[0])]
     first = [first_products(packed, inputs.x[part], inputs.ids[part], check.widths["up"]) for part in parts]
     actual: dict[Projection, Tensor] = {
@@ -231,7 +224,7 @@ def _compare_expert(
     place: tuple[Inputs, Tensor, Tensor],
     expert_id: int,
 ) -> dict[str, tuple[Emulated, ...]]:
-    """Compare every product of one expert; returns the emulations of gate and up."""
+    """Compare every product of one expert and return the emulations of gate and up."""
     inputs, tokens, slots = place
     pairs = tokens * inputs.ids.shape[1] + slots
     x = inputs.x[tokens].float()
@@ -251,7 +244,7 @@ def _compare_expert(
 def _explained(
     check: LayerCheck, comparison: ProductComparison, products: Products, inputs: Inputs
 ) -> ProjectionResult:
-    """The result of a product, with what its failing experts look like."""
+    """Build the result of a product, with a diagnosis of every failing expert."""
     result = comparison.result(check.entry.layer)
     experts = tuple(
         one if one.passed else replace(one, looks_like=_reason(check, comparison, one.expert, products, inputs))
@@ -275,7 +268,7 @@ def _reason(
 
 
 def emulated_input(x: Tensor, kind: str, group: int) -> Tensor:
-    """The rows as they enter the product: themselves, or what their int8 or e4m3 codes stand for."""
+    """Return the rows as the product sees them: unchanged, or quantised to int8 or e4m3 and back."""
     if not kind:
         return x
     codes, scale = quantize_rows(x) if kind == "int8" else quantize_rows_e4m3(x, group)
@@ -283,7 +276,7 @@ def emulated_input(x: Tensor, kind: str, group: int) -> Tensor:
 
 
 def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:
-    """Group of each input feature of a projection."""
+    """Return the group of each input feature of a projection."""
     matrix = check.reference.matrix(check.entry.layer, expert, name)
     if matrix.group_index is not None:
         return matrix.group_index.to(check.device)
@@ -291,7 +284,7 @@ def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:
 
 
 class _Suspects(Mapping[str, Iterator[Emulated]]):
-    """The same rows through other weights of the sample, computed one by one as they are asked for."""
+    """Products of the same rows with other weights of the sample, each computed when it is asked for."""
 
     def __init__(self, check: LayerCheck, expert: int, name: Projection, rows: Tensor) -> None:
         self._check, self._rows = check, rows

@@ -1,4 +1,4 @@
-"""Check several layers in parallel: on a CPU in separate processes, since Triton's interpreter uses one core."""
+"""Check several layers in parallel on a CPU: in processes, since Triton's interpreter uses one core."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from moeq.check.layer_check import LayerCheck, check_layer
 from moeq.check.results import LayerReport
 from moeq.model import Checkpoint
 
-#: Weights per layer and run below which starting a process (importing torch and triton) takes longer than it saves.
+#: Fewest weights of a layer for which a process of its own, which imports torch and triton, pays.
 LEAST_WEIGHTS = 4 * 2**20
 
 
 def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
-    """How many processes; 1 means none but this one."""
+    """Choose the number of processes; 1 means this one alone."""
     if len(checks) < 2 or checks[0].device.type != "cpu":
         return 1
     if asked is not None:
@@ -30,18 +30,18 @@ def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
 
 
 def _work(check: LayerCheck) -> int:
-    """Weights that the kernels decode."""
+    """Return the number of weights that the kernels decode."""
     expert = sum(matrix.padded_n * matrix.padded_k for matrix in check.entry.matrices.values())
     return expert * len(check.sample.experts)
 
 
 def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str], None]) -> list[LayerReport]:
-    """`check_layer` of every layer, in order; with more than one job, one layer per process at a time."""
+    """Call `check_layer` for every layer and return the reports in order; each job has a process of its own."""
     if jobs == 1:
         with _few_threads(checks):
             return [check_layer(check, advance) for check in checks]
     others = set(multiprocessing.active_children())
-    # Not forked: torch's threads do not survive a fork. The checkpoints are opened again over there.
+    # Spawned, since torch's threads do not survive a fork. Each process opens the checkpoints again.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_at_ctrl_c) as pool:
         threads = max(1, (os.cpu_count() or 1) // jobs)
         try:
@@ -60,9 +60,9 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
 
 @contextmanager
 def _ctrl_c_blocked() -> Iterator[None]:
-    """Processes that are started in this block cannot be interrupted before they ask for it.
+    """Block Ctrl-C in this thread and in the processes that it starts, until they unblock it.
 
-    A terminal sends Ctrl-C to all processes; those that still import torch would print tracebacks.
+    A terminal sends Ctrl-C to all processes, and those that still import torch would print tracebacks.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -75,7 +75,7 @@ def _ctrl_c_blocked() -> Iterator[None]:
 
 
 def _end_at_ctrl_c() -> None:
-    """In a process that has been started: Ctrl-C ends it, without a word."""
+    """Let Ctrl-C end the process that calls this, without a message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -83,7 +83,7 @@ def _end_at_ctrl_c() -> None:
 
 @contextmanager
 def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
-    """One thread for small experts on a CPU: waking threads takes longer than what they would do."""
+    """Use one thread for small experts on a CPU: waking threads would take longer than their work."""
     before = torch.get_num_threads()
     small = all(check.device.type == "cpu" and _work(check) < LEAST_WEIGHTS for check in checks)
     torch.set_num_threads(1 if small else before)
@@ -93,13 +93,13 @@ def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-#: Name and revision of a checkpoint: what it takes to open it again.
+#: Name and revision of a checkpoint, by which it is opened again.
 _Place = tuple[str, str | None]
 
 
 @dataclass(frozen=True)
 class _Portable:
-    """A check that can be sent to another process: checkpoints by where they are."""
+    """Check that can be sent to another process, with the places of its checkpoints instead of them."""
 
     check: LayerCheck
     places: tuple[_Place, _Place]

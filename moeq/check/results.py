@@ -1,4 +1,4 @@
-"""What a check found. Plain frozen records, free of torch, so that reports can render them anywhere."""
+"""Results of `run-check` and of its self-test as plain records, without torch, for the reports."""
 
 from __future__ import annotations
 
@@ -6,28 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class DigestMismatch:
-    """A projection whose bytes no longer hold the values that the manifest recorded.
-
-    Attributes:
-        layer: layer index.
-        expert: expert id.
-        projection: `gate`, `up` or `down`.
-        looks_like: where the digest was found instead (`expert 3 gate`), which names a swap; else None.
-    """
-
-    layer: int
-    expert: int
-    projection: str
-    looks_like: str | None = None
-
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        swapped = f"; it holds the values of {self.looks_like}" if self.looks_like else ""
-        return f"layer {self.layer} expert {self.expert} {self.projection}: not the values recorded{swapped}"
+from moeq.digest import DigestDifference
 
 
 @dataclass(frozen=True)
@@ -45,21 +24,21 @@ class Run:
 
     @property
     def title(self) -> str:
-        """`33 tokens`, `7 tokens, same experts`."""
+        """Title for people: `33 tokens`, `7 tokens, same experts`."""
         suffix = {"router": "", "same": ", same experts", "spread": ", spread"}[self.routing]
         return f"{self.tokens} token{'s' if self.tokens != 1 else ''}{suffix}"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What of one layer went through the kernels.
+    """Part of one layer that goes through the kernels.
 
     Attributes:
         layer: layer index.
         experts: expert ids.
         runs: calls of the fused layer.
         top_k: experts per token.
-        complete: every expert of the layer is in it.
+        complete: the sample holds every expert of the layer.
     """
 
     layer: int
@@ -70,13 +49,13 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all runs."""
+        """Token count of all runs."""
         return sum(run.tokens for run in self.runs)
 
 
 @dataclass(frozen=True)
 class ExpertError:
-    """One expert in one product (or, for `layer`, the tokens that used it).
+    """Error of one expert in one product (or, for `layer`, of the tokens that used it).
 
     Attributes:
         expert: expert id.
@@ -84,9 +63,9 @@ class ExpertError:
         relative: error norm over reference norm.
         tolerance: largest relative error that passes.
         exceedance: largest error of an element over that element's own bound; above 1 fails.
-        element: `(row, output feature)` where that is.
-        features: output features with an element beyond its bound.
-        looks_like: what the pattern of the error says is wrong, where it says so.
+        element: `(row, output feature)` of that error.
+        features: number of output features with an element beyond its bound.
+        looks_like: likely cause by the pattern of the error, or None.
     """
 
     expert: int
@@ -100,12 +79,12 @@ class ExpertError:
 
     @property
     def passed(self) -> bool:
-        """Within the tolerance of the norm and within the bound of every element."""
+        """Whether the norm is within its tolerance and every element within its bound."""
         return self.relative <= self.tolerance and self.exceedance <= 1
 
     @property
     def text(self) -> str:
-        """What is wrong, for people."""
+        """Description of the error for people."""
         place = f"output feature {self.element[1]}" if self.features <= 1 else f"{self.features} output features"
         size = f"{self.exceedance:.3g} x the bound" if self.exceedance > 1 else f"relative error {self.relative:.2e}"
         return f"expert {self.expert}: {place}, {size}" + (f"; {self.looks_like}" if self.looks_like else "")
@@ -113,7 +92,7 @@ class ExpertError:
 
 @dataclass(frozen=True)
 class ProjectionResult:
-    """One product (or the whole layer) of one layer, over all runs.
+    """Result of one product of a layer, or of the whole layer, over all runs.
 
     Attributes:
         layer: layer index.
@@ -125,10 +104,10 @@ class ProjectionResult:
         cosine: cosine similarity with the reference.
         baseline: relative error of the same computation in 16-bit torch on dequantised weights.
         tolerance: largest relative error that passes.
-        arithmetic: the way of rounding that the kernel was found to use, which the element bounds refer to.
+        arithmetic: way of rounding that the kernel was found to use, to which the element bounds refer.
         worst_element: `(row, output feature)` of the largest absolute error.
-        worst_run: the run it belongs to (`layer` only), else None.
-        experts: every expert that got tokens.
+        worst_run: title of the run of that error (`layer` only), or None.
+        experts: errors of every expert that got tokens.
     """
 
     layer: int
@@ -147,7 +126,7 @@ class ProjectionResult:
 
     @property
     def exceedance(self) -> float:
-        """Largest error of an element over its bound."""
+        """Largest error of an element over its bound; above 1 fails."""
         return max(expert.exceedance for expert in self.experts)
 
     @property
@@ -157,17 +136,17 @@ class ProjectionResult:
 
     @property
     def worst(self) -> ExpertError:
-        """The expert closest to, or furthest beyond, what it may have."""
+        """Expert that is closest to its limits, or furthest beyond them."""
         return max(self.experts, key=lambda one: max(one.exceedance, one.relative / one.tolerance))
 
     @property
     def passed(self) -> bool:
-        """Whether the product and every single expert of it are within tolerance."""
+        """Whether the product and each of its experts are within tolerance."""
         return self.relative <= self.tolerance and not self.failed
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """What is wrong, a line each; for a whole layer only the worst, since its experts share their tokens."""
+        """Errors for people, one a line; of a whole layer only the worst, since its experts share their tokens."""
         if self.passed:
             return ()
         if self.name == "layer":
@@ -181,17 +160,16 @@ class ProjectionResult:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run of the fused layer on a GPU.
+    """Time of one run of the fused layer on a GPU.
 
     Attributes:
         layer: layer index.
         run: title of the run.
         microseconds: median of the repeated calls.
         weight_bytes: bytes of packed experts that the run has to read.
-        total_bytes: the same with activations.
+        total_bytes: bytes of these experts and of activations.
         flops: multiplications and additions.
-        floor_microseconds: the least time that the device's memory and its arithmetic allow, or None where its
-            bandwidth is unknown.
+        floor_microseconds: shortest time that the device's bandwidth and arithmetic allow; None for unknown devices.
     """
 
     layer: int
@@ -204,25 +182,25 @@ class Timing:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes over time."""
+        """Memory throughput."""
         return self.total_bytes / self.microseconds / 1e3
 
     @property
     def teraflops(self) -> float:
-        """Operations over time."""
+        """Arithmetic throughput."""
         return self.flops / self.microseconds / 1e6
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Everything about one layer.
+    """Results of one layer.
 
     Attributes:
         sample: what went through the kernels.
-        results: `gate` (where there is one), `up`, `down`, `layer`.
-        repeated: runs that were done twice.
+        results: `gate` (if there is one), `up`, `down`, `layer`.
+        repeated: number of runs that were done twice.
         unequal: titles of runs whose second result differed in any bit.
-        timings: on a GPU.
+        timings: times of the runs on a GPU; empty on a CPU.
     """
 
     sample: Sample
@@ -233,18 +211,18 @@ class LayerReport:
 
     @property
     def ok(self) -> bool:
-        """Within tolerance and deterministic."""
+        """Whether all results are within tolerance and the runs deterministic."""
         return all(result.passed for result in self.results) and not self.unequal
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything `run-check` found.
+    """Results of `run-check`.
 
     Attributes:
         destination: the converted checkpoint.
-        source: whose dequantised weights were the reference, or None where the source was not at hand and the
-            converted checkpoint's own logical values were used.
+        source: checkpoint whose dequantised weights were the reference; None without it, when the reference used the
+            converted checkpoint's own logical values.
         scheme: title of the scheme.
         layout: layout id.
         backend: backend that the layout is for.
@@ -252,12 +230,12 @@ class CheckReport:
         dtype: activation dtype.
         seed: seed of the random tokens.
         digests_checked: projections whose logical digest was recomputed.
-        digest_mismatches: those that differ.
-        layers: what went through the kernels and what came out.
-        layers_in_checkpoint: MoE layers there are.
-        derivation: how tolerances come about, a line each.
+        digest_mismatches: projections whose digest differs from the manifest's.
+        layers: results of the layers that went through the kernels.
+        layers_in_checkpoint: number of MoE layers of the checkpoint.
+        derivation: derivations of the tolerances, one a line.
         seconds: wall time.
-        notes: what else is worth saying.
+        notes: remarks for people.
     """
 
     destination: str
@@ -269,7 +247,7 @@ class CheckReport:
     dtype: str
     seed: int
     digests_checked: int
-    digest_mismatches: tuple[DigestMismatch, ...]
+    digest_mismatches: tuple[DigestDifference, ...]
     layers: tuple[LayerReport, ...]
     layers_in_checkpoint: int
     derivation: tuple[str, ...]
@@ -283,12 +261,12 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, everything checked is within tolerance, and something was checked."""
+        """Whether something was checked, no digest differs, and every layer is within tolerance."""
         nothing_wrong = not self.digest_mismatches and all(layer.ok for layer in self.layers)
         return nothing_wrong and bool(self.layers or self.digests_checked)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document; an infinite error (a NaN somewhere) is null, with `passed` false."""
+        """Convert to plain values for JSON; an infinite error (a NaN somewhere) is null, with `passed` false."""
         document = asdict(self)
         for entry, layer in zip(document["layers"], self.layers, strict=True):
             entry["ok"] = layer.ok
@@ -310,14 +288,14 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SabotageResult:
-    """One kind of damage, and which checks detected it.
+    """Outcome of one kind of damage: which checks detected it.
 
     Attributes:
         sabotage: name of the kind of damage.
         place: `expert 2 up`.
-        damage: what was done.
-        digest: what the digests said, or None where they said nothing.
-        numeric: what the kernels' numbers said without any digest, or None where the damage stays below their bound.
+        damage: description of the damage.
+        digest: report of the digests, or None.
+        numeric: report of the kernels' numbers without digests; None if the damage stays below their bound.
         exceedance: error over bound.
         data: whether data was damaged; False for a wrong call, which no digest can see.
     """
@@ -332,22 +310,22 @@ class SabotageResult:
 
     @property
     def caught(self) -> bool:
-        """Whether `run-check` as it runs by default would have failed."""
+        """Whether `run-check` with its default options would have failed."""
         return self.digest is not None or self.numeric is not None
 
 
 @dataclass(frozen=True)
 class SelftestReport:
-    """Every damage done to one converted checkpoint.
+    """Results of the self-test on one converted checkpoint.
 
     Attributes:
-        destination: the converted checkpoint (which stays as it is).
+        destination: the converted checkpoint, which is not changed.
         scheme: title of the scheme.
         layout: layout id.
         device: where the kernels ran.
         layer: the layer whose experts were damaged.
-        results: one per damage.
-        false_alarms: what was reported at places that were not damaged.
+        results: outcome of every damage.
+        false_alarms: reports about places that were not damaged.
     """
 
     destination: str
@@ -360,10 +338,10 @@ class SelftestReport:
 
     @property
     def ok(self) -> bool:
-        """Every damage caught and nothing else reported."""
+        """Whether every damage was caught and no other place reported."""
         return bool(self.results) and all(result.caught for result in self.results) and not self.false_alarms
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Convert to plain values for JSON."""
         document: dict[str, Any] = _finite({**asdict(self), "ok": self.ok})
         return document

@@ -1,4 +1,4 @@
-"""Run the fused kernels on converted weights, and the reference on the source's: two independent results."""
+"""Compare the fused kernels on converted weights with the reference on the source's: two independent results."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from pathlib import Path
 
 import torch
 
-from moeq.check.digests import check_digests
+from moeq.check.comparison import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.check.layer_check import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
 from moeq.check.results import CheckReport
 from moeq.check.sampling import CheckOptions, choose_samples
-from moeq.check.tolerance import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.checkpoint.manifest import Manifest, read_manifest
-from moeq.digest import default_workers
+from moeq.digest import check_digests, default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
@@ -33,13 +32,13 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Opened:
-    """A converted checkpoint and what it is compared with.
+    """Converted checkpoint and the reference that it is compared with.
 
     Attributes:
         converted: the packed weights.
-        reference: the truth: its source, or itself where the source is not at hand.
+        reference: its source, or itself without the source.
         manifest: its `moeq.json`.
-        notes: what to tell about the choice of the reference.
+        notes: remarks for people about the choice of the reference.
     """
 
     converted: Checkpoint
@@ -48,7 +47,7 @@ class Opened:
     notes: tuple[str, ...] = ()
 
     def reference_of(self, layer: int) -> Checkpoint:
-        """The truth for one layer's kernels: what is stored, where lossy packing was allowed to change numbers."""
+        """Return the reference of a layer: the converted checkpoint itself if packing changed its numbers."""
         return self.converted if self.manifest.layer(layer).losses else self.reference
 
 
@@ -64,10 +63,10 @@ def run_check(
 
     Args:
         dst: output of `moeq convert`.
-        source: the checkpoint it came from; default: the one its manifest names, where that is still there.
+        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
         revision: Hub revision of `source`.
-        options: what to check; the default is everything a GPU can do, or a sample on a CPU.
-        progress: called with steps done, steps in all, and what is being done.
+        options: what to check; None: everything on a GPU, a sample on a CPU.
+        progress: called with steps done, steps in all, and the name of the step.
 
     Raises:
         MoeqError: `source.no-manifest`, `source.changed` where `source` is not what was converted;
@@ -78,7 +77,7 @@ def run_check(
 
 
 def check_opened(opened: Opened, options: CheckOptions, progress: Progress | None = None) -> CheckReport:
-    """`run_check` of checkpoints that are open already."""
+    """Check checkpoints that are open already; for errors see `run_check`."""
     started = time.monotonic()
     manifest, converted = opened.manifest, opened.converted
     device = prepare_device(options.device) if options.kernels else torch.device("cpu")
@@ -99,7 +98,8 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     digest_steps = sum(manifest.layer(layer).num_experts for layer in layers)
     layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
-    checked, mismatches = check_digests(converted, manifest, layers, steps.advance, default_workers())
+    entries = [manifest.layer(layer) for layer in layers]
+    checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
     found = check_layers(checks, choose_jobs(checks, options.jobs), steps.advance)
     return CheckReport(
         destination=converted.source.name,
@@ -122,7 +122,7 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
 
 @dataclass
 class _Steps:
-    """Counts steps and passes them on."""
+    """Counter of steps, which reports each."""
 
     total: int
     report: Progress
@@ -134,7 +134,7 @@ class _Steps:
 
 
 def open_both(dst: str | Path, source: str | Path | None = None, revision: str | None = None) -> Opened:
-    """Open a converted checkpoint and the one whose dequantised weights are the truth."""
+    """Open a converted checkpoint and the one whose dequantised weights are the reference."""
     converted = open_checkpoint(dst)
     manifest = read_manifest(Path(dst))
     if converted.kind != "converted":
@@ -161,7 +161,7 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
 
 
 def _changed(opened: Opened, layers: list[int]) -> tuple[str, ...]:
-    """That some layers are not held against the source, which has other numbers."""
+    """Note the layers whose reference is not the source, since lossy packing changed their numbers."""
     changed = sum(opened.manifest.layer(layer).losses for layer in layers)
     if not changed or opened.reference is opened.converted:
         return ()
@@ -172,7 +172,7 @@ def _changed(opened: Opened, layers: list[int]) -> tuple[str, ...]:
 
 
 def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
-    """The model's activation and its parameters; SiLU, and a note, where the reference knows none so called."""
+    """Find the model's activation and its parameters; SiLU and a note if the reference does not know its name."""
     name, config = reference.info.activation, reference.source.config
     if name == "swigluoai":
         limit = config.get("swiglu_limit", 7.0)
@@ -185,7 +185,7 @@ def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
 
 
 def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
-    """How the tolerances come about: one line per kind of product."""
+    """Derive the tolerances in words: one line for each kind of product."""
     lines: dict[str, list[str]] = {}
     for check in checks:
         for name in check.widths:
@@ -199,7 +199,7 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
 
 
 def prepare_device(asked: str) -> torch.device:
-    """The device to run on; without a GPU, chooses Triton's interpreter, which must happen before triton is imported.
+    """Choose the device; on a CPU also enable Triton's interpreter, which has to happen before triton is imported.
 
     Raises:
         MoeqError: `usage.device`, `environment.no-gpu`, `environment.no-triton`, `environment.interpreter`.

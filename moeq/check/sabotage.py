@@ -1,7 +1,7 @@
-"""Kinds of damage to packed experts, as data: what each changes, and which matrices it applies to.
+"""Table of the kinds of damage to packed experts: what each changes, and which matrices can have it.
 
-Every damage is done to the logical matrix and packed again by the layout, so that each is what a wrong packer would
-have written; it touches one projection (`rows`) of one expert and leaves the others alone.
+A damage changes one projection (`rows`) of one expert's logical matrix. The layout then packs the matrix again, so the
+bytes are those of a wrong packer.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch import Tensor
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
-#: A damaged matrix, and what was done to it in words.
+#: Damaged matrix, and a description of the damage.
 Damaged = tuple[QuantizedMatrix, str]
 
-#: Damages a matrix in `rows`; None where this very data cannot show it.
+#: Function that damages a matrix in `rows`; it returns None if this very data cannot show the damage.
 Damage = Callable[[QuantizedMatrix, slice, torch.Generator], Damaged | None]
 
 
 @dataclass(frozen=True)
 class Sabotage:
-    """One kind of corruption.
+    """Kind of damage.
 
     Attributes:
         name: short name.
-        what: one line for people.
-        possible: whether a matrix of that spec can have it.
-        damage: does it.
-        both_halves: it takes gate and up together.
+        what: description for people.
+        possible: function that says whether a matrix of that spec can have it.
+        damage: function that does it.
+        both_halves: whether it takes gate and up together.
     """
 
     name: str
@@ -104,18 +104,10 @@ def _shift_groups(matrix: QuantizedMatrix, rows: slice, generator: torch.Generat
 
 
 def _swap_halves(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
-    def swap(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.roll(tensor.shape[0] // 2, dims=0)
+    def swap(tensor: Tensor) -> Tensor:
+        return _bits(tensor).roll(tensor.shape[0] // 2, dims=0).view(tensor.dtype)
 
-    swapped = replace(
-        matrix,
-        codes=matrix.codes.roll(matrix.spec.n // 2, dims=0),
-        scales=_bits(matrix.scales).roll(matrix.spec.n // 2, dims=0).view(matrix.scales.dtype),
-        zeros=swap(matrix.zeros),
-        bias=swap(matrix.bias),
-        global_scale=swap(matrix.global_scale),
-    )
-    return swapped, "gate and up exchanged"
+    return matrix.map_rows(swap), "gate and up exchanged"
 
 
 def _change_bias(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
@@ -148,7 +140,7 @@ def _change_second_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.
 
 
 def _bits(scales: Tensor) -> Tensor:
-    """A copy of scales; 8-bit floats as bytes, which torch compares and moves on every device."""
+    """Copy scales; 8-bit floats become bytes, which torch compares and moves on every device."""
     return (scales.contiguous().view(torch.uint8) if scales.element_size() == 1 else scales).clone()
 
 
@@ -166,7 +158,7 @@ def _change_group(matrix: QuantizedMatrix, rows: slice, generator: torch.Generat
     return replace(matrix, group_index=index), f"groups of input features {k} and {other} exchanged"
 
 
-#: Damages to one expert, in the order of the report. `swap experts` and swapped arguments are added by the self-test.
+#: Damages to one expert, in the order of the report. The self-test adds swapped experts and swapped arguments.
 SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage("flip a code", "one bit of one weight", lambda spec: True, _flip_code),
     Sabotage("swap two scales", "two scales exchanged", lambda spec: True, _swap_scales),

@@ -1,4 +1,4 @@
-"""Which layers, experts and token counts are checked."""
+"""Choose the layers, experts and token counts of a check."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from moeq.checkpoint.manifest import LayerEntry, Manifest
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 
-#: On a CPU the kernels run in Triton's interpreter, thousands of times slower than a GPU: a sample must do.
+#: Limits of a sample on a CPU, where Triton's interpreter is thousands of times slower than a GPU.
 CPU_MAX_WEIGHTS = 8 * 2**20
 CPU_TOKENS = (1, 7, 33)
 GPU_TOKENS = (1, 7, 33, 256)
 
-#: Tokens of the run in which all go to the same experts: an odd number.
+#: Tokens of the run in which all go to the same experts: an odd number, which no tile divides.
 SAME_TOKENS = 7
 
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What to check.
+    """Options of a check.
 
     Attributes:
-        layers: layer indices, or None for all on a GPU and first, last and one between on a CPU.
-        experts: expert ids, or None for all on a GPU and as many as CPU_MAX_WEIGHTS allows on a CPU.
-        tokens: token counts, one run each; None for the default of the device.
+        layers: layer indices; None: all on a GPU; the first, the middle and the last on a CPU.
+        experts: expert ids; None: all on a GPU, as many as CPU_MAX_WEIGHTS allows on a CPU.
+        tokens: token counts, one run each; None: CPU_TOKENS or GPU_TOKENS.
         seed: seed of the random tokens and of the choice of experts.
         device: `auto`, `cpu` or `cuda`.
         digests: recompute the logical digests of every expert of every layer first.
-        kernels: run the kernels; without, only digests are checked and neither triton nor a GPU is needed.
-        whole: also run the fused layer; without, each product alone.
-        digest_layers: layers whose digests are recomputed; None for all.
-        activation_dtype: `fp8` to run FP8 weights with e4m3 activations; empty for activations of 16 bits, or what the
-            layout says.
-        jobs: processes that check layers at the same time on a CPU; None decides by the amount of work.
+        kernels: run the kernels; otherwise only digests are checked and neither triton nor a GPU is needed.
+        whole: run the fused layer too, not only each product.
+        digest_layers: layers whose digests are recomputed; None: all.
+        jobs: processes that check layers at the same time on a CPU; None: by the amount of work.
+        activation_dtype: `fp8` to run FP8 weights with e4m3 activations; empty: 16-bit activations, or int8 ones for
+            layouts that have them.
     """
 
     layers: Sequence[int] | None = None
@@ -57,7 +57,7 @@ class CheckOptions:
 def choose_samples(
     manifest: Manifest, options: CheckOptions, device: torch.device, converted: Checkpoint
 ) -> tuple[Sample, ...]:
-    """What of every chosen layer is checked.
+    """Choose a sample of every chosen layer.
 
     Raises:
         MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.tokens`.
@@ -82,7 +82,7 @@ def choose_samples(
 
 
 def _runs(tokens: Sequence[int], experts: int, top_k: int) -> tuple[Run, ...]:
-    """The token counts by the router, all tokens to the same experts, and (where needed) every expert in turn."""
+    """List the runs: each token count by the router, all tokens to the same experts, and every expert in turn."""
     spread = -(-LEAST_ROWS * experts // top_k)
     routed = [Run(count) for count in sorted(dict.fromkeys(tokens))]
     return (*routed, Run(SAME_TOKENS, "same"), Run(spread + 1 - spread % 2, "spread"))

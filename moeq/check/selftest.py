@@ -1,7 +1,7 @@
-"""Self-test of the check: damage a converted checkpoint in memory in every known way; each has to be reported.
+"""Self-test of `run-check`: damage a converted checkpoint in memory in every known way and expect each in the report.
 
-All damages of a format are done at once, each at a place (layer, expert, projection) of its own: every place is judged
-on its own, so one run shows for each damage whether it is caught, and for every other place that nothing is made up.
+All damages of a format are done at once, each at a place (expert and projection) of its own. Since every place is
+judged on its own, one run shows which damages are caught and whether undamaged places are reported.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from pathlib import Path
 
 import torch
 
-from moeq.check.overlay import OverlaySource, open_overlay
 from moeq.check.results import CheckReport, SabotageResult, SelftestReport
 from moeq.check.run_check import Opened, check_opened, open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
 from moeq.check.sampling import CheckOptions
 from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
+from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
-from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.packed_sample import load_packed
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
+from moeq.model.converted import ConvertedCheckpoint, written_padding
 
-#: Tokens of the damaged run, besides those that all go to the same experts.
+#: Tokens of the damaged run, beside those that all go to the same experts.
 TOKENS = (33,)
 
 _ROLE: dict[Projection, StackedRole] = {"gate": "w13", "up": "w13", "down": "w2"}
@@ -35,9 +35,33 @@ _ROLE: dict[Projection, StackedRole] = {"gate": "w13", "up": "w13", "down": "w2"
 Advance = Callable[[str], None]
 
 
+class OverlaySource(LocalSource):
+    """Local folder whose bytes read differently where `patch` has overwritten them; the files stay as they are."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, name)
+        self._patches: list[tuple[str, int, bytes]] = []
+
+    def patch(self, tensor: str, row: int, data: bytes) -> None:
+        """Make `tensor[row]` read as `data`, which must be all of its bytes. A later patch wins over an earlier one."""
+        entry = self.entry(tensor)
+        size = (entry.end - entry.start) // entry.shape[0]
+        if len(data) != size:
+            raise ValueError(f"{tensor}[{row}] is {size} bytes, not {len(data)}")
+        self._patches.append((entry.file, entry.start + row * size, bytes(data)))
+
+    def read_into(self, fd: int, view: memoryview, start: int, file: str) -> None:
+        super().read_into(fd, view, start, file)
+        target = view.cast("B")
+        for patched, first, changed in self._patches:
+            low, high = max(start, first), min(start + len(target), first + len(changed))
+            if patched == file and low < high:
+                target[low - start : high - start] = changed[low - first : high - first]
+
+
 @dataclass(frozen=True)
 class Site:
-    """Weights that are reserved for one damage."""
+    """Place of one damage: projections of an expert."""
 
     expert: int
     projections: tuple[Projection, ...]
@@ -45,7 +69,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Planted:
-    """A damage that was done."""
+    """Damage that was done, with its description and its places."""
 
     name: str
     text: str
@@ -60,14 +84,14 @@ def selftest(
     device: str = "auto",
     advance: Advance | None = None,
 ) -> SelftestReport:
-    """Damage a converted checkpoint in memory and check it, by digests and by kernels apart.
+    """Damage a converted checkpoint in memory, then check it by its digests and, separately, by the kernels.
 
     Args:
         dst: output of `moeq convert`; read, never written.
         source: the checkpoint it came from (see `run_check`).
-        seed: where the damages are.
-        device: as in `run_check`.
-        advance: called with what is being done.
+        seed: seed of the choice of places.
+        device: `auto`, `cpu` or `cuda`.
+        advance: called with the name of every step.
 
     Raises:
         MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
@@ -77,7 +101,8 @@ def selftest(
     entry = next((one for one in opened.manifest.layers if not one.ranks), None)
     if entry is None:
         raise MoeqError("usage.selftest", f"{dst} is written rank by rank", "self-test a conversion for one rank")
-    converted, overlay = open_overlay(Path(dst), opened.manifest)
+    overlay = OverlaySource(Path(dst), str(dst))
+    converted = ConvertedCheckpoint(overlay, opened.manifest)
     reference = opened.reference if opened.reference.kind == "source" else open_checkpoint(dst)
     planted = _plant(converted, overlay, entry, torch.Generator().manual_seed(seed))
     experts = sorted({site.expert for one in planted for site in one.sites} | set(range(min(2, entry.num_experts))))
@@ -105,7 +130,7 @@ def selftest(
 def _plant(
     converted: Checkpoint, overlay: OverlaySource, entry: LayerEntry, generator: torch.Generator
 ) -> list[Planted]:
-    """Do every damage that the format can have; patches the overlay."""
+    """Do every damage that the format can have, as patches of the overlay."""
     layer = entry.layer
     matrices: dict[tuple[StackedRole, int], QuantizedMatrix] = {}
     planted = []
@@ -126,7 +151,7 @@ def _plant(
     pair = free.take_pair(set(matrices))
     if pair is not None:
         role = _ROLE[pair[0].projections[0]]
-        # Both are read before either is written: the overlay shows what was written at once.
+        # Read both before writing either: the overlay shows a patch at once.
         contents = [converted.matrix(layer, site.expert, role) for site in pair]
         for site, matrix in zip(pair, reversed(contents), strict=True):
             _write(overlay, entry, layouts[role], role, site.expert, matrix)
@@ -136,7 +161,7 @@ def _plant(
 
 
 class _Sites:
-    """Hands out places, each once: projections of one expert after another, the largest damages last."""
+    """Free places, which are handed out once each: one projection after the other, expert by expert."""
 
     def __init__(self, entry: LayerEntry) -> None:
         self._specs = {role: matrix.spec for role, matrix in entry.matrices.items()}
@@ -145,7 +170,7 @@ class _Sites:
         self._free = [(expert, name) for expert in range(entry.num_experts) for name in names]
 
     def take(self, sabotage: Sabotage) -> Site | None:
-        """The first free place where it is possible."""
+        """Reserve the first free place where a damage is possible; None if there is none."""
         if sabotage.both_halves:
             return self._take_halves(sabotage)
         for expert, name in self._free:
@@ -164,7 +189,7 @@ class _Sites:
         return None
 
     def take_pair(self, used: set[tuple[StackedRole, int]]) -> tuple[Site, Site] | None:
-        """Two experts that have the whole of w2, or else of w13, still free."""
+        """Return two experts whose w2, or else w13, is free and undamaged; None if there are none."""
         for role in ("w2", "w13"):
             names = tuple(name for name in self._names if _ROLE[name] == role)
             experts = sorted({expert for expert, _ in self._free})
@@ -182,7 +207,7 @@ def _rows(matrix: QuantizedMatrix, site: Site) -> slice:
 
 
 def _layout(converted: Checkpoint, entry: LayerEntry, role: StackedRole) -> Layout:
-    """The layout as the conversion had it: some have to know every expert first."""
+    """Build the layout as the conversion had it: some are calibrated on all experts of a layer."""
     layout = get_layout(entry.layout, allow_lossy=True)
     if layout.calibration_scope is None:
         return layout
@@ -193,10 +218,8 @@ def _layout(converted: Checkpoint, entry: LayerEntry, role: StackedRole) -> Layo
 def _write(
     overlay: OverlaySource, entry: LayerEntry, layout: Layout, role: StackedRole, expert: int, matrix: QuantizedMatrix
 ) -> None:
-    """Pack a matrix and let the overlay show it as that expert's."""
-    w13, w2 = entry.matrices["w13"], entry.matrices["w2"]
-    padding = PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
-    for part, tensor in layout.pack(padding.pad(matrix)).items():
+    """Pack a matrix and make the overlay show it as that expert's."""
+    for part, tensor in layout.pack(written_padding(layout, entry.matrices).pad(matrix)).items():
         name = entry.matrices[role].tensors[part]
         overlay.patch(name, expert, tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
@@ -218,7 +241,7 @@ def _outcome(planted: Planted, by_digest: CheckReport, by_kernel: CheckReport) -
 
 
 def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: CheckReport) -> Iterator[str]:
-    """What was reported where nothing had been damaged."""
+    """List reports about places that were not damaged."""
     places = {(site.expert, name) for one in planted for site in one.sites for name in site.projections}
     for mismatch in by_digest.digest_mismatches:
         if (mismatch.expert, mismatch.projection) not in places:
@@ -230,7 +253,7 @@ def _false_alarms(planted: list[Planted], by_digest: CheckReport, by_kernel: Che
 
 
 def _swapped_arguments(opened: Opened, entry: LayerEntry, dtype: str, device: str) -> SabotageResult:
-    """`fused_moe(x, experts, ids, weights)` must be refused: both are `[tokens, top_k]`."""
+    """Exchange ids and weights, both `[tokens, top_k]`, in a call of `fused_moe`, which has to refuse it."""
     from moeq_kernels import KernelArgumentError, fused_moe
 
     where = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")

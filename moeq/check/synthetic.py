@@ -1,7 +1,6 @@
-"""Small checkpoints with random weights, one of every kind of format, for a self-test without a checkpoint.
+"""Write small checkpoints with random weights, one in each kind of format, for a self-test without a checkpoint.
 
-Written here bit by bit from the formats' own definitions, without moeq's schemes, so that reading them back proves
-something too.
+They are written from the formats' own definitions, not by moeq's schemes, so that reading them is tested as well.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 4, 2, 128, 64
 
-#: Writes the tensors of one projection `[N, K]` under a prefix.
+#: Function that makes the tensors of one projection `[N, K]` under a prefix.
 MakeProjection = Callable[[str, int, int, torch.Generator], dict[str, Tensor]]
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -26,13 +25,13 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Recipe:
-    """One small checkpoint.
+    """Description of one small checkpoint.
 
     Attributes:
         name: folder name.
-        layout: layout it is converted to.
-        quantization: the config's `quantization_config`.
-        projection: writes one projection of one expert; None for gpt-oss, which stacks its experts.
+        layout: id of the layout that it is converted to.
+        quantization: `quantization_config` of its config.
+        projection: function that makes one projection of one expert; None for gpt-oss, which stacks its experts.
     """
 
     name: str
@@ -100,7 +99,7 @@ def _integers(high: int, shape: tuple[int, ...], generator: torch.Generator) -> 
 
 
 def _words(fields: Tensor, bits: int, axis: int) -> Tensor:
-    """int32 words of `32 / bits` consecutive fields along an axis, the first in the lowest bits."""
+    """Pack `32 / bits` consecutive fields along an axis into int32 words, the first in the lowest bits."""
     per = 32 // bits
     parts = fields.to(torch.int64).reshape(*fields.shape[:axis], -1, per, *fields.shape[axis + 1 :])
     shifts = (torch.arange(per) * bits).view([per if d == axis + 1 else 1 for d in range(parts.dim())])
@@ -170,7 +169,7 @@ def _e4m3(n: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def _bf16_scales(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """float32 scales that bfloat16 holds, as Marlin keeps them."""
+    """Draw float32 scales that bfloat16 can hold, as Marlin keeps them."""
     return (_scales(shape, generator) / 64).to(torch.bfloat16).float()
 
 
@@ -247,7 +246,7 @@ _FP8_BLOCK_CONFIG = {
 _NVFP4_CONFIG = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 _MXFP8_CONFIG = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "exclude_modules": ["lm_head"]}
 
-#: Every kind of format that the kernels read.
+#: One checkpoint in each kind of format that the kernels read.
 RECIPES: tuple[Recipe, ...] = (
     Recipe("gptq-int4", "marlin-wna16/1", _gptq_config(4, 32), _gptq(4, 32)),
     Recipe("gptq-int4-asym", "marlin-wna16/1", _gptq_config(4, 32, symmetric=False), _gptq(4, 32, symmetric=False)),

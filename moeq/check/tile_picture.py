@@ -1,4 +1,4 @@
-"""A picture of where a layout puts the codes of one tile, found by packing numbered codes."""
+"""Find where a layout puts the codes of one tile, by packing numbered codes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeq.layouts.base import Layout
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
-#: Tile whose codes are followed: input features (k) by output features (n).
+#: Size of the tile: input features (k) by output features (n).
 TILE_K, TILE_N = 16, 64
 
-#: Size of the probe: a multiple of every layout's block.
+#: Rows and columns of the probed matrix: a multiple of every layout's block.
 _PROBE = 256
 
 _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -23,14 +23,14 @@ _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TilePicture:
-    """Where the codes of a 16 x 64 tile lie in the packed weight.
+    """Positions of the codes of a 16 x 64 tile in the packed weight.
 
     Attributes:
         layout: layout id.
         bits: bits of a code.
-        codes: `(k, n)` of every code of the tile, in the order in which they lie in memory.
-        first_byte: address of the first.
-        last_byte: address of the last.
+        codes: `(k, n)` of every code of the tile, in memory order.
+        first_byte: address of the first code.
+        last_byte: address of the last code.
     """
 
     layout: str
@@ -41,10 +41,10 @@ class TilePicture:
 
 
 def tile_picture(layout_id: str, spec: MatrixSpec) -> TilePicture | None:
-    """Follow the codes of the first tile of a matrix like `spec`, or None where codes do not stay in one piece.
+    """Follow the codes of the first tile of a matrix like `spec`; None if the layout splits or changes codes.
 
-    Every code of a probe is numbered in base `2**bits`; packing one digit after another and reading the packed bytes
-    as codes again gives the number, and with it the origin, of what lies at every address.
+    Every code of a probe has a number in base `2**bits`. Each digit of these numbers is packed as codes; the packed
+    bytes, read as codes, then spell the number of the code at every address.
     """
     layout = get_layout(layout_id, allow_lossy=True)
     group = _PROBE if spec.num_groups == 1 else spec.group_size
@@ -67,7 +67,7 @@ def tile_picture(layout_id: str, spec: MatrixSpec) -> TilePicture | None:
 
 
 def _packed_codes(layout: Layout, spec: MatrixSpec, codes: Tensor) -> Tensor | None:
-    """The packed weight as codes in address order, low bits first."""
+    """Pack codes and read the packed weight as codes in address order, low bits first; None if packing is refused."""
     one = torch.ones(spec.n, spec.num_groups)
     scales = one.to(torch.uint8) if spec.scale_dtype == "e8m0" else one.to(_DTYPES.get(spec.scale_dtype, torch.float32))
     zeros = None if spec.symmetric else one.to(torch.int16)

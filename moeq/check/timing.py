@@ -1,7 +1,7 @@
-"""Time of the fused layer on a GPU, against the roofline of its memory traffic and arithmetic.
+"""Time the fused layer on a GPU and compare it with the roofline of its memory traffic and arithmetic.
 
-Calls are timed one by one as a program makes them, launches included; for a few tokens those dominate, and the
-benchmarks beside the kernels measure without them.
+Each call is timed as a program makes it, launches included, which dominate for a few tokens. The benchmarks of the
+kernels measure without them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from moeq.load.packed_sample import PackedPart
     from moeq_kernels import PackedMatrix
 
-#: Timed calls of a run, after as many for warming up and compiling.
+#: Timed calls of a run, and calls before them that compile and warm up.
 REPEATS, WARMUPS = 20, 3
 
-#: Read before every timed call so that weights come from memory and not from the cache.
+#: Bytes that are written before every timed call, so that weights come from memory and not from the cache.
 FLUSH_BYTES = 256 * 2**20
 
-#: Memory bandwidth in bytes/s and dense 16-bit FLOP/s, by a part of the device's name. Data sheets of the vendors.
+#: Memory bandwidth in bytes/s and dense 16-bit FLOP/s by a part of the device's name, from the vendors' data sheets.
 PEAKS: dict[str, tuple[float, float]] = {
     "B200": (8.0e12, 2250e12),
     "H200": (4.8e12, 989e12),
@@ -43,9 +43,9 @@ PEAKS: dict[str, tuple[float, float]] = {
 
 
 def time_runs(parts: Sequence[PackedPart], inputs: Inputs, activation: Activation, layer: int) -> tuple[Timing, ...]:
-    """Median time of every run with the model's own routing, weights read from memory each time.
+    """Measure the median time of every run with the model's own routing, with weights read from memory each time.
 
-    Nothing where the layer is written rank by rank: its ranks would run one after another here.
+    A layer that is written rank by rank is not timed: its ranks would run one after another here.
     """
     if len(parts) > 1:
         return ()
@@ -87,6 +87,6 @@ def _time_run(
 
 
 def expert_bytes(matrix: PackedMatrix) -> int:
-    """Bytes of one packed expert."""
+    """Return the bytes of one packed expert."""
     parts = (matrix.weight, matrix.scale, matrix.zero, matrix.bias, matrix.permutation, matrix.group_index)
     return sum(part[0].numel() * part.element_size() for part in parts if part is not None)

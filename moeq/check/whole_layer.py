@@ -1,4 +1,4 @@
-"""The fused layer end to end against the reference, with a bound on the accumulated rounding."""
+"""Compare the fused layer end to end with the reference, with a bound on the accumulated rounding."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeq.check.comparison import Totals, difference, ratio
+from moeq.check.comparison import EXPERT_FACTOR, Totals, difference, ratio, tolerance
 from moeq.check.inputs import Inputs
 from moeq.check.results import ExpertError, ProjectionResult
-from moeq.check.tolerance import EXPERT_FACTOR, tolerance
 from moeq.reference.arithmetic import (
     CONFIDENCE,
     UNIT,
@@ -24,22 +23,22 @@ from moeq.reference.arithmetic import (
 )
 from moeq.reference.moe import Expert, Linear, rounded
 
-#: Combine gate (or None) and up.
+#: Function that combines gate (or None) and up.
 Combine = Callable[[Tensor | None, Tensor], Tensor]
 
-#: int8 or e4m3 codes of one intermediate row that may round the other way (each does so with a chance below 1e-3).
+#: Largest number of int8 or e4m3 codes of an intermediate row that may round the other way (chance below 1e-3 each).
 FLIPPED_CODES = 4
 
 
 @dataclass(frozen=True)
 class Passage:
-    """One expert's tokens on their way through the layer, float64.
+    """Outputs of one expert for its tokens, in float64.
 
     Attributes:
-        expected: `[T, H]` without any rounding (int8, fp8: with the quantisation of activations alone).
-        plain: `[T, H]` as plain 16-bit torch computes it.
-        variance: `[T, H]` square of the standard error that roundings add up to.
-        extra: `[T, H]` further error that is added as it is.
+        expected: `[T, H]`, computed without rounding (int8, fp8: only activations are quantised).
+        plain: `[T, H]`, computed as plain 16-bit torch does.
+        variance: `[T, H]`, square of the standard error of all roundings.
+        extra: `[T, H]`, bound of errors that do not average out.
     """
 
     expected: Tensor
@@ -51,7 +50,7 @@ class Passage:
 def pass_16bit(
     x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]], combine: Combine, dtype: torch.dtype
 ) -> Passage:
-    """One expert in 16-bit arithmetic: weights, hidden rows and down weights round once each, independently."""
+    """Compute one expert in 16-bit arithmetic: weights, hidden rows and down weights round once each, independently."""
     unit = UNIT[dtype]
     exact, plain = ({name: ways[at].value for name, ways in first.items()} for at in (-1, 0))
     hidden = combine(exact.get("gate"), exact["up"])
@@ -71,7 +70,7 @@ def pass_16bit(
 def pass_int8(
     x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]], combine: Combine, dtype: torch.dtype
 ) -> Passage:
-    """One expert with int8 activations: the hidden rows are rounded to `dtype`, then quantised."""
+    """Compute one expert with int8 activations: the hidden rows are rounded to `dtype`, then quantised."""
     values = {name: ways[0].value for name, ways in first.items()}
     hidden = rounded(combine(values.get("gate"), values["up"]), dtype)
     down = emulate_int8(hidden, expert.down)[0]
@@ -90,9 +89,9 @@ def pass_fp8(
     group: int,
     tensor_cores: bool,
 ) -> Passage:
-    """One expert with e4m3 activations: the hidden rows are rounded to `dtype`, then quantised in groups.
+    """Compute one expert with e4m3 activations: the hidden rows are rounded to `dtype`, then quantised in groups.
 
-    A code that rounds the other way moves by 32 at most, of 448.
+    A code that rounds the other way changes by at most 32, where codes go up to 448.
     """
     values = {name: ways[0].value for name, ways in first.items()}
     hidden = rounded(combine(values.get("gate"), values["up"]), dtype)
@@ -100,7 +99,7 @@ def pass_fp8(
     scale = quantize_rows_e4m3(hidden, group)[1].double().amax(dim=1, keepdim=True)
     step = 32 * scale + 2 * UNIT[dtype] * hidden.double().abs().amax(dim=1, keepdim=True)
     flips = FLIPPED_CODES * step * expert.down.weight.double().abs().amax(dim=1)
-    # What gate and up may differ by from the emulation reaches the hidden rows as well.
+    # The error of gate and up against their emulation reaches the hidden rows as well.
     moved = sum((ways[0].bound for ways in first.values()), torch.zeros_like(values["up"]))
     spread = (moved.square() @ expert.down.weight.double().square().T).sqrt() * CONFIDENCE
     return Passage(product.value, product.value, torch.zeros_like(product.value), product.bound + flips + spread)
@@ -117,7 +116,7 @@ def _linear64(x: Tensor, linear: Linear) -> Tensor:
 
 
 class LayerComparison:
-    """Collects the experts' passages into the layer's output and compares it with the kernels'."""
+    """Sum of the experts' passages, which is compared with the output of the kernels."""
 
     def __init__(self, inputs: Inputs, width: int, dtype: torch.dtype) -> None:
         shape = (inputs.x.shape[0], width)
@@ -127,7 +126,7 @@ class LayerComparison:
         )
 
     def add(self, passage: Passage, tokens: Tensor, slots: Tensor) -> None:
-        """Account for one expert's part of the output."""
+        """Add one expert's part of the output."""
         weights = self._inputs.weights[tokens, slots].double().unsqueeze(1)
         self._expected.index_add_(0, tokens, passage.expected * weights)
         self._plain.index_add_(0, tokens, passage.plain * weights)
@@ -141,28 +140,15 @@ class LayerComparison:
         bound += torch.finfo(torch.float16).tiny * 2.0**-10 if self._dtype == torch.float16 else 2.0**-120
         exceedance = difference(actual, self._expected) / bound
         totals = Totals()
-        # The bounds of elements are no floor here: they take roundings as larger than the measured baseline does.
+        # Element bounds are no floor here: they assume larger roundings than the measured baseline has.
         totals.add(actual, self._expected, plain, torch.zeros_like(bound), torch.arange(actual.shape[0]))
         found = [
             self._expert(index, expert, actual, plain, exceedance)
             for index, expert in enumerate(experts)
             if bool((self._inputs.ids == index).any())
         ]
-        return ProjectionResult(
-            layer=layer,
-            name="layer",
-            k=k,
-            max_abs=totals.max_abs,
-            mean_abs=totals.absolute / totals.count,
-            relative=totals.relative,
-            cosine=totals.cosine,
-            baseline=totals.baseline,
-            tolerance=totals.tolerance,
-            arithmetic="all roundings together",
-            worst_element=totals.worst,
-            worst_run=self._inputs.run_of(totals.worst[0]),
-            experts=tuple(found),
-        )
+        worst_run = self._inputs.run_of(totals.worst[0])
+        return totals.result(layer, "layer", k, "all roundings together", tuple(found), worst_run)
 
     def _expert(self, index: int, expert: int, actual: Tensor, plain: Tensor, exceedance: Tensor) -> ExpertError:
         tokens = torch.where((self._inputs.ids == index).any(dim=1))[0]

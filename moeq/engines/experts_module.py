@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
-from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.kernel_experts import activation_arguments, kernel_experts
 from moeq.matrix import split_projections
+from moeq.model.converted import written_padding
 from moeq.reference.moe import ACTIVATIONS, Activation, Expert, Linear, activate, moe
 from moeq.schemes.dequantize import dequantize
 
@@ -122,11 +122,10 @@ class ConvertedExperts:
         """Dequantised weights of one expert."""
         linears = {}
         for role in STACKED_ROLES:
-            entry, layout = self.entry.matrices, get_layout(self.entry.layout)
+            matrices, layout = self.entry.matrices, get_layout(self.entry.layout)
             parts = {part: tensor[number] for part, tensor in self._parts(role).items()}
-            w13, w2 = entry["w13"], entry["w2"]
-            padding = PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
-            matrix = padding.unpad(layout.unpack(parts, entry[role].padded_spec))
+            padded = layout.unpack(parts, matrices[role].padded_spec)
+            matrix = written_padding(layout, matrices).unpad(padded)
             for name, projection in split_projections(matrix):
                 linears[name] = Linear(dequantize(projection), projection.bias)
         return Expert(linears.get("gate"), linears["up"], linears["down"])

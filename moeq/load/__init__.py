@@ -1,1 +1,1 @@
-"""Loaders: what runs a converted checkpoint, one module per engine. Importing this imports no engine and no torch."""
+"""Read a converted checkpoint: the bytes of a rank, and kernel records on them. Imports no engine and no torch."""

@@ -1,7 +1,7 @@
-"""Scales of a layer's static activations. No layout holds them: they lie in the restore data as in the source.
+"""Read the scales of a layer's static activations from the restore data, which hold them as the source does.
 
-Checkpoints for FP8 and 4-bit activations may store one number for each projection of each expert, or, where experts are
-stacked, a tensor of these or one number for all. ModelOpt's `input_scale` is what codes are multiplied by,
+Checkpoints for FP8 and 4-bit activations may store one number for each projection of each expert. Stacked experts have
+a tensor of these numbers, or one number for all. Codes are multiplied by ModelOpt's `input_scale`;
 compressed-tensors' `input_global_scale` is its reciprocal.
 """
 
@@ -32,12 +32,12 @@ _KEPT = "tensor/"
 
 @dataclass(frozen=True)
 class ActivationScales:
-    """What codes of activations are multiplied by, for every expert of a layer, whatever the rank.
+    """Factors of activation codes for every expert of a layer, on any rank.
 
     Attributes:
-        w13: float32 `[experts, 2]`, of gate and up; `[experts, 1]` without a gate.
-        w2: float32 `[experts]`, of down.
-        part: how the source calls them, a key of `ACTIVATION_SCALES`.
+        w13: float32 `[experts, 2]` for gate and up; `[experts, 1]` without a gate.
+        w2: float32 `[experts]` for down.
+        part: name of the part in the source, a key of `ACTIVATION_SCALES`.
     """
 
     w13: Tensor
@@ -46,11 +46,11 @@ class ActivationScales:
 
 
 def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> ActivationScales | None:
-    """The scales of one layer; None where the source stores none.
+    """Read the scales of one layer; None if the source stores none.
 
     Raises:
-        MoeqError: `source.no-keepsake` where the file is missing that holds what the source had beside the weights,
-            `source.missing-part` where only some projections have one, `source.bad-manifest` where one is no number.
+        MoeqError: `source.no-keepsake` if the file with the restore data is missing, `source.missing-part` if only some
+            experts have a scale, `source.bad-manifest` if one is no number.
     """
     import torch
 
@@ -83,21 +83,21 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
         return 1.0 / numbers if ACTIVATION_SCALES[part] else numbers
 
     first: list[StoredName] = ["gate", "up"] if "gate" in entry.projections else ["up"]
-    if ("gate_up", part) in kept.parts:  # one number for the rows of both
+    if ("gate_up", part) in kept.parts:  # one number for both
         first = ["gate_up"] * len(first)
     return ActivationScales(torch.stack([scales(name) for name in first], dim=1), scales("down"), part)
 
 
-@lru_cache(maxsize=1)  # layers of one checkpoint come one after the other
+@lru_cache(maxsize=1)  # layers of a checkpoint are read one after the other
 def _kept(path: Path) -> dict[str, LayerExperts]:
-    """What is kept of each layer, by the module path of its experts."""
+    """Index the kept tensors of each layer by the module path of its experts."""
     found = read_header(path, path.name).tensors.items()
     named = {name.removeprefix(_KEPT): entry for name, entry in found if name.startswith(_KEPT)}
     return {layer.prefix: layer for layer in index_experts(named)}
 
 
 def _numbers(source: Source, entry: TensorEntry, experts: int = 1) -> Tensor:
-    """float32 `[experts]` of a tensor with one number for each expert, or one for all."""
+    """Read float32 `[experts]` from a tensor with one number for each expert, or one for all."""
     import torch
 
     count = prod(entry.shape)

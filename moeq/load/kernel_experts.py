@@ -1,4 +1,4 @@
-"""From the stacked tensors of a converted layer to a call of `moeq_kernels`: the one place where the two meet."""
+"""Turn the stacked tensors of a converted layer into records of `moeq_kernels`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ if TYPE_CHECKING:
 
     from moeq.reference.moe import Activation
     from moeq_kernels import PackedExperts
-    from moeq_kernels.tuning import Blocks
 
-#: Our activation names to the kernels'.
+#: Names of activations in the kernels, where they differ from moeq's.
 _KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
 
 
 def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
-    """How gate and up rows lie, for the kernels. Raises MoeqError `answer.no-kernel` where up rows come first."""
+    """Return the order of gate and up rows. Raises MoeqError `answer.no-kernel` if up rows come first."""
     order = layout_class(layout).w13_order
     if order == "up-gate":
         raise MoeqError("answer.no-kernel", f"moeq has no kernel that reads {layout}, whose up rows come first")
@@ -31,14 +30,16 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
 
 
 def check_e4m3(layout: str, element: str, *, prepared: bool) -> None:
-    """Whether kernels multiply such weights with e4m3 activations.
+    """Check that a kernel multiplies such weights with e4m3 activations.
 
     Args:
-        prepared: in layers that are prepared once, too, not in single calls alone.
+        layout: layout id.
+        element: element type of the weights.
+        prepared: whether the layer may be prepared, which some kernels need.
 
     Raises:
-        MoeqError: `answer.no-kernel` where none does.
-        KernelUnsupportedError: no kernel reads the layout at all.
+        MoeqError: `answer.no-kernel` if no kernel does.
+        KernelUnsupportedError: if no kernel reads the layout at all.
     """
     from moeq_kernels.formats import FORMATS, find_format
     from moeq_kernels.hopper.support import W4A8
@@ -60,16 +61,16 @@ def kernel_experts(
     tensors: Mapping[StackedRole, Mapping[str, Tensor]],
     name: str = "",
 ) -> PackedExperts:
-    """Stacked tensors as the kernels take them.
+    """Build the kernels' record of a layer from its stacked tensors.
 
     Args:
         layout: layout id.
         specs: `w13` and `w2` as stored, padding included.
         tensors: their parts by name, `[experts, ...]` each.
-        name: of the layer, for the kernels' messages.
+        name: name of the layer for the kernels' messages.
 
     Raises:
-        MoeqError: `answer.no-kernel` where up rows come before gate rows.
+        MoeqError: `answer.no-kernel` if up rows come before gate rows.
     """
     from moeq_kernels import PackedExperts, PackedMatrix
 
@@ -91,11 +92,15 @@ def kernel_experts(
 def empty_parts(
     layout: str, specs: Mapping[StackedRole, MatrixSpec], experts: int, device: str | None, floats: torch.dtype | None
 ) -> dict[StackedRole, dict[str, Tensor]]:
-    """Stacked tensors of a layer, `[experts, ...]` each, not filled.
+    """Allocate the stacked tensors of a layer, `[experts, ...]` each, without filling them.
 
     Args:
-        floats: dtype of floating-point scales and biases, where they are not kept as stored: engines round those of
-            int4, int8 and MXFP4 weights for 16-bit activations to the dtype of the activations.
+        layout: layout id.
+        specs: `w13` and `w2` as stored, padding included.
+        experts: number of experts.
+        device: device of the tensors; None: torch's default.
+        floats: dtype of floating-point scales and biases that engines do not keep as stored: for int4, int8 and MXFP4
+            weights with 16-bit activations they round them to the dtype of the activations. None: the stored dtype.
     """
     import torch
 
@@ -113,9 +118,9 @@ def empty_parts(
 
 
 def dummy_parts(parts: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of one matrix with numbers that any kernel can work with, where an engine reads no weights.
+    """Fill the tensors of one matrix with numbers that any kernel accepts, for an engine that reads no weights.
 
-    Floating-point ones are left as they are: engines fill those of all layers.
+    Floating-point tensors are not filled: engines do that for all layers.
     """
     import torch
 
@@ -131,27 +136,13 @@ def dummy_parts(parts: Mapping[str, Tensor]) -> None:
 
 
 def _as_stored(layout: str, spec: MatrixSpec) -> bool:
-    """Whether engines keep the floating-point scales as they are."""
+    """Return whether engines keep the floating-point scales as stored."""
     return layout in ("int8-w8a8/1", "cpu-amx-int8/1") or "e4m3" in (spec.element, spec.scale_dtype)
 
 
 def activation_arguments(activation: Activation) -> dict[str, Any]:
-    """An activation as arguments of the kernels."""
+    """Return the arguments by which the kernels take an activation."""
     name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
     oai = name == "swiglu_oai"
     constants = {"alpha": activation.alpha, "limit": activation.limit} if oai else {}
     return {"activation": name, **constants}
-
-
-def fused_experts(
-    experts: PackedExperts,
-    x: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    activation: Activation,
-    blocks: Blocks | None = None,
-) -> Tensor:
-    """The whole layer by the fused kernels, experts counted as they are packed: `[M, H]` in x's dtype."""
-    from moeq_kernels import fused_moe
-
-    return fused_moe(x, experts, weights, ids, blocks=blocks, **activation_arguments(activation))

@@ -1,4 +1,4 @@
-"""A sample of a layer's packed experts, from whichever ranks hold them."""
+"""Read a sample of a layer's packed experts, from all ranks that hold any."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """What one rank holds of the sampled experts; the only part where the layer is not written rank by rank.
+    """Sampled experts of one rank; a layer that is not written rank by rank has one part with all.
 
     Attributes:
-        experts: its packed experts.
-        local: int64 `[sampled experts]`, position of each in `experts`, -1 where another rank holds it.
-        intermediate: the intermediate features it computes: all of them, or its share under tensor parallelism.
+        experts: packed experts of the rank.
+        local: int64 `[sampled experts]`, position of each in `experts`; -1 for experts of other ranks.
+        intermediate: intermediate features of the rank: all, or its share under tensor parallelism.
     """
 
     experts: PackedExperts
@@ -33,17 +33,17 @@ class PackedPart:
     intermediate: slice
 
     def local_ids(self, ids: Tensor) -> Tensor:
-        """Ids that count within the sample, as ids that count within this part."""
+        """Convert ids within the sample to ids within this part."""
         return self.local.to(ids.device)[ids]
 
 
 def load_packed(
     checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
 ) -> list[PackedPart]:
-    """Packed experts of one layer in the given order, reading only their bytes.
+    """Read packed experts of one layer in the given order, and no other bytes.
 
     Raises:
-        MoeqError: `answer.no-kernel` where up rows come before gate rows.
+        MoeqError: `answer.no-kernel` if up rows come before gate rows.
     """
     return list(_parts(checkpoint, entry, experts, device))
 

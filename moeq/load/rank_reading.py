@@ -1,4 +1,4 @@
-"""Reading a rank's bytes out of stacked tensors: whole experts in one read, shards run by run."""
+"""Read a rank's bytes out of stacked tensors: whole experts in one read, shards one span after another."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
 
     Bytes = np.ndarray[Any, Any]
-    #: Fills an array with the piece that starts at a place of the tensor that is read, both counted in bytes.
+    #: Function that fills a byte array with the piece of the tensor that starts at a byte offset.
     Read = Callable[[Bytes, int], None]
 
-#: Runs closer than this are read together: the operating system reads whole pages anyway.
+#: Largest gap in bytes over which spans are joined: the operating system reads whole pages anyway.
 PAGE = 4096
 
-#: Threads that read (one moves a quarter of what four do, and eight still a fifth more), and bytes that each reads at
-#: a time: enough for a copy engine, little beside a layer.
+#: Number of threads that read: four move four times as much as one, eight a fifth more than four.
 READERS = 8
+
+#: Bytes that a thread reads at a time: enough for a copy engine, little beside a layer.
 STAGE = 4 << 20
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a rank takes of one stored matrix: output features per half of w13, and input features.
+    """Part of one stored matrix that a rank reads: output features per half of w13, and input features.
 
     Attributes:
         n: `(start, stop)` along N, per half for a gated w13.
@@ -58,10 +59,10 @@ class Span:
 
     Attributes:
         start: first byte.
-        stop: one past the last.
-        chosen: those that are kept, counted from `start` in units of `width`; None for all of them.
-        kept: how many bytes are kept.
-        width: bytes that stay together, 1 to 8.
+        stop: one past the last byte.
+        chosen: positions of the units that are kept, counted from `start`; None for all.
+        kept: number of bytes that are kept.
+        width: bytes of a unit, 1 to 8.
     """
 
     start: int
@@ -73,11 +74,12 @@ class Span:
 
 @dataclass(frozen=True)
 class PartCut:
-    """One part of a shard: its bytes within the stored part, and its shape.
+    """Part of a shard: its bytes within the stored part, and its shape.
 
     Attributes:
-        shape: shape of the shard's part, one expert.
-        spans: what to read, in order; None where only unpacking tells (the whole expert is read and cut in memory).
+        shape: shape of the shard's part of one expert.
+        spans: spans to read, in order; None if the shard is no selection of bytes, so that the whole expert is read and
+            cut in memory.
     """
 
     shape: tuple[int, ...]
@@ -86,13 +88,13 @@ class PartCut:
 
 @lru_cache(maxsize=64)
 def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, PartCut]:
-    """Which bytes of every part of a packed expert make up the packing of a shard.
+    """Find the bytes of every part of a packed expert that make up the packing of a shard.
 
-    Asks the layout itself: parts whose bytes spell out their own positions go through `slice_parts`, and what comes
-    back is the list of positions.
+    The layout's own `slice_parts` cuts parts whose bytes spell out their positions, so its result lists the positions
+    of the shard's bytes.
 
     Raises:
-        MoeqError: `usage.illegal-slice` where the layout allows no such slice.
+        MoeqError: `usage.illegal-slice` if the layout allows no such slice.
     """
     import torch
 
@@ -134,7 +136,7 @@ def _sliceable(layout_id: str) -> ArrangedLayout:
 
 
 def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
-    """Positions as spans; None where they do not ascend: the shard is not a selection of the stored bytes."""
+    """Group positions into spans; None if they do not ascend, so that the shard is no selection of the stored bytes."""
     import numpy as np
 
     positions = index.numpy()
@@ -154,7 +156,7 @@ def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:
 
 
 def _units(chosen: Bytes) -> tuple[Bytes, int]:
-    """Positions of bytes as positions of the largest units that they are whole runs of."""
+    """Convert positions of bytes to positions of the largest units that they consist of, and the bytes of a unit."""
     for width in (8, 4, 2):
         if len(chosen) % width == 0:
             units = chosen.reshape(-1, width)
@@ -166,12 +168,15 @@ def _units(chosen: Bytes) -> tuple[Bytes, int]:
 def read_experts(
     source: Source, name: str, rows: tuple[int, int], device: torch.device | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """`tensor[rows]` of a stacked tensor, whole experts in one pass over the file.
+    """Read `tensor[rows]` of a stacked tensor, whole experts in one pass over the file.
 
     Args:
-        device: None for the CPU. Another device is filled through a few small pinned buffers, so that no whole
-            tensor lies in memory in between.
-        into: filled and returned instead of a new tensor, where it is contiguous and of the stored dtype and shape.
+        source: files of the checkpoint.
+        name: name of the stacked tensor.
+        rows: `(start, stop)` of the experts.
+        device: None for the CPU. Another device is filled through a few small pinned buffers, so that host memory never
+            holds a whole tensor.
+        into: tensor that is filled and returned, if it is contiguous and of the stored dtype and shape.
     """
     import torch
 
@@ -195,14 +200,14 @@ def read_shards(
     device: torch.device | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """The shard of `tensor[rows]` that `cut.spans` select, reading nothing else (but for the rest of a page).
+    """Read the shard of `tensor[rows]` that `cut.spans` select, and only gaps of less than a page beside it.
 
-    `device` and `into` as in `read_experts`.
+    For `device` and `into` see `read_experts`.
     """
     import torch
 
     entry, spans = source.entry(name), cut.spans
-    assert spans is not None  # callers cut in memory where there are none
+    assert spans is not None  # callers cut in memory without spans
     size = (entry.end - entry.start) // entry.shape[0]
     kept = sum(span.kept for span in spans)
     found = _target(entry, (rows[1] - rows[0], *cut.shape), device, into)
@@ -221,7 +226,7 @@ def read_shards(
 
 
 def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | None, into: Tensor | None) -> Tensor:
-    """`into` where it fits, or else a new tensor."""
+    """Return `into` if it fits, else a new tensor."""
     import torch
 
     dtype = torch_dtype(_stored(entry.dtype))
@@ -233,17 +238,21 @@ def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | N
 def _fill(
     source: Source, file: str, out: Tensor, stage: int, reader: Callable[[int], Read], staged: bool | None = None
 ) -> None:
-    """Bytes `[n]` from a file, in pieces of `stage`, by a few threads: some read while others copy.
+    """Fill bytes `[n]` from a file, in pieces of `stage` bytes, by a few threads: some read while others copy.
 
-    Each opens the file for itself: the operating system reads ahead by what it sees of one opening.
+    Each thread opens the file for itself, since the operating system reads ahead for each opened file.
 
     Args:
-        reader: from an opened file to what reads the piece that starts at a place in `out`.
-        staged: read into a buffer and copy from there; None: where `out` is not in the memory of the host.
+        source: files of the checkpoint.
+        file: name of the file.
+        out: bytes that are filled.
+        stage: bytes of a piece.
+        reader: function that makes the reading function of an opened file.
+        staged: whether to read into a buffer and copy from there; None: if `out` is not in the memory of the host.
     """
     import torch
 
-    # One stream for all threads, the caller's: memory that it has just freed may still be in use there.
+    # All threads use the caller's stream: memory that it has just freed may still be in use there.
     stream = torch.cuda.current_stream(out.device) if out.device.type == "cuda" else None
     staged = out.device.type != "cpu" if staged is None else staged
     starts = range(0, len(out), stage)
@@ -283,7 +292,7 @@ def _read_row(
             window = memoryview(scratch)[: span.stop - span.start]
             source.read_into(fd, window, offset + span.start, file)
             unit = np.dtype(f"u{span.width}")
-            # Nothing is out of bounds; "raise" would go through a buffer.
+            # All positions are in bounds; the mode "raise" would go through a buffer.
             np.take(np.frombuffer(window, dtype=unit), span.chosen, out=target.view(unit), mode="clip")
         done += span.kept
 
@@ -298,5 +307,5 @@ def _opened(source: Source, file: str) -> Iterator[int]:
 
 
 def _stored(dtype: str) -> str:
-    """Exponent bytes are bytes, as everywhere in moeq."""
+    """Return the dtype that moeq reads a stored dtype as: exponents are bytes."""
     return "U8" if dtype == "F8_E8M0" else dtype

@@ -1,4 +1,4 @@
-"""What one rank of a deployment reads of a layer, and every reason why it cannot. No torch."""
+"""Plan what one rank of a deployment reads of a layer, or say why it cannot. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moeq.model.division import slicing_obstacle, split_experts, split_intermedi
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank: its number and the number of ranks, of tensor and of expert parallelism."""
+    """Rank of a deployment: its number and the number of ranks, in tensor and in expert parallelism."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -25,14 +25,14 @@ class Rank:
     ep_size: int = 1
 
     def check(self) -> None:
-        """Raises MoeqError `usage.rank` where a number is outside its range."""
+        """Check the numbers. Raises MoeqError `usage.rank` if one is outside its range."""
         for name, rank, size in (("tp", self.tp_rank, self.tp_size), ("ep", self.ep_rank, self.ep_size)):
             if size < 1 or not 0 <= rank < size:
                 raise MoeqError("usage.rank", f"{name} rank {rank} of {size}: ranks count from 0 to size - 1")
 
     @property
     def title(self) -> str:
-        """`tp rank 0 of 2`."""
+        """Name for people: `tp rank 0 of 2`."""
         parts = [f"tp rank {self.tp_rank} of {self.tp_size}"] if self.tp_size > 1 else []
         parts += [f"ep rank {self.ep_rank} of {self.ep_size}"] if self.ep_size > 1 else []
         return ", ".join(parts) or "the only rank"
@@ -40,13 +40,13 @@ class Rank:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """What a rank takes of `w13` or `w2`.
+    """Part of `w13` or `w2` that a rank reads.
 
     Attributes:
-        stored: the stacked tensors it reads.
-        spec: the padded matrix of one expert that the rank ends up with.
-        window: what is cut out of the stored matrix; None for all of it.
-        zero_bias: the bias belongs to another rank, whose output is added to this one's.
+        stored: stacked tensors that hold it.
+        spec: padded matrix of one expert on this rank.
+        window: part of the stored matrix; None for all of it.
+        zero_bias: whether the bias becomes zero, since another rank adds it.
     """
 
     stored: MatrixEntry
@@ -57,12 +57,12 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class RankPart:
-    """What a rank takes of a layer.
+    """Part of a layer that a rank reads.
 
     Attributes:
-        experts: `(start, stop)` of its experts, as the model counts them.
-        rows: `(start, stop)` of them within the stacked tensors.
-        matrices: its `w13` and `w2`.
+        experts: `(start, stop)` of the rank's experts, as the model counts them.
+        rows: `(start, stop)` of these experts within the stacked tensors.
+        matrices: parts of `w13` and `w2`.
     """
 
     experts: tuple[int, int]
@@ -71,15 +71,15 @@ class RankPart:
 
 
 def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPart:
-    """What a rank reads of a layer.
+    """Plan what a rank reads of a layer.
 
     Args:
         entry: the layer in the manifest.
-        rank: which rank.
-        unit: intermediate features that ranks get in multiples of, unevenly (`moeq.model.division`).
+        rank: the rank.
+        unit: block of intermediate features that ranks get whole, some more than others (`moeq.model.division`).
 
     Raises:
-        MoeqError: `usage.rank`, `usage.ep`, and `usage.tp` where the file does not serve that many ranks, naming the
+        MoeqError: `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
             conversion that would.
     """
     rank.check()
@@ -99,7 +99,7 @@ def _experts(entry: LayerEntry, rank: Rank, held: tuple[int, int]) -> tuple[int,
 
 
 def _written_rank(entry: LayerEntry, rank: Rank) -> RankPart:
-    """A layer that was written rank by rank serves just as many ranks."""
+    """Plan for a layer that was written rank by rank, which serves exactly that many ranks."""
     by_expert = entry.sharding.axis == "ep"
     number, asked = (rank.ep_rank, rank.ep_size) if by_expert else (rank.tp_rank, rank.tp_size)
     if asked != len(entry.ranks) or (by_expert and rank.tp_size > 1):
@@ -124,7 +124,7 @@ def _wrong_size(entry: LayerEntry, rank: Rank) -> NoReturn:
 
 
 def _cut(entry: LayerEntry, rank: Rank, unit: int | None) -> dict[StackedRole, MatrixPart]:
-    """Slices of an unsharded packing."""
+    """Plan slices of an unsharded packing."""
     layout = get_layout(entry.layout)
     specs = {role: entry.matrices[role].spec for role in STACKED_ROLES}
     parts = split_intermediate(f"layer {entry.layer}", specs["w2"], rank.tp_size, unit)

@@ -1,26 +1,29 @@
-"""The experts of one layer of a converted checkpoint, ready for `moeq_kernels.fused_moe`.
+"""Load one layer of a converted checkpoint: its experts for `moeq_kernels.fused_moe`, or its tensors by name.
 
     experts = moeq.load_experts("DST", 0, device="cuda")
     y = moeq_kernels.fused_moe(x, experts, topk_weights, topk_ids)
 
-With tensor parallelism every rank computes a part of each expert and the outputs add up; with expert parallelism every
-rank computes some of the experts (`expert_map`) and the outputs add up likewise.
+With tensor parallelism every rank computes a part of each expert, with expert parallelism some of the experts
+(`expert_map`). Either way the outputs of the ranks add up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.registry import get_layout
+from moeq.layouts.base import W13Order
+from moeq.layouts.registry import get_layout, layout_class
+from moeq.load.activation_scales import ActivationScales, activation_scales
 from moeq.load.kernel_experts import check_e4m3, kernel_experts, row_order
 from moeq.load.rank_reading import PartCut, part_cuts, read_experts, read_shards
 from moeq.load.ranks import MatrixPart, Rank, RankPart, plan_rank
+from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.division import UNEVEN_FORMATS, split_experts
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PackedExperts
 
-#: Names of activation dtypes, as torch, manifests and kernels have them.
+#: Names of activation dtypes in torch, by their names in manifests.
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -50,26 +53,26 @@ def load_experts(
     verify: bool = False,
     check_gpu: bool = True,
 ) -> PackedExperts:
-    """Packed experts of one layer, reading only the bytes of this rank.
+    """Load the packed experts of one layer, reading only the bytes of this rank.
 
     Args:
-        dst: output of `moeq convert`: folder, or what `moeq.open` gave (which saves reading the headers again).
+        dst: output of `moeq convert`: a folder, or the result of `moeq.open`, whose headers are read already.
         layer: layer number.
-        device: where the tensors go.
+        device: device of the tensors.
         tp_rank: rank within tensor parallelism.
-        tp_size: ranks that share every expert.
+        tp_size: number of ranks that share every expert.
         ep_rank: rank within expert parallelism.
-        ep_size: ranks that share the experts; this one holds those of `expert_map`.
-        dtype: dtype of the activations, checked against what the kernel takes; None: that of the conversion.
-        activation_dtype: `fp8` for kernels that quantise activations to e4m3 on the way, which costs accuracy:
-            FP8 weights, and on Hopper MXFP4 and symmetric int4 in Marlin's order by `moeq_kernels.prepare` (see there).
-        verify: recompute the digest of every expert of the layer first (reads all of them).
+        ep_size: number of ranks that share the experts; `expert_map` says which rank holds which.
+        dtype: dtype of the activations, which the kernel has to take; None: that of the conversion.
+        activation_dtype: `fp8` for kernels that quantise activations to e4m3, which costs accuracy: for FP8 weights,
+            and on Hopper, through `moeq_kernels.prepare`, for MXFP4 and symmetric int4 in Marlin's order.
+        verify: recompute the digest of every expert of the layer first, which reads them all.
         check_gpu: refuse a GPU of another architecture than the one converted for.
 
     Raises:
         MoeqError: `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
-            `usage.ep` where the file does not serve these ranks; `usage.dtype`; `environment.gpu-mismatch`;
-            `answer.no-kernel` where no kernel of moeq reads the layout; `source.digest-mismatch`; `source.*` for
+            `usage.ep` if the file does not serve these ranks; `usage.dtype`; `environment.gpu-mismatch`;
+            `answer.no-kernel` if no kernel of moeq reads the layout; `source.digest-mismatch`; `source.*` for
             damaged files.
     """
     import torch
@@ -88,6 +91,71 @@ def load_experts(
     return experts.quantising(activation_dtype) if activation_dtype else experts
 
 
+@dataclass(frozen=True)
+class LayerTensors:
+    """Tensors of a layer on one rank, as the files hold them.
+
+    Attributes:
+        layout: layout id; `docs/reference/layouts.md` names its kernel, its module's docstring describes each tensor.
+        w13_order: order of gate and up rows.
+        experts: `(start, stop)` of the rank's experts, as the model counts them.
+        w13: tensors `[experts, ...]` of w13 by part (`weight`, `scale`, `global_scale`, ...), in the stored dtype.
+        w2: tensors of w2 by part.
+        w13_spec: one expert's w13 as it is stored, padding included.
+        w2_spec: one expert's w2 as it is stored, padding included.
+        activation_scales: scales of static activations for every expert of the layer; None if the source has none.
+    """
+
+    layout: str
+    w13_order: W13Order
+    experts: tuple[int, int]
+    w13: dict[str, Tensor]
+    w2: dict[str, Tensor]
+    w13_spec: MatrixSpec
+    w2_spec: MatrixSpec
+    activation_scales: ActivationScales | None
+
+
+def load_tensors(
+    dst: str | Path | Checkpoint,
+    layer: int,
+    *,
+    device: str | torch.device = "cpu",
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    verify: bool = False,
+    check_gpu: bool = True,
+) -> LayerTensors:
+    """Load the tensors of one layer, in any layout, reading only the bytes of this rank.
+
+    For the arguments see `load_experts`.
+
+    Raises:
+        MoeqError: `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
+            `usage.ep` if the file does not serve these ranks; `environment.gpu-mismatch`; `source.digest-mismatch`;
+            `source.*` for damaged files.
+    """
+    import torch
+
+    checkpoint = open_converted(dst)
+    entry = layer_entry(checkpoint, layer)
+    target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
+    part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
+    w13, w2 = part.matrices["w13"], part.matrices["w2"]
+    return LayerTensors(
+        layout=entry.layout,
+        w13_order=layout_class(entry.layout).w13_order,
+        experts=part.experts,
+        w13=read_parts(checkpoint, entry, part, w13, target),
+        w2=read_parts(checkpoint, entry, part, w2, target),
+        w13_spec=w13.spec,
+        w2_spec=w2.spec,
+        activation_scales=activation_scales(checkpoint, entry),
+    )
+
+
 def checked_part(
     checkpoint: ConvertedCheckpoint,
     entry: LayerEntry,
@@ -97,10 +165,10 @@ def checked_part(
     verify: bool,
     check_gpu: bool,
 ) -> RankPart:
-    """What a rank reads of a layer, after the checks that `load_experts` and `load_tensors` are asked for.
+    """Make the checks that are asked for, then plan what a rank reads of a layer.
 
     Raises:
-        MoeqError: `environment.gpu-mismatch`, `source.digest-mismatch`; as `plan_rank`.
+        MoeqError: `environment.gpu-mismatch`, `source.digest-mismatch`, and the errors of `plan_rank`.
     """
     if check_gpu:
         check_device(checkpoint, device)
@@ -110,7 +178,7 @@ def checked_part(
 
 
 def check_groups(entry: LayerEntry, part: RankPart) -> None:
-    """Raises MoeqError `answer.no-kernel` for a shard of act-order that needs the groups of the whole."""
+    """Raise MoeqError `answer.no-kernel` for a shard of act-order that needs the groups of the whole."""
     for role, matrix in part.matrices.items():
         if matrix.spec.all_groups is not None and matrix.spec.all_groups * matrix.spec.group_size > matrix.spec.k:
             raise MoeqError(
@@ -122,7 +190,7 @@ def check_groups(entry: LayerEntry, part: RankPart) -> None:
 
 
 def expert_map(num_experts: int, ep_rank: int, ep_size: int, device: str | torch.device = "cpu") -> Tensor:
-    """int32 `[num_experts]` for `fused_moe`: number of each expert on this rank, -1 where it is on another."""
+    """Return int32 `[num_experts]` for `fused_moe`: number of each expert on this rank, -1 for other ranks' experts."""
     import torch
 
     Rank(ep_rank=ep_rank, ep_size=ep_size).check()
@@ -133,7 +201,7 @@ def expert_map(num_experts: int, ep_rank: int, ep_size: int, device: str | torch
 
 
 def open_converted(dst: str | Path | Checkpoint, revision: str | None = None) -> ConvertedCheckpoint:
-    """A converted checkpoint: a folder or a Hub repository. Raises MoeqError `usage.not-converted` for a source."""
+    """Open a converted checkpoint: a folder or Hub repository. Raises MoeqError `usage.not-converted` for a source."""
     checkpoint = dst if isinstance(dst, Checkpoint) else open_checkpoint(dst, revision)
     if checkpoint.kind != "converted":
         raise MoeqError(
@@ -145,7 +213,7 @@ def open_converted(dst: str | Path | Checkpoint, revision: str | None = None) ->
 
 
 def layer_entry(checkpoint: ConvertedCheckpoint, layer: int) -> LayerEntry:
-    """The layer in the manifest. Raises MoeqError `usage.copied-layer` or `usage.no-such-layer`."""
+    """Find the layer in the manifest. Raises MoeqError `usage.copied-layer` or `usage.no-such-layer`."""
     for row in checkpoint.manifest.copied:
         if row.layer == layer:
             raise MoeqError(
@@ -157,12 +225,12 @@ def layer_entry(checkpoint: ConvertedCheckpoint, layer: int) -> LayerEntry:
 
 
 def uneven_unit(checkpoint: Checkpoint, layer: int) -> int | None:
-    """Intermediate features that ranks get in multiples of, for formats whose engines cut unevenly."""
+    """Return the block of intermediate features that ranks get whole, for formats whose engines cut unevenly."""
     return UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
 
 
 def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: str) -> None:
-    """Raises MoeqError `answer.no-kernel` or `usage.dtype` where `fused_moe` cannot take the layer."""
+    """Raise MoeqError `answer.no-kernel` or `usage.dtype` if `fused_moe` cannot take the layer."""
     from moeq_kernels.errors import KernelUnsupportedError
     from moeq_kernels.formats import find_format
 
@@ -186,7 +254,7 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
 
 
 def check_device(checkpoint: ConvertedCheckpoint, device: torch.device) -> None:
-    """Raises MoeqError `environment.gpu-mismatch` on a GPU of another architecture than the one converted for."""
+    """Raise MoeqError `environment.gpu-mismatch` on a GPU of another architecture than the one converted for."""
     import torch
 
     if device.type != "cuda":
@@ -200,7 +268,7 @@ def check_device(checkpoint: ConvertedCheckpoint, device: torch.device) -> None:
 
 
 def require_arch(checkpoint: ConvertedCheckpoint, arch: str) -> None:
-    """Raises MoeqError `environment.gpu-mismatch` unless the checkpoint was converted for that architecture."""
+    """Raise MoeqError `environment.gpu-mismatch` unless the checkpoint was converted for that architecture."""
     gpu = checkpoint.manifest.deployment.get("gpu", {})
     if gpu.get("arch") != arch:
         raise MoeqError(
@@ -212,7 +280,7 @@ def require_arch(checkpoint: ConvertedCheckpoint, arch: str) -> None:
 
 
 def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> None:
-    """Raises MoeqError `source.digest-mismatch` where an expert no longer holds the values that were converted."""
+    """Raise MoeqError `source.digest-mismatch` if an expert no longer holds the values that were converted."""
     from moeq.digest import check_digests
 
     checked, wrong = check_digests(checkpoint, [entry], lambda label: None)
@@ -228,10 +296,14 @@ def check_layer_digests(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> N
 def packed_experts(
     checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, device: torch.device, rows: Sequence[int] | None = None
 ) -> PackedExperts:
-    """What `part` says, read and put on the device; nothing is checked here.
+    """Read packed experts onto a device, without any check.
 
     Args:
-        rows: experts within the stacked tensors, in the order wanted; None: those of `part`.
+        checkpoint: the converted checkpoint.
+        entry: the layer in its manifest.
+        part: part of the layer that is read.
+        device: device of the tensors.
+        rows: experts within the stacked tensors, in the wanted order; None: those of `part`.
     """
     import torch
 
@@ -252,9 +324,9 @@ def read_parts(
     device: torch.device | None = None,
     into: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The packed parts of a rank's matrix, `[experts, ...]` each, on a device (None: the CPU).
+    """Read the packed parts of a rank's matrix, `[experts, ...]` each, onto a device (None: the CPU).
 
-    They are read straight into the tensors of `into`, where it has one of the stored dtype for a part.
+    A part is read straight into its tensor of `into`, if that has the stored dtype and shape.
     """
     source, names, into = checkpoint.source, matrix.stored.tensors, into or {}
     if matrix.window is None:
@@ -276,10 +348,20 @@ def read_parts(
     return found
 
 
+def fill_parts(
+    checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart, targets: Mapping[str, Tensor]
+) -> None:
+    """Fill tensors, by part, with the packed parts of a rank's matrix, converted to their dtypes."""
+    device = next(iter(targets.values())).device
+    for name, tensor in read_parts(checkpoint, entry, part, matrix, device, targets).items():
+        if tensor.data_ptr() != targets[name].data_ptr():
+            targets[name].copy_(tensor)
+
+
 def _cut_in_memory(
     checkpoint: Checkpoint, entry: LayerEntry, part: RankPart, matrix: MatrixPart, cuts: Mapping[str, PartCut]
 ) -> dict[str, Tensor]:
-    """Parts that the layout computes for a shard instead of selecting bytes: one whole expert at a time."""
+    """Cut parts that the layout computes for a shard instead of selecting bytes, one whole expert at a time."""
     import torch
 
     layout, window = get_layout(entry.layout), matrix.window

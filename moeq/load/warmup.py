@@ -1,7 +1,8 @@
-"""Compiling the kernels of a converted checkpoint before anything is served."""
+"""Compile the kernels of a converted checkpoint before it is served."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
 
+#: Kinds of layers whose kernels are compiled and loaded in this process.
+_READY: set[Any] = set()
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """Layers whose kernels are the same.
 
     Attributes:
-        layers: their numbers.
-        what: the kernels' own line about them: sizes, format, family of kernels, and why the portable ones.
+        layers: numbers of the layers.
+        what: the kernels' description of them: sizes, format, family of kernels, and the reason for portable ones.
     """
 
     layers: tuple[int, ...]
@@ -35,13 +40,13 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What was compiled.
+    """Result of a warm-up.
 
     Attributes:
         kinds: kinds of layers.
-        kernels: kernels that calls of all lengths need.
-        compiled: those that were not in the cache yet.
-        seconds: that it took.
+        kernels: number of kernels that calls of all lengths need.
+        compiled: number of kernels that were not in the cache yet.
+        seconds: wall time.
     """
 
     kinds: tuple[LayerKind, ...]
@@ -53,19 +58,20 @@ class WarmUp:
 def warm_up(
     checkpoint: ConvertedCheckpoint, *, gpu: str | None, tp: int, ep: int, dtype: str, max_tokens: int
 ) -> WarmUp:
-    """Compile, in parallel, all kernels that the layers of all ranks need for 1 to `max_tokens` tokens, into their
-    cache.
+    """Compile, in parallel, all kernels that the layers of all ranks need for 1 to `max_tokens` tokens.
 
     Args:
-        gpu: a GPU by name, whether it is here or not; None: the one that is here.
-        tp: ranks that share every expert.
-        ep: ranks that share the experts.
-        dtype: of the activations, `bf16` or `fp16`.
+        checkpoint: the converted checkpoint.
+        gpu: name of a GPU, which need not be in this machine; None: the one in this machine.
+        tp: number of ranks that share every expert.
+        ep: number of ranks that share the experts.
+        dtype: dtype of the activations, `bf16` or `fp16`.
+        max_tokens: largest number of tokens in a call.
 
     Raises:
-        MoeqError: `answer.no-kernel`, `usage.*` where moeq's kernels do not run a layer so; `environment.no-gpu` where
-            none is named and torch finds none; `environment.kernels` where a kernel does not compile here, where its
-            machine code cannot be kept, and for AMD's GPUs.
+        MoeqError: `answer.no-kernel`, `usage.*` if moeq's kernels do not run a layer of this deployment;
+            `environment.no-gpu` if none is named and torch finds none; `environment.kernels` if a kernel does not
+            compile here, if its machine code cannot be kept, and for GPUs of AMD.
     """
     import torch
 
@@ -91,7 +97,7 @@ def warm_up(
         done = warmup(layer for _, layer in found)
     except KernelEnvironmentError as error:
         raise MoeqError("environment.kernels", error.message, error.hint) from error
-    except KernelError as error:  # a layer that they do not take
+    except KernelError as error:  # the kernels refuse a layer
         raise MoeqError("answer.no-kernel", error.message, error.hint) from error
     if not done.kept:
         raise MoeqError(
@@ -106,9 +112,9 @@ def warm_up(
 def _prepared(
     checkpoint: ConvertedCheckpoint, gpu: str | None, ranks: Sequence[Rank], dtype: str, max_tokens: int
 ) -> Iterator[tuple[tuple[int, ...], PreparedLayer]]:
-    """Layers of each kind, without weights. Ranks differ where experts or features do not divide evenly.
+    """Prepare one layer of each kind without weights. Ranks differ if experts or features do not divide evenly.
 
-    Under expert parallelism there are two of each: vLLM hands kernels a map of experts, SGLang local numbers.
+    Under expert parallelism each kind is prepared twice: vLLM hands kernels a map of experts, SGLang local numbers.
     """
     import torch
 
@@ -144,11 +150,24 @@ def _prepared(
             yield numbers, layer
 
 
+def make_ready(prepared: PreparedLayer, logger: logging.Logger) -> None:
+    """Compile, in parallel, and load all kernels of a layer, and log once for every kind of layer what they are."""
+    from moeq_kernels.compiling import cache_folder
+
+    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) in _READY:
+        return
+    done = prepared.warm()
+    _READY.add(key)
+    if not done.kept:
+        logger.warning("moeq: kernels are compiled at every start: %s cannot be written", cache_folder())
+    logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
+
+
 def kernel_gpu(gpu: Gpu) -> str:
-    """The name that the kernels have for a GPU: its own, or that of one with the same architecture.
+    """Return the name that the kernels have for a GPU: its own, or that of one with the same architecture.
 
     Raises:
-        MoeqError: `usage.unknown-gpu` where they know none.
+        MoeqError: `usage.unknown-gpu` if they know none.
     """
     from moeq_kernels.gpu import GPUS
 
@@ -159,7 +178,7 @@ def kernel_gpu(gpu: Gpu) -> str:
 
 
 def _activation_arguments(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """As arguments of the kernels, with the constants that the model's config has for it."""
+    """Return the kernels' arguments for an activation, with the constants of the model's config."""
     alpha, limit = (config.get(f"swiglu_{key}", getattr(Activation, key)) for key in ("alpha", "limit"))
     clamp = {"limit": Facts(config).number(("swiglu_limit",))} if name == "silu" else {}
     return activation_arguments(Activation(name, alpha, limit)) | clamp

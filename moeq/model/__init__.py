@@ -1,4 +1,4 @@
-"""Opening checkpoints: a local folder, source or converted, or a repository. Importing this imports no torch."""
+"""Open checkpoints: a local folder, source or converted, or a Hub repository. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
     Reads config and headers only and imports no torch.
 
     Args:
-        path_or_repo: where it is.
+        path_or_repo: folder, or name of a repository.
         revision: branch, tag or commit of a repository.
-        name: what messages and manifests call a folder; its path as given where None.
+        name: name of a folder in messages and manifests; None: its path as given.
 
     Raises:
-        MoeqError: `source.*`, exit code 4, for everything that can be wrong with it.
+        MoeqError: `source.*`, exit code 4, if anything is wrong with it.
     """
     with _without_collection():
         source = _source(path_or_repo, revision, name)
@@ -40,7 +40,7 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
 
 
 def _check_source(source: Source) -> None:
-    """Raises MoeqError `source.no-manifest` for a conversion that has lost its manifest."""
+    """Raise MoeqError `source.no-manifest` for a conversion that has lost its manifest."""
     found = source.config.get("quantization_config")
     if isinstance(found, dict) and found.get("quant_method") == "moeq":
         raise MoeqError(
@@ -52,7 +52,7 @@ def _check_source(source: Source) -> None:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Headers become millions of objects of which none is garbage; collecting in between costs a third of the time."""
+    """Pause garbage collection: headers become millions of live objects, and collecting costs a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -63,9 +63,9 @@ def _without_collection() -> Iterator[None]:
 
 
 def _source(path_or_repo: str | Path, revision: str | None, name: str | None) -> Source:
-    """A folder where there is one, else a repository where the text has the form of its name."""
+    """Open a folder if it exists, else a repository if the text has the form of its name."""
     text = str(path_or_repo)
-    # Unlike Path.exists, this is False instead of an error for texts that cannot be paths at all.
+    # Unlike Path.exists, this returns False for texts that cannot be paths.
     if isinstance(path_or_repo, str) and not os.path.exists(text) and looks_like_repository(text):
         return open_repository(text, revision)
     if revision is not None:

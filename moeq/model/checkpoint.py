@@ -1,6 +1,6 @@
-"""An opened checkpoint: what it holds, and the matrix of any expert.
+"""An opened checkpoint: its description, and the matrix of any expert.
 
-Headers only, and no torch, until data is asked for.
+Only headers are read and torch is not imported before data is asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from moeq.model.declaration import find_declaration
 from moeq.model.describe import Model, describe, model_type, split_stacks
 from moeq.model.expert_kinds import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
 from moeq.model.info import CheckpointInfo
+from moeq.model.quantized_modules import decode
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
@@ -32,7 +33,7 @@ class Checkpoint:
     Attributes:
         source: its files: configs, tensor headers, bytes on request.
         kind: `source`, or `converted` for an output of `moeq convert`.
-        info: what `moeq inspect` tells.
+        info: the description that `moeq inspect` prints.
         declaration: the quantisation config as read, or None.
     """
 
@@ -62,27 +63,31 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """The quantisation config that counts, wherever the checkpoint keeps it (`info.quant_origin`); None without."""
+        """Quantisation config that takes effect, from `info.quant_origin`; None if there is none."""
         return self.declaration.raw if self.declaration else None
 
     def expert_prefix(self, layer: int) -> str:
-        """Module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
+        """Return the module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
         return self._layer(layer).layer.prefix
 
     def num_experts(self, layer: int) -> int:
-        """Routed experts of a layer."""
+        """Return the number of routed experts of a layer."""
         return self._layer(layer).num_experts
 
     def experts(self, layer: int) -> Experts:
-        """A layer's experts as they are stored: tensors, and the kind of every expert."""
+        """Return a layer's experts as they are stored: tensors, and the kind of every expert."""
         return self._layer(layer)
 
+    def is_packed(self, layer: int) -> bool:
+        """Return whether a layer's experts are in a kernel layout."""
+        return False
+
     def scheme_of(self, layer: int, expert: int = 0, role: Role = "w13") -> Scheme:
-        """How an expert's weights are encoded."""
+        """Return the scheme of an expert's weights."""
         return self.kind_of(layer, expert).projection(role).scheme
 
     def spec(self, layer: int, role: Role, expert: int = 0) -> MatrixSpec:
-        """Sizes and types of a matrix, from headers alone.
+        """Return sizes and types of a matrix, from headers alone.
 
         Args:
             layer: layer number.
@@ -92,11 +97,11 @@ class Checkpoint:
         return self.kind_of(layer, expert).spec(role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """One logical matrix, reading just its tensors.
+        """Read one logical matrix, and no other tensors.
 
         Raises:
-            MoeqError: `source.not-quantized`, `source.bad-data` where the data is impossible, `source.inconsistent`
-                where gate and up cannot be joined into `w13`.
+            MoeqError: `source.not-quantized`, `source.bad-data` if the data is impossible, `source.inconsistent` if
+                gate and up cannot be joined into `w13`.
         """
         from moeq.schemes.joining import concatenate_rows, select_rows
 
@@ -118,7 +123,7 @@ class Checkpoint:
         return self._read(layer, expert, projection, kind, role)
 
     def dequantize(self, layer: int, expert: int, projection: Literal["gate", "up", "down"]) -> Tensor:
-        """float32 `[N, K]`, the exact product `scale * (code - zero)`."""
+        """Return float32 `[N, K]`, the exact product `scale * (code - zero)`."""
         from moeq.schemes.dequantize import dequantize
 
         return dequantize(self.matrix(layer, expert, projection))
@@ -130,19 +135,28 @@ class Checkpoint:
         return self._experts[layer]
 
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
-        """How an expert is encoded, projection by projection as they are stored."""
+        """Return how an expert is encoded, for each projection as it is stored."""
         return self._layer(layer).kind(expert)
 
     def module(self, layer: int, expert: int, projection: StoredName) -> str:
-        """Module name of a projection, as tensor names and configs have it."""
+        """Return the module name of a projection, by which tensors and configs call it."""
         return self._layer(layer).layer.module(projection, expert)
 
-    def parts(self, layer: int, expert: int, projection: StoredName, wanted: Container[str]) -> dict[str, Tensor]:
-        """Stored tensors of one projection of one expert by part name; of stacked tensors, the expert's slice."""
+    def parts(
+        self, layer: int, expert: int, projection: StoredName, wanted: Container[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Read the stored tensors of one projection of one expert, by part; of stacked tensors the expert's slice.
+
+        Args:
+            layer: layer number.
+            expert: expert number.
+            projection: projection as it is stored.
+            wanted: names of the parts to read; None: all.
+        """
         source, experts = self.source, self._layer(layer)
         parts: dict[str, Tensor] = {}
         for part, entry in experts.layer.unit(expert)[projection].items():
-            if part not in wanted:
+            if wanted is not None and part not in wanted:
                 continue
             whole = not experts.layer.fused or is_whole(part, entry)
             parts[part] = source.read(entry.name) if whole else source.read_row(entry, expert)
@@ -152,26 +166,17 @@ class Checkpoint:
         self, layer: int, expert: int, projection: StoredName, kind: ExpertKind, role: Role | None = None
     ) -> QuantizedMatrix:
         """Decode one stored projection."""
-        from moeq.schemes.dequantize import check_matrix
-
         described = kind.projections[projection]
         spec = kind.spec(role) if role else described.spec
-        stored_as = get_format(described.scheme.format)
-        parts = self.parts(layer, expert, projection, stored_as.parts)
-        module = self.module(layer, expert, projection)
-        try:
-            matrix = stored_as.unpack(parts, spec, described.scheme)
-        except MoeqError as error:
-            raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
-        check_matrix(matrix, module)
-        return matrix
+        parts = self.parts(layer, expert, projection, get_format(described.scheme.format).parts)
+        return decode(parts, spec, described.scheme, self.module(layer, expert, projection))
 
 
 _PROJECTION: dict[Role, StoredName] = {"gate": "gate", "up": "up", "down": "down", "w2": "down", "w13": "up"}
 
 
 def check_role(role: str) -> None:
-    """Raises MoeqError `usage.no-such-projection`."""
+    """Raise MoeqError `usage.no-such-projection` for an unknown role."""
     if role not in _PROJECTION:
         known = ", ".join(_PROJECTION)
         raise MoeqError("usage.no-such-projection", f"an expert has no projection {role!r}", f"projections: {known}")
@@ -183,7 +188,7 @@ def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> M
         message = f"{source.name}: {declaration.refusal} ({declaration.origin})"
         return MoeqError("source.unsupported-format", message, "look for a GPTQ, AWQ, compressed-tensors or MXFP4 one")
     detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
-    # Without experts declared it is what it claims to be, a dense model: an answer, and no broken checkpoint.
+    # A model that declares no experts is dense, not broken.
     return MoeqError(
         "source.not-moe" if declared else "answer.not-moe",
         f"{source.name}: no routed experts among {len(source.tensors):,} tensors, and {detail}",

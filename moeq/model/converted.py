@@ -1,10 +1,10 @@
-"""An output of `moeq convert`, read through its manifest and its layout's inverse."""
+"""An output of `moeq convert`, read by its manifest and the inverse of its layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from moeq.checkpoint.facts import MAX_COUNT, Facts
 from moeq.checkpoint.families import find_family
@@ -13,7 +13,7 @@ from moeq.checkpoint.names import index_experts
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
-from moeq.layouts.base import TensorSpec
+from moeq.layouts.base import Layout, TensorSpec
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model.checkpoint import Checkpoint, check_role
@@ -27,19 +27,22 @@ from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.typed import brief, read_as
 
+if TYPE_CHECKING:
+    from moeq.layouts.padding import PaddingPlan
+
 _STACK: dict[Role, StackedRole] = {"w13": "w13", "gate": "w13", "up": "w13", "w2": "w2", "down": "w2"}
 
 
 class ConvertedCheckpoint(Checkpoint):
-    """A converted checkpoint: the same questions as a source, answered from the packed tensors.
+    """Converted checkpoint, which answers the same questions as its source from the packed tensors.
 
-    Layers that were copied unchanged are read as their source is, and `declaration` is the source's.
+    Layers that were copied unchanged are read as the source reads them, and `declaration` is the source's.
 
     Attributes:
         manifest: its `moeq.json`.
 
     Raises:
-        MoeqError: `source.bad-manifest` where manifest and tensors contradict each other, naming the tensor.
+        MoeqError: `source.bad-manifest` if manifest and tensors contradict each other, naming the tensor.
     """
 
     kind: Literal["source", "converted"] = "converted"
@@ -67,7 +70,7 @@ class ConvertedCheckpoint(Checkpoint):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the declaration, which holds functions that no other process can have."""
+        """Leave out the declaration, whose functions cannot be sent to another process."""
         return {name: value for name, value in vars(self).items() if name != "declaration"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -75,7 +78,6 @@ class ConvertedCheckpoint(Checkpoint):
         self.declaration = _source_declaration(self.source)
 
     def is_packed(self, layer: int) -> bool:
-        """Whether a layer's experts were converted; the others were copied unchanged."""
         return layer in self._entries
 
     def expert_prefix(self, layer: int) -> str:
@@ -96,7 +98,7 @@ class ConvertedCheckpoint(Checkpoint):
         return projection_spec(self._entries[layer].source_spec(_STACK[role]), role)
 
     def matrix(self, layer: int, expert: int, role: Role) -> QuantizedMatrix:
-        """One logical matrix: the layout's `unpack` of the expert's bytes, padding cut off, ranks put together."""
+        """Unpack one logical matrix from the expert's bytes, cut off its padding and join its ranks."""
         if layer not in self._entries:
             return super().matrix(layer, expert, role)
         check_role(role)
@@ -118,14 +120,10 @@ class ConvertedCheckpoint(Checkpoint):
     def _unpack(
         self, entry: LayerEntry, matrices: Mapping[StackedRole, MatrixEntry], role: StackedRole, row: int
     ) -> QuantizedMatrix:
-        """One row of the stacks of a rank (or of the whole), unpacked and without padding."""
-        from moeq.layouts.padding import PaddingPlan
-
+        """Unpack one row of the stacks of a rank (or of the whole), without padding."""
         stored, layout = matrices[role], get_layout(entry.layout)
         parts = {part: self.source.read_row(self.source.entry(name), row) for part, name in stored.tensors.items()}
-        padded = layout.unpack(parts, stored.padded_spec)
-        w13, w2 = matrices["w13"], matrices["w2"]
-        return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec).unpad(padded)
+        return written_padding(layout, matrices).unpad(layout.unpack(parts, stored.padded_spec))
 
     def _layer(self, layer: int) -> Experts:
         if layer in self._entries:
@@ -142,12 +140,20 @@ class ConvertedCheckpoint(Checkpoint):
             raise MoeqError("usage.no-such-expert", f"layer {layer} has experts 0 to {count - 1}, not {expert}")
 
 
+def written_padding(layout: Layout, matrices: Mapping[StackedRole, MatrixEntry]) -> PaddingPlan:
+    """Return the padding with which a layer's matrices were written."""
+    from moeq.layouts.padding import PaddingPlan
+
+    w13, w2 = matrices["w13"], matrices["w2"]
+    return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
+
+
 def _holds(rank: RankEntry, expert: int) -> bool:
     return rank.experts[0] <= expert < rank.experts[1]
 
 
 def _source_declaration(source: Source) -> Declaration | None:
-    """The quantisation config of the source, which `config.json` keeps as `original`, or a side file."""
+    """Read the quantisation config of the source, which `config.json` keeps as `original`, or a side file."""
     ours = source.config.get("quantization_config")
     original = ours.get("original") if isinstance(ours, Mapping) else None
     declaration, _ = find_declaration({**source.config, "quantization_config": original or {}}, source.side_configs)
@@ -155,7 +161,7 @@ def _source_declaration(source: Source) -> Declaration | None:
 
 
 def _copied_experts(source: Source, manifest: Manifest, declaration: Declaration | None) -> dict[int, Experts]:
-    """Experts of the layers that were copied, under the quantisation config of the source."""
+    """Describe the experts of layers that were copied, under the quantisation config of the source."""
     if not manifest.copied:
         return {}
     family = find_family(model_type(Facts(source.config)))
@@ -174,7 +180,7 @@ def _copied_experts(source: Source, manifest: Manifest, declaration: Declaration
 
 
 def _check_tensors(source: Source, entry: LayerEntry) -> None:
-    """Every stacked tensor is there, in the shape that its layout gives for the manifest's sizes."""
+    """Check that every stacked tensor exists, in the shape that its layout gives for the manifest's sizes."""
     homes = [(rank.experts[1] - rank.experts[0], rank.matrices) for rank in entry.ranks]
     for count, matrices in homes or [(entry.num_experts, entry.matrices)]:
         for role, matrix in matrices.items():
@@ -198,7 +204,7 @@ def _wanted_tensors(entry: LayerEntry, matrix: MatrixEntry) -> Mapping[str, Tens
 
 
 def _check_ranks(entry: LayerEntry) -> None:
-    """Every rank's matrices are its part of the whole, and the ranks that hold an expert hold all of it, in order."""
+    """Check that every rank's matrices are its part of the whole, and that the ranks of an expert hold all of it."""
     size = entry.matrices["w2"].spec.k
     for rank in entry.ranks:
         for role, matrix in rank.matrices.items():
@@ -206,7 +212,7 @@ def _check_ranks(entry: LayerEntry) -> None:
                 raise _damaged(entry, f"rank {rank.rank}", f"describes {role} as something else than its shard")
         if not 0 <= rank.experts[0] < rank.experts[1] <= entry.num_experts:
             raise _damaged(entry, f"rank {rank.rank}", f"holds experts {rank.experts} of {entry.num_experts:,}")
-    # Who holds an expert changes only where some rank's experts begin or end.
+    # One expert of each interval is enough: its ranks change only where some rank's experts begin or end.
     for expert in sorted({0, *(at for rank in entry.ranks for at in rank.experts)} - {entry.num_experts}):
         position = 0
         for rank in entry.ranks:
@@ -240,7 +246,7 @@ def _damaged(entry: LayerEntry, what: str, message: str) -> MoeqError:
 
 
 def _info(manifest: Manifest) -> CheckpointInfo:
-    """The source's record, kept in the manifest, where it can be that of these layers."""
+    """Read the source's description from the manifest and check it against the manifest's layers."""
     info = read_as(CheckpointInfo, manifest.model, "moeq.json: model")
     counts = dict(zip(info.moe_layers, info.experts_per_layer, strict=False))
     layers = sorted([*(entry.layer for entry in manifest.layers), *(row.layer for row in manifest.copied)])

@@ -1,4 +1,4 @@
-"""Finding the quantisation config of a checkpoint, wherever its writer put it."""
+"""Find the quantisation config of a checkpoint, in `config.json` or in a side file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeq.schemes.registry import read_dialect
 #: Keys of `config.json` (and of its language-model sub-configs) that hold a quantisation config.
 _KEYS = ("quantization_config", "compression_config")
 
-#: Side file -> method, where the file itself does not say.
+#: Methods of side files that do not say their method.
 _SIDE_METHODS = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
@@ -23,6 +23,7 @@ _SIDE_METHODS = {
     "quant_model_description.json": "ascend",
 }
 
+#: Names of methods by other names that configs have for them.
 _ALIASES = {
     "compressed_tensors": "compressed-tensors",
     "sparseml": "compressed-tensors",
@@ -31,12 +32,12 @@ _ALIASES = {
     "modelopt_fp4": "modelopt",
     "modelopt_mixed": "modelopt",
     "nvfp4": "modelopt",
-    # Names of engine kernels, in hand-edited configs.
+    # Names of engine kernels in hand-edited configs.
     "gptq_marlin": "gptq",
     "awq_marlin": "awq",
 }
 
-#: Keys that say the same in every copy of a config; a difference in any of them is worth telling.
+#: Keys that have to agree in all copies of a config; a difference is a warning.
 _COMPARED = (
     "bits",
     "group_size",
@@ -53,9 +54,9 @@ _COMPARED = (
 def find_declaration(
     config: Mapping[str, Any], side_configs: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Declaration | None, list[CheckpointWarning]]:
-    """The quantisation config that takes effect, and warnings about copies that say something else.
+    """Find the quantisation config that takes effect, and warnings about copies that differ from it.
 
-    `config.json` wins over side files. Returns None where nothing declares a quantisation.
+    `config.json` wins over side files. The config is None if nothing declares a quantisation.
     """
     found = list(_candidates(config, side_configs))
     if not found:
@@ -78,7 +79,7 @@ def find_declaration(
 def _candidates(
     config: Mapping[str, Any], side_configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """`(origin, method, table)` of every quantisation config, the one that counts first."""
+    """Yield `(origin, method, table)` of every quantisation config, the one that takes effect first."""
     for prefix, scope in _scopes(config):
         for key in _KEYS:
             table = scope.get(key)

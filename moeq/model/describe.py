@@ -1,4 +1,4 @@
-"""Build `CheckpointInfo` from headers and config. No torch."""
+"""Describe a checkpoint from headers and config as `CheckpointInfo`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from moeq.schemes.registry import get_format
 
 @dataclass(frozen=True)
 class Stacks:
-    """The layers with routed experts.
+    """Layers with routed experts.
 
     Attributes:
         main: layers of the decoder, by number.
@@ -64,7 +64,7 @@ def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stac
     """Separate the decoder from multi-token prediction and from further stacks.
 
     Raises:
-        MoeqError: `source.bad-names` where one layer has two sets of experts.
+        MoeqError: `source.bad-names` if one layer has two sets of experts.
     """
     by_stack: dict[str, list[LayerExperts]] = {}
     for layer in layers:
@@ -83,7 +83,7 @@ def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stac
     others: list[LayerExperts] = []
     for stack in ranked[1:]:
         for layer in by_stack[stack]:
-            # Their numbers start at 0 again; MTP modules count on after the decoder.
+            # MTP stacks number their layers from 0; here they continue after the decoder's.
             if "mtp" in stack.split("."):
                 mtp[max([num_layers or 0, *(number + 1 for number in (*main, *mtp))])] = layer
             else:
@@ -93,7 +93,7 @@ def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stac
 
 @dataclass(frozen=True)
 class Model:
-    """What describing needs, gathered by `moeq.model.open`."""
+    """Everything that a description is made from."""
 
     source: Source
     facts: Facts
@@ -104,7 +104,7 @@ class Model:
 
 
 def describe(model: Model) -> CheckpointInfo:
-    """The whole record. Raises MoeqError `source.inconsistent` where tensors and config contradict each other."""
+    """Describe a checkpoint. Raises MoeqError `source.inconsistent` if tensors and config contradict each other."""
     facts, source, family = model.facts, model.source, model.family or ModelFamily("unknown", ())
     main = {number: model.experts[number] for number in model.stacks.main}
     check_counts(facts, main.values())
@@ -154,9 +154,9 @@ def describe(model: Model) -> CheckpointInfo:
 
 
 def sizes(kind: ExpertKind, family: ModelFamily, facts: Facts) -> tuple[MatrixSpec, MatrixSpec]:
-    """`(down, up)` of one expert.
+    """Return the specs `(down, up)` of one expert.
 
-    Formats that moeq does not read tell no sizes; those are the config's.
+    The sizes come from the config for formats that moeq does not read.
     """
     down, up = kind.spec("w2"), kind.spec("up")
     if kind.scheme.format == "foreign":
@@ -196,21 +196,21 @@ def _warnings(
 
 
 def _dtype(facts: Facts) -> str | None:
-    """Dtype of unquantised tensors by name; multimodal configs may keep a table of them instead."""
+    """Return the name of the dtype of unquantised tensors; configs of multimodal models may have a table instead."""
     return next((plain(value) for _, value in facts.find(("dtype", "torch_dtype")) if isinstance(value, str)), None)
 
 
 def model_type(facts: Facts) -> str:
-    """`model_type` of the language model."""
+    """Return the `model_type` of the language model."""
     return facts.text(("model_type",)) or "unknown"
 
 
-#: What transformers calls an activation, as engines and kernels call it (vLLM's `_STR_ALIASES` has the same row).
+#: Names of activations in engines and kernels, by other names in transformers (vLLM's `_STR_ALIASES` has them).
 _SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def _activation(facts: Facts, family: ModelFamily) -> str:
-    """The family's own activation where its code ignores the config key, else what the config says."""
+    """Return the activation: the family's own if its code ignores the config, else that of the config."""
     found = family.activation or facts.text(ACTIVATION) or "silu"
     return _SAME_ACTIVATION.get(found, found)
 
@@ -220,7 +220,7 @@ _CORRECTION_BIASES = ("e_score_correction_bias", "expert_bias", "router_bias")
 
 
 def routing(facts: Facts, family: ModelFamily, tensors: Iterable[str]) -> RoutingInfo:
-    """Routing rule from the config, the family filling in what it leaves out."""
+    """Read the routing rule from the config; the family gives what the config leaves out."""
     renormalize = facts.flag(RENORMALIZE)
     scaling = facts.number(SCALING)
     return RoutingInfo(
@@ -235,7 +235,7 @@ def routing(facts: Facts, family: ModelFamily, tensors: Iterable[str]) -> Routin
 
 
 def scheme_uses(model: Model) -> tuple[SchemeUse, ...]:
-    """Schemes of the routed experts, most used first."""
+    """List the schemes of the routed experts, most used first."""
     layers: dict[Scheme, list[int]] = {}
     experts: dict[Scheme, int] = {}
     projections: dict[Scheme, dict[str, None]] = {}

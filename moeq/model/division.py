@@ -1,7 +1,7 @@
-"""Who holds what: the shards of a deployment, and whether one unsharded file can serve all of them. No torch.
+"""Divide a layer into the shards of a deployment, and decide if one unsharded file can serve them. Imports no torch.
 
-A loader can slice an unsharded file where the layout says that slices of the packing are packings of the slices, and
-where neither the whole nor a shard needs padding. Everything else is written rank by rank.
+A loader can slice an unsharded file if a slice of the layout's packing is the packing of the slice, and if neither the
+whole nor a shard needs padding. Every other layer is written rank by rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeq.layouts.padding import plan_padding
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range, shard_spec
 
-#: Formats whose engines give every rank whole blocks of codes, the last ranks perhaps fewer (gpt-oss: 2880 over 4).
+#: Features per block in formats whose engines give ranks whole blocks, the last ranks fewer (gpt-oss: 2880 over 4).
 UNEVEN_FORMATS: Mapping[str, int] = {"mxfp4": 32}
 
 Specs = Mapping[StackedRole, MatrixSpec]
@@ -26,12 +26,12 @@ Specs = Mapping[StackedRole, MatrixSpec]
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of a layer.
+    """Part of a layer on one rank.
 
     Attributes:
         rank: number of the rank, within tensor or expert parallelism.
-        experts: its experts.
-        intermediate: its intermediate features.
+        experts: experts of the rank.
+        intermediate: intermediate features of the rank.
     """
 
     rank: int
@@ -41,13 +41,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Division:
-    """How a layer is written.
+    """Division of a layer into shards, and how it is written.
 
     Attributes:
-        axis: what the deployment cuts: `tp`, `ep`, or None for a single rank.
-        shards: what every rank holds.
-        written: what files hold: the whole once (`unsharded`) or the shard of every rank (`ranks`).
-        why: one sentence on why.
+        axis: `tp` or `ep`, or None for a single rank.
+        shards: shard of every rank.
+        written: contents of the files: the whole layer once (`unsharded`) or the shard of every rank (`ranks`).
+        why: sentence that gives the reason.
     """
 
     axis: Literal["tp", "ep"] | None
@@ -57,16 +57,16 @@ class Division:
 
 
 def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, ep: int, unit: int | None) -> Division:
-    """How to write a layer for a deployment.
+    """Decide how to write a layer for a deployment.
 
     Args:
         where: the layer, for messages.
         specs: logical `w13` and `w2`.
         layout: the layout that packs it.
         num_experts: experts of the layer.
-        tp: ranks that share an expert.
-        ep: ranks that share the experts; experts are whole then.
-        unit: intermediate features that ranks get in multiples of, unevenly; None: all get the same.
+        tp: number of ranks that share an expert.
+        ep: number of ranks that share the experts, which are whole then.
+        unit: block of intermediate features that ranks get whole, some more than others; None: all get the same.
 
     Raises:
         MoeqError: `usage.tp`, `usage.group-cut` or `usage.ep` with the arithmetic and the nearest size that works.
@@ -91,7 +91,7 @@ def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, 
 
 
 def split_experts(where: str, num_experts: int, ep: int) -> list[Range]:
-    """Experts of every rank: in order, the first ranks one more where they do not divide (vLLM's linear placement)."""
+    """Divide experts over ranks in order; the first ranks get the remainder, as in vLLM's linear placement."""
     if ep > num_experts:
         raise MoeqError(
             "usage.ep", f"{where} has {num_experts} experts, too few for ep {ep}", f"ep {num_experts} works"
@@ -102,7 +102,7 @@ def split_experts(where: str, num_experts: int, ep: int) -> list[Range]:
 
 
 def split_intermediate(where: str, w2: MatrixSpec, tp: int, unit: int | None) -> list[Range]:
-    """Intermediate features of every rank of tensor parallelism."""
+    """Divide intermediate features over the ranks of tensor parallelism."""
     problem = _split_problem(w2, tp, unit)
     if problem is not None:
         code, message = problem
@@ -113,7 +113,7 @@ def split_intermediate(where: str, w2: MatrixSpec, tp: int, unit: int | None) ->
 
 
 def _share(size: int, tp: int, unit: int | None) -> int:
-    """Features of the fullest rank."""
+    """Return the largest number of features of a rank."""
     return size // tp if unit is None else -(-(size // unit) // tp) * unit
 
 
@@ -145,7 +145,7 @@ def _nearest(w2: MatrixSpec, tp: int, unit: int | None) -> str:
 
 
 def slicing_obstacle(specs: Specs, layout: Layout, parts: list[Range]) -> str | None:
-    """Why a loader cannot slice an unsharded packing into these shards, or None where it can."""
+    """Say why a loader cannot slice an unsharded packing into these shards; None if it can."""
     whole = plan_padding(layout, specs["w13"], specs["w2"])
     if whole.w2.k != specs["w2"].k:
         return f"the intermediate size {specs['w2'].k} is padded to {whole.w2.k}, so ranks are padded apart"

@@ -1,7 +1,7 @@
-"""From tensor names and config to the scheme of every expert. No torch.
+"""Find the scheme of every expert from tensor headers and config. Imports no torch.
 
-Headers decide. A checkpoint has tens of thousands of experts of a handful of kinds, so a kind is described once and
-shared by every expert that has the same headers and the same declaration.
+A checkpoint has tens of thousands of experts of a few kinds. A kind is described once and shared by all experts with
+the same headers and the same declaration.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from moeq.schemes.format import Context, Described, Format, PartSig, inconsisten
 from moeq.schemes.registry import match_format
 from moeq.schemes.unquantized import PLAIN_DTYPES
 
-#: Parts that describe a whole fused tensor and so have no leading expert axis.
+#: Parts that describe a whole fused tensor and have no leading axis of experts.
 WHOLE_PARTS = frozenset({"weight_shape"})
 
-#: Projections in the order in which messages name them.
+#: Projections in the order of messages.
 _ORDER: tuple[StoredName, ...] = ("gate", "up", "gate_up", "down")
 
-#: Why fused gate/up tensors of an unknown family are not split.
+#: Reason why fused gate/up tensors of an unknown family are not split.
 UNKNOWN_ORDER = "gate and up are one tensor, and nothing says whether their rows are two halves or alternate"
 
 Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
@@ -35,12 +35,12 @@ Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """How one expert is encoded: what headers and config say about each of its projections.
+    """Kind of an expert: the scheme of each of its projections, by headers and config.
 
     Attributes:
         projections: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor.
-        interleaved: rows of a `gate_up` tensor alternate (gate even, up odd) instead of being two halves; None where
-            nothing tells which.
+        interleaved: whether gate and up rows of a `gate_up` tensor are interleaved instead of two halves; None if
+            unknown.
     """
 
     projections: Mapping[StoredName, Described]
@@ -48,7 +48,7 @@ class ExpertKind:
 
     @property
     def gated(self) -> bool:
-        """Whether there is a gate projection."""
+        """Whether the expert has a gate projection."""
         return "gate" in self.projections or "gate_up" in self.projections
 
     @property
@@ -62,7 +62,7 @@ class ExpertKind:
         return list(dict.fromkeys(described.scheme for described in self.projections.values()))
 
     def problems(self) -> list[str]:
-        """Why this kind cannot be converted, beside its formats."""
+        """List the reasons why this kind cannot be converted, apart from its formats."""
         if self.interleaved is None and "gate_up" in self.projections:
             return [UNKNOWN_ORDER]
         try:
@@ -72,7 +72,7 @@ class ExpertKind:
         return []
 
     def projection(self, role: Role) -> Described:
-        """The stored tensor group that holds a role."""
+        """Return the stored projection that holds a role."""
         wanted: dict[Role, tuple[StoredName, ...]] = {
             "gate": ("gate", "gate_up"),
             "up": ("up", "gate_up"),
@@ -86,7 +86,7 @@ class ExpertKind:
         raise MoeqError("source.incomplete-experts", f"these experts have no {role} projection")
 
     def spec(self, role: Role) -> MatrixSpec:
-        """Sizes and types of a role. Raises MoeqError `source.inconsistent` where gate and up cannot share `w13`."""
+        """Return the spec of a role. Raises MoeqError `source.inconsistent` if gate and up cannot share `w13`."""
         found = self.projection(role).spec
         if "gate_up" in self.projections and role in ("gate", "up"):
             return replace(found, role=role, n=found.n // 2)
@@ -104,20 +104,20 @@ def _joined(gate: MatrixSpec, up: MatrixSpec) -> MatrixSpec:
 
 @dataclass(frozen=True)
 class KindGroup:
-    """The experts of a layer that share a kind."""
+    """Experts of a layer that share a kind."""
 
     kind: ExpertKind
     experts: tuple[int, ...]
 
 
 class Experts:
-    """The experts of one layer with their kinds.
+    """Experts of one layer with their kinds.
 
     Attributes:
         layer: the layer's tensors.
         num_experts: number of experts found.
-        flat: experts are stacked along the rows of 2-D tensors (DBRX) instead of along an axis of their own.
-        transposed: stacked tensors that are not quantised have rows and columns exchanged.
+        flat: whether experts are stacked along the rows of 2-D tensors (DBRX) instead of an axis of their own.
+        transposed: whether stacked tensors that are not quantised are transposed.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Experts:
         self._uniform = not (declaration and declaration.per_expert) and _is_uniform(layer, self.num_experts)
 
     def kind(self, expert: int) -> ExpertKind:
-        """How that expert is encoded. Raises MoeqError `usage.no-such-expert` and what `describe` raises."""
+        """Return the kind of an expert. Raises MoeqError `usage.no-such-expert`, and the errors of `describe`."""
         if not 0 <= expert < self.num_experts:
             detail = f"layer {self.layer.layer} has experts 0 .. {self.num_experts - 1}, there is no {expert}"
             raise MoeqError("usage.no-such-expert", detail)
@@ -150,7 +150,7 @@ class Experts:
         return known
 
     def _look_up(self, expert: int) -> ExpertKind:
-        """The kind of an expert not asked for before; described only if no other expert has the same headers."""
+        """Find the kind of an expert, and describe it if no other expert has the same headers and declaration."""
         unit = self.layer.unit(expert)
         declared = {projection: self._declared(projection, expert) for projection in unit}
         key = None if self._uniform else (_signature(unit), tuple(declared.values()))
@@ -159,7 +159,7 @@ class Experts:
         return self._kinds[key]
 
     def kinds(self) -> list[KindGroup]:
-        """Every kind in the layer with the experts that have it, in order of first appearance."""
+        """List every kind in the layer with its experts, in order of first appearance."""
         if self._uniform:
             return [KindGroup(self.kind(0), tuple(range(self.num_experts)))] if self.num_experts else []
         members: dict[int, list[int]] = {}
@@ -200,7 +200,7 @@ class Experts:
 
 
 def is_whole(part: str, entry: TensorEntry) -> bool:
-    """Whether a tensor of a stack has no leading expert axis: it describes the whole stack, or is one number for all.
+    """Return whether a tensor of a stack has no leading axis of experts: it describes the stack, or is one number.
 
     ModelOpt 0.47 writes such numbers for the experts of Llama 4 and gpt-oss (`gate_up_proj_input_scale` `[]`).
     """
@@ -208,14 +208,14 @@ def is_whole(part: str, entry: TensorEntry) -> bool:
 
 
 def _headers_only(declaration: Declaration | None) -> Declared:
-    """For tensors that are quantised although no config says so."""
+    """Make a declaration for tensors that are quantised although no config says so."""
     if declaration and declaration.default:
         return declaration.default
     return Declared(method=declaration.method if declaration else "", rule="tensor headers")
 
 
 def _sigs(owner: Experts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig]:
-    """Header facts per expert: a tensor that stacks all experts loses its leading axis."""
+    """Return the headers of one expert's parts: without the leading axis of tensors that stack all experts."""
     if not owner.layer.fused:
         return {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
     if owner.flat:
@@ -230,7 +230,7 @@ def _sigs(owner: Experts, parts: Mapping[str, TensorEntry]) -> dict[str, PartSig
 
 
 def _row_shape(owner: Experts, part: str, entry: TensorEntry) -> tuple[int, ...]:
-    """`[N, K]` of one expert's row of a stack, turned round where the stack has rows and columns exchanged."""
+    """Return the shape `[N, K]` of one expert's row of a stack, which may be stored transposed."""
     row = entry.shape[1:]
     return row[::-1] if owner.transposed and part == "weight" and entry.dtype in PLAIN_DTYPES else row
 
@@ -244,7 +244,7 @@ def _signature(unit: Unit) -> tuple[tuple[str, str, str, tuple[int, ...]], ...]:
 
 
 def _is_uniform(layer: LayerExperts, count: int) -> bool:
-    """Whether all experts have the same parts with the same dtypes and shapes."""
+    """Return whether all experts have the same parts with the same dtypes and shapes."""
     if layer.fused:
         return True
     return all(
@@ -287,7 +287,7 @@ def _count(layer: LayerExperts, declared: int | None) -> int:
 
 
 def _k_hints(outputs: Mapping[StoredName, int]) -> dict[StoredName, int]:
-    """Input features of each projection, from the output features of its sibling: experts map a space to itself."""
+    """Return the input features of each projection: the output features of its sibling."""
     hints: dict[StoredName, int] = {}
     up = outputs.get("up") or outputs.get("gate") or (outputs["gate_up"] // 2 if "gate_up" in outputs else None)
     down = outputs.get("down")

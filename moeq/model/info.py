@@ -1,4 +1,4 @@
-"""What `moeq inspect` knows about a checkpoint, as records. No torch."""
+"""Description of a checkpoint, which `moeq inspect` prints, as records. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from moeq.schemes.base import Scheme
 
 @dataclass(frozen=True)
 class RoutingInfo:
-    """A model's routing rule.
+    """Routing rule of a model.
 
     Attributes:
-        scoring: how router logits become scores: `softmax`, `sigmoid`, `sqrtsoftplus`, `topk-softmax` (top-k of the
-            logits, then softmax), `topk-sigmoid`, `sparsemixer`.
-        renormalize: the chosen scores are divided by their sum.
-        scaling_factor: multiplies the weights at the end.
-        num_groups: experts are split into this many equal groups.
-        topk_groups: groups that stay eligible.
-        group_score: a group is ranked by its best score (`max`) or its best two (`top2`).
-        correction_bias: a per-expert bias takes part in choosing (not in weighting).
+        scoring: function from router logits to scores: `softmax`, `sigmoid`, `sqrtsoftplus`, `topk-softmax` (top-k of
+            the logits, then softmax), `topk-sigmoid`, `sparsemixer`.
+        renormalize: whether the chosen scores are divided by their sum.
+        scaling_factor: factor of the final weights.
+        num_groups: number of equal groups of experts.
+        topk_groups: number of best groups whose experts stay eligible.
+        group_score: rank of a group: its best score (`max`) or its best two (`top2`).
+        correction_bias: whether a bias of each expert takes part in choosing (not in weighting).
     """
 
     scoring: str = "softmax"
@@ -35,13 +35,13 @@ class RoutingInfo:
 
 @dataclass(frozen=True)
 class ModuleUse:
-    """What is quantised in one part of the model.
+    """Count of quantised modules in one part of the model.
 
     Attributes:
         part: `experts`, `shared experts`, `router`, `attention`, `dense mlp`, `lm_head`, `embeddings`, `mtp`, `other`.
         quantized: number of quantised modules (linear layers).
         plain: number of modules that are not quantised.
-        bytes: bytes of all their tensors.
+        bytes: bytes of the tensors of all modules.
     """
 
     part: str
@@ -52,15 +52,15 @@ class ModuleUse:
 
 @dataclass(frozen=True)
 class SchemeUse:
-    """One scheme and where it is used.
+    """Scheme, and where a checkpoint uses it.
 
     Attributes:
         scheme: the scheme.
         title: short name for people.
         layers: MoE layers that use it.
         experts: number of experts that use it, over all layers.
-        projections: which projections it covers (`gate`, `up`, `down`).
-        refusal: why `moeq convert` does not take it, or None.
+        projections: projections that it covers (`gate`, `up`, `down`).
+        refusal: reason why `moeq convert` does not take it, or None.
     """
 
     scheme: Scheme
@@ -73,7 +73,7 @@ class SchemeUse:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Everything `moeq inspect` reports, from headers and config alone.
+    """Description of a checkpoint, from headers and config alone.
 
     Attributes:
         name: path or repository as the user named it.
@@ -81,21 +81,21 @@ class CheckpointInfo:
         architecture: first entry of `architectures`.
         model_type: `model_type` of the language model's config.
         family: name of the model family.
-        family_from_names: True where the family is unknown and everything was read off tensor names.
+        family_from_names: whether the family is unknown, so that all facts come from tensor names.
         num_layers: decoder layers, without multi-token prediction.
         moe_layers: numbers of the layers with routed experts.
-        dense_layers: numbers of the others.
+        dense_layers: numbers of the other layers.
         mtp_layers: layers with routed experts that belong to multi-token prediction.
-        num_experts: routed experts of a layer (the largest number where layers differ).
+        num_experts: routed experts of a layer; the largest number if layers differ.
         experts_per_layer: routed experts of each of `moe_layers`.
-        top_k: experts per token, or None where the config does not say.
+        top_k: experts per token, or None if the config does not say.
         hidden_size: features of the residual stream.
-        expert_input_size: features an expert reads (`hidden_size` unless experts work in a latent space).
+        expert_input_size: input features of an expert: `hidden_size`, unless experts work in a latent space.
         intermediate_size: intermediate features of one routed expert.
         shared_experts: number of shared experts.
-        shared_intermediate_size: intermediate features of the shared expert path, where the config says.
+        shared_intermediate_size: intermediate features of the shared experts; None if the config does not say.
         activation: activation function by name.
-        gated: experts have gate and up projections.
+        gated: whether experts have a gate projection.
         routing: the routing rule.
         quant_method: declared method, or None.
         quant_origin: file and key of the quantisation config, or None.
@@ -104,10 +104,10 @@ class CheckpointInfo:
         other_bytes: bytes of everything else.
         num_tensors: number of tensors.
         num_files: number of weight files.
-        dtype: dtype the config declares for unquantised tensors.
-        modules: what is quantised, part by part.
-        refusals: why `moeq convert` will not take this checkpoint; empty where it will.
-        warnings: lint of headers and config.
+        dtype: dtype that the config declares for unquantised tensors.
+        modules: counts of quantised modules for each part of the model.
+        refusals: reasons why `moeq convert` does not take this checkpoint; empty if it does.
+        warnings: warnings about headers and config.
     """
 
     name: str
@@ -145,9 +145,9 @@ class CheckpointInfo:
 
     @property
     def convertible(self) -> bool:
-        """Whether `moeq convert` takes the format (a backend may still not fit)."""
+        """Whether `moeq convert` takes the format; there may still be no backend for it."""
         return not self.refusals
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dumps`."""
+        """Convert to plain values for JSON."""
         return {**asdict(self), "convertible": self.convertible}

@@ -1,4 +1,4 @@
-"""Lint of a checkpoint's headers and config: contradictions raise, everything else is a warning. No torch."""
+"""Check a checkpoint's headers and config: contradictions raise, everything else warns. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from moeq.schemes.declared import Declaration
 
 
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
-    """Experts found against experts declared.
+    """Compare the number of experts found with the number declared.
 
     Raises:
-        MoeqError: `source.inconsistent` where the config's number is not the largest number found.
+        MoeqError: `source.inconsistent` if the config's number is not the largest number found.
     """
     declared = facts.experts()
     found = {item.layer.layer: item.num_experts for item in experts}
@@ -34,7 +34,7 @@ def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
 
 
 def check_complete(experts: Iterable[Experts]) -> None:
-    """Every expert of a layer has the same projections, and all or none are quantised.
+    """Check that all experts of a layer have the same projections, and that all or none are quantised.
 
     Raises:
         MoeqError: `source.incomplete-experts` naming layer, expert and projection.
@@ -70,10 +70,10 @@ def _unquantized(kind: ExpertKind) -> bool:
 def check_sizes(
     facts: Facts, family: ModelFamily | None, up: MatrixSpec, down: MatrixSpec
 ) -> Iterator[CheckpointWarning]:
-    """Sizes found against sizes declared.
+    """Compare the sizes found with the sizes declared.
 
     Raises:
-        MoeqError: `source.inconsistent` where experts read neither the hidden size nor a declared latent size.
+        MoeqError: `source.inconsistent` if experts read neither the hidden size nor a declared latent size.
     """
     hidden, latent = facts.count(HIDDEN), facts.count(EXPERT_INPUT)
     if hidden is not None and up.k not in (hidden, latent):
@@ -92,7 +92,7 @@ def check_sizes(
 def lint_declaration(
     name: str, declaration: Declaration | None, experts: Iterable[Experts]
 ) -> Iterator[CheckpointWarning]:
-    """Contradictions between what the config says and what the headers show."""
+    """Warn of contradictions between config and headers."""
     if declaration is None:
         return
     if "awq" in name.lower().rpartition("/")[2] and declaration.method not in ("awq", "auto-round"):
@@ -115,7 +115,7 @@ def lint_declaration(
 
 
 def lint_schemes(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
-    """What in a scheme is known to trip engines."""
+    """Warn of properties of schemes that some engines handle wrongly."""
     for scheme in schemes:
         if scheme.act_order and scheme.group_size > 0:
             message = (
@@ -135,7 +135,7 @@ def lint_schemes(schemes: Iterable[Scheme]) -> Iterator[CheckpointWarning]:
 
 
 def lint_tensors(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
-    """Lint outside the routed experts."""
+    """Warn of quantised routers."""
     routers = quantized_routers(rest)
     if routers:
         message = f"the router is quantised ({_few(routers, 2)}), which engines do not expect"
@@ -145,7 +145,7 @@ def lint_tensors(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
 def lint_layers(
     facts: Facts, num_layers: int, moe: Iterable[int], mtp: dict[int, Experts]
 ) -> Iterator[CheckpointWarning]:
-    """Multi-token prediction declared but absent, or layers beyond the declared number."""
+    """Warn of multi-token prediction that is declared but absent, and of layers beyond the declared number."""
     declared = facts.count(MTP)
     if declared and not mtp:
         yield CheckpointWarning(
@@ -163,7 +163,7 @@ def lint_layers(
 
 
 def lint_mixing(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
-    """Layers whose experts do not all have one scheme."""
+    """Warn of layers whose experts do not all have one scheme."""
     mixed = [item.layer.layer for item in experts if len({s for g in item.kinds() for s in g.kind.schemes}) > 1]
     if mixed:
         yield CheckpointWarning(

@@ -1,4 +1,4 @@
-"""What is quantised outside the routed experts, decided by headers. No torch."""
+"""Count the quantised modules of each part of a model, by headers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moeq.checkpoint.header import TensorEntry
 from moeq.model.info import ModuleUse
 
-#: Leaf names that only quantised modules have.
+#: Names of parts that only quantised modules have.
 _QUANT_LEAVES = frozenset(
     {
         "qweight",
@@ -27,7 +27,7 @@ _QUANT_DTYPES = frozenset({"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2", "F8_E
 
 _PACKED = frozenset({"I32", "I8", "U8"})
 
-#: Name component -> part of the model. The first rule that matches a component, in this order.
+#: Components of module names, and the part of the model that they mean. The first rule that matches wins.
 _RULES: tuple[tuple[str, str], ...] = (
     ("mtp", "mtp"),
     ("shared_expert_gate", "router"),
@@ -65,17 +65,17 @@ class _Module:
 
 
 def part_of(module: str) -> str:
-    """Part of the model that a module belongs to."""
+    """Return the part of the model that a module belongs to."""
     components = set(module.split("."))
     return next((part for name, part in _RULES if name in components), "other")
 
 
 def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[ModuleUse]:
-    """Summary per part of the model; routed experts, counted elsewhere, come first.
+    """Count modules for each part of the model, the routed experts first.
 
     Args:
         tensors: every tensor that is not a routed expert's.
-        experts: the summary of the routed experts.
+        experts: counts of the routed experts.
     """
     modules: dict[str, _Module] = {}
     sizes: dict[str, int] = {}
@@ -95,7 +95,7 @@ def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[Modu
 
 
 def quantized_routers(tensors: Iterable[TensorEntry]) -> list[str]:
-    """Router modules that are quantised, which engines do not expect."""
+    """List router modules that are quantised, which engines do not expect."""
     found: dict[str, None] = {}
     for entry in tensors:
         name, _, leaf = entry.name.rpartition(".")

@@ -1,27 +1,33 @@
-"""Quantised modules other than routed experts: attention of a GPTQ checkpoint, shared experts, a whole MTP layer."""
+"""Find and decode quantised modules other than routed experts: attention, shared experts, whole MTP layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
-from moeq.matrix import QuantizedMatrix
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import get_format, match_format
+from moeq.schemes.unquantized import PLAIN_DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """One quantised linear layer.
+    """Quantised linear layer.
 
     Attributes:
         name: module name.
-        parts: part to tensor.
-        described: how it is quantised. Its role is of no meaning.
+        parts: its tensors by part.
+        described: its scheme and sizes; the role in them means nothing.
     """
 
     name: str
@@ -30,20 +36,16 @@ class QuantizedModule:
 
 
 def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration | None) -> Iterator[QuantizedModule]:
-    """The quantised modules among some tensors, in order of appearance.
+    """Find the quantised modules among some tensors, in order of appearance.
 
     Args:
         tensors: tensors that hold no routed expert.
         declaration: the checkpoint's quantisation config.
 
     Raises:
-        MoeqError: `source.inconsistent` where headers and config contradict each other.
+        MoeqError: `source.inconsistent` if headers and config contradict each other.
     """
-    grouped: dict[str, dict[str, TensorEntry]] = {}
-    for entry in tensors:
-        name, _, part = entry.name.rpartition(".")
-        grouped.setdefault(name, {})[part] = entry
-    for name, parts in grouped.items():
+    for name, parts in _by_module(tensors):
         signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
         declared = declaration.resolve(name) if declaration else None
         found = match_format(signatures, declared)
@@ -53,15 +55,61 @@ def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration |
         yield QuantizedModule(name, parts, found.describe(signatures, Context(name, "down", known)))
 
 
+def quantized_linears(
+    tensors: Iterable[TensorEntry], declaration: Declaration | None, linears: Mapping[str, tuple[int, int]]
+) -> Iterator[QuantizedModule]:
+    """Find the linear layers of a model that its checkpoint stores quantised, in order of appearance.
+
+    Args:
+        tensors: tensors of the checkpoint.
+        declaration: the checkpoint's quantisation config.
+        linears: `(out_features, in_features)` of the model's linear layers by module name.
+
+    Raises:
+        MoeqError: `source.unsupported-format` for a format that moeq does not decode, `source.inconsistent` for a layer
+            of another size than the model's.
+    """
+    for name, stored in _by_module(tensors):
+        parts = {part: entry for part, entry in stored.items() if part != "bias"}
+        if name not in linears or not parts or (set(parts) == {"weight"} and parts["weight"].dtype in PLAIN_DTYPES):
+            continue
+        signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}
+        declared = declaration.resolve(name) if declaration else None
+        found = match_format(signatures, declared)
+        if found is None or declared is None:
+            shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(signatures.items()))
+            detail = f"{name} is quantised in a way that moeq cannot decode: {shown}"
+            raise MoeqError("source.unsupported-format", detail)
+        described = found.describe(signatures, Context(name, "down", declared, k_hint=linears[name][1]))
+        size = (described.spec.n, described.spec.k)
+        if size != linears[name]:
+            detail = f"{name} is stored as {list(size)}, and the model has {list(linears[name])}"
+            raise MoeqError("source.inconsistent", detail)
+        yield QuantizedModule(name, parts, described)
+
+
+def _by_module(tensors: Iterable[TensorEntry]) -> Iterable[tuple[str, dict[str, TensorEntry]]]:
+    """Group tensors by the module that they belong to."""
+    grouped: dict[str, dict[str, TensorEntry]] = {}
+    for entry in tensors:
+        name, _, part = entry.name.rpartition(".")
+        grouped.setdefault(name, {})[part] = entry
+    return grouped.items()
+
+
 def read_module(source: Source, module: QuantizedModule) -> QuantizedMatrix:
-    """Decode a module, reading just its tensors. Raises MoeqError `source.bad-data` where the data is impossible."""
+    """Decode a module, reading just its tensors. Raises MoeqError `source.bad-data` if the data is impossible."""
+    parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
+    return decode(parts, module.described.spec, module.described.scheme, module.name)
+
+
+def decode(parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme, module: str) -> QuantizedMatrix:
+    """Decode the stored parts of a matrix and check its scales. Raises MoeqError `source.*`, naming the module."""
     from moeq.schemes.dequantize import check_matrix
 
-    parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
-    described = module.described
     try:
-        matrix = get_format(described.scheme.format).unpack(parts, described.spec, described.scheme)
+        matrix = get_format(scheme.format).unpack(parts, spec, scheme)
     except MoeqError as error:
-        raise MoeqError(error.code, f"{module.name}: {error.message}", error.hint) from None
-    check_matrix(matrix, module.name)
+        raise MoeqError(error.code, f"{module}: {error.message}", error.hint) from None
+    check_matrix(matrix, module)
     return matrix

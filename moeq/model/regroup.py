@@ -1,7 +1,7 @@
-"""Groups of weights cut into smaller ones that repeat the scale and the zero point: the same values exactly.
+"""Divide groups of weights into smaller ones that repeat the scale and the zero point; the values stay the same.
 
-A shard of tensor parallelism must not end inside a group. 768 / 4 = 192 cuts groups of 128; cut into groups of 64, each
-with the scale of the 128 that it came from, 192 holds three whole ones. The codes stay as they are.
+A shard of tensor parallelism must not end inside a group. 768 / 4 = 192 features cut groups of 128, but hold three
+groups of 64, each with the scale of its former group of 128. The codes do not change.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def regroup_problem(spec: MatrixSpec, group: int) -> str | None:
-    """Why a matrix cannot be written in groups of `group`, or None where it can."""
+    """Say why a matrix cannot be written in groups of `group`; None if it can."""
     if spec.act_order:
         return "act-order assigns columns to groups one by one, so a group has no halves"
     if spec.num_groups == 1 and spec.group_size >= spec.k:
@@ -30,7 +30,7 @@ def regroup_problem(spec: MatrixSpec, group: int) -> str | None:
 
 
 def regrouped_spec(spec: MatrixSpec, group: int) -> MatrixSpec:
-    """The spec with smaller groups. Raises MoeqError `usage.regroup`."""
+    """Return the spec with smaller groups. Raises MoeqError `usage.regroup`."""
     problem = regroup_problem(spec, group)
     if problem is not None:
         fits = [size for size in (128, 64, 32, 16) if size < spec.group_size and regroup_problem(spec, size) is None]
@@ -40,16 +40,16 @@ def regrouped_spec(spec: MatrixSpec, group: int) -> MatrixSpec:
 
 
 def regroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
-    """The same values in groups of `group`. Raises MoeqError `usage.regroup`."""
+    """Convert a matrix to groups of `group`. Raises MoeqError `usage.regroup`."""
     return repeat_groups(matrix, regrouped_spec(matrix.spec, group))
 
 
 def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """The same codes under the groups of `spec`, of which whole ones make up each of the matrix's."""
+    """Convert a matrix to the groups of `spec`, which divide its own."""
     times = matrix.spec.group_size // spec.group_size
 
     def repeated(tensor: Tensor | None) -> Tensor | None:
-        # The last group may be partial, and then has fewer parts.
+        # The last group may be partial, with fewer parts.
         return None if tensor is None else tensor.repeat_interleave(times, dim=1)[:, : spec.num_groups].contiguous()
 
     scales = repeated(matrix.scales)
@@ -58,10 +58,10 @@ def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 
 
 def ungroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
-    """The inverse: groups of `group` again.
+    """Convert a matrix back to its former groups of `group`.
 
     Raises:
-        MoeqError: `source.regrouped` where the parts of a group no longer agree: the file was changed.
+        MoeqError: `source.regrouped` if the parts of a group no longer agree, since the file was changed.
     """
     import torch
 

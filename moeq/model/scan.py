@@ -1,7 +1,7 @@
-"""Lint of a checkpoint's data: the small tensors of every expert (scales, zero points, group indices, biases).
+"""Check a checkpoint's data: the small tensors of every expert (scales, zero points, group indices, biases).
 
-`inspect` reads headers only; this is what `--scan` adds. It reports everything it finds instead of stopping at the
-first, one warning per kind with a count and the first place.
+`moeq inspect` reads headers only; `--scan` adds this. Findings of a kind become one warning with a count and the first
+place.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moeq.schemes.registry import get_format
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: What is looked at. Codes are large, and any value of theirs is possible.
+#: Parts that are checked. Codes are large and may have any value.
 _SMALL: frozenset[PartRole] = frozenset({"scale", "scale2", "zeros", "index", "bias"})
 
 #: Relative difference of gate and up second-level scales above which merging them costs accuracy.
 _SCALE_TOLERANCE = 1e-3
 
-#: Code -> what was found.
+#: Sentences of the findings by their code.
 MESSAGES = {
     "data.scale-nonfinite": "scales are NaN or infinite",
     "data.scale-negative": "scales are negative",
@@ -54,7 +54,7 @@ class _Finding:
 
 
 class _Findings:
-    """Warnings by kind: how many tensors, and the first."""
+    """Findings by code: their count and their first place."""
 
     def __init__(self) -> None:
         self._found: dict[str, _Finding] = {}
@@ -78,7 +78,7 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
         progress: called with `(done, total)` layers.
 
     Returns:
-        One warning per kind of finding; empty for unremarkable data.
+        One warning for each kind of finding.
     """
     findings = _Findings()
     layers = checkpoint.info.moe_layers
@@ -109,7 +109,7 @@ def _scan_expert(checkpoint: Checkpoint, layer: int, expert: int, findings: _Fin
 
 
 def _parts_of(described: Described, *roles: PartRole) -> list[str]:
-    """Names of the parts that hold these things in the format of a projection."""
+    """Return the names of a format's parts that have these roles."""
     return [part for part, role in get_format(described.scheme.format).parts.items() if role in roles]
 
 

@@ -1,9 +1,9 @@
-"""Shards of an expert's matrices: what each rank of a deployment holds, and the whole from its shards.
+"""Cut an expert's matrices into the shards of a deployment's ranks, and join shards to the whole.
 
-Tensor parallelism cuts the intermediate size: the rows of gate and up alike, and the columns of w2 (with their groups).
-Expert parallelism hands out whole experts. The bias of w2 belongs to the first rank only, since ranks add up their
-outputs; the others hold zeros. A shard of an act-order w2 keeps every group of the whole, because its columns may
-belong to any of them. Source of the rules: vLLM 0.33.0 and 0.26.0 (`FusedMoE.weight_loader`, `is_k_full`).
+Tensor parallelism cuts the intermediate size: the rows of gate and up, and the columns of w2 with their groups. Expert
+parallelism hands out whole experts. The bias of w2 belongs to the first rank, since ranks add up their outputs; other
+ranks hold zeros. A shard of an act-order w2 keeps every group of the whole, since its columns may belong to any of
+them. Source of the rules: vLLM 0.33.0 and 0.26.0 (`FusedMoE.weight_loader`, `is_k_full`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.matrix import ROW_PARTS, MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Range:
-    """`start .. stop`, the stop excluded."""
+    """Interval `start .. stop`, the stop excluded."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of items in it."""
         return self.stop - self.start
 
 
 def shard_spec(spec: MatrixSpec, part: Range) -> MatrixSpec:
-    """Spec of the shard of `w13` or `w2` that holds these intermediate features."""
+    """Return the spec of the shard of `w13` or `w2` that holds some intermediate features."""
     if spec.role != "w2":
         return spec.with_sizes(n=part.size * halves(spec))
     if part.size == spec.k:
@@ -44,12 +44,12 @@ def shard_spec(spec: MatrixSpec, part: Range) -> MatrixSpec:
 
 
 def shard_matrix(matrix: QuantizedMatrix, part: Range, *, first: bool) -> QuantizedMatrix:
-    """The shard that holds these intermediate features.
+    """Cut out the shard that holds some intermediate features.
 
     Args:
         matrix: `w13` or `w2` of one expert.
         part: intermediate features, at group boundaries of w2 unless it has act-order or one scale per channel.
-        first: whether this is rank 0, which keeps the bias of w2.
+        first: whether the shard is that of rank 0, which keeps the bias of w2.
     """
     spec = shard_spec(matrix.spec, part)
     if spec == matrix.spec:
@@ -58,7 +58,7 @@ def shard_matrix(matrix: QuantizedMatrix, part: Range, *, first: bool) -> Quanti
 
 
 def join_shards(spec: MatrixSpec, shards: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """The whole matrix from its shards in the order of their ranks. The inverse of `shard_matrix`."""
+    """Join shards, in the order of their ranks, to the whole matrix: the inverse of `shard_matrix`."""
     import torch
 
     if len(shards) == 1:
@@ -79,23 +79,13 @@ def join_shards(spec: MatrixSpec, shards: Sequence[QuantizedMatrix]) -> Quantize
     def join(tensors: Sequence[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(count, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 1)
 
-    def join_present(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return join(present) if present else None
-
-    return replace(
-        first,
-        spec=spec,
-        codes=join([shard.codes for shard in shards]),
-        scales=join([shard.scales for shard in shards]),
-        zeros=join_present([shard.zeros for shard in shards]),
-        global_scale=join_present([shard.global_scale for shard in shards]),
-        bias=join_present([shard.bias for shard in shards]),
-    )
+    parts = {name: [getattr(shard, name) for shard in shards] for name in ROW_PARTS}
+    present = {name: join(tensors) for name, tensors in parts.items() if tensors[0] is not None}
+    return replace(first, spec=spec, **present)
 
 
 def halves(spec: MatrixSpec) -> int:
-    """Matrices stacked in the rows: 2 for gate and up."""
+    """Return the number of matrices stacked in the rows: 2 for gate and up."""
     return 2 if spec.role == "w13" and spec.gated else 1
 
 
@@ -105,18 +95,7 @@ def _rows(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range) -> QuantizedMa
     def cut(tensor: Tensor) -> Tensor:
         return tensor.reshape(count, -1, *tensor.shape[1:])[:, part.start : part.stop].flatten(0, 1)
 
-    def cut_present(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else cut(tensor)
-
-    return replace(
-        matrix,
-        spec=spec,
-        codes=cut(matrix.codes),
-        scales=cut(matrix.scales),
-        zeros=cut_present(matrix.zeros),
-        global_scale=cut_present(matrix.global_scale),
-        bias=cut_present(matrix.bias),
-    )
+    return matrix.map_rows(cut, spec)
 
 
 def _columns(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range, first: bool) -> QuantizedMatrix:

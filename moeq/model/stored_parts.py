@@ -1,9 +1,9 @@
-"""An expert as its source stores it: which tensors hold which rows, and those tensors rebuilt from logical matrices."""
+"""Rebuild the tensors in which a source stores an expert from the expert's logical matrices."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One source tensor, or one expert's row of a stacked one.
+    """Source tensor, or one expert's row of a stacked one.
 
     Attributes:
         entry: the source tensor.
         start: first byte of the part in the source file.
         end: one past its last byte.
-        rebuilt: the part from the logical matrix, or None where the matrix does not tell.
-        certain: decoding is a bijection, so that what is rebuilt need not be compared.
+        rebuilt: part that follows from the logical matrix, or None if it does not follow.
+        certain: whether decoding is a bijection, so that the rebuilt part need not be compared.
     """
 
     entry: TensorEntry
@@ -38,7 +38,7 @@ class StoredPart:
 
     @property
     def data(self) -> memoryview | None:
-        """Bytes of the rebuilt part; None where it cannot be, or is not of the stored size."""
+        """Bytes of the rebuilt part; None if there is none, or if it is not of the stored size."""
         from moeq.model.tensor_bytes import as_bytes
 
         if self.rebuilt is None:
@@ -50,14 +50,14 @@ class StoredPart:
 def stored_parts(
     experts: Experts, expert: int, role: StackedRole, matrix: QuantizedMatrix, *, rebuild_certain: bool = True
 ) -> Iterator[StoredPart]:
-    """Every source tensor of one expert's `w13` or `w2`, rebuilt.
+    """Rebuild every source tensor of one expert's `w13` or `w2`.
 
     Args:
         experts: the layer as the source stores it.
         expert: expert number.
         role: `w13` or `w2`.
         matrix: its logical matrix.
-        rebuild_certain: also rebuild the parts that need no comparison.
+        rebuild_certain: whether to rebuild the parts that need no comparison, too.
     """
     kind, unit, fused = experts.kind(expert), experts.layer.unit(expert), experts.layer.fused
     for projection, stored in as_stored(kind, role, matrix):
@@ -77,7 +77,7 @@ def stored_parts(
 def as_stored(
     kind: ExpertKind, role: StackedRole, matrix: QuantizedMatrix
 ) -> Iterator[tuple[StoredName, QuantizedMatrix]]:
-    """The projections that the source stores, with their rows in stored order."""
+    """Yield the projections that the source stores, with their rows in stored order."""
     if role == "w2":
         yield "down", matrix
     elif "gate_up" in kind.projections:
@@ -91,19 +91,9 @@ def as_stored(
 
 
 def interleaved(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Rows gate 0, up 0, gate 1, up 1, ... from the gate rows followed by the up rows."""
+    """Reorder gate rows followed by up rows to interleaved rows: gate 0, up 0, gate 1, up 1, ..."""
 
     def weave(tensor: Tensor) -> Tensor:
         return tensor.reshape(2, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
 
-    def weave_present(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else weave(tensor)
-
-    return replace(
-        matrix,
-        codes=weave(matrix.codes),
-        scales=weave(matrix.scales),
-        zeros=weave_present(matrix.zeros),
-        global_scale=weave_present(matrix.global_scale),
-        bias=weave_present(matrix.bias),
-    )
+    return matrix.map_rows(weave)

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and matrices compared bit for bit."""
+"""View tensors as bytes, and compare matrices bit for bit."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from moeq.matrix import QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-_own = threading.local()
+_thread = threading.local()
 
 
 def one_torch_thread() -> None:
-    """Let torch run the operations of this thread by itself: threads per operation would only wait for each other."""
+    """Let torch run this thread's operations in this thread: more threads would only wait for each other."""
     import torch
 
-    if not getattr(_own, "set", False):
+    if not getattr(_thread, "is_set", False):
         torch.set_num_threads(1)
-        _own.set = True
+        _thread.is_set = True
 
 
 def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
-    """Whether two logical matrices are equal bit for bit (NaN scales included)."""
+    """Return whether two logical matrices are equal bit for bit, NaN scales included."""
     import torch
 
     def same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -34,7 +34,7 @@ def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
         return bool(torch.equal(flat_bytes(a), flat_bytes(b)))
 
     def zeros(matrix: QuantizedMatrix) -> Tensor | None:
-        # Formats give them as uint8 or int16, as their range needs; they are numbers either way.
+        # Formats give zero points as uint8 or int16, whichever holds their range.
         return None if matrix.zeros is None else matrix.zeros.to(torch.int16)
 
     parts = ("codes", "scales", "group_index", "global_scale", "bias")
@@ -42,17 +42,17 @@ def same_matrix(left: QuantizedMatrix, right: QuantizedMatrix) -> bool:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """uint8 `[bytes]` of a tensor in row-major order."""
+    """Return the bytes of a tensor in row-major order as uint8 `[bytes]`."""
     import torch
 
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order."""
+    """Return the bytes of a tensor in row-major order as a buffer."""
     return flat_bytes(tensor).numpy().data
 
 
 def reshaped(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The same bytes in another shape."""
+    """View the bytes of a tensor in another shape."""
     return flat_bytes(tensor).view(tensor.dtype).view(shape)

@@ -32,10 +32,15 @@ from moeq.prove.findings import Findings, values_mismatch
 
 
 class AgainstSource(Findings):
-    """Compares with what the source gives (`moeq.prove.derived`). Nothing in the manifest weakens that."""
+    """Findings from comparing with what the source gives (`moeq.prove.derived`), whatever the manifest says."""
 
     def check(self, original: Checkpoint, *, slow: bool) -> None:
-        """Check everything. `slow`: also unpack every expert of the conversion and decode those of the source."""
+        """Check everything.
+
+        Args:
+            original: the source.
+            slow: also unpack every expert of the conversion and decode every expert of the source.
+        """
         experts = sum(entry.num_experts for entry in self.manifest.layers)
         if original.source.identity() != self.manifest.source.identity:
             name = original.source.name
@@ -44,25 +49,25 @@ class AgainstSource(Findings):
         try:
             plan = plan_of(original, self.manifest)
             self.total += _steps(plan) + (2 * experts if slow else 0)
-            digests = self.holdings.tensor_digests(self.advance)
+            digests = self.contents.tensor_digests(self.advance)
             derived = derive(original, plan, self.workers, lambda count, label: self.advance(label))
         except MoeqError as error:
             if error.code.startswith(("source.unreadable", "source.truncated", "resources.", "environment.")):
                 raise
             self.add("manifest", MANIFEST_NAME, f"the source does not give such a conversion: {error.message}")
             return
-        self.what_loaders_see()
+        self.check_names()
         self.counts["losses"] = derived.losses
-        self._says(derived)
+        self._check_manifest(derived)
         self._weights(derived, digests)
         self._side_files(derived)
-        self._way_back(derived)
+        self._restore_data(derived)
         self._recorded(derived)
         if slow:
             self._decoded(original)
 
-    def _says(self, derived: Derived) -> None:
-        """What the manifest says, against what the source gives."""
+    def _check_manifest(self, derived: Derived) -> None:
+        """Compare the statements of the manifest with what the source gives."""
         manifest, source = self.manifest, derived.source
         for recorded, entry in zip(sorted(manifest.layers, key=lambda row: row.layer), derived.layers, strict=True):
             name = f"layer {entry.layer}"
@@ -91,7 +96,7 @@ class AgainstSource(Findings):
             self.add("manifest", MANIFEST_NAME, f"moeq.json: {field} is not what the source gives")
 
     def _weights(self, derived: Derived, digests: Mapping[str, TensorDigest]) -> None:
-        """Every tensor and every weight file."""
+        """Compare every tensor and every weight file."""
         ours = self.converted.source.tensors
         wanted = {name: form for file in derived.plan.files for name, form in file.tensors.items()}
         damaged: set[int] = set()
@@ -112,14 +117,14 @@ class AgainstSource(Findings):
         for name in sorted(ours.keys() - wanted.keys()):
             self.add("tensor", name, f"tensor {name} is not in the source")
         for file in derived.plan.files:
-            header = self.holdings.headers.get(file.name)
+            header = self.contents.headers.get(file.name)
             first = b"" if header is None else self.converted.source.read_bytes(file.name, 0, len(file.form.header))
             if first != file.form.header:
                 self.add("file", file.name, f"the header of {file.name} is not the one that belongs to these tensors")
         self._damaged(derived, damaged)
 
     def _damaged(self, derived: Derived, layers: set[int]) -> None:
-        """Name the experts of layers that differ; where all their values are right, what differs is padding."""
+        """Name the experts that differ in some layers; if all their values are right, only padding differs."""
         for entry in derived.layers:
             projections = len(entry.projections) * entry.num_experts
             if entry.layer not in layers:
@@ -139,11 +144,11 @@ class AgainstSource(Findings):
         def source_bytes(start: int, stop: int) -> bytearray:
             return source.source.read_bytes(entry.file, entry.start + start, entry.start + stop)
 
-        at = self.holdings.first_difference(found, source_bytes)
+        at = self.contents.first_difference(found, source_bytes)
         return f"tensor {name} differs from the source's" + ("" if at is None else f" at byte {at:,}")
 
     def _side_files(self, derived: Derived) -> None:
-        """Every file that holds no weights, and every file that should not be there."""
+        """Compare every file without weights, and name every file that should not be there."""
         here, there = self.converted.source, derived.source.source
         plan = self._plan_side_files(derived)
         copied = copied_files(here, plan)
@@ -154,10 +159,11 @@ class AgainstSource(Findings):
                 continue
             raw = stripped_file(there, name) if name in plan.stripped else None
             wanted = file_digest(there.path(name)) if raw is None else FileDigest(len(raw), blake3(raw).hexdigest())
-            if self.holdings.digest(copied[name], wanted.bytes) != wanted:
+            if self.contents.digest(copied[name], wanted.bytes) != wanted:
                 self.add("file", name, f"{name} differs from the source's")
         expected = converted_config(derived.source, self.manifest)
-        before = {key: value for key, value in expected.items() if key != "experts_implementation"}  # older versions
+        # Older versions of moeq did not write this key.
+        before = {key: value for key, value in expected.items() if key != "experts_implementation"}
         if not any(_equal(here.config, one) for one in (expected, before)):
             self.add("file", CONFIG_NAME, f"{CONFIG_NAME} was changed")
         index = parse_object(here.read_file(INDEX_NAME, MAX_INDEX_BYTES), INDEX_NAME, "source.bad-index")
@@ -165,16 +171,16 @@ class AgainstSource(Findings):
             self.add("file", INDEX_NAME, f"{INDEX_NAME} is not the index of these tensors")
         own = {MANIFEST_NAME, CONFIG_NAME, INDEX_NAME, *(file.name for file in derived.plan.files), *copied.values()}
         own |= {self.manifest.restore.file} if self.manifest.restore else set()
-        self.add_unexpected(self.holdings.names - own - self.holdings.unproven, "nothing of the source gives it")
+        self.add_unexpected(self.contents.names - own - self.contents.unproven, "nothing of the source gives it")
 
     def _plan_side_files(self, derived: Derived) -> SideFiles:
         restore = self.manifest.restore
         return plan_side_files(derived.source.source, no_code=restore is not None and restore.no_code)
 
-    def _way_back(self, derived: Derived) -> None:
-        """What leads back to the source: exactly what the source gives, and nothing else."""
+    def _restore_data(self, derived: Derived) -> None:
+        """Compare the restore data: they hold exactly what the source gives."""
         if self.manifest.restore is None:
-            if self.manifest.files is not None:  # which every version has written that wrote this
+            if self.manifest.files is not None:  # every version that recorded files wrote restore data
                 self.add("kept", RESTORE_DATA_NAME, "moeq.json does not tell what leads back to the source")
             return
         try:
@@ -199,9 +205,9 @@ class AgainstSource(Findings):
             self.add("kept", held.path.name, f"the header of {held.path.name} is not the one that belongs to this")
 
     def _recorded(self, derived: Derived) -> None:
-        """The digests in the manifest are those of these files: what is true with the source stays so without it.
+        """Compare the manifest's digests with the files, so that checking without the source gives the same result.
 
-        Where something differs already, its digest does, too.
+        Nothing is compared where a difference was found already: its digest differs, too.
         """
         if self.found:
             return
@@ -218,18 +224,18 @@ class AgainstSource(Findings):
             )
             for file in derived.plan.files
         }
-        others = (self.holdings.names | recorded.keys()) - wanted.keys() - {MANIFEST_NAME}
-        others -= self.holdings.unproven - recorded.keys()
+        others = (self.contents.names | recorded.keys()) - wanted.keys() - {MANIFEST_NAME}
+        others -= self.contents.unproven - recorded.keys()
         for name in others:
             size = recorded[name].bytes if name in recorded else -1
-            wanted[name] = self.holdings.digest(name, size) if name in self.holdings.names else None
+            wanted[name] = self.contents.digest(name, size) if name in self.contents.names else None
         for name in sorted(wanted):
             if name not in recorded or recorded[name] != wanted[name]:
                 text = f"moeq.json: the digest of {name} is not that of the file"
                 self.add("manifest", MANIFEST_NAME, text)
 
     def _decoded(self, original: Checkpoint) -> None:
-        """The slow path: unpack the conversion, decode the source, compare both with the manifest's digests."""
+        """Unpack the conversion and decode the source, and compare both with the manifest's digests."""
         lossless = [entry for entry in self.manifest.layers if not entry.losses]
         _, ours = check_digests(self.converted, self.manifest.layers, self.advance, self.workers)
         _, source_bytes = check_digests(original, lossless, self.advance, self.workers)
@@ -239,11 +245,11 @@ class AgainstSource(Findings):
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two JSON documents are the same; to Python, `1`, `1.0` and `true` are."""
+    """Return whether two JSON documents are the same; Python takes `1`, `1.0` and `true` for equal."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def _steps(plan: Plan) -> int:
-    """How often `derive` reports progress."""
+    """Return how often `derive` reports progress."""
     packed = sum(unit.experts.size for unit in plan.units if isinstance(unit, PackUnit))
     return packed + sum(1 for unit in plan.units if isinstance(unit, CopyUnit) for _ in unit.chunks())

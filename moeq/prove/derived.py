@@ -1,7 +1,7 @@
-"""What a conversion of a source has to be: derived from the source and the layouts alone, packed again in memory.
+"""Derive what a conversion of a source has to contain, by packing the source again in memory.
 
-Of the manifest only what somebody chose is taken: the deployment, and each layer's layout. Everything else (which
-tensors there are, every byte of them, digests, what is kept to restore) follows from the source.
+From the manifest only the user's choices are taken: the deployment, and the layout of each layer. Everything else (the
+tensors with all their bytes, digests, what is kept to restore) follows from the source and the layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeq.pipeline.state.publish import layer_entry, tensors_of
 from moeq.pipeline.state.records import UnitRecord
 from moeq.typed import read_as
 
-#: Fields of the model's record that tell of files, or in words, and not of the model.
+#: Fields of the model's record that describe files, or that hold sentences.
 _NOT_OF_THE_MODEL = {
     "name",
     "revision",
@@ -39,7 +39,7 @@ _NOT_OF_THE_MODEL = {
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What the manifest says was chosen."""
+    """Choices of the user, as the manifest records them."""
 
     layouts: Mapping[int, str]
     copied: tuple[CopiedLayer, ...]
@@ -48,7 +48,7 @@ class _Chosen:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Ranks of a deployment, as far as they decide bytes."""
+    """Numbers of ranks in a deployment, which decide bytes."""
 
     tp: int = 1
     ep: int = 1
@@ -56,15 +56,15 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Derived:
-    """What a conversion of a source has to contain.
+    """Contents that a conversion of a source has to have.
 
     Attributes:
         source: the source.
         plan: files, tensors and units.
-        records: unit id to its record.
+        records: records of the units, by id.
         layers: the manifest's entries of the converted layers.
-        tensors: name to digest of every tensor.
-        kept: expert tensors that have to be kept verbatim.
+        tensors: digest of every tensor, by name.
+        kept: names of expert tensors that have to be kept verbatim.
     """
 
     source: Checkpoint
@@ -76,12 +76,12 @@ class Derived:
 
     @property
     def losses(self) -> int:
-        """Stored numbers that the layouts change."""
+        """Number of stored numbers that the layouts change."""
         return sum(entry.losses for entry in self.layers)
 
 
 def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
-    """The plan that a manifest's choices give for a source.
+    """Plan the conversion of a source with a manifest's choices.
 
     Raises:
         MoeqError: `source.bad-manifest` for a deployment that cannot be one; what `make_plan` raises where the source
@@ -109,7 +109,7 @@ def derive(source: Checkpoint, plan: Plan, workers: int, moved: Callable[[int, s
 
 
 def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
-    """Fields in which a manifest's layer differs from what the source gives; text and digests are not compared."""
+    """List the fields in which a manifest's layer differs from what the source gives, sentences and digests apart."""
 
     def comparable(entry: LayerEntry) -> dict[str, Any]:
         return asdict(replace(entry, digests={}, sharding=replace(entry.sharding, why="")))
@@ -119,7 +119,7 @@ def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
 
 
 def info_differences(recorded: CheckpointInfo, derived: CheckpointInfo) -> list[str]:
-    """Fields in which a manifest's model is not the source's."""
+    """List the fields in which a manifest's model is not the source's."""
     names = [field.name for field in fields(CheckpointInfo) if field.name not in _NOT_OF_THE_MODEL]
     return [name for name in names if _plain(getattr(recorded, name)) != _plain(getattr(derived, name))]
 

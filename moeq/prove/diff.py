@@ -25,13 +25,13 @@ Advance = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Place:
-    """One differing number.
+    """Number that differs.
 
     Attributes:
         row: output feature.
         column: input feature; None for a bias.
-        left: its value in the first checkpoint.
-        right: its value in the second.
+        left: value in the first checkpoint.
+        right: value in the second checkpoint.
     """
 
     row: int
@@ -41,26 +41,26 @@ class Place:
 
     @property
     def text(self) -> str:
-        """For people: `[3, 17]: 0.5 and 0.25`."""
+        """Description for people: `[3, 17]: 0.5 and 0.25`."""
         where = f"bias [{self.row}]" if self.column is None else f"[{self.row}, {self.column}]"
         return f"{where}: {self.left:g} and {self.right:g}"
 
 
 @dataclass(frozen=True)
 class ProjectionDifference:
-    """A projection that differs.
+    """Projection that differs.
 
     Attributes:
         layer: layer number.
         expert: expert number.
         projection: `gate`, `up` or `down`.
-        differing: numbers that differ.
-        numbers: numbers there are.
+        differing: count of numbers that differ.
+        numbers: count of all numbers.
         max_abs: largest absolute difference.
-        relative: norm of the difference over the norm of the first.
+        relative: norm of the difference over the norm of the first projection.
         first: first difference in row-major order.
         worst: largest difference.
-        shapes: both shapes, where they differ and nothing can be compared.
+        shapes: both shapes if they differ, so that no numbers can be compared; else None.
     """
 
     layer: int
@@ -76,22 +76,22 @@ class ProjectionDifference:
 
     @property
     def name(self) -> str:
-        """For people: `layer 0 expert 3 gate`."""
+        """Name for people: `layer 0 expert 3 gate`."""
         return f"layer {self.layer} expert {self.expert} {self.projection}"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What `diff` found.
+    """Result of `diff`.
 
     Attributes:
         left: first checkpoint.
         right: second checkpoint.
-        projections: projections compared.
-        differing: those that differ, in order.
-        missing: layers or experts that only one of them has.
-        tensors: other tensors compared.
-        other: other tensors that differ, one line each.
+        projections: count of projections that were compared.
+        differing: projections that differ, in order.
+        missing: sentences about layers or experts that only one checkpoint has.
+        tensors: count of other tensors that were compared.
+        other: sentences about other tensors that differ.
     """
 
     left: str
@@ -104,16 +104,16 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """No difference, and something was compared."""
+        """Whether something was compared and no difference found."""
         return not (self.differing or self.missing or self.other) and self.projections > 0
 
     @property
     def worst(self) -> ProjectionDifference | None:
-        """The projection with the largest difference relative to its size."""
+        """Projection with the largest relative difference."""
         return max(self.differing, key=lambda row: row.relative, default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document; what is no finite number is a text."""
+        """Convert to plain values for JSON; numbers that are not finite become texts."""
         worst = self.worst
         document: dict[str, Any] = spell_floats({**asdict(self), "worst": asdict(worst) if worst else None})
         return document
@@ -131,8 +131,8 @@ def diff(
 
     Args:
         left: a checkpoint, source or converted.
-        right: another.
-        experts_only: leave out everything that is not a routed expert.
+        right: another checkpoint.
+        experts_only: compare routed experts alone.
         workers: threads; None takes the cores there are, at most 8.
         progress: called with steps done, steps in all and a label.
 
@@ -174,7 +174,7 @@ def _projections(a: Checkpoint, b: Checkpoint) -> Sequence[Projection]:
 def _compare(
     a: Checkpoint, b: Checkpoint, layer: int, expert: int, projection: Projection
 ) -> ProjectionDifference | None:
-    """One projection; None where all numbers are equal (0.0 and -0.0 are, and NaN and NaN)."""
+    """Compare one projection; None if all numbers are equal (0.0 and -0.0 are, and so are NaN and NaN)."""
     import torch
 
     left, left_bias = numbers(a, layer, expert, projection)
@@ -192,7 +192,7 @@ def _compare(
         return None
     distance = (left.double() - right.double()).abs()
     distance = torch.where(unequal, distance.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
-    norm = float(left.double().nan_to_num(0, 0, 0).norm())  # of its finite numbers
+    norm = float(left.double().nan_to_num(0, 0, 0).norm())
     columns = left.shape[1] - (0 if left_bias is None else 1)
 
     def place(index: int) -> Place:
@@ -211,7 +211,7 @@ def _compare(
 
 
 def numbers(checkpoint: Checkpoint, layer: int, expert: int, projection: Projection) -> tuple[Tensor, Tensor | None]:
-    """float32 `[N, K]` of one projection and its bias `[N]`, dequantised or as stored where it is not quantised."""
+    """Read one projection as float32 `[N, K]` and its bias `[N]`, dequantised if it is quantised."""
     from moeq.schemes.dequantize import dequantize
 
     if checkpoint.scheme_of(layer, expert, projection).format == "unquantized":
@@ -221,7 +221,7 @@ def numbers(checkpoint: Checkpoint, layer: int, expert: int, projection: Project
 
 
 def _plain(checkpoint: Checkpoint, layer: int, expert: int, projection: Projection) -> tuple[Tensor, Tensor | None]:
-    """Experts in floating point; a fused gate/up tensor holds gate rows, then up rows, or both alternating."""
+    """Read a projection in floating point; gate and up may be two halves of one tensor, or interleaved rows of it."""
     experts = checkpoint.experts(layer)
     unit, kind, fused = experts.layer.unit(expert), experts.kind(expert), experts.layer.fused
     home: Literal["gate", "up", "down", "gate_up"] = projection if projection in unit else "gate_up"

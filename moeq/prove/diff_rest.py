@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 _CHUNK = 16 * 2**20
 
-#: Rows that are dequantised at once.
+#: Number of rows that are dequantised at once.
 _ROWS = 256
 
-#: Values of some rows of a module.
+#: Function that gives the values of some rows of a module, from `start` to `stop`.
 _Rows = Callable[[int, int], "Tensor"]
 
 
 def compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
-    """Tensors and modules compared, and one line for each that differs.
+    """Compare everything else and return how many tensors and modules there were, and one line for each difference.
 
-    Modules that are quantised in either checkpoint and not stored alike are compared as numbers. Names count as the
-    same where the two keep a layer's experts in containers of other names (`mlp`, `block_sparse_moe`).
+    Modules that are quantised in either checkpoint and not stored alike are compared as numbers. Containers of experts
+    may have different names in the two checkpoints (`mlp`, `block_sparse_moe`).
     """
     left, right = _rest(a, {}), _rest(b, _renamed(a, b))
     modules = [_modules(checkpoint, rest) for checkpoint, rest in ((a, left), (b, right))]
@@ -51,17 +51,17 @@ def compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
 
 
 def _renamed(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
-    """Containers of experts: their name in the second checkpoint, and in the first."""
+    """Map names of containers of experts in the second checkpoint to names in the first, where they differ."""
     pairs = [(b.expert_prefix(n), a.expert_prefix(n)) for n in a.info.moe_layers if n in b.info.moe_layers]
     containers = [(theirs.rpartition(".")[0], ours.rpartition(".")[0]) for theirs, ours in pairs]
     return {theirs: ours for theirs, ours in containers if theirs != ours}
 
 
 def _rest(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> dict[str, TensorEntry]:
-    """All tensors that hold no routed expert of the decoder, by the name that they are compared under."""
+    """Return all tensors that hold no routed expert of the decoder, by the name that they are compared under."""
     names = set(checkpoint.source.expert_names)
     for layer in checkpoint.info.moe_layers:
-        if checkpoint.kind == "source" or not checkpoint.is_packed(layer):  # type: ignore[attr-defined]
+        if checkpoint.kind == "source" or not checkpoint.is_packed(layer):
             names |= {entry.name for entry in checkpoint.experts(layer).layer.tensors()}
     found: dict[str, TensorEntry] = {}
     for name, entry in checkpoint.source.tensors.items():
@@ -78,14 +78,14 @@ def _modules(checkpoint: Checkpoint, rest: Mapping[str, TensorEntry]) -> dict[st
 
 
 def _parts(rest: Mapping[str, TensorEntry], module: str) -> dict[str, TensorEntry]:
-    """The tensors of a module by part."""
+    """Return the tensors of a module by part."""
     start = len(module) + 1
     parts = {name[start:]: entry for name, entry in rest.items() if name.startswith(f"{module}.")}
     return {part: entry for part, entry in parts.items() if "." not in part}
 
 
 def _alike(a: Source, ours: Mapping[str, TensorEntry], b: Source, theirs: Mapping[str, TensorEntry]) -> bool:
-    """Whether two modules are stored in the same bytes."""
+    """Return whether two modules are stored in the same bytes."""
     return ours.keys() == theirs.keys() and not any(
         line for part in ours for line in _compare_tensor(a, ours[part], b, theirs[part])
     )
@@ -95,7 +95,7 @@ _Stored = QuantizedModule | Mapping[str, TensorEntry]
 
 
 def _compare_values(a: Source, ours: _Stored, b: Source, theirs: _Stored, name: str) -> Iterator[str]:
-    """A line where two modules do not hold the same numbers (0.0 and -0.0 are the same)."""
+    """Describe how two modules' numbers differ, if they do (0.0 and -0.0 are the same)."""
     left, right = _values(a, ours), _values(b, theirs)
     if left is None or right is None or left[1] != right[1]:
         yield f"{name} is {_shown(left)} and {_shown(right)}"
@@ -118,7 +118,7 @@ def _shown(side: tuple[_Rows, tuple[int, int]] | None) -> str:
 
 
 def _values(source: Source, stored: _Stored) -> tuple[_Rows, tuple[int, int]] | None:
-    """How to get a module's numbers, and their shape; None where it is not a matrix."""
+    """Return a function that reads a module's numbers, and their shape; None if it is not a matrix."""
     from moeq.schemes.dequantize import dequantize
 
     if isinstance(stored, QuantizedModule):
@@ -133,7 +133,7 @@ def _values(source: Source, stored: _Stored) -> tuple[_Rows, tuple[int, int]] | 
 
 
 def _compare_tensor(a: Source, left: TensorEntry, b: Source, right: TensorEntry) -> Iterator[str]:
-    """A line where two tensors differ in type, shape or bytes."""
+    """Describe how two tensors differ in type, shape or bytes, if they do."""
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         yield f"{left.name} is {left.dtype} {list(left.shape)} and {right.dtype} {list(right.shape)}"
         return

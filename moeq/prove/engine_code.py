@@ -1,8 +1,7 @@
-"""Functions of an installed engine, run on a CPU without importing the engine.
+"""Run functions of an installed engine on a CPU, without importing the engine.
 
-An engine's Python imports its CUDA libraries long before it reaches the few functions that move weights around. Those
-are taken out of the installed source files one by one and run in a namespace of their own. Nothing of the engine is
-part of moeq: without the files on disk there is nothing to run.
+Importing an engine loads its CUDA libraries. The few functions that move weights around are therefore taken out of the
+installed source files and run in a namespace of their own. No code of the engine is part of moeq.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class EngineCode:
 
         Args:
             file: path below the package.
-            names: what to take.
-            namespace: where to put it; has to hold whatever the functions use.
+            names: functions and constants to define.
+            namespace: namespace to define them in, which has to hold everything that the functions use.
 
         Raises:
-            MoeqError: `environment.engine-code` where file or names are not there.
+            MoeqError: `environment.engine-code` for a missing file or name.
         """
         path, wanted = self.root / file, set(names)
         try:
@@ -64,7 +63,7 @@ class EngineCode:
 
 
 def find_engine(site: Path | None = None) -> EngineCode:
-    """vLLM's source files: below `site`, or where Python finds the package.
+    """Find vLLM's source files below `site`, or where Python finds the package.
 
     Raises:
         MoeqError: `environment.no-engine`, with what to install.
@@ -101,7 +100,7 @@ def _name(node: ast.stmt) -> str | None:
 
 
 def _strip(function: ast.FunctionDef) -> None:
-    """Drop decorators and annotations: they name classes that are not loaded and change nothing here."""
+    """Drop decorators and annotations, which name classes that are not loaded and have no effect here."""
     function.decorator_list = []
     function.returns = None
     arguments = function.args

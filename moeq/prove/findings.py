@@ -1,4 +1,4 @@
-"""Findings of the checks of a conversion, and the steps that all checks share. See `moeq.prove.verify`."""
+"""Findings about a conversion, and the checks that do not depend on whether its source is at hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moeq.checkpoint.manifest import LayerEntry
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.prove.folder_contents import Holdings
+from moeq.prove.folder_contents import FolderContents
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -17,13 +17,13 @@ Advance = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One thing that is not as it was, or not as it has to be.
+    """Thing that is not as it was, or not as it has to be.
 
     Attributes:
         kind: `values` (packed experts), `source-values` (the manifest's digests are not the source's), `tensor`,
-            `file`, `kept` (what leads back), `manifest`, `identity`, `signature`.
-        name: what differs: an expert projection, a tensor or a file.
-        text: one line for people.
+            `file`, `kept` (restore data), `manifest`, `identity`, `signature`.
+        name: name of the expert projection, tensor or file that differs.
+        text: sentence for people.
     """
 
     kind: str
@@ -32,22 +32,22 @@ class Mismatch:
 
 
 class Findings:
-    """What is found of one conversion.
+    """Findings about one conversion.
 
     Attributes:
         converted: the conversion.
         manifest: its manifest.
-        holdings: what its folder holds.
+        contents: contents of its folder.
         found: mismatches.
-        counts: what was compared, by the names of `moeq.prove.verify.Verification`.
-        workers: threads.
-        total: steps there will be.
+        counts: counts of compared things, by their names in `moeq.prove.verify.Verification`.
+        workers: number of threads.
+        total: number of steps of the whole check.
     """
 
     def __init__(self, converted: ConvertedCheckpoint, workers: int, progress: Advance) -> None:
         self.converted = converted
         self.manifest = converted.manifest
-        self.holdings = Holdings(converted, workers)
+        self.contents = FolderContents(converted, workers)
         self.found: list[Mismatch] = []
         self.counts = {"units": 0, "source_units": 0, "tensors": 0, "files": 0, "losses": 0}
         self.workers = workers
@@ -60,23 +60,23 @@ class Findings:
         self.found.append(Mismatch(kind, name, text))
 
     def advance(self, label: str) -> None:
-        """A step is done."""
+        """Report that a step is done."""
         self._done += 1
         self._progress(min(self._done, self.total), self.total, label)
 
-    def what_loaders_see(self) -> None:
-        """Each tensor is in one file, the one that the index names; loaders pick files by rules of their own.
+    def check_names(self) -> None:
+        """Check that each tensor is in one file, the one that the index names, and that no file is outside the folder.
 
-        And each file is one of the folder: what a link leads to elsewhere changes without it.
+        Loaders pick files by rules of their own, and a file that a link names elsewhere may change at any time.
         """
-        for name in sorted(self.holdings.names):
+        for name in sorted(self.contents.names):
             try:
                 if not name.endswith("/"):
                     self.converted.source.require_inside(name)
             except MoeqError as error:
                 self.add("file", name, error.message)
         seen: dict[str, str] = {}
-        for file, tensors in self.holdings.headers.items():
+        for file, tensors in self.contents.headers.items():
             for name in tensors:
                 home = self.converted.source.tensors.get(name)
                 if home is None or home.file != file or name in seen:
@@ -96,7 +96,5 @@ class Findings:
 
 
 def values_mismatch(kind: str, row: DigestDifference, text: str) -> Mismatch:
-    """The mismatch of an expert's values."""
-    name = f"layer {row.layer} expert {row.expert} {row.projection}"
-    swap = f"; it holds the values of {row.looks_like}" if row.looks_like else ""
-    return Mismatch(kind, name, f"{name} {text}{swap}")
+    """Describe a projection whose values differ."""
+    return Mismatch(kind, row.name, f"{row.name} {text}{row.swap}")

@@ -1,4 +1,4 @@
-"""What a conversion's folder holds: every file in it, and digests of every byte. No torch."""
+"""Contents of a conversion's folder: every file in it, and digests of every byte. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from moeq.pipeline.plan.side_files import CARD, CARD_MARK, HUB_SETTINGS, SIGNATU
 from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.pipeline.state.records import Piece, open_file_digest, read_digest, tensor_digests
 
-#: Folders that tools put beside files they downloaded; no loader looks into them.
-_TOOLS = (".git", ".cache")
+#: Folders that tools put beside downloaded files; no loader reads them.
+_TOOL_FOLDERS = (".git", ".cache")
 
 
-class Holdings:
-    """A conversion as it lies on disk.
+class FolderContents:
+    """Files of a conversion.
 
     Attributes:
         converted: the conversion.
-        names: every file, sub-folders included; of folders of tools only the name, with a slash.
+        names: every file, also in sub-folders; folders of tools are listed by their name with a slash.
     """
 
     def __init__(self, converted: ConvertedCheckpoint, workers: int) -> None:
@@ -54,23 +54,23 @@ class Holdings:
         for folder, folders, names in os.walk(top):
             at = Path(folder).relative_to(top)
             if at == Path():
-                yield from (f"{name}/" for name in folders if name in _TOOLS)
-                folders[:] = [name for name in folders if name not in _TOOLS]
-            # A link to a folder is a name like any other: it is not looked into, so it has to be known.
+                yield from (f"{name}/" for name in folders if name in _TOOL_FOLDERS)
+                folders[:] = [name for name in folders if name not in _TOOL_FOLDERS]
+            # `os.walk` does not follow a link to a folder, so the link itself is listed.
             links = [name for name in folders if (Path(folder) / name).is_symlink()]
             yield from ((at / name).as_posix() for name in (*names, *links))
 
     @cached_property
     def unproven(self) -> frozenset[str]:
-        """Files that nothing can verify and no loader reads: the manifest's signature, what the Hub and tools add."""
-        found = {SIGNATURE_NAME, HUB_SETTINGS, *(f"{name}/" for name in _TOOLS)} & self.names
+        """Files that cannot be verified and that no loader reads: the manifest's signature, and additions of tools."""
+        found = {SIGNATURE_NAME, HUB_SETTINGS, *(f"{name}/" for name in _TOOL_FOLDERS)} & self.names
         if CARD in self.names and (SOURCE_CARD in self.names or self._is_model_card()):
             found.add(CARD)
         return frozenset(found)
 
     @cached_property
     def headers(self) -> dict[str, Mapping[str, TensorEntry]]:
-        """Tensors of every weight file that the index names, as the file itself has them."""
+        """Tensors of every weight file that the index names, by the file's own header."""
         return {file.name: self._header(file.name) for file in self._source.files}
 
     def _header(self, name: str) -> Mapping[str, TensorEntry]:
@@ -79,7 +79,7 @@ class Holdings:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[int]:
-        """A file, opened: the same one every time. Raises MoeqError `source.*`."""
+        """Open a file, which has to be the same one every time. Raises MoeqError `source.*`."""
         fd = self._source.open(name)
         try:
             yield fd
@@ -87,7 +87,7 @@ class Holdings:
             os.close(fd)
 
     def digest(self, name: str, size: int) -> FileDigest | None:
-        """Digest of a file that holds no weights; None where it cannot be read, or has not that many bytes."""
+        """Digest a file without weights; None if it cannot be read, or does not have that many bytes."""
         try:
             with self.opened(name) as fd:
                 return open_file_digest(fd) if os.fstat(fd).st_size == size else None
@@ -97,14 +97,14 @@ class Holdings:
             return None
 
     def header_digest(self, name: str) -> FileDigest:
-        """Size of a weight file, and digest of its first bytes up to the data."""
+        """Return the size of a weight file, and the digest of its bytes before the data."""
         with self.opened(name) as fd:
             size = os.fstat(fd).st_size
         first = min((entry.start for entry in self.headers[name].values()), default=size)
         return FileDigest(size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
 
     def tensor_digests(self, advance: Callable[[str], None]) -> dict[str, TensorDigest]:
-        """Digest of every tensor of every weight file, read piece by piece.
+        """Digest every tensor of every weight file, read piece by piece.
 
         Raises:
             MoeqError: `source.truncated`, `source.unreadable`.
@@ -131,7 +131,7 @@ class Holdings:
         return found.get(entry.name, TensorDigest(CHUNK_BYTES, blake3().hexdigest()))
 
     def _is_model_card(self) -> bool:
-        """Whether the card is one that moeq wrote for publishing."""
+        """Return whether the card is one that moeq wrote for publishing."""
         try:
             text = self._source.read_file(CARD, MAX_CONFIG_BYTES).decode(errors="replace")
         except MoeqError:
@@ -139,7 +139,7 @@ class Holdings:
         return CARD_MARK in text.splitlines()
 
     def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
-        """First byte of a tensor that differs from what `other` gives for a range of the tensor."""
+        """Find the first byte of a tensor that differs from what `other` gives for ranges of it; None if none does."""
         with self.opened(entry.file) as fd:
             for at in range(0, entry.nbytes, CHUNK_BYTES):
                 stop = min(at + CHUNK_BYTES, entry.nbytes)
@@ -152,5 +152,5 @@ class Holdings:
 
 
 def piece_bytes(entry: TensorEntry, *, stacked: bool) -> int:
-    """Bytes of a tensor that are hashed at once: one expert of a stack, else a fixed size."""
+    """Return the bytes of a tensor that are hashed at once: one expert of a stack, else a fixed size."""
     return entry.nbytes // entry.shape[0] if stacked and entry.shape and entry.shape[0] else CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""Compare moeq's packing with what the engine's own code makes of the same experts, and say which is right."""
+"""Compare moeq's packing of experts with the engine's own, byte for byte, and say which side is right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, MatrixEntry, StackedRole
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
 from moeq.layouts.padding import PaddingPlan
@@ -15,7 +15,7 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
-from moeq.model.converted import ConvertedCheckpoint
+from moeq.model.converted import ConvertedCheckpoint, written_padding
 from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensor_bytes import flat_bytes, same_matrix
 from moeq.pipeline.plan.layer_plan import PlanOptions, plan_layer
@@ -36,16 +36,16 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class PartParity:
-    """One part of one matrix of one rank, over the sampled experts.
+    """Comparison of one part of one matrix of one rank, over the sampled experts.
 
     Attributes:
         layer: layer number.
-        rank: rank, or None where there is one packing for all.
+        rank: rank, or None for one packing for all ranks.
         role: `w13` or `w2`.
         part: `weight`, `scale`, ...
-        experts: experts compared.
+        experts: experts that were compared.
         differing: experts whose bytes differ.
-        verdict: who is right, where something differs; else None.
+        verdict: sentence that says which side is right; None if nothing differs.
     """
 
     layer: int
@@ -59,14 +59,14 @@ class PartParity:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `parity` found.
+    """Result of `parity`.
 
     Attributes:
-        checkpoint: what was compared.
-        engine: engine and version.
+        checkpoint: checkpoint whose experts were compared.
+        engine: name and version of the engine.
         layout: layout ids.
-        parts: every comparison.
-        notes: what stood in for what.
+        parts: all comparisons.
+        notes: remarks about replaced operations of the engine.
     """
 
     checkpoint: str
@@ -77,26 +77,26 @@ class Parity:
 
     @property
     def equal(self) -> bool:
-        """Every byte is equal, and something was compared."""
+        """Whether something was compared and every byte is equal."""
         return bool(self.parts) and not any(part.differing for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Convert to plain values for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class ParityUnit:
-    """The packing of one rank of one layer.
+    """Packing of one rank of one layer.
 
     Attributes:
         layer: layer number.
         rank: rank, or None for the whole.
-        experts: sampled experts that it holds.
-        intermediate: its intermediate features.
-        layout: its layout.
-        padding: how it is padded.
-        packed: gives moeq's parts of one expert, from the file or packed now.
+        experts: sampled experts of the rank.
+        intermediate: intermediate features of the rank.
+        layout: layout of the layer.
+        padding: padding of the rank's matrices.
+        packed: function that gives moeq's parts of one expert: it reads or packs them.
     """
 
     layer: int
@@ -122,14 +122,15 @@ def parity(
     Args:
         checkpoint: a conversion, whose own bytes are compared; or a source, which is packed for the comparison.
         site: folder that holds the engine's package; None takes the installed one.
-        layout: for a source: the layout; None takes the first that has an engine's packing and fits.
-        tp: for a source: tensor-parallel size.
-        sample: experts per layer, spread over the layer.
+        layout: layout for a source; None: the first that fits and that the engine packs.
+        tp: tensor-parallel size for a source.
+        sample: number of experts per layer, spread over the layer.
+        progress: called with steps done, steps in all and a label.
 
     Raises:
-        MoeqError: `environment.no-engine` with what to install; `environment.no-engine-packing` for layouts whose
-            packing in the engine cannot run on a CPU; `environment.engine-code` where the engine's code is another
-            version's, or fails.
+        MoeqError: `environment.no-engine`, naming what to install; `environment.no-engine-packing` for layouts whose
+            packing in the engine does not run on a CPU; `environment.engine-code` if the engine's code is of an unknown
+            version, or fails.
     """
     engine = find_engine(site)
     opened = open_checkpoint(checkpoint)
@@ -148,7 +149,7 @@ def parity(
 
 
 def _sampled(count: int, sample: int) -> list[int]:
-    """Experts spread over `count`, the first and the last among them."""
+    """Choose experts spread over `count`, among them the first and the last."""
     if sample >= count:
         return list(range(count))
     return sorted({round(index * (count - 1) / max(sample - 1, 1)) for index in range(sample)})
@@ -177,13 +178,8 @@ def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[P
             if held:
                 packed = _from_file(checkpoint, matrices, experts.start)
                 yield ParityUnit(
-                    entry.layer, rank, held, intermediate, layout, _padding(entry, layout, matrices), packed
+                    entry.layer, rank, held, intermediate, layout, written_padding(layout, matrices), packed
                 )
-
-
-def _padding(entry: LayerEntry, layout: Layout, matrices: Mapping[StackedRole, MatrixEntry]) -> PaddingPlan:
-    w13, w2 = matrices["w13"], matrices["w2"]
-    return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
 
 
 def _from_file(
@@ -263,7 +259,7 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: ParityUnit) -> It
             verdict = None
             if differing:
                 index = unit.experts.index(differing[0])
-                verdict = _part_parity(unit, experts, padded[role][index], ours[index], theirs[role], index, part)
+                verdict = _verdict(unit, experts, padded[role][index], ours[index], theirs[role], index, part)
             yield PartParity(unit.layer, unit.rank, role, part, unit.experts, tuple(differing), verdict)
 
 
@@ -274,7 +270,7 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return left.numel() == right.numel() and bool(torch.equal(left, right))
 
 
-def _part_parity(
+def _verdict(
     unit: ParityUnit,
     experts: ParityExperts,
     matrix: QuantizedMatrix,
@@ -283,7 +279,7 @@ def _part_parity(
     index: int,
     part: str,
 ) -> str:
-    """Who is right: each side's part is read back as the kernel reads it, beside moeq's other parts."""
+    """Say which side is right: unpack each side's part, with moeq's other parts, as the kernel reads it."""
     spec = matrix.spec
     if not same_matrix(unit.layout.unpack(ours, spec), matrix):
         return "moeq is wrong: its bytes do not unpack to the source's values"

@@ -1,7 +1,7 @@
-"""vLLM's own packing of experts, run on a CPU: its functions, fed with logical matrices in its canonical form.
+"""Run vLLM's own packing of experts on a CPU: its functions, with logical matrices in its canonical form.
 
-Marlin's repacking is a CUDA operation in vLLM; its place is taken by the Python packer that vLLM ships beside it
-(`marlin_utils_test.py`). Everything else is the code that runs when vLLM 0.33.0 loads a model.
+Marlin's repacking is a CUDA operation in vLLM. The Python packer that vLLM ships beside it (`marlin_utils_test.py`)
+replaces it. Everything else is the code that runs when vLLM 0.33.0 loads a model.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 _UTILS = "model_executor/layers/quantization/utils"
 _WNA16 = "model_executor/layers/fused_moe/oracle/int_wna16.py"
 
-#: Part to tensor `[E, ...]`, per stacked matrix.
+#: Tensors `[E, ...]` of each stacked matrix by part.
 Packed = dict[StackedRole, dict[str, "Tensor"]]
 
 
 @dataclass(frozen=True)
 class ParityExperts:
-    """What the engine gets: some experts of one rank.
+    """Some experts of one rank, as input of the engine's packing.
 
     Attributes:
-        w13: per expert, without padding.
-        w2: per expert, without padding.
-        padded: the same, as moeq pads them.
-        awq: the checkpoint is in AWQ's format, which has a conversion of its own.
+        w13: w13 of every expert, without padding.
+        w2: w2 of every expert, without padding.
+        padded: w13 and w2 with moeq's padding.
+        awq: whether the checkpoint is in AWQ's format, which has a conversion of its own.
         group_size: group size as the config declares it; -1 for one scale per channel.
-        interleaved: gate and up rows alternate, as in gpt-oss.
+        interleaved: whether gate and up rows are interleaved, as in gpt-oss.
     """
 
     w13: Sequence[QuantizedMatrix]
@@ -48,7 +48,7 @@ class ParityExperts:
 
 
 def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
-    """`_process_weights_marlin`, or for AWQ `_process_awq_weights_marlin`."""
+    """Call `_process_weights_marlin`, or for AWQ `_process_awq_weights_marlin`."""
     namespace = _marlin(engine)
     engine.load(
         _WNA16,
@@ -81,7 +81,7 @@ def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
 
 
 def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
-    """`prepare_moe_mxfp4_layer_for_marlin`, with bf16 parameters. vLLM pads while loading, so the input is padded."""
+    """Call `prepare_moe_mxfp4_layer_for_marlin` with bf16 parameters, padded, since vLLM pads while loading."""
     import torch
 
     from moeq.model.stored_parts import interleaved
@@ -147,11 +147,11 @@ def _marlin(engine: EngineCode) -> dict[str, Any]:
 
 
 def _silent(*words: object, **options: object) -> None:
-    """Stands for the engine's log."""
+    """Replace the engine's log."""
 
 
 class _Operations:
-    """Stands for vLLM's CUDA operations: words of the checkpoint to codes, then vLLM's Python packer."""
+    """Replacement of vLLM's CUDA operations: it decodes the checkpoint's words and calls vLLM's Python packer."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
@@ -159,7 +159,7 @@ class _Operations:
     def gptq_marlin_repack(
         self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
     ) -> Tensor:
-        """One expert, words along K `[K / per word, N]`."""
+        """Pack one expert from words along K `[K / per word, N]`."""
         from moeq.schemes.bits import stream_codes
 
         return self._pack(stream_codes(b_q_weight.t(), num_bits, size_k).t(), num_bits)
@@ -167,7 +167,7 @@ class _Operations:
     def gptq_marlin_moe_repack(
         self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
     ) -> Tensor:
-        """Several experts."""
+        """Pack several experts from words along K."""
         import torch
 
         return torch.stack([self.gptq_marlin_repack(words, size_k, size_n, num_bits) for words in b_q_weight])
@@ -175,7 +175,7 @@ class _Operations:
     def awq_marlin_moe_repack(
         self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
     ) -> Tensor:
-        """Several experts, words along N in AWQ's order `[K, N / per word]`."""
+        """Pack several experts from words along N in AWQ's order `[K, N / per word]`."""
         import torch
 
         from moeq.schemes.awq import NIBBLE_OF_COLUMN
@@ -188,7 +188,7 @@ class _Operations:
         return torch.stack([self._pack(codes(words), num_bits) for words in b_q_weight])
 
     def _pack(self, codes: Tensor, bits: int) -> Tensor:
-        """int32 `[K / 16, N * bits / 2]` of codes `[K, N]`."""
+        """Pack codes `[K, N]` into int32 `[K / 16, N * bits / 2]`."""
         rows, columns = codes.shape
         order = self._namespace["get_weight_perm"](bits, False)
         packed: Tensor = self._namespace["marlin_weights"](codes.contiguous().long(), rows, columns, bits, order)
@@ -204,14 +204,14 @@ def _stack(matrices: Sequence[QuantizedMatrix], part: Callable[[QuantizedMatrix]
 
 
 def _row_words(matrix: QuantizedMatrix) -> Tensor:
-    """int32 `[N, K / per word]`: the canonical form of every format but AWQ."""
+    """Pack codes into int32 `[N, K / per word]`, vLLM's canonical form of every format but AWQ."""
     from moeq.schemes.bits import pack_stream
 
     return pack_stream(matrix.codes.contiguous(), matrix.spec.bits, matrix.spec.k * matrix.spec.bits // 32)
 
 
 def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
-    """int32 `[N / per word, G]`."""
+    """Pack zero points into int32 `[N / per word, G]`."""
     import torch
 
     from moeq.schemes.bits import pack_stream

@@ -1,14 +1,14 @@
-"""Packed experts back to stored bytes by the fast path, each proven before it is written. No torch.
+"""Turn packed experts back into stored bytes by the fast path, and prove each before it is written. Imports no torch.
 
-The bytes that were made are read again as `moeq convert` reads a source, and the packed bytes have to unpack to them;
-the digests of their values have to be the manifest's. Whatever is not so, and whatever has no fast path, is left to the
-reference path, which handles it or says what is wrong.
+A proof reads the rebuilt bytes as `moeq convert` reads a source: the packed bytes have to unpack to the same values,
+whose digests have to be the manifest's. Experts that fail the proof, or that have no fast path, are left to the
+reference path, which rebuilds them or says what is wrong.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import Manifest, Projection
+from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import OutputFile, tensor_bytes
 from moeq.errors import MoeqError
@@ -38,12 +38,12 @@ from moeq.prove.derived import plan_of
 
 @dataclass(frozen=True)
 class RebuiltPart:
-    """Bytes of a source tensor that were rebuilt.
+    """Part of a source tensor that was rebuilt.
 
     Attributes:
-        file: the source file.
-        name: the tensor.
-        size: how many.
+        file: name of the source file.
+        name: name of the tensor.
+        size: bytes of the part.
     """
 
     file: str
@@ -53,7 +53,7 @@ class RebuiltPart:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a stored part goes: file, name of the tensor, first byte of the file and of the tensor, bytes."""
+    """Place of a stored part: its file and tensor, its first byte in the file and in the tensor, and its bytes."""
 
     file: str
     name: str
@@ -62,27 +62,27 @@ class _Target:
     size: int
 
 
-class _Own(threading.local):
-    """Buffers of a thread."""
+class _ThreadLocal(threading.local):
+    """Buffers of one thread."""
 
     def __init__(self) -> None:
         self.buffers = Buffers()
 
 
-#: Packed tensors of every shard of a unit, by part.
+#: Packed tensors of each shard of a unit, by part.
 _Stacks = list[dict[str, TensorEntry]]
 
 
 class Rebuilding:
-    """Everything of a conversion that the fast path can take back.
+    """Everything of a conversion that the fast path can rebuild.
 
     Args:
         converted: the conversion.
-        original: its source, of which headers are known.
-        folder: where the source's files are made.
+        original: its source, whose headers are known.
+        folder: folder of the source's files.
         outputs: these files, open for writing.
-        kept: reads a tensor that the conversion kept, or says that it did not. Such tensors are restored otherwise.
-        workers: threads wanted; fewer where memory is short.
+        kept: function that reads a tensor that the conversion kept, which is restored otherwise; None for others.
+        workers: number of threads; fewer if memory is short.
     """
 
     def __init__(
@@ -94,21 +94,21 @@ class Rebuilding:
         kept: Callable[[str], bytes | None],
         workers: int,
     ) -> None:
-        self._converted = converted
+        self.converted = converted
+        self.folder = folder
+        self.outputs = outputs
+        self.kept = kept
+        self.local = _ThreadLocal()
         self._original = original
-        self._folder = folder
-        self._outputs = outputs
-        self._kept = kept
         self._workers = workers
-        self._own = _Own()
 
     def experts(self) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
-        """Rebuild experts, and report each: unit, expert, and what was written.
+        """Rebuild experts, and report each: unit, expert, and the parts that were written.
 
         Raises:
             MoeqError: `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
         """
-        plan = _plan(self._original, self._converted.manifest)
+        plan = _plan(self._original, self.converted.manifest)
         if plan is None:
             return
         with ThreadPoolExecutor(plan_memory(self._original, plan, plan.units, self._workers).workers) as pool:
@@ -130,18 +130,17 @@ class Rebuilding:
                     found.close()
 
     def _rebuilder(self, plan: Plan, unit: PackUnit) -> _Rebuilder | None:
-        """None where the reference path has to take the unit back."""
+        """Open a unit for rebuilding; None if it is left to the reference path."""
         layer, experts = plan.layer_of(unit), self._original.experts(unit.layer)
         fast_path = fast_path_of(self._original, layer, unit)
         stacks = self._stacks(layer, unit)
         if fast_path is None or stacks is None:
             return None
-        work = _UnitWork(unit, experts, fast_path, stacks, self._converted.manifest.layer(unit.layer).digests)
-        return _Rebuilder(self._converted, work, self._folder, self._outputs, self._kept, self._own)
+        return _Rebuilder(self, unit, experts, fast_path, stacks)
 
     def _stacks(self, layer: LayerPlan, unit: PackUnit) -> _Stacks | None:
-        """The packed tensors; None where the conversion has others than this version would write."""
-        tensors, found = self._converted.source.tensors, []
+        """Find the packed tensors of a unit; None if this version of moeq would write others."""
+        tensors, found = self.converted.source.tensors, []
         for shard in (layer.shards[index] for index in unit.shards):
             parts = {}
             for part, name in shard.matrices[unit.role].tensors.items():
@@ -155,53 +154,41 @@ class Rebuilding:
         return found
 
 
-@dataclass(frozen=True)
-class _UnitWork:
-    """A unit, the experts that its source has, its fast path, the packed tensors, and what they have to mean."""
-
-    unit: PackUnit
-    experts: Experts
-    fast_path: FastPath
-    stacks: _Stacks
-    digests: Mapping[Projection, Sequence[str]]
-
-
 class _Rebuilder:
-    """Rebuilds the stored bytes of a unit's experts. Any thread may rebuild any expert."""
+    """Rebuilder of the stored bytes of one unit's experts. Any thread may rebuild any expert.
+
+    Args:
+        whole: the conversion that is rebuilt.
+        unit: the unit.
+        experts: experts of its layer, as the source stores them.
+        fast_path: fast path of the unit.
+        stacks: its packed tensors.
+    """
 
     def __init__(
-        self,
-        converted: ConvertedCheckpoint,
-        work: _UnitWork,
-        folder: Path,
-        outputs: Mapping[str, OutputFile],
-        kept: Callable[[str], bytes | None],
-        own: _Own,
+        self, whole: Rebuilding, unit: PackUnit, experts: Experts, fast_path: FastPath, stacks: _Stacks
     ) -> None:
-        self.unit = work.unit
-        self._experts = work.experts
-        self._digests = work.digests
-        self._fast_path = work.fast_path
+        self.unit = unit
+        self._whole = whole
+        self._experts = experts
+        self._digests = whole.converted.manifest.layer(unit.layer).digests
+        self._fast_path = fast_path
         self._known: dict[tuple[float, ...], FastPath] = {}
-        self._stacks = work.stacks
-        self._folder = folder
-        self._outputs = outputs
-        self._kept = kept
-        self._own = own
-        source = converted.source
+        self._stacks = stacks
+        source = whole.converted.source
         spans: dict[str, list[Span]] = {}
-        for entry in (entry for parts in work.stacks for entry in parts.values()):
+        for entry in (entry for parts in stacks for entry in parts.values()):
             spans.setdefault(entry.file, []).append((entry.start, entry.end))
         self._inputs = {file: InputFile(source.open(file), file, found) for file, found in spans.items()}
 
     def close(self) -> None:
-        """Close the files that are read."""
+        """Close the files of the conversion."""
         for file in self._inputs.values():
             file.close()
 
     def rebuild(self, expert: int) -> list[RebuiltPart] | None:
-        """Rebuild, prove and write the tensors of one expert; None where the reference path has to."""
-        buffers = self._own.buffers
+        """Rebuild, prove and write the tensors of one expert; None if it is left to the reference path."""
+        buffers = self._whole.local.buffers
         packed = self._packed(expert, buffers)
         fast_path = self._calibrated(packed)
         if fast_path is None:
@@ -217,12 +204,12 @@ class _Rebuilder:
         if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof.digests):
             return None
         for target, data in written:
-            with disk_errors(self._folder / target.file):
-                self._outputs[target.file].write(data.data, target.start)
+            with disk_errors(self._whole.folder / target.file):
+                self._whole.outputs[target.file].write(data.data, target.start)
         return [RebuiltPart(target.file, target.name, target.size) for target, _ in written]
 
     def _calibrated(self, packed: Outputs) -> FastPath | None:
-        """The fast path for what these bytes say of their rank; None where that is impossible."""
+        """Calibrate the fast path by what the packed bytes say of their rank; None if they are impossible."""
         if not self._fast_path.calibrates:
             return self._fast_path
         largest = self._fast_path.stored_largest(packed)
@@ -233,15 +220,15 @@ class _Rebuilder:
         return self._known[largest]
 
     def _put_kept(self, target: _Target, data: Bytes) -> bool:
-        """Take a part as it was kept, where it was: it does not follow from the packed bytes."""
-        kept = self._kept(target.name)
+        """Fill in a part that the conversion kept, since it does not follow from the packed bytes; return if it did."""
+        kept = self._whole.kept(target.name)
         if kept is None:
             return False
         data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
         return True
 
     def _packed(self, expert: int, buffers: Buffers) -> Outputs:
-        """The packed bytes of an expert, read into reused memory."""
+        """Read the packed bytes of an expert into reused memory."""
         row, places = expert - self.unit.experts.start, list[tuple[str, int, int]]()
         for entry in (entry for parts in self._stacks for entry in parts.values()):
             size = entry.nbytes // self.unit.experts.size
@@ -257,7 +244,7 @@ class _Rebuilder:
 
 
 def _plan(original: Checkpoint, manifest: Manifest) -> Plan | None:
-    """The plan of the conversion; None where this version would not convert so (another one may have)."""
+    """Plan the conversion again; None if this version of moeq does not convert the source so."""
     try:
         return plan_of(original, manifest)
     except MoeqError:
@@ -265,6 +252,6 @@ def _plan(original: Checkpoint, manifest: Manifest) -> Plan | None:
 
 
 def _entry_of(experts: Experts, key: tuple[StoredName, str], expert: int) -> TensorEntry:
-    """A stored part of an expert, or the stack that it is in."""
+    """Return the stored part of an expert, or the stack that holds it."""
     parts = experts.layer.parts[key]
     return parts.get(expert) or parts[FUSED]

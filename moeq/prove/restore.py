@@ -1,8 +1,8 @@
 """Rebuild a conversion's source: the same files, byte for byte.
 
-Headers, configs and whatever the logical matrices do not tell come from the restore data; the rest is rebuilt from the
-packed experts, whose digests are checked on the way: by the fast path where there is one (`moeq.prove.rebuild`), else
-by the reference path, which unpacks each expert and packs it as its format does.
+Headers, configs and everything that does not follow from the logical matrices come from the restore data. The rest is
+rebuilt from the packed experts, whose digests are checked: by the fast path if there is one (`moeq.prove.rebuild`),
+else by the reference path, which unpacks each expert and packs it as its format does.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Advance = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Restoration:
-    """What `restore` did.
+    """Result of `restore`.
 
     Attributes:
         destination: output folder.
-        files: weight files written, with their sizes; each is byte-identical to the source's.
-        rebuilt: expert tensors rebuilt from packed weights.
-        kept: expert tensors that the conversion had kept verbatim.
-        copied: all other tensors.
-        missing: what the source folder held and the conversion did not keep, by name.
+        files: weight files with their sizes; each is byte-identical to the source's.
+        rebuilt: number of expert tensors that were rebuilt from packed weights.
+        kept: number of expert tensors that the conversion had kept verbatim.
+        copied: number of all other tensors.
+        missing: names of files in the source folder that the conversion did not keep.
     """
 
     destination: Path
@@ -127,7 +127,7 @@ def _copy_side_files(converted: Source, restore_data: RestoreData, folder: Outpu
 
 @dataclass
 class _Restorer:
-    """Fills the source's files, tensor by tensor."""
+    """State of a restoration, which fills the source's files tensor by tensor."""
 
     converted: ConvertedCheckpoint
     original: Checkpoint
@@ -140,7 +140,7 @@ class _Restorer:
     written: dict[str, set[str]] = field(default_factory=dict)
 
     def run(self, destination: Path) -> Restoration:
-        """Write every file. Each tensor of every header is written exactly once or the run fails."""
+        """Write every file. The run fails unless each tensor of every header is written exactly once."""
         headers = self.restore_data.headers
         rebuilt_names = {
             entry.name
@@ -196,7 +196,7 @@ class _Restorer:
             os.close(fd)
 
     def _rebuild_fast(self, files: Outputs) -> set[tuple[int, StackedRole, int]]:
-        """What the fast path can do. Returns layer, role and expert of what is finished."""
+        """Rebuild what the fast path can, and return layer, role and expert of every matrix that is finished."""
         finished: set[tuple[int, StackedRole, int]] = set()
         rebuilding = Rebuilding(self.converted, self.original, self.folder.path, files, self._kept, self.workers)
         with closing(rebuilding.experts()) as experts:
@@ -207,14 +207,14 @@ class _Restorer:
         return finished
 
     def _kept(self, name: str) -> bytes | None:
-        """A tensor of the source that the conversion kept."""
+        """Read a tensor of the source that the conversion kept; None if it did not."""
         key = f"tensor/{name}"
         return self.restore_data.read(key) if key in self.restore_data else None
 
     def _rebuild(
         self, files: Outputs, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]
     ) -> None:
-        """The reference path."""
+        """Rebuild experts by the reference path."""
 
         def rebuild(expert: int) -> list[StoredPart]:
             return self._rebuild_expert(files, layer, role, expert, kept)
@@ -228,7 +228,7 @@ class _Restorer:
     def _rebuild_expert(
         self, files: Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
     ) -> list[StoredPart]:
-        """Write the source tensors of one matrix. Returns what was written, without the data."""
+        """Write the source tensors of one matrix, and return them without their data."""
         experts, written = self.original.experts(layer.layer), []
         matrix = self.converted.matrix(layer.layer, expert, role)
         _require_digests(layer, expert, matrix)
@@ -271,7 +271,7 @@ def _require_digests(layer: LayerEntry, expert: int, matrix: QuantizedMatrix) ->
 
 @contextmanager
 def _outputs(folder: OutputFolder, restore_data: RestoreData) -> Iterator[Outputs]:
-    """The source's weight files at their full size with their headers, open for writing.
+    """Create the source's weight files in their full size, with their headers, and keep them open for writing.
 
     Raises:
         MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.

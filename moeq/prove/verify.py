@@ -1,8 +1,8 @@
 """Prove that a conversion holds what was converted: against its manifest alone, or against its source.
 
-Without the source, the manifest's digests are what is compared with: that proves that nothing was changed since, and a
-signature that the manifest is somebody's. With the source nothing in the manifest is believed: what the folder has to
-hold is derived from the source (`moeq.prove.derived`), and every file in it has to be accounted for.
+Without the source, every byte is compared with the manifest's digests. That proves that nothing was changed since; a
+signature also proves whose manifest it is. With the source nothing in the manifest is trusted: the contents of the
+folder are derived from the source (`moeq.prove.derived`), and no other file may be in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from moeq.prove.findings import Advance, Findings, Mismatch
 
 __all__ = ["Mismatch", "Verification", "verify"]
 
-#: What is said where it is so.
 _OLD = (
     "moeq.json is of a version that kept no digests of files: without --source only the experts were checked, "
     "not other tensors, config.json, tokenizer or code"
@@ -43,20 +42,20 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found.
+    """Result of `verify`.
 
     Attributes:
         destination: the conversion.
         source: the source compared with, or None.
-        units: expert projections that were proven from the packed tensors.
-        source_units: expert projections that were packed again from the source.
-        tensors: other tensors compared with the source, byte for byte.
-        files: files that hold no weights, compared with the source or with their digests.
+        units: number of expert projections that were proven from the packed tensors.
+        source_units: number of expert projections that were packed again from the source.
+        tensors: number of other tensors that were compared, byte for byte.
+        files: number of files without weights that were compared.
         bytes: bytes of tensors that were hashed.
-        losses: stored numbers that packing was allowed to change; digests are then of what is stored.
-        signed: whether the manifest is signed by the key that was given; None where none was.
-        unproven: files that nothing was compared with; no loader reads them.
-        notes: what was not checked, or is not proven by this.
+        losses: number of stored numbers that packing was allowed to change; digests are those of the stored numbers.
+        signed: whether the manifest is signed by the given key; None if none was given.
+        unproven: files that were compared with nothing; no loader reads them.
+        notes: sentences about what was not checked, or is not proven.
         mismatches: everything that differs.
     """
 
@@ -75,11 +74,11 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, and something was checked."""
+        """Whether something was checked and no difference found."""
         return not self.mismatches and self.units > 0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Convert to plain values for JSON."""
         return asdict(self)
 
 
@@ -100,14 +99,14 @@ def verify(
         source: the checkpoint it came from.
         revision: Hub revision of `source`.
         signed_by: minisign public key (a file, or the key) that has to have signed the manifest.
-        slow: also unpack every packed tensor, with the source decode all of its experts too, and compare the digests
-            of their values: a second path that shares no code with packing.
-        workers: threads; None takes the cores there are, at most 8.
+        slow: also unpack every packed tensor, and decode every expert of the source if there is one, and compare the
+            digests of their values: a second path that shares no code with packing.
+        workers: number of threads; None: the number of cores, at most 8.
         progress: called with steps done, steps in all and a label.
 
     Raises:
         MoeqError: `usage.not-converted`, `usage.already-converted` for a source that is a conversion, `usage.sign-key`,
-            and `source.*` for folders that cannot be read at all. What differs is no error but the answer.
+            and `source.*` for folders that cannot be read at all. Differences are no errors but the answer.
     """
     converted = open_checkpoint(dst)
     if not isinstance(converted, ConvertedCheckpoint):
@@ -141,7 +140,7 @@ def verify(
         None if source is None else str(source),
         signed=signed,
         bytes=sum(entry.nbytes for entry in converted.source.tensors.values()),
-        unproven=tuple(sorted(check.holdings.unproven - proven)),
+        unproven=tuple(sorted(check.contents.unproven - proven)),
         notes=tuple(_notes(check, original is None, signed)),
         mismatches=tuple(dict.fromkeys(check.found)),
         **check.counts,
@@ -149,7 +148,7 @@ def verify(
 
 
 def _signed(check: Findings, key: str) -> bool:
-    """Whether the manifest is signed by that key."""
+    """Return whether the manifest is signed by that key."""
     source = check.converted.source
     manifest = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)  # the same bytes that were parsed
     wrong = check_signature(manifest, source.path(SIGNATURE_NAME), key)
@@ -159,7 +158,7 @@ def _signed(check: Findings, key: str) -> bool:
 
 
 def _notes(check: Findings, alone: bool, signed: bool | None) -> Iterator[str]:
-    """What was not checked, or is not proven."""
+    """List what was not checked, or is not proven."""
     if not alone:
         yield _CHOSEN
         return

@@ -1,13 +1,13 @@
-"""Numerics of a correct kernel: its products in float64, operands rounded as it rounds them, and a bound per element.
+"""Emulate a correct kernel: its products in float64 with its rounding of the operands, and a bound for each element.
 
-A kernel for 16-bit activations multiplies exactly (two 16-bit floats make at most 22 significant bits) and sums in
-float32, in an order of its own. So it must agree with a float64 product *of the same rounded operands* up to the
-rounding of float32 sums, which is a thousand times smaller than the difference between rounded and unrounded weights:
-a single wrong code stands out.
+A kernel for 16-bit activations multiplies exactly (the product of two 16-bit floats has at most 22 significant bits)
+and sums in float32, in an order of its own. It therefore agrees with a float64 product of the same rounded operands up
+to the rounding of float32 sums. That is a thousand times less than the effect of rounding weights, so a single wrong
+code shows.
 
 Bound of a float32 sum of K products in any order: `6 sqrt(K) 2**-24 sum |x||w|`. Rounding errors that are independent
 and of mean zero exceed `lambda sqrt(K) u sum |x||w|` with probability at most `2 exp(-lambda**2 / 2)` (Higham and
-Mary, SIAM J. Sci. Comput. 41, 2019); tensor cores, which truncate, stay below it because they round once in 16 or
+Mary, SIAM J. Sci. Comput. 41, 2019). Tensor cores truncate, but stay below the bound, since they round once in 16 or
 more products.
 """
 
@@ -20,29 +20,31 @@ from torch import Tensor
 
 from moeq.reference.moe import Linear, rounded
 
-#: Unit roundoff (half the gap above 1) of activation dtypes, and of float32.
+#: Unit roundoff (half the gap above 1) of activation dtypes.
 UNIT: dict[torch.dtype, float] = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+#: Unit roundoff of float32.
 FLOAT32_UNIT = 2.0**-24
 
-#: What tensor cores for 8-bit floats may lose of a sum: they keep 14 bits of it (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
+#: Relative loss of a sum on tensor cores for 8-bit floats, which keep 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2).
 FP8_SUM_UNIT = 2.0**-13
 
-#: lambda of the bound: 3e-8 that one correct element in the worst case lies beyond it.
+#: Lambda of the bound: the probability that a correct element lies beyond it is at most 3e-8.
 CONFIDENCE = 6.0
 
-#: Roundings of the result after the sum (scale, second scale, bias), each at most FLOAT32_UNIT.
+#: Number of roundings after the sum (scale, second scale, bias), each at most FLOAT32_UNIT.
 EPILOGUE_ROUNDINGS = 4
 
-#: Below the normal range of float32 the relative bounds end.
+#: Absolute error that is always allowed: relative bounds do not hold below the normal range of float32.
 TINY = 2.0**-120
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """One way a kernel may compute a product.
+    """Emulation of one way in which a kernel may compute a product.
 
     Attributes:
-        title: what is rounded, for people.
+        title: description of the rounding for people.
         value: float64 `[T, N]`.
         bound: float64 `[T, N]`, largest error that rounding explains.
     """
@@ -53,16 +55,16 @@ class Emulated:
 
 
 def emulate_16bit(x: Tensor, linear: Linear, dtype: torch.dtype) -> tuple[Emulated, ...]:
-    """`x @ weight.T + bias` as kernels for 16-bit activations may do it.
+    """Compute `x @ weight.T + bias` in the ways of kernels for 16-bit activations.
 
     Args:
-        x: `[T, K]` values that `dtype` holds.
+        x: `[T, K]` values that `dtype` can hold.
         linear: dequantised weight `[N, K]`.
         dtype: activation dtype.
 
     Returns:
-        Two ways: weights rounded to `dtype`, and weights as they are (codes are exact in 16 bits, so a kernel that
-        scales the sum instead of the weights rounds no weight at all).
+        Two ways: weights rounded to `dtype`, and weights that are not rounded (codes are exact in 16 bits, so a kernel
+        that scales the sum instead of the weights rounds no weight).
     """
     weight = linear.weight.double()
     name = str(dtype).removeprefix("torch.")
@@ -80,7 +82,7 @@ def _float32_sum(title: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def emulate_int8(x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
-    """`x @ weight.T + bias` with every row of x quantised to int8: the integer sum is exact, only scaling rounds."""
+    """Compute `x @ weight.T + bias` with rows of x quantised to int8: integer sums are exact, only scaling rounds."""
     codes, scale = quantize_rows(x)
     weight = linear.weight.double()
     value = (codes.double() @ weight.T) * scale.double()
@@ -90,11 +92,11 @@ def emulate_int8(x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
 
 
 def emulate_fp8(x: Tensor, linear: Linear, group: int, *, tensor_cores: bool) -> tuple[Emulated, ...]:
-    """`x @ weight.T + bias` with rows of x quantised to e4m3, in groups of `group` features (K: one scale for a row).
+    """Compute `x @ weight.T + bias` with rows of x quantised to e4m3, in groups of `group` features (K: one a row).
 
-    Products of e4m3 codes have 8 significant bits and are exact. Sums of a group are float32, scaled twice and added;
-    with tensor_cores, whose sums of e4m3 products keep 14 bits, each of the four instructions of 128 features may lose
-    2**-13 of what it adds up.
+    Products of e4m3 codes have 8 significant bits and are exact. The sum of a group is float32, scaled twice and added.
+    With `tensor_cores`, which keep 14 bits of a sum of e4m3 products, each of the four instructions for 128 features
+    may lose 2**-13 of its sum.
     """
     codes, scale = quantize_rows_e4m3(x, group)
     given = codes.double() * scale.double().repeat_interleave(group, dim=1)[:, : x.shape[1]]
@@ -114,24 +116,24 @@ def _with_bias(value: Tensor, bound: Tensor, bias: Tensor | None) -> tuple[Tenso
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Dynamic per-token int8: float32 integers `[T, K]` and scales `[T, 1]`.
+    """Quantise each token to int8: float32 integers `[T, K]` and scales `[T, 1]`.
 
-    scale = max |x| / 127 (1 for a row of zeros), code = x / scale to nearest even, all in float32: what vLLM 0.33.0
-    and compressed-tensors call dynamic symmetric per-token quantisation.
+    scale = max |x| / 127 (1 for a row of zeros), code = x / scale to nearest even, all in float32: the dynamic
+    symmetric per-token quantisation of vLLM 0.33.0 and compressed-tensors.
     """
     x = x.float()
     top = x.abs().amax(dim=1, keepdim=True)
-    # By a tensor: on a GPU torch divides by a number as a multiplication with its reciprocal, whose last bit decides
-    # ties (x = top / 2 is one: 63.5).
+    # Divide by a tensor: on a GPU torch divides by a number through its reciprocal, whose last bit decides ties
+    # (x = top / 2 is one: 63.5).
     scale = torch.where(top > 0, top / torch.full_like(top, 127.0), torch.ones_like(top))
     return torch.round(x / scale).clamp_(-128, 127), scale
 
 
 def quantize_rows_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Dynamic e4m3: float32 numbers that e4m3 holds `[T, K]` and float32 scales `[T, ceil(K / group)]`.
+    """Quantise groups to e4m3: float32 numbers that e4m3 holds `[T, K]` and float32 scales `[T, ceil(K / group)]`.
 
-    scale = max |x| / 448 of the group (1 for zeros), code = x / scale to nearest even, all in float32: what vLLM 0.33.0
-    calls dynamic per-token (`group` = K) and per-token-group quantisation.
+    scale = max |x| / 448 of the group (1 for zeros), code = x / scale to nearest even, all in float32: the dynamic
+    per-token (`group` = K) and per-token-group quantisation of vLLM 0.33.0.
     """
     codes, scales = [], []
     for start in range(0, x.shape[1], group):
@@ -144,7 +146,7 @@ def quantize_rows_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """float32 to the nearest numbers of e4m3, ties to even: 4 significant bits, multiples of 2**-9, at most 448."""
+    """Round float32 to e4m3, ties to even: 4 significant bits, multiples of 2**-9, at most 448."""
     wide = x.double()
     power = torch.frexp(wide).exponent.double().clamp(min=-5) - 4  # frexp's mantissa begins at one half
     step = torch.exp2(power)
@@ -152,7 +154,7 @@ def round_e4m3(x: Tensor) -> Tensor:
 
 
 def describe_bound(k: int, activations: str = "") -> str:
-    """The derivation of a product's element bound in one line, with its number; activations: `int8`, `fp8` or empty."""
+    """Derive a product's element bound in one line, with its number; activations are `int8`, `fp8` or empty."""
     if activations == "fp8":
         factor = CONFIDENCE * k**0.5 * FLOAT32_UNIT + 3 * FLOAT32_UNIT
         return (

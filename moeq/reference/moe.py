@@ -1,6 +1,6 @@
-"""The MoE layer in plain float32 torch, from dequantised weights: computed independently of layouts and kernels.
+"""Compute the MoE layer in plain float32 torch from dequantised weights, independently of layouts and kernels.
 
-Nothing here may import layouts or kernels; expert weights come from the scheme's `dequantize` alone.
+This package must not import layouts or kernels; expert weights come from the scheme's `dequantize` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation:
-    """The function between the two GEMMs.
+    """Activation function between the two GEMMs.
 
     Attributes:
         name: `silu`, `gelu`, `gelu_tanh`, `relu2` or `swigluoai`.
@@ -49,16 +49,15 @@ def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
 
 @dataclass(frozen=True)
 class Linear:
-    """One projection: float32 `weight` `[N, K]` and `bias` `[N]` or None."""
+    """Projection with float32 `weight` `[N, K]` and `bias` `[N]` or None."""
 
     weight: Tensor
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """`x @ weight.T + bias` in float32.
+        """Return `x @ weight.T + bias` in float32.
 
-        With `dtype`, x and the weight are first rounded to it: the product as 16-bit tensor cores compute it, which
-        sum in float32.
+        With `dtype`, x and the weight are rounded to it first, as for 16-bit tensor cores, which sum in float32.
         """
         weight = self.weight.float() if dtype is None else rounded(self.weight, dtype)
         x = x.float() if dtype is None else rounded(x, dtype)
@@ -67,7 +66,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Expert:
-    """The projections of one expert; `gate` is None where the family has none."""
+    """Projections of one expert; `gate` is None in families without gates."""
 
     gate: Linear | None
     up: Linear
@@ -76,13 +75,13 @@ class Expert:
 
 @dataclass(frozen=True)
 class ExpertTrace:
-    """What one expert computed for `T` tokens.
+    """All products of one expert for `T` tokens.
 
     Attributes:
         gate: float32 `[T, I]`, or None without a gate.
         up: float32 `[T, I]`.
         hidden: float32 `[T, I]`, after the activation.
-        down: float32 `[T, H]`, not weighted.
+        down: float32 `[T, H]`, without the router's weights.
     """
 
     gate: Tensor | None
@@ -92,7 +91,7 @@ class ExpertTrace:
 
 
 def run_expert(x: Tensor, expert: Expert, activation: Activation, dtype: torch.dtype | None = None) -> ExpertTrace:
-    """One expert on `x` `[T, H]`, in float32 or, with `dtype`, rounded where a 16-bit fused layer rounds."""
+    """Compute one expert on `x` `[T, H]` in float32; with `dtype`, round where a 16-bit fused layer rounds."""
     gate = None if expert.gate is None else expert.gate(x, dtype)
     up = expert.up(x, dtype)
     hidden = activate(gate, up, activation)
@@ -102,7 +101,7 @@ def run_expert(x: Tensor, expert: Expert, activation: Activation, dtype: torch.d
 
 
 def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values that `dtype` can hold."""
+    """Round to float32 values that `dtype` can hold."""
     return tensor.to(dtype).float()
 
 
@@ -113,11 +112,11 @@ def moe(
     topk_ids: Tensor,
     activation: Activation | None = None,
 ) -> Tensor:
-    """One MoE layer in float32.
+    """Compute one MoE layer in float32.
 
     Args:
         x: `[M, H]`, any float dtype; computed in float32.
-        experts: dequantised weights by expert id, asked for one expert at a time so that memory stays at one expert.
+        experts: function from an expert id to dequantised weights, called for one expert after another to save memory.
         topk_weights: `[M, top_k]`.
         topk_ids: integer `[M, top_k]`.
         activation: defaults to SiLU.

@@ -1,4 +1,4 @@
-"""Router rules in plain float32 torch: which experts a token goes to, and with what weight."""
+"""Route tokens in plain float32 torch: choose the experts of each token and their weights."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
     "topk-softmax": lambda logits: torch.softmax(logits, dim=-1),
     "topk-sigmoid": torch.sigmoid,
 }
-#: Scores of the chosen experts are made of their logits alone: softmax over the chosen is softmax, renormalised.
+#: Rules that score the chosen experts by their logits alone: softmax over the chosen is softmax, renormalised.
 _AMONG_CHOSEN = ("topk-softmax",)
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """A model's top-k rule.
+    """Top-k rule of a model.
 
     Attributes:
         top_k: experts per token.
-        scoring: how router logits become scores; `topk-...` choose first and score the chosen alone.
-        renormalize: divide the chosen scores by their sum.
-        scaling_factor: multiplies the weights at the end.
-        num_groups: experts are split into this many equal groups, of which the best `topk_groups` stay eligible.
-        topk_groups: see `num_groups`.
-        group_score: a group is ranked by its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
+        scoring: function from router logits to scores; `topk-...` choose first and score the chosen alone.
+        renormalize: whether the chosen scores are divided by their sum.
+        scaling_factor: factor of the final weights.
+        num_groups: number of equal groups of experts.
+        topk_groups: number of best groups whose experts stay eligible.
+        group_score: rank of a group: its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
     """
 
     top_k: int
@@ -60,7 +60,7 @@ def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = No
     Args:
         logits: router output `[M, E]`, any float dtype.
         rule: the model's rule.
-        correction_bias: `[E]`, added to the scores for *choosing* only, never for weighting (DeepSeek-V3).
+        correction_bias: `[E]`, added to the scores for choosing, not for weighting (DeepSeek-V3).
     """
     scores = _SCORES[rule.scoring](logits.float())
     choice = scores if correction_bias is None else scores + correction_bias.float()
@@ -74,7 +74,7 @@ def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = No
 
 
 def known_scoring(name: str) -> Scoring:
-    """A scoring by its name in a checkpoint's description; softmax where this reference has no such rule."""
+    """Return the scoring of that name; softmax if this reference does not have it."""
     return cast(Scoring, name) if name in _SCORES else "softmax"
 
 

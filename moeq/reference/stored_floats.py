@@ -1,7 +1,7 @@
-"""NVFP4, FP8 and MXFP8 weights from the tensors that a checkpoint stores, by the formats' definitions alone.
+"""Decode NVFP4, FP8 and MXFP8 weights from a checkpoint's tensors by the formats' definitions alone.
 
-The rest of moeq reads these formats through `moeq.schemes`, with tables and torch's own 8-bit types. Here the numbers
-are made from sign, exponent and mantissa, so that a mistake there shows. Definitions: OCP 8-bit Floating Point
+The rest of moeq reads these formats through `moeq.schemes`, with tables and torch's own 8-bit types. Here numbers are
+made from sign, exponent and mantissa, which would show a mistake there. Definitions: OCP 8-bit Floating Point
 Specification 1.0 (E4M3: bias 7, no infinity, all ones is NaN), OCP Microscaling Formats 1.0 (E2M1: bias 1; E8M0:
 2**(byte - 127), 255 is NaN), and for the second level of NVFP4 ModelOpt's `weight_scale_2`, which multiplies, and
 compressed-tensors' `weight_global_scale`, which divides.
@@ -19,13 +19,13 @@ _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 _CODES = ("weight_packed", "weight")
 _SCALES = ("weight_scale", "weight_scale_inv", "scale")
 
-#: Rows and columns that share a scale of block-scaled FP8.
+#: Rows and columns of a block that shares a scale in block-scaled FP8.
 BLOCK = 128
 
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A format of few bits: sign, `exponent` bits with `bias`, `mantissa` bits."""
+    """Floating-point format: a sign, `exponent` bits with a `bias`, `mantissa` bits; `nan`: all ones is NaN."""
 
     exponent: int
     mantissa: int
@@ -33,7 +33,7 @@ class SmallFloat:
     nan: bool
 
     def values(self, codes: Tensor) -> Tensor:
-        """float64 numbers of unsigned codes."""
+        """Decode unsigned codes to float64."""
         codes = codes.to(torch.int64)
         fraction = (codes & ((1 << self.mantissa) - 1)).double() / (1 << self.mantissa)
         power = (codes >> self.mantissa) & ((1 << self.exponent) - 1)
@@ -50,13 +50,13 @@ E4M3 = SmallFloat(exponent=4, mantissa=3, bias=7, nan=True)
 
 
 def e8m0(stored: Tensor) -> Tensor:
-    """float64 powers of two of exponent bytes."""
+    """Decode exponent bytes to powers of two in float64."""
     exponents = stored.to(torch.int64)
     return torch.where(exponents == 255, float("nan"), torch.exp2(exponents.double() - 127))
 
 
 def stored_weight(parts: Mapping[str, Tensor]) -> Tensor | None:
-    """float32 `[N, K]` of one projection of one expert, rounded once; None where the tensors are of another format.
+    """Decode one projection of one expert to float32 `[N, K]`, rounded once; None for other formats.
 
     Args:
         parts: stored tensors by name: e2m1 codes `[N, K / 2]` (low nibble first) with e4m3 scales `[N, K / 16]` and one
@@ -101,7 +101,7 @@ def _scale_numbers(scale: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, n: int, k: int, block: bool) -> Tensor | None:
-    """Scales as they meet codes `[N, K]`; None where they fit no way of sharing them."""
+    """Broadcast scales to codes `[N, K]`; None if their shape fits no granularity."""
     if scales.numel() == 1 and not block:
         return scales.reshape(1, 1)
     if scales.dim() == 1:

@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from moeq.check.comparison import ProductComparison, Totals, difference
+from moeq.check.comparison import ProductComparison, Totals, difference, tolerance
 from moeq.check.diagnose import Evidence, diagnose
-from moeq.check.tolerance import tolerance
 from moeq.reference.arithmetic import Emulated, emulate_16bit
 from moeq.reference.moe import Linear
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import moeq
-from moeq.check.overlay import open_overlay
 from moeq.check.results import SelftestReport
 from moeq.check.run_check import open_both
 from moeq.check.sabotage import SABOTAGES, Sabotage
-from moeq.check.selftest import selftest
+from moeq.check.selftest import OverlaySource, selftest
 from moeq.check.synthetic import RECIPES
+from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.convert import convert
 
 FIRST_LAYOUT = {
@@ -155,7 +155,9 @@ def test_a_damage_elsewhere_is_a_false_alarm(conversions, checkpoints, monkeypat
 
 def test_overlay_shows_patches_and_leaves_the_file(conversions) -> None:
     opened = open_both(conversions("gptq-int4-g32-qwen3moe", "marlin-wna16/1"))
-    converted, overlay = open_overlay(Path(opened.converted.source.name), opened.manifest)
+    folder = opened.converted.source.name
+    overlay = OverlaySource(Path(folder), folder)
+    converted = ConvertedCheckpoint(overlay, opened.manifest)
     name = "model.layers.0.mlp.experts.w2_scale"
     entry = overlay.entry(name)
     before = overlay.read(name)

@@ -26,11 +26,11 @@ from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_flags, get_spec
 
 import moeq
-from moeq.engines import ready
 from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang import plugin
 from moeq.engines.sglang.config import MoeqConfig, MoeqMoEMethod, register_config
 from moeq.errors import MoeqError
+from moeq.load import warmup
 from moeq.load.torch_loader import open_converted
 
 #: Those whose other layers SGLang reads on a CPU.
@@ -124,7 +124,7 @@ def test_a_prompt_longer_than_the_layer_was_prepared_for(folders, batch, monkeyp
 
 
 def test_the_log_says_once_which_kernels_run(folders, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(ready, "_READY", set())
+    monkeypatch.setattr(warmup, "_READY", set())
     with caplog.at_level(logging.INFO, "moeq"):
         for _ in range(2):
             loaded_layer(folders[INT4])

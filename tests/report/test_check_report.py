@@ -13,7 +13,6 @@ from rich.console import Console
 
 from moeq.check.results import (
     CheckReport,
-    DigestMismatch,
     ExpertError,
     LayerReport,
     ProjectionResult,
@@ -24,6 +23,7 @@ from moeq.check.results import (
     Timing,
 )
 from moeq.check.tile_picture import tile_picture
+from moeq.digest import DigestDifference
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit, selftest_text
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell
@@ -57,7 +57,7 @@ def report(*, damaged: bool = False) -> CheckReport:
         )
         sample = Sample(number, (0, 2), (Run(1), Run(7, "same")), 2, False)
         layers.append(LayerReport(sample, results, 1, ("1 token",) if wrong else ()))
-    mismatches = (DigestMismatch(5, 2, "down", "expert 0 <down>"),) if damaged else ()
+    mismatches = (DigestDifference(5, 2, "down", "expert 0 <down>"),) if damaged else ()
     return CheckReport(
         "out & <more>", "source", "gptq int4 g32 sym", "marlin-wna16/1", "MARLIN", "cpu (Triton interpreter)", "bf16",
         0, 24, mismatches, tuple(layers), 6, ("norm: a rule", "up: another | rule"), 1.5, ("a note",),

@@ -28,7 +28,6 @@ from sglang.srt.runtime_context import get_exec, get_model, get_server_args, get
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
-from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
@@ -36,11 +35,12 @@ from moeq.load.torch_loader import (
     check_device,
     check_groups,
     check_kernel,
+    fill_parts,
     layer_entry,
     open_converted,
-    read_parts,
     uneven_unit,
 )
+from moeq.load.warmup import make_ready
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
@@ -318,17 +318,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if get_server_args().load_format == "dummy":
                 dummy_parts(tensors[role])
             else:
-                self._fill(role, tensors[role])
+                fill_parts(self.checkpoint, self.entry, self.part, self.part.matrices[role], tensors[role])
         prepared = self.prepared(tensors)
         make_ready(prepared, logger)
         self.info = MoeqQuantInfo(prepared)
-
-    def _fill(self, role: StackedRole, targets: Mapping[str, torch.Tensor]) -> None:
-        """This rank's bytes, straight from the files."""
-        matrix, device = self.part.matrices[role], targets["weight"].device
-        for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
-            if tensor.data_ptr() != targets[part].data_ptr():
-                targets[part].copy_(tensor)
 
     def prepared(
         self, tensors: Mapping[StackedRole, Mapping[str, torch.Tensor]], gpu: str | None = None

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.quantization.utils.marlin_utils import get_marlin_input_dtype
 from vllm.platforms import current_platform
 
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
 from moeq.engines.choice import Kernels, choose, outcome
 from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
@@ -33,7 +33,7 @@ from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales, activation_scales
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import read_parts, require_arch, uneven_unit
+from moeq.load.torch_loader import fill_parts, require_arch, uneven_unit
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
@@ -155,7 +155,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             if self.dummy:
                 dummy_parts(targets)
             else:
-                self._fill(role, targets)
+                fill_parts(self.checkpoint, self.entry, self.part, self.part.matrices[role], targets)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = own_kernel(self.moe, self.packed(dict(layer.named_parameters())), layer)
@@ -173,14 +173,6 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             return activation_scales(self.checkpoint, self.entry)
         ones = torch.ones(self.entry.num_experts, 2 if self.weights.w13.gated else 1)
         return ActivationScales(ones, ones[:, 0], "input_scale")
-
-    def _fill(self, role: StackedRole, targets: Mapping[str, torch.Tensor]) -> None:
-        """This rank's bytes, straight from the files."""
-        matrix = self.part.matrices[role]
-        device = next(iter(targets.values())).device
-        for part, tensor in read_parts(self.checkpoint, self.entry, self.part, matrix, device, targets).items():
-            if tensor.data_ptr() != targets[part].data_ptr():
-                targets[part].copy_(tensor)
 
     def packed(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
         """The parameters as moeq's kernels take them."""

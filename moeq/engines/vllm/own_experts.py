@@ -21,9 +21,9 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from moeq.engines.ready import make_ready
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_groups, check_kernel
+from moeq.load.warmup import make_ready
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
