@@ -1,6 +1,6 @@
 """Cells of the sweep over plans: layers of real models and random ones, numbers of tokens, and every plan to time.
 
-A cell is a format, a layer and a number of tokens. What is random follows from a seed alone.
+A cell is a format, a layer and a number of tokens. Random layers and numbers follow from a seed alone.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -15,51 +16,80 @@ from typing import Any
 
 import torch
 
-from bench import hopper_bench, w8a8_bench
-from bench.peers import shapes as peers
-from bench.timing import Shape
-from moeq_kernels import PackedExperts
+from bench.shapes import FORMATS, HELD_OUT, KNOWN, SHAPES, Shape, floor, weight_bytes
+from bench.timing import read_rate
+from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
+from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import GPUS, H200
+from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
 from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.product_launches import alike
 from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 from moeq_kernels.mma.mma_plan import MmaPlan
+from moeq_kernels.mma.mma_plan import choose as choose_mma
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import FAMILIES
 
-#: What each format of a cell is called in `hopper_bench.FORMATS`, or among the codes of `w8a8_bench`.
-SIXTEEN_BITS = {
-    "int4": "int4",
-    "mxfp4": "mxfp4",
-    "mxfp4-silu": "mxfp4",
-    "moeq-mxfp4": "moeq-mxfp4",
-    "moeq-mxfp4-silu": "moeq-mxfp4",
-    "nvfp4": "nvfp4",
-    "w8a16": "int8",
-    "fp8-w8a16": "fp8",
-    "mxfp8-w8a16": "mxfp8",
+
+@dataclass(frozen=True)
+class Stored:
+    """Storage of a cell's weights, and the kernels that multiply them.
+
+    Attributes:
+        group: codes along k that share a scale; 0 is one scale per output feature.
+        floor: the format of `shapes.FORMATS` with the same bytes and arithmetic.
+    """
+
+    layout: str
+    element: str
+    group: int
+    floor: str
+    scale: torch.dtype = torch.bfloat16
+    family: str = "hopper-w4a16"
+
+    @property
+    def kind(self) -> str:
+        """Name that device code has for the codes."""
+        return kind_of_format(find_format(self.layout, self.element))
+
+
+_MXFP4 = Stored("marlin-mxfp4/1", "e2m1", 32, "mxfp4", torch.uint8)
+_INT4 = Stored("marlin-wna16/1", "int4", 128, "int4")
+#: Formats of cells: 16-bit activations, 8-bit activations of the weights' kind, and 4-bit weights x e4m3.
+STORED = {
+    "int4": _INT4,
+    "w8a16": Stored("marlin-wna16/1", "int8", 128, "int8"),
+    "mxfp4": _MXFP4,
+    "moeq-mxfp4": replace(_MXFP4, layout="moeq-mxfp4/1"),
+    "nvfp4": Stored("marlin-nvfp4/1", "e2m1", 16, "nvfp4", torch.float8_e4m3fn),
+    "fp8-w8a16": Stored("marlin-fp8/1", "e4m3", 128, "fp8-block"),
+    "w8a8": Stored("int8-w8a8/1", "int8", 0, "w8a8", torch.float32, "hopper-w8a8"),
+    "fp8": Stored("fp8-identity/1", "e4m3", 0, "fp8-w8a8", torch.float32, "hopper-fp8"),
+    "fp8-block": Stored("fp8-block-identity/1", "e4m3", 128, "fp8-block-w8a8", torch.float32, "hopper-fp8"),
+    "mxfp4-fp8": replace(_MXFP4, floor="mxfp4-fp8", family="hopper-w4a8"),
+    "int4-fp8": replace(_INT4, floor="int4-fp8", family="hopper-w4a8"),
 }
-BYTES = {"w8a8": "int8", "fp8-block": "fp8-block", "fp8": "fp8"}
-#: The order of formats: those whose plans matter most come twice.
+#: The order in which formats are drawn; those whose plans matter most come twice.
 ROUND = ("int4", "w8a8", "moeq-mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
-#: Those that gpt-oss has with its own activation.
-MXFP4 = ("mxfp4", "moeq-mxfp4")
+#: Formats that have gpt-oss's activation; `-silu` is the same format without it.
+GPT_OSS_FORMATS = ("mxfp4", "moeq-mxfp4")
 #: Numbers of tokens of a layer in one format.
 NUMBERS = 3
-#: Bytes of the weights of a layer at most.
-MOST_BYTES = 6e9
-#: gpt-oss's features in int4, whose packed sizes have to be multiples of 128.
+#: Largest weight bytes of a random layer.
+MAX_BYTES = 6e9
+#: gpt-oss's features in int4, whose packed sizes are multiples of 128.
 GPT_OSS_PADDED = 2944
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A format and a layer.
+    """A layer in a format.
 
     Attributes:
-        name: of the model, or `random`.
+        name: a key of `shapes.SHAPES`, or `random`.
         gpu: a key of `moeq_kernels.gpu.GPUS`, for which plans are made.
     """
 
@@ -69,24 +99,24 @@ class Layer:
     gpu: str = H200.name
 
     @property
-    def codes(self) -> str | None:
-        """What `w8a8_bench` calls the codes; None of formats with 16-bit activations."""
-        return BYTES.get(self.format)
+    def stored(self) -> Stored:
+        """Storage of the weights."""
+        return STORED[self.format.removesuffix("-silu")]
 
     @property
     def family(self) -> str:
-        """Of kernels."""
-        return "hopper-w4a16" if self.codes is None else w8a8_bench.FAMILY_OF[self.codes]
+        """Family of kernels."""
+        return self.stored.family
 
     @property
-    def stored(self) -> hopper_bench.Weights:
-        """Of a format with 16-bit activations."""
-        return hopper_bench.FORMATS[SIXTEEN_BITS[self.format]]
+    def gpt_oss(self) -> bool:
+        """Whether the layer has gpt-oss's interleaved rows, biases and activation."""
+        return self.format in GPT_OSS_FORMATS
 
     @property
     def epilogue(self) -> Epilogue:
-        """Its activation."""
-        return hopper_bench.epilogue_of(self.shape) if self.codes is None else SILU
+        """Activation between the products."""
+        return Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0) if self.gpt_oss else SILU
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -95,62 +125,117 @@ class Layer:
         return one.experts, one.top_k, one.hidden, one.intermediate
 
     def random_experts(self, device: str = "cuda") -> PackedExperts:
-        """Random weights."""
-        if self.codes is None:
-            return hopper_bench.random_experts(self.shape, self.stored, device)
-        return w8a8_bench.random_experts(self.shape, self.codes, device)
+        """Draw weights; every code is a valid one."""
+        one = self.shape
+        parts = [
+            self._matrix(n, k, device) for n, k in ((2 * one.intermediate, one.hidden), (one.hidden, one.intermediate))
+        ]
+        return PackedExperts(*parts, "interleaved" if self.gpt_oss else "gate-up")
+
+    def _matrix(self, n: int, k: int, device: str) -> PackedMatrix:
+        make = _codes if self.stored.layout.endswith(("-identity/1", "-w8a8/1")) else _words
+        matrix = make(self.stored, self.shape.experts, n, k, device)
+        if not self.gpt_oss:
+            return matrix
+        return replace(matrix, bias=torch.randn(self.shape.experts, n, device=device).to(torch.bfloat16))
 
     def weight_bytes(self, experts: float) -> float:
-        """Of that many experts."""
-        if self.codes is None:
-            return hopper_bench.weight_bytes(self.shape, self.stored, experts)
-        return w8a8_bench.weight_bytes(self.shape, experts, self.codes)
+        """Return the bytes of that many experts."""
+        return weight_bytes(FORMATS[self.stored.floor], self.shape, experts)
 
     def floor_us(self, tokens: int, hit: float) -> float:
-        """Least time on an H200."""
-        if self.codes is None:
-            return hopper_bench.floor_us(self.shape, self.stored, tokens, hit)
-        return w8a8_bench.floor_us(self.shape, tokens, hit, self.codes)
+        """Return the least microseconds of a call that chooses `hit` experts."""
+        return floor(FORMATS[self.stored.floor], self.shape, tokens, hit, read_rate()).time
 
     @property
     def problem(self) -> Problem:
-        """On its GPU."""
+        """Problem of the layer on its GPU."""
         return _problem(self)
 
     def chosen(self, tokens: int) -> Any:
-        """The plan that a call would have."""
+        """Return the plan that a call would have."""
         return FAMILIES[self.family].plan_for(self.problem, tokens)
 
     def candidates(self, tokens: int) -> list[Any]:
-        """Every plan that may be the best, the chosen one first."""
-        found = list(_sixteen_bits(self, tokens) if self.codes is None else _bytes(self, tokens))
-        chosen = self.chosen(tokens)
-        return list(dict.fromkeys([chosen, *found]))
+        """List every plan that may be the best, the chosen one first."""
+        found = {"hopper-w4a16": _sixteen_bits, "hopper-w4a8": _four_by_eight}.get(self.family, _bytes)(self, tokens)
+        return list(dict.fromkeys([self.chosen(tokens), *found]))
 
 
-def name_of(plan: Any) -> str:
-    """A plan's kernel with its sizes in the order of their fields, and its shares; no two plans have the same."""
-    if isinstance(plan, MmaPlan):
-        return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
-    values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
-    if isinstance(plan.kernel, w4a16.Queue | w4a16.Wide) and not values[-1]:
-        values.pop()  # as results before there was this size have it
-    words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
-    return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
+def _words(stored: Stored, experts: int, n: int, k: int, device: str) -> PackedMatrix:
+    """Draw a matrix in Marlin's words, or in moeq's order of them."""
+    words = torch.randint(
+        -(2**31), 2**31 - 1, (experts, k // 16, KINDS[stored.kind].bits // 2 * n), dtype=torch.int32, device=device
+    )
+    if stored.element == "e4m3":
+        words &= ~0x40404040  # codes below 2, none of them NaN
+    size = (experts, k // stored.group, n)
+    whole = None
+    if stored.kind == "nvfp4":  # scales from 32 to 256, which the global scale brings near 1
+        scale = torch.randint(0xA0, 0xB8, size, dtype=torch.uint8, device=device).view(stored.scale)
+        whole = torch.full((experts, 1), 2.0**126 / (300 * k**0.5), device=device)
+    elif stored.scale == torch.uint8:
+        middle = 126 - round(math.log2(3 * k**0.5))
+        scale = torch.randint(middle - 1, middle + 2, size, dtype=torch.uint8, device=device)
+    else:
+        spread = {"int8": 74, "int4": 4.6, "e4m3": 0.6}[stored.element]
+        lift = 2.0**120 if stored.element == "e4m3" else 1.0
+        scale = ((torch.rand(size, device=device) + 0.5) / (spread * k**0.5) * lift).to(stored.scale)
+    return PackedMatrix(stored.layout, words, n, k, stored.element, stored.group, scale, global_scale=whole)
+
+
+def _codes(stored: Stored, experts: int, n: int, k: int, device: str) -> PackedMatrix:
+    """Draw a matrix of bytes as checkpoints have it."""
+    if stored.element == "int8":
+        codes = torch.randint(-128, 128, (experts, n, k), dtype=torch.int8, device=device)
+        scale = (torch.rand(experts, n, 1, device=device) + 0.5) / (74 * k**0.5)
+        return PackedMatrix(stored.layout, codes, n, k, "int8", -1, scale)
+    codes = torch.randint(0, 126, (experts, n, k), dtype=torch.uint8, device=device)
+    codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device=device) << 7
+    size = (experts, -(-n // 128), -(-k // 128)) if stored.group else (experts, n, 1)
+    scale = (torch.rand(size, device=device) + 0.5) / (130 * k**0.5)
+    weight = codes.view(torch.float8_e4m3fn)
+    return PackedMatrix(
+        stored.layout, weight, n, k, "e4m3", stored.group or -1, scale, activation_dtype="fp8"
+    )  # fmt: skip
+
+
+#: Kernels of plans by the first word of a plan's name.
+KERNELS: dict[str, tuple[Any, Any]] = {
+    **{one.__name__: (one, w4a16.Plan) for one in (w4a16.Queue, w4a16.Wide, w4a16.Narrow, w4a16.Direct)},
+    **{one.__name__: (one, w8a8.Int8Plan) for one in (w8a8.Int8Narrow, w8a8.Int8Wide, w8a8.Int8Direct)},
+    "W4a8Wide": (w4a8.W4a8Wide, w4a8.W4a8Plan),
+}
+
+
+def plan_named(name: str) -> Any:
+    """Return the plan that `name_of` gives this name. Raises ValueError where there is no such kernel."""
+    found = re.fullmatch(r"(\w+) ([\w ]+) x(\d+)/(\d+)", name)
+    if not found or found[1] not in (*KERNELS, "Mma"):
+        raise ValueError(f"no kernel has a plan named {name!r}")
+    values = [None if word == "None" else int(word) for word in found[2].split()]
+    shares = int(found[3]), int(found[4])
+    if found[1] == "Mma":
+        return MmaPlan(*values, *shares)  # type: ignore[arg-type]
+    kernel, plan = KERNELS[found[1]]
+    types = [field.type for field in fields(kernel)]
+    return plan(
+        kernel(*(bool(one) if kind == "bool" else one for one, kind in zip(values, types, strict=False))), *shares
+    )
 
 
 def held_out(sizes: tuple[int, ...]) -> bool:
-    """Whether a layer of these sizes is one that rules are not fitted on: about half are."""
+    """Return whether rules are fitted without layers of these sizes, about half of all."""
     return hashlib.sha256(repr(tuple(sizes)).encode()).digest()[0] % 2 == 1
 
 
 def _spread(generator: random.Random, low: float, high: float) -> float:
-    """Uniform in its logarithm."""
+    """Draw a number whose logarithm is uniform."""
     return math.exp(generator.uniform(math.log(low), math.log(high)))
 
 
 def random_shape(generator: random.Random, bytes_each: float) -> Shape:
-    """Sizes between those of the smallest and the largest layers that models have, and somewhat beyond."""
+    """Draw sizes between those of the smallest and the largest layers of models, and somewhat beyond."""
     while True:
         experts = round(_spread(generator, 8, 512))
         if generator.random() < 0.5:
@@ -159,12 +244,12 @@ def random_shape(generator: random.Random, bytes_each: float) -> Shape:
         hidden = round(_spread(generator, 1024, 8192) / 128) * 128
         intermediate = round(_spread(generator, 128, 14336) / 128) * 128
         weights = 3 * experts * hidden * intermediate
-        if top_k <= experts // 2 and weights >= 1 << 25 and weights * bytes_each <= MOST_BYTES:
+        if top_k <= experts // 2 and weights >= 1 << 25 and weights * bytes_each <= MAX_BYTES:
             return Shape(experts, top_k, hidden, intermediate)
 
 
 def numbers_of_tokens(generator: random.Random, shape: Shape) -> list[int]:
-    """One number from 2 to 512, one by tokens for an expert from 0.5 to 100, one from 1 to 4096."""
+    """Draw three numbers: from 2 to 512, for 0.5 to 100 tokens an expert, and from 1 to 4096."""
     found: list[int] = []
     for draw in (
         lambda: _spread(generator, 2, 512),
@@ -179,33 +264,32 @@ def numbers_of_tokens(generator: random.Random, shape: Shape) -> list[int]:
 
 
 def with_silu(fmt: str) -> str:
-    """A format's name in layers that do not have gpt-oss's activation."""
-    return f"{fmt}-silu" if fmt in MXFP4 else fmt
+    """Name a format in layers without gpt-oss's activation."""
+    return f"{fmt}-silu" if fmt in GPT_OSS_FORMATS else fmt
 
 
 def model_layer(name: str, fmt: str) -> Layer | None:
-    """A real model's layer, MXFP4 and int4 of gpt-oss as those checkpoints are served; None where no format fits."""
-    one = peers.SHAPES[name]
-    shape = Shape(one.experts, one.top_k, one.hidden, one.intermediate)
+    """Return a real model's layer, gpt-oss's in MXFP4 and int4 as it is served; None where the format does not fit."""
+    shape = SHAPES[name]
+    layer = Layer(with_silu(fmt), name, shape)
     if name.startswith("gpt-oss"):
         if fmt == "int4":
-            shape = replace(shape, hidden=GPT_OSS_PADDED, intermediate=GPT_OSS_PADDED)
-        elif fmt in MXFP4:
-            return Layer(fmt, name, replace(shape, gpt_oss=True))
+            layer = replace(layer, shape=replace(shape, hidden=GPT_OSS_PADDED, intermediate=GPT_OSS_PADDED))
+        elif fmt in GPT_OSS_FORMATS:
+            return replace(layer, format=fmt)
         elif fmt in ("fp8-block", "nvfp4"):
             return None
-    layer = Layer(with_silu(fmt), name, shape)
-    return layer if layer.weight_bytes(shape.experts) <= 2 * MOST_BYTES else None
+    return layer if layer.weight_bytes(shape.experts) <= 2 * MAX_BYTES else None
 
 
 def named_cells(names: list[str]) -> Iterator[tuple[Layer, list[int]]]:
-    """Cells as `int4:qwen3-30b-a3b:256,512` names them, or `int4:64x8x3200x2944:300` of a layer without a name.
+    """Yield the cells that are named like `int4:qwen3-30b-a3b:256,512`, or `int4:64x8x3200x2944:300`.
 
-    The numbers are experts, choices of a token, hidden and intermediate features.
+    The numbers of a layer without a name are experts, choices of a token, hidden and intermediate features.
     """
     for name in names:
         fmt, shape, numbers = name.split(":")
-        if shape in peers.SHAPES:
+        if shape in SHAPES:
             layer = model_layer(shape, fmt)
         else:
             layer = Layer(with_silu(fmt), "random", Shape(*map(int, shape.split("x"))))
@@ -215,13 +299,13 @@ def named_cells(names: list[str]) -> Iterator[tuple[Layer, list[int]]]:
 
 
 def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, list[int]]]:
-    """Layers with their numbers of tokens, `count` random ones in each format, real and random ones in turns.
+    """Yield layers with their numbers of tokens: real and `count` random ones in each format, interleaved.
 
-    A sweep that ends early has done about as many of either kind in each format.
+    So a sweep that ends early has timed about as many of either kind in each format.
     """
     if unknown := set(formats) - set(ROUND):
         raise SystemExit(f"{', '.join(sorted(unknown))}: only {', '.join(dict.fromkeys(ROUND))} are drawn")
-    names = [*peers.HELD_OUT, *peers.KNOWN]
+    names = [*HELD_OUT, *KNOWN]
     turn = {fmt: 0 for fmt in formats}
     while any(one < 2 * max(count, len(names)) for one in turn.values()):
         for fmt in ROUND:
@@ -232,10 +316,10 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
             # A string seeds the same in every process.
             generator = random.Random(f"{seed} {fmt} {turn[fmt]}")
             if real and index < len(names):
-                # Each format begins elsewhere, so that all layers are seen early.
+                # Each format begins with another layer, so that all layers come early.
                 layer = model_layer(names[(index + 3 * formats.index(fmt)) % len(names)], fmt)
             elif not real and index < count:
-                bytes_each = 1.0 if fmt in BYTES else 0.57
+                bytes_each = FORMATS[STORED[fmt].floor].bits / 8
                 layer = Layer(with_silu(fmt), "random", random_shape(generator, bytes_each))
             else:
                 layer = None
@@ -270,20 +354,37 @@ QUEUES = (
     w4a16.QUEUE64,
     w4a16.QUEUE64_INT4,
 )
-WIDES = (*hopper_bench.WIDE, *(replace(one, fine=not one.fine) for one in hopper_bench.WIDE if one.tokens > 64))
-NARROWS = (
-    w4a16.NARROW8,
-    w4a16.Narrow(16, 2, after=False, resident=4, registers=128),
+WIDES = (w4a16.WIDE32, w4a16.WIDE64, w4a16.WIDE96, w4a16.WIDE160)
+WIDES = (*WIDES, *(kernel for _, kernel in w4a16.GATHERING.values() if isinstance(kernel, w4a16.Wide)))
+WIDES = (*WIDES, *(replace(one, fine=not one.fine) for one in WIDES if one.tokens > 64))
+NARROWS = (w4a16.NARROW8, w4a16.Narrow(16, 2, after=False, resident=4, registers=128))
+BYTE_NARROWS = (
+    w8a8.Int8Narrow(8, 12),
+    w8a8.Int8Narrow(8, 6, resident=2),
+    w8a8.Int8Narrow(8, 3, resident=2),
+    w8a8.Int8Narrow(8, 6, warpgroups=2),
+    w8a8.Int8Narrow(16, 12),
+    w8a8.Int8Narrow(16, 6, resident=2),
+    w8a8.Int8Narrow(16, 3, resident=2),
+    w8a8.Int8Narrow(32, 5, resident=2),
+    w8a8.Int8Narrow(32, 10),
+    w8a8.Int8Narrow(32, 3, resident=2),
+    w8a8.Int8Narrow(32, 6, warpgroups=2),
+    w8a8.Int8Narrow(64, 4, resident=2),
+    w8a8.Int8Narrow(64, 8),
+    w8a8.Int8Narrow(64, 5, warpgroups=2),
+    w8a8.Int8Narrow(128, 6),
+    w8a8.Int8Narrow(128, 4, warpgroups=2),
 )
 
 
 def _rounded(splits: int) -> int:
-    """A power of two: each number of shares is a build of its own."""
+    """Round down to a power of two, since each number of shares is a build of its own."""
     return 1 << (splits.bit_length() - 1)
 
 
 def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
-    """Plans of the kernels for 16-bit activations, those of `mma.sync` among them."""
+    """Yield plans of the kernels for 16-bit activations, those of `mma.sync` among them."""
     shape, stored = layer.shape, layer.stored
     pairs = tokens * shape.top_k
     mean = w4a16.tokens_per_hit(pairs, shape.experts)
@@ -292,7 +393,7 @@ def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
         return w4a16.kernel_for(kernel, stored.kind, stored.group)
 
     if mean <= 48:
-        mma = hopper_bench.mma_plan(shape, stored, tokens)
+        mma = choose_mma(pairs, shape.experts, shape.hidden, shape.intermediate, stored.group, stored.kind, True, H200)
         yield replace(mma, gate_up_splits=_rounded(mma.gate_up_splits), down_splits=_rounded(mma.down_splits))
     if mean <= 1.6 and pairs <= 128:
         kernel = fitted(w4a16.DIRECT)
@@ -327,14 +428,14 @@ def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
 
 
 def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
-    """Plans of the kernels that multiply bytes."""
+    """Yield plans of the kernels that multiply bytes by bytes."""
     shape = layer.shape
     pairs = tokens * shape.top_k
     mean = w4a16.tokens_per_hit(pairs, shape.experts)
-    if layer.codes == "int8" and mean <= 1.6 and pairs <= 128 and shape.intermediate <= 4096:
+    if layer.format == "w8a8" and mean <= 1.6 and pairs <= 128 and shape.intermediate <= 4096:
         yield w8a8.direct_plan(pairs, shape.hidden, shape.intermediate)
-    for kernel in w8a8_bench.NARROW:
-        if mean / 2 <= kernel.tokens <= max(16, mean * 5) and not (layer.codes != "int8" and kernel.tokens == 128):
+    for kernel in BYTE_NARROWS:
+        if mean / 2 <= kernel.tokens <= max(16, mean * 5) and not (layer.format != "w8a8" and kernel.tokens == 128):
             tiles = pairs / mean * max(1.0, mean / kernel.tokens)
             groups, resident = kernel.warpgroups, kernel.resident
             up = w8a8.splits_for(tiles * -(-shape.intermediate // (64 * groups)), -(-shape.hidden // 128), resident)
@@ -347,28 +448,25 @@ def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
         yield w8a8.Int8Plan(w8a8.WIDE)
 
 
+def _four_by_eight(layer: Layer, tokens: int) -> Iterator[Any]:
+    """Yield plans of the kernels for 4-bit weights x e4m3."""
+    yield from (w4a8.W4a8Plan(kernel) for _, kernel in w4a8.TABLE)
+
+
 def layer_of(row: dict[str, Any]) -> Layer:
-    """The layer of a row of results."""
+    """Return the layer of a row of results."""
     sizes = (row["experts"], row["top_k"], row["hidden"], row["intermediate"])
-    gpt_oss = row["format"] in MXFP4
-    return Layer(row["format"], row["shape"], Shape(*sizes, gpt_oss), row.get("gpu", H200.name))
+    return Layer(row["format"], row["shape"], Shape(*sizes), row.get("gpu", H200.name))
 
 
 def gpu_called(device: str) -> str:
-    """The key of `GPUS` for what torch calls a GPU; H200's where there is none for it."""
+    """Return the key of `GPUS` for torch's name of a GPU, H200's where there is none."""
     words = device.split()
     return next((name for name in GPUS if name in words), H200.name)
 
 
 @cache
 def _problem(layer: Layer) -> Problem:
-    experts, x = layer.random_experts("meta"), empty(layer, "meta")
-    return prepare_for(
-        x, experts, layer.shape.top_k, 1, layer.epilogue, None, gpu=layer.gpu, family=layer.family
-    ).problem
-
-
-def empty(layer: Layer, device: str) -> torch.Tensor:
-    """Tokens of the layer's type, none of them."""
-    dtype = torch.bfloat16 if layer.codes else layer.stored.x
-    return torch.empty(0, layer.shape.hidden, dtype=dtype, device=device)
+    x = torch.empty(0, layer.shape.hidden, dtype=torch.bfloat16, device="meta")
+    whole = (layer.shape.top_k, 1, layer.epilogue, None)
+    return prepare_for(x, layer.random_experts("meta"), *whole, gpu=layer.gpu, family=layer.family).problem

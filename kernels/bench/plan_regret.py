@@ -1,10 +1,10 @@
-"""How much slower the plans that are chosen now are than the best ones of a sweep over plans.
+"""Regret: how much slower the plans that are chosen today are than the best recorded ones.
 
-    python kernels/bench/plan_regret.py sweep.json [more.json] [--worst 10] [--by-band]
+    python -m bench.plan_regret [sweep.jsonl ...] [--gpu H100] [--worst 10] [--by-band]
 
-Reads what `plan_sweep.py` wrote. A plan that was not timed counts as the one of the same kernel whose shares of k are
-nearest; where there is none its cell is left out and counted. Layers fall into two halves by their sizes: rules are
-fitted on one and judged on the other.
+Reads what `plan_sweep` wrote, by default every recorded cell. A plan that was not timed counts as the plan of the same
+kernel with the nearest shares of k; where there is none, its cell is left out and counted. Layers fall into two halves
+by their sizes: rules are fitted on one half and judged on the other.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ import lzma
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.plan_cells import gpu_called, held_out, layer_of, name_of
+from support.hopper_layers import name_of
+
+from bench.plan_cells import held_out, layer_of
 from moeq_kernels.hopper.w4a16.w4a16_plan import tokens_per_hit
 
 #: Every recorded cell.
 CELLS = Path(__file__).parent / "results" / "plan_cells.jsonl.xz"
 SCHEMA = "moeq-kernels.plan-cells/1"
-#: Tokens for an expert that is hit, up to which a cell counts to a band.
+#: Largest mean of tokens per expert that is hit, of each band.
 BANDS = (1.6, 5.0, 12.0, 24.0, 48.0, math.inf)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell with the time of its chosen plan over that of the best one; None where it was not timed."""
+    """A cell, and the time of its chosen plan over the best time; None where the chosen plan was not timed."""
 
     row: dict[str, Any]
     chosen: str
@@ -40,12 +42,12 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Tokens for an expert that is hit."""
+        """Mean of tokens per expert that is hit."""
         return tokens_per_hit(self.row["tokens"] * self.row["top_k"], self.row["experts"])
 
     @property
     def held_out(self) -> bool:
-        """Whether rules were not fitted on the layer."""
+        """Whether rules are fitted without the layer."""
         return held_out(tuple(self.row[name] for name in ("experts", "top_k", "hidden", "intermediate")))
 
 
@@ -58,37 +60,8 @@ def load(path: Path = CELLS) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def rows_of(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Rows of all files, compact ones too (`compact`)."""
-    rows: list[dict[str, Any]] = []
-    for path in paths:
-        if path.suffix in (".xz", ".jsonl"):
-            rows += load(path)
-            continue
-        found = json.loads(path.read_text())
-        names = found.get("names")
-        for row in found["rows"]:
-            if names:
-                row["plans"] = {names[int(key)]: value for key, value in row["plans"].items()}
-                row["chosen"] = names[row["chosen"]]
-            rows.append({"gpu": gpu_called(found.get("device", "")), **row})
-    return rows
-
-
-def compact(path: Path, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
-    """Rows with the names of plans in a list of their own, a row a line."""
-    names = sorted({name for row in rows for name in (*row["plans"], row["chosen"])})
-    number = {name: index for index, name in enumerate(names)}
-    lines = []
-    for row in rows:
-        plans = {str(number[name]): value for name, value in row["plans"].items()}
-        lines.append(json.dumps({**row, "chosen": number[row["chosen"]], "plans": plans}, separators=(",", ":")))
-    head = json.dumps({**about, "names": names}, indent=0)[:-2]
-    path.write_text(head + ',\n"rows": [\n' + ",\n".join(lines) + "\n]}\n")
-
-
 def time_of(plans: dict[str, float], name: str) -> float | None:
-    """Microseconds of a plan, or of the nearest one of its kernel."""
+    """Return the microseconds of a plan, or of the nearest one of its kernel."""
     if name in plans:
         return plans[name]
     kernel, _, shares = name.rpartition(" x")
@@ -102,7 +75,7 @@ def time_of(plans: dict[str, float], name: str) -> float | None:
 
 
 def judged(rows: list[dict[str, Any]], choose: Callable[[dict[str, Any]], str] | None = None) -> list[Cell]:
-    """Rows with what `choose` says of them, by default what the kernels do now."""
+    """Judge the plan that `choose` names for each row, by default the one that is chosen today."""
     choose = choose or (lambda row: name_of(layer_of(row).chosen(row["tokens"])))
     cells = []
     for row in rows:
@@ -114,7 +87,7 @@ def judged(rows: list[dict[str, Any]], choose: Callable[[dict[str, Any]], str] |
 
 
 def summary(cells: list[Cell]) -> str:
-    """Geometric mean, shares within 2 and 5 %, the worst."""
+    """Describe cells: geometric mean, shares within 2 and 5 %, the worst."""
     ratios = [cell.ratio for cell in cells if cell.ratio is not None]
     if not ratios:
         return "no cells"
@@ -128,13 +101,13 @@ def summary(cells: list[Cell]) -> str:
 
 
 def band(cell: Cell) -> str:
-    """Of tokens for an expert."""
+    """Name the band of tokens per expert that a cell is in."""
     limit = next(one for one in BANDS if cell.mean <= one)
     return f"up to {limit:g}" if limit < math.inf else f"beyond {BANDS[-2]:g}"
 
 
 def grouped(cells: list[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cell]]:
-    """Cells by what `key` calls them, in the order of their first."""
+    """Group cells by key, in the order of first appearance."""
     found: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
         found[key(cell)].append(cell)
@@ -142,7 +115,7 @@ def grouped(cells: list[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cel
 
 
 def report(cells: list[Cell], worst: int, by_band: bool) -> None:
-    """Prints all summaries."""
+    """Print all summaries."""
     for half, some in (("all", cells), ("fitted", [one for one in cells if not one.held_out]),
                        ("held out", [one for one in cells if one.held_out])):  # fmt: skip
         print(f"{half:26s} {summary(some)}")
@@ -164,20 +137,22 @@ def report(cells: list[Cell], worst: int, by_band: bool) -> None:
 
 
 def main() -> int:
-    """Prints how the plans do."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path, default=[CELLS])
+    parser.add_argument("--gpu", help="cells of this GPU only")
+    parser.add_argument("--routing", default="uniform", help="cells with this routing only")
+    parser.add_argument("--since", default="", help="cells since this day only, as 2026-11-24")
     parser.add_argument("--worst", type=int, default=15, help="cells to show")
-    parser.add_argument("--by-band", action="store_true", help="by tokens for an expert, too")
-    parser.add_argument("--then", action="store_true", help="of the plans that were chosen when the sweep was made")
-    parser.add_argument("--compact", type=Path, help="write all rows to one small file")
+    parser.add_argument("--by-band", action="store_true", help="by tokens per expert, too")
+    parser.add_argument("--then", action="store_true", help="judge the plans that were chosen when cells were recorded")
     options = parser.parse_args()
-    rows = rows_of(options.files)
-    report(judged(rows, (lambda row: row["chosen"]) if options.then else None), options.worst, options.by_band)
-    if options.compact:
-        about = {key: value for key, value in json.loads(options.files[0].read_text()).items()
-                 if key not in ("rows", "names", "bad", "starts")}  # fmt: skip
-        compact(options.compact, rows, about)
+    rows = [
+        row for path in options.files for row in load(path)
+        if options.gpu in (None, row["gpu"]) and row["routing"] == options.routing
+        and row["date"] >= options.since and (row["chosen"] or not options.then)
+    ]  # fmt: skip
+    report(judged(rows, (lambda row: str(row["chosen"])) if options.then else None), options.worst, options.by_band)
     return 0
 
 

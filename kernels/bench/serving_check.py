@@ -1,10 +1,10 @@
-"""What an engine needs of prepared layers, measured on a GPU: host time of calls, warming, graphs, streams, threads.
+"""Measure on a GPU what an engine needs of prepared layers: host time of calls, warming, graphs, streams, threads.
 
-    python kernels/bench/serving_check.py --out results.json [--tokens 8192]
+    python -m bench.serving_check --out results.json [--tokens 8192]
 
-Host time: a call's share of the time that several calls take to return, without waiting for the device (fewer are under
-way than its queue holds). Warming: kernels of one layer for 1 to 8192 tokens, from an empty cache folder, and by
-another process from the folder that was filled.
+Host time of a call is its share of the time in which several calls return, without waiting for the device (fewer calls
+are queued than its queue holds). Warming compiles the kernels of one layer for 1 to 8192 tokens from an empty cache
+folder, then loads them in another process from the folder that was filled.
 """
 
 from __future__ import annotations
@@ -23,25 +23,32 @@ from typing import Any
 
 import torch
 
-from bench.hopper_bench import FORMATS, random_experts
-from bench.timing import SHAPES, inputs
-from moeq_kernels import PreparedLayer, fused_moe, prepare
+from bench.plan_cells import model_layer
+from bench.shapes import SHAPES
+from bench.timing import inputs
+from moeq_kernels import PackedExperts, PreparedLayer, fused_moe, prepare
 
-LAYERS = (("qwen3-30b", "int4"), ("mixtral-tp8", "int4"), ("gpt-oss-20b", "mxfp4"), ("deepseek-v3-tp8", "int4"))
+LAYERS = (
+    ("qwen3-30b-a3b", "int4"),
+    ("mixtral-8x7b-tp8", "int4"),
+    ("gpt-oss-20b", "mxfp4"),
+    ("deepseek-v3-tp8", "int4"),
+)
 TOKENS = (1, 8, 64, 200, 512, 4096)
 
 
-def layer_of(name: str, stored: str, tokens: int, warm: bool) -> tuple[PreparedLayer, Any]:
-    """A prepared layer of a real model's size, with random weights."""
-    shape = SHAPES[name]
-    packed = random_experts(shape, FORMATS[stored])
-    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
-    layer = prepare(packed, top_k=shape.top_k, max_tokens=tokens, hidden_size=shape.hidden, warm=warm, **options)
-    return layer, packed
+def layer_of(name: str, stored: str, tokens: int, warm: bool) -> tuple[PreparedLayer, PackedExperts, dict[str, Any]]:
+    """Prepare a real model's layer with random weights; return its weights and the options of its calls, too."""
+    layer = model_layer(name, stored)
+    assert layer is not None
+    packed = layer.random_experts()
+    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if layer.gpt_oss else {}
+    sizes = {"top_k": layer.shape.top_k, "hidden_size": layer.shape.hidden}
+    return prepare(packed, max_tokens=tokens, warm=warm, **sizes, **options), packed, options
 
 
 def host_us(call: Any, rounds: int = 30, calls: int = 10) -> float:
-    """Microseconds of host time of a call: the median of rounds."""
+    """Return the microseconds of host time of a call: the median of rounds."""
     times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
@@ -54,7 +61,7 @@ def host_us(call: Any, rounds: int = 30, calls: int = 10) -> float:
 
 
 def launched_us(layer: PreparedLayer, tokens: int, call: Any) -> float:
-    """The same where calls are not replayed as graphs."""
+    """Return the host time of a call whose kernels are launched one by one, not replayed as a graph."""
     replays = layer._program.bounds[tokens]._replays
     kept, replays._off = replays._off, True
     try:
@@ -64,10 +71,9 @@ def launched_us(layer: PreparedLayer, tokens: int, call: Any) -> float:
 
 
 def measure(name: str, stored: str) -> list[dict[str, Any]]:
-    """Host times of one layer."""
+    """Measure the host times of one layer."""
     shape = SHAPES[name]
-    layer, packed = layer_of(name, stored, 8192, warm=True)
-    options: dict[str, Any] = {"activation": "swiglu_oai", "limit": 7.0} if shape.gpt_oss else {}
+    layer, packed, options = layer_of(name, stored, 8192, warm=True)
     other = prepare(packed, top_k=shape.top_k, max_tokens=8192, hidden_size=shape.hidden, **options)
     rows = []
     for tokens in TOKENS:
@@ -105,9 +111,9 @@ def measure(name: str, stored: str) -> list[dict[str, Any]]:
 
 
 def check_use() -> dict[str, bool]:
-    """Graphs, another stream, a fresh thread, torch.compile: the same numbers as an eager call."""
-    shape = SHAPES["qwen3-30b"]
-    layer, _ = layer_of("qwen3-30b", "int4", 256, warm=True)
+    """Check that graphs, other streams, fresh threads and torch.compile give the numbers of an eager call."""
+    shape = SHAPES["qwen3-30b-a3b"]
+    layer, *_ = layer_of("qwen3-30b-a3b", "int4", 256, warm=True)
     given = inputs(shape, 24, 3)
     tensors = (given.x, given.weights, given.ids)
     wanted = layer(*tensors).clone()
@@ -140,7 +146,7 @@ def check_use() -> dict[str, bool]:
 
 
 def check_first_calls(layer: PreparedLayer, given: Any, wanted: torch.Tensor) -> dict[str, bool]:
-    """Calls in threads that have used no GPU, and one whose kernels are loaded while it is captured."""
+    """Check calls in threads that have used no GPU, and one whose kernels are loaded while it is captured."""
     results = {}
     workspace = torch.empty(layer.workspace_bytes(24), dtype=torch.uint8, device="cuda")
     for tokens, name in ((24, "a fresh thread"), (23, "a fresh thread, as the first with so many tokens")):
@@ -153,8 +159,8 @@ def check_first_calls(layer: PreparedLayer, given: Any, wanted: torch.Tensor) ->
         thread.join()
         torch.cuda.synchronize()
         results[name] = torch.equal(found, wanted if tokens == 24 else layer(*tensors))
-    other, _ = layer_of("mixtral-tp8", "int4", 24, warm=False)
-    drawn = inputs(SHAPES["mixtral-tp8"], 24, 3)
+    other, *_ = layer_of("mixtral-8x7b-tp8", "int4", 24, warm=False)
+    drawn = inputs(SHAPES["mixtral-8x7b-tp8"], 24, 3)
     graph, out = torch.cuda.CUDAGraph(), torch.empty_like(drawn.x)
     try:
         with torch.cuda.graph(graph):
@@ -168,10 +174,10 @@ def check_first_calls(layer: PreparedLayer, given: Any, wanted: torch.Tensor) ->
 
 
 def check_replays() -> dict[str, bool]:
-    """Calls that are replayed as graphs: the numbers of launches one by one, whatever changes between calls."""
-    shape = SHAPES["qwen3-30b"]
-    layer, _ = layer_of("qwen3-30b", "int4", 256, warm=True)
-    other, _ = layer_of("qwen3-30b", "int4", 256, warm=False)
+    """Check that replayed calls give the numbers of single launches, whatever changes between calls."""
+    shape = SHAPES["qwen3-30b-a3b"]
+    layer, *_ = layer_of("qwen3-30b-a3b", "int4", 256, warm=True)
+    other, *_ = layer_of("qwen3-30b-a3b", "int4", 256, warm=False)
     results = {}
     for tokens in (1, 24, 200):
         drawn = [inputs(shape, tokens, seed) for seed in (3, 4)]
@@ -223,10 +229,10 @@ def check_replays() -> dict[str, bool]:
 
 
 def warming(tokens: int) -> dict[str, Any]:
-    """Seconds of warming a layer from an empty folder, and by another process again."""
+    """Measure the seconds of warming a layer from an empty folder, and again in another process."""
     script = (
-        "import json, sys; from bench.serving_check import layer_of; import torch; torch.zeros(1, device='cuda')\n"
-        f"layer, _ = layer_of('qwen3-30b', 'int4', {tokens}, False); import time; b = time.time(); w = layer.warm()\n"
+        "import json, time, torch; from bench.serving_check import layer_of; torch.zeros(1, device='cuda')\n"
+        f"layer, *_ = layer_of('qwen3-30b-a3b', 'int4', {tokens}, False); b = time.time(); w = layer.warm()\n"
         "print(json.dumps([w.kernels, w.compiled, w.seconds, time.time() - b]))"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -246,7 +252,7 @@ def warming(tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Command line; exits 1 where a way to call gives other numbers."""
+    """Run the command line; the exit code is 1 where a way to call gives other numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)

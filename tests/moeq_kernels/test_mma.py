@@ -12,9 +12,9 @@ from support import gluon_on_cpu
 from support.cases import Recipe, make_layer, route
 from support.comparison import compare
 from support.planned import run_family
+from support.random_check import narrowed
 from support.reference import moe, relative_error
 
-from bench.random_check import narrowed
 from moeq_kernels import PackedExperts, interpreter, prepare
 from moeq_kernels.areas import Area
 from moeq_kernels.gpu import GPUS

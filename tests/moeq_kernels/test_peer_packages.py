@@ -1,7 +1,6 @@
 """Peers that have not met a GPU, against the packages themselves: arguments, and weights by their own functions.
 
-Each part is skipped where its package is not installed. TurboMind's extension loads on a CPU where its libraries are
-found (CUDA 12, its driver, NCCL), which need not do anything.
+Each part is skipped where its package is not installed.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import torch
 from support import packing
 from support.cases import E2M1
 
-from bench.peers import shapes
-from bench.peers.contenders import flashinfer_cutlass, turbomind, vllm_w4a8
+from bench import shapes
+from bench.peers.contenders import flashinfer_cutlass, vllm_cutlass
 from bench.peers.problem import Problem, Stack, make_problem, route
-from bench.peers.shapes import Group, Shape
+from bench.shapes import Group, Shape
 
 
 @pytest.fixture(autouse=True)
@@ -111,48 +110,6 @@ class TestFlashInfer:
         assert torch.equal(values, torch.stack([Stack(part, problem.format)[expert] for expert in range(4)]))
 
 
-class TestTurboMind:
-    @pytest.fixture
-    def lmdeploy(self) -> Any:
-        try:
-            return turbomind.load()
-        except ImportError as error:
-            pytest.skip(str(error))
-
-    @pytest.mark.parametrize("name", ["int4", "mxfp4-silu"])
-    def test_its_formats_read_our_tensors_as_the_codes_they_are(self, name: str, lmdeploy: Any) -> None:
-        problem = problem_of(name)
-        w13, _ = problem.padded(256, 128)
-        formats = lmdeploy.weight_format
-        source = formats.MXFP4Format() if name == "mxfp4-silu" else formats.CompressedTensorFormat(block_in=128)
-        given = turbomind.tensors(w13)
-        codes, scales = (source.normalize(given[kind][2], kind[:6]) for kind in ("weight", "scales"))
-        assert torch.equal(codes, w13.codes[2].T)
-        assert torch.equal(scales, w13.scales[2].T)
-        assert source.make_data_format().is_quantized()
-        packed = source.pack(codes.contiguous(), "weight")
-        assert (packed.alloc_shape, packed.tensor.shape) == ([256, 256], (256, 32))
-
-    def test_calls_fit_the_signatures(self, lmdeploy: Any) -> None:
-        linear, made = lmdeploy.linear.Linear, turbomind.routes(5, 2, 4, torch.device("cpu"))
-        inputs = turbomind.Inputs(torch.empty(5, 256), {}, made, [torch.empty(10, 128)] * 2 + [torch.empty(5, 256)])
-        for given in turbomind.products(inputs):
-            inspect.signature(linear.forward_moe).bind(None, weight=None, exec_plan=None, **given)
-            inspect.signature(linear.tune).bind(None, weight=None, **given)
-        fusion = {"weight_format": None, "dtype": torch.bfloat16, "grouped": True, "fusion_type": "silu"}
-        inspect.signature(linear.get_weight_plan).bind(None, **fusion)
-        inspect.signature(linear.fuse_weight).bind(None, (None, None), plan=None, scales=(None, None))
-        inspect.signature(linear.prepare_weight).bind(None, plan=None, weight=[], scales=[])
-        gate, total = lmdeploy.tm.moe_gate_v2.__doc__, lmdeploy.tm.invokeMoeCombine.__doc__
-        for name in ("logits", "token_mask", "experts_per_token", "norm_topk", "stream_ptr", *made):
-            assert f"{name}: " in gate.split("\n")[0]
-        for name in ("out", "src", "scales", "en2f", "experts_per_token"):
-            assert f"{name}: " in total
-
-    def test_sizes_are_rounded_for_both_products(self) -> None:
-        assert turbomind.rounded((2880, 2880), [((64, 64), (64, 128)), ((128, 64), (32, 256))]) == (3072, 2944)
-
-
 class TestVllmW4A8:
     def test_calls_fit_the_signature(self) -> None:
         pytest.importorskip("vllm")
@@ -164,8 +121,9 @@ class TestVllmW4A8:
         convert.bind(None, None, None, None)
         problem = problem_of("int4-fp8")
         made = dict.fromkeys(("w1", "w2", "w1_scale", "w2_scale", "w1_chan_scale", "w2_chan_scale"))
-        steps = vllm_w4a8.strides(4, 256, 256, torch.device("cpu"))
+        steps = vllm_cutlass.strides(4, 256, 256, torch.device("cpu"))
         assert steps["s_strides1"].tolist() == [[512, 0]] * 4
-        weights = vllm_w4a8.Weights({**made, "b_strides1": None, "b_strides2": None, **steps}, 4, 256, 256)
-        inputs = vllm_w4a8.Inputs(route(problem, 3, 0), *[torch.empty(0)] * 3, None)
-        call.bind(activation=None, **vllm_w4a8.arguments(weights, inputs, torch.empty(0), torch.empty(0)))
+        weights = vllm_cutlass.Weights({**made, "b_strides1": None, "b_strides2": None, **steps}, 4, 256, 256)
+        inputs = vllm_cutlass.Inputs(route(problem, 3, 0), *[torch.empty(0)] * 3, None)
+        given = vllm_cutlass.arguments(weights, inputs, torch.empty(0), torch.empty(0))
+        call.bind(activation=None, **given, **vllm_cutlass.CutlassW4A8.constant)

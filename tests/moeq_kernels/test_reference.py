@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from support.comparison import FACTOR
+from support.random_check import ROW_FACTOR
 from support.reference import relative_error, worst_row
-
-from bench.random_check import ROW_FACTOR
 
 
 def test_a_few_wrong_numbers_show_in_their_row() -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import routing_launches
 
-from bench import routing_bench
 from moeq_kernels import interpreter
 from moeq_kernels.device import routing
 from moeq_kernels.launch import run_with_triton
@@ -171,7 +171,7 @@ def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool,
     return found
 
 
-@pytest.mark.parametrize("kind", routing_bench.KINDS)
+@pytest.mark.parametrize("kind", routing_launches.KINDS)
 @pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(10))
 def test_random_pairs_are_routed_as_by_numpy(
     device: torch.device, kind: str, experts: int, top_k: int, tokens: int, tile: int, grain: int, known: int | None,
@@ -181,14 +181,14 @@ def test_random_pairs_are_routed_as_by_numpy(
     quantised = kind.startswith("quantised")
     tokens = max(tokens, 2)  # nothing sorts the pairs of one token before int8 products: see the tests of the layer
     tile, grain = (1 << (tile - 1).bit_length(), 0) if quantised else (tile, grain)
-    problem = routing_bench.problem_of(experts, top_k, 40, known=known, interpret=not on_gpu)
+    problem = routing_launches.problem_of(experts, top_k, 40, known=known, interpret=not on_gpu)
     generator = torch.Generator().manual_seed(seed)
     named = problem.known
     ids = torch.randint(-1, named + 1, (tokens, top_k), generator=generator, dtype=torch.int32)
     if seed % 3 == 0:
         ids = torch.where(torch.rand(tokens, top_k, generator=generator) < 0.9, named // 2, ids)
-    planned = routing_bench.plan(kind, problem, tokens, tile, grain, copy=kind == "few")
-    roots = routing_bench.roots_of(planned, problem, ids.int().to(device), seed)
+    planned = routing_launches.plan(kind, problem, tokens, tile, grain, copy=kind == "few")
+    roots = routing_launches.roots_of(planned, problem, ids.int().to(device), seed)
     if known is not None:
         places = torch.randperm(max(named, experts), generator=generator)[:named]
         given = torch.where(places < experts, places, -1).int()
@@ -201,14 +201,4 @@ def test_random_pairs_are_routed_as_by_numpy(
         for launch in planned.schedule.launches
     ]  # fmt: skip
     run_with_triton(launches, roots)
-    assert routing_bench.differences(planned, roots, problem, tile, grain or None) == []
-
-
-def test_the_benchmark_plans_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["routing_bench.py", "--dry-run", "--tokens", "128"])
-    assert routing_bench.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(routing_bench.LAYERS) * len(routing_bench.KINDS)
-    # One wave of an H200's 132 multiprocessors: four programs list tiles, each other one takes 16 pairs or a token.
-    assert "E=512 k=10 H=2048 M= 128 few            route_few[84, 1] of 672 tiles" in lines
-    assert "E=512 k=10 H=2048 M= 128 quantised      route_quantised[132] of 672 tiles" in lines
+    assert routing_launches.differences(planned, roots, problem, tile, grain or None) == []

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from bench.sanitizer import summary
+from support.sanitizer import summary
 
 WIDE = Path(__file__).parents[2] / "kernels" / "moeq_kernels" / "hopper" / "w4a16" / "device" / "wide.py"
 

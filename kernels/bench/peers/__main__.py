@@ -1,4 +1,4 @@
-"""Our kernels beside the peers that are installed, side by side in one run: see README.md in this folder.
+"""Time our kernels and the peers that are installed side by side; README.md in this folder says how.
 
 python -m bench.peers run --out FOLDER [--seconds S] [--warm PROCESSES]
 python -m bench.peers report FOLDER/peers.json [MORE.json ...] --out FOLDER
@@ -19,16 +19,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from support.routing import ROUTINGS
+
 from bench.peers.conduct import PATIENCE, Lane, Options, Run, Seat, conduct, jobs, warm
 from bench.peers.contenders import BY_FORMAT, CONTENDERS
 from bench.peers.evaluate import merge
-from bench.peers.report import markdown, picture
-from bench.peers.shapes import GROUPS, TOKENS
-from bench.routing import ROUTINGS
+from bench.peers.report import markdown, missing
+from bench.shapes import GROUPS, TOKENS
 
 
 class Clocks:
-    """The GPUs' clocks, power and temperature, read once a second while the run goes on."""
+    """Clocks, power and temperature of the GPUs, read once a second during the run."""
 
     QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
 
@@ -39,7 +40,7 @@ class Clocks:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _ask(self, query: str) -> list[str]:
-        """A line for each GPU."""
+        """Ask nvidia-smi; return a line for each GPU."""
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", f"--id={','.join(self.gpus)}"]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
@@ -56,7 +57,7 @@ class Clocks:
             time.sleep(1)
 
     def summary(self) -> dict[str, Any]:
-        """Least, median and most of each."""
+        """Return the least, the median and the largest value of each."""
         columns = zip(*self.rows, strict=True) if self.rows else []
         names = self.QUERY.split(",")
         return {
@@ -66,7 +67,7 @@ class Clocks:
 
 
 def document(run: Run, clocks: Clocks) -> dict[str, Any]:
-    """What a run found, as written to a file."""
+    """Return the document of a run, as it is written to a file."""
     import torch
 
     return {
@@ -90,16 +91,15 @@ def document(run: Run, clocks: Clocks) -> dict[str, Any]:
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """The document, its tables and its picture."""
+    """Write the document and its tables."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "peers.json").write_text(json.dumps(found, indent=1) + "\n")
     if found["cells"]:
         (folder / "peers.md").write_text(markdown(found))
-        (folder / "peers.svg").write_text(picture(found))
 
 
 def run(given: argparse.Namespace) -> int:
-    """Time."""
+    """Time every contender in every cell, as far as the seconds reach."""
     groups = [g for g in GROUPS if g.format in given.formats.split(",") and g.shape in given.shapes.split(",")]
     tokens = tuple(int(count) for count in given.tokens.split(","))
     names = [name for name in given.contenders.split(",") if any(name in BY_FORMAT[group.format] for group in groups)]
@@ -118,24 +118,26 @@ def run(given: argparse.Namespace) -> int:
     if not given.only_warm:
         left = replace(options, seconds=given.seconds - (time.monotonic() - begin))
         lanes = [Lane({name: Seat(name, log, gpu, given.patience) for name in names}, gpu) for gpu in gpus]
-        conduct(groups, Run(left, lanes, lambda found: write(document(found, clocks), given.out)))
+        done = Run(left, lanes, lambda found: write(document(found, clocks), given.out))
+        conduct(groups, done)
+        print("\n".join(missing(document(done, clocks))), flush=True)
     return 0
 
 
 def report(given: argparse.Namespace) -> int:
-    """Tables and picture of what was timed before."""
+    """Write the tables of earlier runs."""
     write(merge([json.loads(path.read_text()) for path in given.files]), given.out)
     print((given.out / "peers.md").read_text())
     return 0
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     timing = commands.add_parser("run", help="time everything that is installed")
     timing.set_defaults(call=run)
-    timing.add_argument("--out", type=Path, required=True, help="folder for peers.json, .md, .svg")
+    timing.add_argument("--out", type=Path, required=True, help="folder for peers.json and peers.md")
     timing.add_argument("--seconds", type=float, default=600, help="spent on the most telling groups and cells first")
     timing.add_argument(
         "--gpus",
@@ -159,7 +161,7 @@ def main() -> int:
     timing.add_argument("--warm-only", default=",".join(CONTENDERS), help="whose kernels to compile first")
     timing.add_argument("--warm-seconds", type=float, default=600, help="stop compiling after that")
     timing.add_argument("--only-warm", action="store_true", help="compile, and time nothing")
-    again = commands.add_parser("report", help="tables and picture of earlier runs")
+    again = commands.add_parser("report", help="tables of earlier runs")
     again.set_defaults(call=report)
     again.add_argument("files", type=Path, nargs="+")
     again.add_argument("--out", type=Path, required=True)

@@ -1,8 +1,8 @@
-"""Times every contender on the same inputs, in turns, cell by cell, each in a process of its own.
+"""Time every contender on the same inputs, cell by cell, each in a process of its own.
 
-For a group (a format at a shape) all contenders set up; for a token count each is compared with the reference, those
-that are right capture their calls, and then they replay in turns, several rounds, every second one in reverse order.
-Several GPUs share the groups: a group is whole on one of them.
+For a group (a format at a shape) all contenders set up. For a token count each is compared with the reference; those
+that are right capture their calls and replay alternately, several rounds, every second round in reverse order.
+Several GPUs share the groups; a group runs whole on one of them.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench.ceilings import H200, READ
 from bench.peers.contenders import BY_FORMAT
-from bench.peers.shapes import FORMATS, SHAPES, Group, floor
+from bench.shapes import FORMATS, H200, READ, SHAPES, Group, floor
 
-#: Seconds for an answer, and for a process to start; compiling takes the longest.
+#: Seconds to wait for an answer, and for a process to start; compiling takes longest.
 PATIENCE = 240.0
-#: Of what a process wrote before it ended, lines that its failure quotes.
+#: Last lines of a process's output that its failure quotes.
 LAST_LINES = 6
 
 Document = dict[str, Any]
 
 
 class Seat:
-    """A contender's process on a GPU. `gone` says why there is none, for good or until the next group.
+    """A contender's process on a GPU; `gone` says why there is none.
 
-    gpu: as `CUDA_VISIBLE_DEVICES` names it; None leaves that variable as it is.
-    patience: seconds for an answer, after which the process is ended.
+    Args:
+        gpu: value of `CUDA_VISIBLE_DEVICES`; None leaves the variable as it is.
+        patience: seconds to wait for an answer before the process is ended.
     """
 
     def __init__(self, name: str, log: Path | None, gpu: str | None = None, patience: float = PATIENCE) -> None:
@@ -50,7 +50,7 @@ class Seat:
         self.last_failure = ""
 
     def start(self) -> None:
-        """Start the process, unless it runs or what it needs is absent."""
+        """Start the process, unless it runs or its packages are absent."""
         if self.absent or self.gone is None:
             return
         command = [sys.executable, "-m", "bench.peers.worker", self.name]
@@ -74,7 +74,7 @@ class Seat:
         lines.put("")
 
     def order(self, do: str, **given: Any) -> Document:
-        """`{"ok": ...}` or `{"failed": reason}`."""
+        """Give an order; return `{"ok": ...}` or `{"failed": reason}`."""
         if self.gone is not None:
             return {"failed": self.gone}
         assert self.process.stdin is not None
@@ -118,16 +118,16 @@ class Seat:
 
 @dataclass(frozen=True)
 class Options:
-    """How to time.
+    """Options of a run.
 
     Attributes:
-        seconds: for the whole run; shared out over the groups as it goes.
-        rounds: turns of each contender with cold weights.
-        milliseconds: of replays a turn.
+        seconds: time of the whole run, shared out over the groups as it goes.
         tokens: token counts, most telling first.
-        log: where contenders' own output goes.
+        rounds: rounds of each contender with cold weights.
+        milliseconds: time of replays in a round.
+        log: file for the contenders' own output.
         skip: `(format, contender)` pairs to leave out.
-        routing: how tokens choose their experts (`bench.routing.ROUTINGS`).
+        routing: how tokens choose experts (`support.routing.ROUTINGS`).
     """
 
     seconds: float
@@ -140,14 +140,14 @@ class Options:
 
 
 def contenders_of(group: Group, names: Iterable[str], skip: frozenset[tuple[str, str]]) -> list[str]:
-    """Those of the names that take part in a group."""
+    """List the named contenders that take part in a group."""
     known = BY_FORMAT[group.format]
     return [name for name in names if name in known and (group.format, name) not in skip]
 
 
 @dataclass
 class Lane:
-    """A GPU: a process on it for every contender, and what it reaches (`Worker.peak`)."""
+    """A GPU: a process for every contender, and the rates that it reaches (`Worker.peak`)."""
 
     seats: dict[str, Seat]
     gpu: str = ""
@@ -155,13 +155,13 @@ class Lane:
 
     @property
     def read(self) -> float:
-        """Bytes a second that floors count with."""
+        """Bytes a second that floors are counted with."""
         return float(self.peak["floor_read_tbs"]) * 1e12 if self.peak else READ[H200]
 
 
 @dataclass
 class Run:
-    """What has been found so far; `save` is called after every group, by one lane at a time."""
+    """Cells of a run so far; `save` is called after every group, by one lane at a time."""
 
     options: Options
     lanes: list[Lane]
@@ -173,19 +173,19 @@ class Run:
 
     @property
     def remaining(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self.options.seconds - (time.monotonic() - self.began)
 
 
 def together(seats: Iterable[Seat], action: Callable[[Seat], Any]) -> dict[str, Any]:
-    """The same of several contenders at once; nothing that is timed is done so."""
+    """Do the same with several contenders at once; nothing that is timed is done so."""
     seats = list(seats)
     with ThreadPoolExecutor(max(1, len(seats))) as pool:
         return dict(zip((seat.name for seat in seats), pool.map(action, seats), strict=True))
 
 
 def conduct(groups: list[Group], run: Run) -> None:
-    """All groups, as far as the time reaches; each may take somewhat more than its even share of what is left."""
+    """Time the groups as far as the seconds reach; each may take 1.4 times its even share of the rest."""
     waiting = list(groups)
     with ThreadPoolExecutor(len(run.lanes)) as pool:
         for lane in [pool.submit(_lane, lane, waiting, run) for lane in run.lanes]:
@@ -193,7 +193,7 @@ def conduct(groups: list[Group], run: Run) -> None:
 
 
 def _lane(lane: Lane, waiting: list[Group], run: Run) -> None:
-    """What one GPU does: groups, as long as some are waiting."""
+    """Time groups on one GPU as long as some are waiting."""
     together(lane.seats.values(), Seat.start)
     for seat in lane.seats.values():
         print(f"{lane.gpu} {seat.name:28s} {seat.gone or seat.versions}", flush=True)
@@ -213,7 +213,7 @@ def _lane(lane: Lane, waiting: list[Group], run: Run) -> None:
 
 
 def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
-    """A format at a shape."""
+    """Time all token counts of a format at a shape."""
     seats = [lane.seats[name] for name in contenders_of(group, lane.seats, run.options.skip)]
     together(seats, Seat.start)
     if time.monotonic() > deadline:
@@ -238,7 +238,7 @@ def one_group(group: Group, lane: Lane, run: Run, deadline: float) -> None:
 def one_cell(
     group: Group, tokens: int, seats: list[Seat], opened: Document, options: Options, read: float = READ[H200]
 ) -> Document:
-    """A token count: compare, capture, take turns. Floors count with `read` bytes a second."""
+    """Compare, capture and time one token count; floors count with `read` bytes a second."""
     found: dict[str, Document] = {}
     for name, answer in opened.items():
         if "failed" in answer:
@@ -275,7 +275,7 @@ def one_cell(
 
 
 def take_turns(seats: list[Seat], found: dict[str, Document], options: Options) -> None:
-    """Cold calls and hot ones, in rounds; adds medians over rounds to what was found."""
+    """Time cold and hot calls in rounds; add the medians over the rounds to what was found."""
     for kind, turns in (("cold", options.rounds), ("hot", 1)):
         rounds: dict[str, list[Document]] = {seat.name: [] for seat in seats}
         for number in range(turns):
@@ -297,7 +297,7 @@ def take_turns(seats: list[Seat], found: dict[str, Document], options: Options) 
 
 
 def line(cell: Document) -> str:
-    """A cell on one line."""
+    """Describe a cell on one line."""
     parts = []
     for name, row in cell["contenders"].items():
         parts.append(f"{name} {row['cold']['us']:.1f}" if "cold" in row else f"{name} {row['status']}")
@@ -309,19 +309,19 @@ def line(cell: Document) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process compiles: calls of a contender in some groups."""
+    """Calls of a contender in some groups, which one process compiles."""
 
     name: str
     groups: tuple[Group, ...]
     tokens: tuple[int, ...]
 
 
-#: Contenders that compile for every shape and number of tokens: much to do in a group.
+#: Contenders that compile for every shape and number of tokens.
 COMPILING = ("humming", "deep_gemm")
 
 
 def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
-    """Ours compile most: two jobs a group. Peers take a while to import: one job a shape, or a group at most."""
+    """Share out the compiling: two jobs a group for ours, one a shape for peers, one a group for COMPILING peers."""
     tokens = options.tokens
     halves = [half for half in (tokens[0::2], tokens[1::2]) if half]
     ours = [Job("moeq", (group,), half) for group in groups for half in halves if "moeq" in names]
@@ -338,7 +338,7 @@ def jobs(groups: list[Group], names: list[str], options: Options) -> list[Job]:
 def warm(
     work: list[Job], processes: int, seconds: float, log: Path | None, gpus: Sequence[str | None] = (None,)
 ) -> list[str]:
-    """Have everything compiled, in parallel processes, so that it does not happen between timings. What failed."""
+    """Compile everything in parallel processes before anything is timed; return what failed."""
     deadline = time.monotonic() + seconds
 
     def one(numbered: tuple[int, Job]) -> list[str]:

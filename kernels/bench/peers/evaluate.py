@@ -1,48 +1,49 @@
-"""Evaluates a run: ratios, geometric means, cells won, and which targets were reached. Works on the JSON alone."""
+"""Evaluate a run from its JSON alone: missing times, ratios, geometric means, cells won, targets reached."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.peers.shapes import HELD_OUT, KNOWN, SHAPES, operations
+from bench.shapes import HELD_OUT, KNOWN, SHAPES, operations
 
 Cell = dict[str, Any]
 OURS = "moeq"
 
 
 def time_of(cell: Cell, name: str, kind: str = "cold") -> float | None:
-    """Microseconds of a contender in a cell; None where it was not timed."""
+    """Return the microseconds of a contender in a cell; None where it was not timed."""
     row = cell["contenders"].get(name, {})
     return float(row[kind]["us"]) if row.get("status") == "right" and kind in row else None
 
 
 def lost(cell: Cell) -> bool:
-    """Whether we took part and have no time: our call failed, or was wrong. No claim may pass over such a cell."""
+    """Return whether our call failed or was wrong; such a cell counts as lost."""
     ours = cell["contenders"].get(OURS, {"status": "absent"})
     return ours["status"] != "absent" and time_of(cell, OURS) is None
 
 
 def best(cell: Cell, names: Iterable[str]) -> float | None:
-    """The fastest of them."""
+    """Return the time of the fastest of these contenders."""
     return min((found for name in names if (found := time_of(cell, name)) is not None), default=None)
 
 
 def peers_of(cells: Iterable[Cell]) -> list[str]:
-    """Everyone but us, in order of appearance."""
+    """List every contender but us, in order of appearance."""
     return list(dict.fromkeys(name for cell in cells for name in cell["contenders"] if name != OURS))
 
 
 def place(cell: Cell) -> str:
-    """`int4 qwen3-30b-a3b 64`."""
+    """Name a cell like `int4 qwen3-30b-a3b M=64`."""
     return f"{cell['format']} {cell['shape']} M={cell['tokens']}"
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One cell's figure against what it should be; larger is better."""
+    """Figure of one cell and the figure that is wanted; larger is better."""
 
     where: str
     value: float
@@ -50,20 +51,20 @@ class Figure:
 
     @property
     def reached(self) -> bool:
-        """Whether it is enough."""
+        """Whether the figure is large enough."""
         return self.value >= self.wanted
 
 
 @dataclass(frozen=True)
 class Target:
-    """Something to reach.
+    """A target of the kernels.
 
     Attributes:
-        regime, wanted: what and how much, in words.
-        cells: which cells count.
-        figure: of a cell, None where it has none; larger is better.
-        least: what the figure must be.
-        share: of the cells that must reach it; None: the geometric mean must.
+        regime, wanted: the cells and the figure, in words.
+        cells: whether a cell counts.
+        figure: figure of a cell, None where it has none; larger is better.
+        least: smallest figure that reaches the target.
+        share: share of the cells that must reach it; None where the geometric mean must.
     """
 
     regime: str
@@ -76,13 +77,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of a target.
+    """Result of a target in a run.
 
     Attributes:
-        reached: None where no cell counts.
+        reached: whether the target is reached; None where no cell counts.
         said: the figure, in words.
-        misses: the cells below it, worst first.
-        cells: how many count.
+        misses: cells below the target, worst first.
+        cells: number of cells that count.
     """
 
     target: Target
@@ -93,7 +94,7 @@ class Verdict:
 
 
 def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
-    """How many times as fast as the fastest of them; 0 where only they have a time."""
+    """Return the figure "times as fast as the fastest of these"; it is 0 where only they have a time."""
 
     def figure(cell: Cell, run: dict[str, Any]) -> float | None:
         ours, theirs = time_of(cell, OURS), best(cell, names)
@@ -105,7 +106,7 @@ def ahead_of(*names: str) -> Callable[[Cell, dict[str, Any]], float | None]:
 
 
 def of_floor(cell: Cell, run: dict[str, Any]) -> float | None:
-    """Byte floor over time."""
+    """Return the byte floor over our time."""
     ours = time_of(cell, OURS)
     if lost(cell):
         return 0.0
@@ -113,7 +114,7 @@ def of_floor(cell: Cell, run: dict[str, Any]) -> float | None:
 
 
 def of_peak(cell: Cell, run: dict[str, Any]) -> float | None:
-    """Rate over the bf16 rate of the cell's GPU, as measured in the run."""
+    """Return our rate over the bf16 rate that the run measured on the cell's GPU."""
     ours, peak = time_of(cell, OURS), cell.get("peak_tflops")
     if lost(cell):
         return 0.0
@@ -126,12 +127,12 @@ def _format(name: str, *shapes: str) -> Callable[[Cell], bool]:
     return lambda cell: cell["format"] == name and (not shapes or cell["shape"] in shapes)
 
 
-#: Tokens from which a cell is prefill, not decode.
+#: Least number of tokens of a prefill cell.
 PREFILL = 4096
 
 
 def _bound(cell: Cell) -> bool:
-    """Decode cells whose byte floor is the larger one, and long enough to measure against."""
+    """Return whether a decode cell's byte floor is the larger one and at least 60 us."""
     return bool(cell["tokens"] < PREFILL and cell["memory_floor_us"] >= max(60.0, cell["compute_floor_us"]))
 
 
@@ -149,24 +150,14 @@ def _prefill(name: str) -> Callable[[Cell], bool]:
 
 
 def _grid(name: str) -> Callable[[Cell], bool]:
-    """Cells of the known and the held-out layers."""
+    """Select cells of the known and the held-out layers."""
     return _format(name, *KNOWN, *HELD_OUT)
 
 
 def _bound_by_bytes(cell: Cell) -> bool:
-    """Decode cells of the grid in int4, MXFP4 or W8A8."""
+    """Return whether a cell is a byte-bound decode cell of the grid in int4, MXFP4 or W8A8."""
     known = cell["format"] in ("int4", "mxfp4", "w8a8") and cell["shape"] in {**KNOWN, **HELD_OUT}
     return bool(known and _bound(cell))
-
-
-_INT4, _MX = _format("int4"), _format("mxfp4", "gpt-oss-20b", "qwen3-30b-a3b")
-_OAI = ("triton_kernels", "triton_kernels-own-routing")
-_ALL = ("marlin", "humming", "vllm-triton")
-_FP4 = ("flashinfer", "flashinfer-fp8", "turbomind")
-_ANY = (*_ALL, *_OAI, *_FP4, "vllm-cutlass", "vllm-cutlass-w4a8", "deep_gemm")
-_GRID = "known and held-out layers"
-_LESS = "NVFP4 and FP8"
-_FOUR = "4-bit weights, e4m3 activations"
 
 
 def _floats(cell: Cell) -> bool:
@@ -177,70 +168,96 @@ def _four_by_eight(cell: Cell) -> bool:
     return cell["format"] in ("mxfp4-fp8", "int4-fp8") and cell["tokens"] >= PREFILL
 
 
-#: What the kernels are to reach side by side on an H200: what they must, and what they aim for.
+_INT4, _MX = _format("int4"), _format("mxfp4", "gpt-oss-20b", "qwen3-30b-a3b")
+_OAI = ("triton_kernels", "triton_kernels-own-routing")
+_ALL = ("marlin", "humming", "vllm-triton")
+_ANY = (*_ALL, *_OAI, "flashinfer", "flashinfer-fp8", "vllm-cutlass", "vllm-cutlass-w4a8", "deep_gemm")
+_BEST, _HUMMING, _TRITON = ahead_of(*_ANY), ahead_of("humming"), ahead_of("vllm-triton")
+_GRID, _DECODE = "known and held-out layers", "decode, byte floor of 60 us or more"
+_FEW = "int4 decode, byte floor of 60 us or more, M >= 8"
+_ONE, _PREFILL = "int4 M = 1, floor below 15 us", "prefill, M >= 4096, Mixtral, Qwen3"
+_OSS = "MXFP4, gpt-oss-20b, Qwen3"
+
+#: Targets of the kernels side by side on an H200: requirements (`must`) and ambitions (`aim`).
 TARGETS = (
-    Target(f"int4, {_GRID}", "must: faster than the best peer in every cell", _grid("int4"), ahead_of(*_ANY), 1.0),
+    Target(f"int4, {_GRID}", "must: faster than the best peer in every cell", _grid("int4"), _BEST, 1.0),
+    Target(f"int4, {_GRID}", "must: 1.35 x Humming in the geometric mean", _grid("int4"), _HUMMING, 1.35, None),
+    Target(f"MXFP4, {_GRID}", "must: faster than the best peer in 95 %", _grid("mxfp4"), _BEST, 1.0, 0.95),
+    Target(f"MXFP4, {_GRID}", "must: 1.25 x the best peer in the geometric mean", _grid("mxfp4"), _BEST, 1.25, None),
+    Target(f"MXFP4, SiLU, {_GRID}", "aim: faster than the best peer in 95 %", _grid("mxfp4-silu"), _BEST, 1.0, 0.95),
     Target(
-        f"int4, {_GRID}", "must: 1.35 x Humming in the geometric mean", _grid("int4"), ahead_of("humming"), 1.35, None
+        "4-bit weights, e4m3 activations", "aim: faster than the best peer in every cell from M = 4096 on",
+        _four_by_eight, _BEST, 1.0,
     ),
-    Target(f"MXFP4, {_GRID}", "must: faster than the best peer in 95 %", _grid("mxfp4"), ahead_of(*_ANY), 1.0, 0.95),
-    Target(
-        f"MXFP4, {_GRID}",
-        "must: 1.25 x the best peer in the geometric mean",
-        _grid("mxfp4"),
-        ahead_of(*_ANY),
-        1.25,
-        None,
-    ),
-    Target(
-        f"MXFP4 with SiLU, {_GRID}",
-        "aim: faster than the best peer in 95 %",
-        _grid("mxfp4-silu"),
-        ahead_of(*_ANY),
-        1.0,
-        0.95,
-    ),
-    Target(
-        _FOUR, "aim: faster than the best peer in every cell from M = 4096 on", _four_by_eight, ahead_of(*_ANY), 1.0
-    ),
-    Target(f"W8A8, {_GRID}", "must: faster than the best peer in 95 %", _grid("w8a8"), ahead_of(*_ANY), 1.0, 0.95),
-    Target(
-        f"W8A8, {_GRID}", "must: 1.15 x the best peer in the geometric mean", _grid("w8a8"), ahead_of(*_ANY), 1.15, None
-    ),
-    Target(
-        "decode, byte floor of 60 us or more",
-        "must: 70 % of the byte floor in 80 %",
-        _bound_by_bytes,
-        of_floor,
-        0.70,
-        0.8,
-    ),
-    Target("decode, byte floor of 60 us or more", "aim: 85 % of the byte floor", _bound_by_bytes, of_floor, 0.85),
-    Target(_LESS, "aim: faster than the best peer in every cell", _floats, ahead_of(*_ANY), 1.0),
+    Target(f"W8A8, {_GRID}", "must: faster than the best peer in 95 %", _grid("w8a8"), _BEST, 1.0, 0.95),
+    Target(f"W8A8, {_GRID}", "must: 1.15 x the best peer in the geometric mean", _grid("w8a8"), _BEST, 1.15, None),
+    Target(_DECODE, "must: 70 % of the byte floor in 80 %", _bound_by_bytes, of_floor, 0.70, 0.8),
+    Target(_DECODE, "aim: 85 % of the byte floor", _bound_by_bytes, of_floor, 0.85),
+    Target("NVFP4 and FP8", "aim: faster than the best peer in every cell", _floats, _BEST, 1.0),
     Target("int4", "must: faster than Marlin in every cell", _INT4, ahead_of("marlin"), 1.0),
-    Target("int4", "must: faster than Humming in 90 % of the cells", _INT4, ahead_of("humming"), 1.0, 0.9),
+    Target("int4", "must: faster than Humming in 90 % of the cells", _INT4, _HUMMING, 1.0, 0.9),
     Target("int4", "aim: faster than the best peer in every cell", _INT4, ahead_of(*_ALL), 1.0),
-    Target("int4", "aim: 1.4 x Humming in the geometric mean", _INT4, ahead_of("humming"), 1.4, None),
+    Target("int4", "aim: 1.4 x Humming in the geometric mean", _INT4, _HUMMING, 1.4, None),
     Target("int4", "aim: 2 x Marlin in the geometric mean", _INT4, ahead_of("marlin"), 2.0, None),
-    Target("int4 decode, byte floor of 60 us or more, M >= 8", "must: 70 % of the byte floor", _decode, of_floor, 0.70),
-    Target("int4 decode, byte floor of 60 us or more, M >= 8", "aim: 85 % of the byte floor", _decode, of_floor, 0.85),
-    Target("int4 M = 1, floor below 15 us", "must: 0.7 x Humming's time", _single, ahead_of("humming"), 1 / 0.7),
-    Target("int4 M = 1, floor below 15 us", "aim: 0.45 x Humming's time", _single, ahead_of("humming"), 1 / 0.45),
-    Target("int4 prefill, M >= 4096, Mixtral, Qwen3", "must: 70 % of the bf16 peak", _prefill("int4"), of_peak, 0.70),
-    Target("int4 prefill, M >= 4096, Mixtral, Qwen3", "aim: 78 % of the bf16 peak", _prefill("int4"), of_peak, 0.78),
-    Target("MXFP4, gpt-oss-20b, Qwen3", "must: faster than triton_kernels in 90 %", _MX, ahead_of(*_OAI), 1.0, 0.9),
-    Target("MXFP4, gpt-oss-20b, Qwen3", "must: faster than Humming in 90 %", _MX, ahead_of("humming"), 1.0, 0.9),
-    Target("MXFP4, gpt-oss-20b, Qwen3", "aim: 1.3 x both in every cell", _MX, ahead_of("humming", *_OAI), 1.3),
-    Target("W8A8", "must: faster than vLLM's Triton in every cell", _format("w8a8"), ahead_of("vllm-triton"), 1.0),
-    Target("W8A8", "must: faster than Humming in 80 %", _format("w8a8"), ahead_of("humming"), 1.0, 0.8),
+    Target(_FEW, "must: 70 % of the byte floor", _decode, of_floor, 0.70),
+    Target(_FEW, "aim: 85 % of the byte floor", _decode, of_floor, 0.85),
+    Target(_ONE, "must: 0.7 x Humming's time", _single, _HUMMING, 1 / 0.7),
+    Target(_ONE, "aim: 0.45 x Humming's time", _single, _HUMMING, 1 / 0.45),
+    Target(f"int4 {_PREFILL}", "must: 70 % of the bf16 peak", _prefill("int4"), of_peak, 0.70),
+    Target(f"int4 {_PREFILL}", "aim: 78 % of the bf16 peak", _prefill("int4"), of_peak, 0.78),
+    Target(_OSS, "must: faster than triton_kernels in 90 %", _MX, ahead_of(*_OAI), 1.0, 0.9),
+    Target(_OSS, "must: faster than Humming in 90 %", _MX, _HUMMING, 1.0, 0.9),
+    Target(_OSS, "aim: 1.3 x both in every cell", _MX, ahead_of("humming", *_OAI), 1.3),
+    Target("W8A8", "must: faster than vLLM's Triton in every cell", _format("w8a8"), _TRITON, 1.0),
+    Target("W8A8", "must: faster than Humming in 80 %", _format("w8a8"), _HUMMING, 1.0, 0.8),
     Target("W8A8", "aim: faster than both in every cell", _format("w8a8"), ahead_of("humming", "vllm-triton"), 1.0),
-    Target("W8A8", "aim: 1.5 x Triton in the geometric mean", _format("w8a8"), ahead_of("vllm-triton"), 1.5, None),
-    Target("W8A8 prefill, M >= 4096, Mixtral, Qwen3", "aim: above the bf16 peak", _prefill("w8a8"), of_peak, 1.0),
-)
+    Target("W8A8", "aim: 1.5 x Triton in the geometric mean", _format("w8a8"), _TRITON, 1.5, None),
+    Target(f"W8A8 {_PREFILL}", "aim: above the bf16 peak", _prefill("w8a8"), of_peak, 1.0),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A contender that has no time in some cells of a format, and why."""
+
+    format: str
+    contender: str
+    cells: int
+    of: int
+    why: str
+
+
+def gaps(run: dict[str, Any], by_format: Mapping[str, Iterable[str]]) -> list[Gap]:
+    """List every contender that is wrong, absent or not timed in a cell of a format that it knows (`by_format`)."""
+    found = []
+    for fmt in dict.fromkeys(cell["format"] for cell in run["cells"]):
+        cells = [cell for cell in run["cells"] if cell["format"] == fmt]
+        for name in by_format.get(fmt, ()):
+            reasons = Counter(reason for cell in cells if (reason := _no_time(cell, name)))
+            if reasons:
+                said = [
+                    f"{reason} ({count} cells)" if len(reasons) > 1 else reason for reason, count in reasons.items()
+                ]
+                found.append(Gap(fmt, name, reasons.total(), len(cells), "; ".join(said)))
+    return found
+
+
+def _no_time(cell: Cell, name: str) -> str | None:
+    """Say why a contender has no time in a cell; None where it has one."""
+    row = cell["contenders"].get(name)
+    if row is None:
+        return "took no part"
+    if time_of(cell, name) is not None:
+        return None
+    if row["status"] == "wrong":
+        return (
+            f"wrong: error {row['error']:.2g}, plain arithmetic {row['plain_error']:.2g}" if "error" in row else "wrong"
+        )
+    return f"{row['status']}: {row.get('reason', 'no reason recorded')}"
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """Of numbers that are not negative: 0 where one of them is."""
+    """Return the geometric mean of numbers that are not negative; 0 where one is 0."""
     values = list(values)
     if not all(values):
         return 0.0
@@ -249,7 +266,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def judge(target: Target, run: dict[str, Any]) -> Verdict:
-    """Whether a run reaches a target."""
+    """Judge whether a run reaches a target."""
     figures = [
         Figure(place(cell), value, target.least)
         for cell in run["cells"]
@@ -269,7 +286,7 @@ def judge(target: Target, run: dict[str, Any]) -> Verdict:
 
 @dataclass(frozen=True)
 class Score:
-    """Us against one peer in one format: cells that it has, those won, and the mean ratio of times that both have."""
+    """Our kernels against one peer in one format: cells, cells won, and the mean of the peer's time over ours."""
 
     format: str
     peer: str
@@ -279,7 +296,7 @@ class Score:
 
 
 def scores(run: dict[str, Any]) -> list[Score]:
-    """Against every peer, and against the best of them in each cell."""
+    """Score a run against every peer, and against the fastest peer of each cell."""
     result = []
     for name in dict.fromkeys(cell["format"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["format"] == name]
@@ -293,10 +310,10 @@ def scores(run: dict[str, Any]) -> list[Score]:
 
 
 def merge(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """One document of several runs on the same kind of GPU.
+    """Merge several runs on the same kind of GPU into one document.
 
-    A cell is taken whole from one run, the last that timed the most contenders in it: what is compared within a cell
-    was side by side, cells of different runs were not. Where we failed in a run, the runs before it no longer count.
+    A cell is taken whole from one run, the last of those that timed the most contenders in it: contenders of a cell ran
+    side by side, cells of different runs did not. Where we failed in a run, earlier runs no longer count.
 
     Raises:
         ValueError: the runs are of different GPUs, or tokens chose their experts in different ways.

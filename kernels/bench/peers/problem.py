@@ -1,4 +1,4 @@
-"""One layer's weights as plain codes and scales, the same for every contender, and the numbers they should give."""
+"""Weights of a layer as plain codes and scales, the same for every contender, and the reference's results."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from support.cases import E2M1, Routed
 from support.reference import Layer, moe, relative_error
+from support.routing import choose_experts
 from torch import Tensor
 
-from bench.peers.shapes import FORMATS, SHAPES, Format, Group, Shape
-from bench.routing import choose_experts
+from bench.shapes import FORMATS, SHAPES, Format, Group, Shape
 
-#: Tokens whose outputs are compared; more would cost minutes and tell little, since tokens do not mix.
+#: Tokens whose outputs are compared; tokens do not mix, so more would cost minutes and tell little.
 COMPARED = 16
 
 
@@ -31,7 +31,7 @@ class Codes:
     global_scale: Tensor | None = None
 
     def padded(self, n: int, k: int, group_size: int, middle: int) -> Codes:
-        """Rows and columns of zero weights added at the end."""
+        """Add rows and columns of zero weights at the end."""
         more_n, more_k = n - self.codes.shape[1], k - self.codes.shape[2]
         if not more_n and not more_k:
             return self
@@ -45,34 +45,34 @@ class Codes:
         return Codes(codes, scales, bias, self.global_scale)
 
     def rows(self, start: int, stop: int) -> Codes:
-        """Some of the output features."""
+        """Take some of the output features."""
         bias = None if self.bias is None else self.bias[:, start:stop]
         return Codes(self.codes[:, start:stop], self.scales[:, start:stop], bias, self.global_scale)
 
     def then(self, other: Codes) -> Codes:
-        """The output features of both."""
+        """Join the output features of both."""
         bias = None if self.bias is None or other.bias is None else torch.cat([self.bias, other.bias], 1)
         codes, scales = torch.cat([self.codes, other.codes], 1), torch.cat([self.scales, other.scales], 1)
         return Codes(codes, scales, bias, self.global_scale)
 
     @property
     def e4m3(self) -> Tensor:
-        """FP8 codes as torch has them."""
+        """FP8 codes in torch's type."""
         return self.codes.contiguous().view(torch.float8_e4m3fn)
 
     def blocks(self, rows: int) -> Tensor:
-        """Scales `[E, N / rows, G]`, of blocks of so many rows."""
+        """Return the scales `[E, N / rows, G]` of blocks of so many rows."""
         return self.scales[:, ::rows].contiguous()
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A layer.
+    """A layer to time.
 
     Attributes:
-        group: what it is.
-        w13, w2: codes; rows of w13 in the order of the format.
-        routing: one of `bench.routing.ROUTINGS`.
+        group: its format and shape.
+        w13, w2: codes and scales; rows of w13 are in the order of the format.
+        routing: one of `support.routing.ROUTINGS`.
     """
 
     group: Group
@@ -82,16 +82,16 @@ class Problem:
 
     @property
     def format(self) -> Format:
-        """Of the weights."""
+        """Format of the weights."""
         return FORMATS[self.group.format]
 
     @property
     def shape(self) -> Shape:
-        """Of the layer."""
+        """Sizes of the layer."""
         return SHAPES[self.group.shape]
 
     def padded(self, hidden: int, intermediate: int) -> tuple[Codes, Codes]:
-        """w13 and w2 with both sizes rounded up; the layer computes the same."""
+        """Return w13 and w2 with both sizes rounded up; the layer computes the same."""
         fmt, half = self.format, self.shape.intermediate
         rest = (fmt.group_size, 1 << (self.bits - 1) if fmt.element.startswith("int") else 0)
         if fmt.order == "interleaved":
@@ -103,12 +103,12 @@ class Problem:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return self.format.code_bits
 
 
 def make_problem(group: Group, device: str = "cuda", seed: int = 0, routing: str = "uniform") -> Problem:
-    """Random codes, with scales that give weights of about 1 / sqrt(k): the same numbers in every process."""
+    """Draw codes, and scales that give weights of about 1 / sqrt(k): the same numbers in every process."""
     fmt, shape = FORMATS[group.format], SHAPES[group.shape]
     generator = torch.Generator(device=device).manual_seed(seed)
     sizes = ((2 * shape.intermediate, shape.hidden), (shape.hidden, shape.intermediate))
@@ -132,7 +132,7 @@ def _random(fmt: Format, experts: int, n: int, k: int, generator: torch.Generato
 def _random_scales(
     fmt: Format, sizes: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales, and global ones for NVFP4."""
+    """Draw scales, and global ones for NVFP4."""
     experts, n, k = sizes
     device = generator.device
     groups = 1 if fmt.group_size == -1 else -(-k // fmt.group_size)
@@ -156,7 +156,7 @@ def _random_scales(
 
 
 def route(problem: Problem, tokens: int, seed: int) -> Routed:
-    """Normal tokens, experts drawn without replacement; weights float32, ids int32."""
+    """Draw normal tokens and distinct experts; weights are float32, ids int32."""
     shape, device = problem.shape, problem.w13.codes.device
     generator = torch.Generator(device=device).manual_seed(1000 + seed)
     x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
@@ -188,13 +188,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Truth:
-    """What a call should give, at some of its tokens.
+    """The reference's result for some tokens of a call.
 
     Attributes:
-        rows: which tokens.
+        rows: the tokens.
         y: float32 `[rows, H]`.
-        plain_error: relative error of the same arithmetic in bf16, int8 or e4m3 activations, on dequantised weights.
-        hit: experts that the whole call chooses.
+        plain_error: relative error of the same arithmetic with bf16, int8 or e4m3 activations on dequantised weights.
+        hit: number of experts that the whole call chooses.
     """
 
     rows: Tensor
@@ -203,12 +203,12 @@ class Truth:
     hit: int
 
     def error(self, y: Tensor) -> float:
-        """Relative error of a result `[M, H]`; infinite where a number of any token is not finite."""
+        """Return the relative error of a result `[M, H]`; it is infinite where any number is not finite."""
         return relative_error(y[self.rows], self.y) if bool(y.isfinite().all()) else float("inf")
 
 
 def truth(problem: Problem, tokens: int, seed: int = 0) -> Truth:
-    """By the float32 reference."""
+    """Compute the result of a call by the float32 reference."""
     fmt = problem.format
     routed = route(problem, tokens, seed)
     rows = torch.linspace(0, tokens - 1, min(tokens, COMPARED), device=routed.x.device).round().long().unique()

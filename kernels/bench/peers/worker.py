@@ -1,6 +1,6 @@
-"""A contender in a process of its own: takes commands on stdin and answers on stdout, one JSON line each.
+"""Run a contender in a process of its own: orders come on stdin, answers go to stdout, one JSON line each.
 
-The process that gives the orders is `bench.peers.conduct`. A crash here loses one group of cells, not the run.
+`bench.peers.conduct` gives the orders. A crash here loses one group of cells, not the run.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from bench.ceilings import measured_read, median_us, read_rate
 from bench.peers import contenders
 from bench.peers.problem import Truth, make_problem, route, truth
-from bench.peers.shapes import L2, Group, weight_bytes
+from bench.shapes import L2, Group, weight_bytes
+from bench.timing import captured, event_us, measured_read, median_us, read_rate
 
-#: Bytes of weights that cold copies may take; calls also differ in their routing, so fewer copies are still cold.
+#: Largest bytes of all copies of the weights; calls also differ in their routing, so fewer copies are still cold.
 COPIES = 10e9
 
 
@@ -34,8 +34,8 @@ class Opened:
 
     Attributes:
         copies: the weights, and further copies of them for cold calls.
-        truths: what calls should give, by token count, as far as it was asked for.
-        graphs: captured calls by kind (`cold`, `hot`), and how many calls a graph holds.
+        truths: the reference's results by token count.
+        graphs: captured calls by kind (`cold`, `hot`), and the number of calls in the graph.
     """
 
     problem: Any
@@ -45,7 +45,7 @@ class Opened:
 
 
 class Worker:
-    """Answers orders."""
+    """The side of a contender that answers orders."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Worker:
         self.opened: Opened | None = None
 
     def hello(self) -> dict[str, Any]:
-        """What takes part."""
+        """Return the versions of the contender's packages."""
         return {"versions": self.contender.versions}
 
     def open(self, format: str, shape: str, routing: str = "uniform") -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Worker:
         return {"gigabytes": torch.cuda.memory_allocated() / 1e9, "seconds": round(time.monotonic() - begin, 2)}
 
     def check(self, tokens: int) -> dict[str, Any]:
-        """One call against the reference; two calls against each other."""
+        """Compare a call with the reference, and two calls with each other."""
         assert self.opened is not None
         if tokens not in self.opened.truths:
             self.opened.truths[tokens] = truth(self.opened.problem, tokens)
@@ -86,7 +86,7 @@ class Worker:
         }
 
     def warm(self, tokens: int) -> dict[str, Any]:
-        """One call, so that everything is compiled."""
+        """Call once, so that everything is compiled."""
         assert self.opened is not None
         weights = self.opened.copies[0]
         self.contender.run(weights, self.contender.inputs(weights, route(self.opened.problem, tokens, 0)))
@@ -94,7 +94,7 @@ class Worker:
         return {}
 
     def capture(self, tokens: int, hit: int) -> dict[str, Any]:
-        """Graphs of cold calls (each with weights and routing of its own) and of hot ones."""
+        """Capture graphs of cold calls, each with its own weights and routing, and of hot calls."""
         assert self.opened is not None
         here = self.opened
         group = here.problem.group
@@ -106,12 +106,13 @@ class Worker:
         routed = [route(here.problem, tokens, seed) for seed in range(copies)]
         given = [self.contender.inputs(here.copies[0], one) for one in routed]
         cold = [partial(self.contender.run, one, two) for one, two in zip(here.copies, given, strict=False)]
-        here.graphs = {"cold": _graph(cold), "hot": _graph([cold[0]] * min(4, copies))}
+        hot = [cold[0]] * min(4, copies)
+        here.graphs = {name: (captured(calls)[0], len(calls)) for name, calls in (("cold", cold), ("hot", hot))}
         hits = statistics.mean(one.ids.unique().numel() for one in routed)
         return {"copies": copies, "hit": hits, "group": [group.format, group.shape]}
 
     def time(self, kind: str, milliseconds: float) -> dict[str, Any]:
-        """Microseconds of a call, from replays for about so long."""
+        """Return the microseconds of a call, from replays for about so long."""
         assert self.opened is not None
         graph, calls = self.opened.graphs[kind]
         graph.replay()
@@ -119,23 +120,18 @@ class Worker:
         times: list[float] = []
         begin = time.monotonic()
         while not times or (len(times) < 100 and time.monotonic() - begin < enough(len(times), milliseconds)):
-            one, two = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            one.record()
-            graph.replay()
-            two.record()
-            two.synchronize()
-            times.append(one.elapsed_time(two) * 1e3 / calls)
+            times.append(event_us(graph.replay) / calls)
         return {"median": statistics.median(times), "least": min(times), "replays": len(times)}
 
     def close(self) -> dict[str, Any]:
-        """Give the memory back."""
+        """Free the memory of the group."""
         self.opened = None
         gc.collect()
         torch.cuda.empty_cache()
         return {}
 
     def peak(self) -> dict[str, Any]:
-        """What this GPU gives today: bf16 products, and reading memory; and the rate of reading that floors count."""
+        """Measure this GPU's rates of bf16 products and of reading; add the rate of reading that floors count."""
         square = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
         products = median_us(lambda: square[0] @ square[1], 20)
         return {
@@ -146,25 +142,12 @@ class Worker:
 
 
 def enough(replays: int, milliseconds: float) -> float:
-    """Seconds after which to stop: three replays are worth four times the time."""
+    """Return the seconds after which to stop; three replays are worth four times the time."""
     return milliseconds / 1e3 * (4 if replays < 3 else 1)
 
 
-def _graph(calls: list[Any]) -> tuple[torch.cuda.CUDAGraph, int]:
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, len(calls)
-
-
 def main() -> int:
-    """Orders come on standard input; answers go to what standard output was; libraries print to standard error."""
+    """Answer the orders; whatever libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeq_kernels import PackedExperts, cuda, prepared, schedules
+from moeq_kernels import PackedExperts, cuda, prepared
 from moeq_kernels.areas import Area
 from moeq_kernels.compiling import Binary, Specialisation, compile_one, parameters_of
 from moeq_kernels.epilogue import SILU, Epilogue
@@ -17,9 +16,6 @@ from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.prepared import prepare_for
-
-if TYPE_CHECKING:
-    from bench.timing import Shape  # which imports triton, and programs choose its interpreter before that
 
 
 def run_family(
@@ -39,19 +35,6 @@ def run_family(
     tokens, top_k = topk_ids.shape
     layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family=family, plan=plan, dependent=dependent)
     return layer(x, topk_weights, topk_ids, expert_map=expert_map)
-
-
-def planned_launches(
-    experts: PackedExperts, shape: Shape, numbers: Sequence[int], epilogue: Epilogue, family: str | None,
-    plan: Any = None,
-) -> Iterator[str]:  # fmt: skip
-    """What calls of so many tokens would launch on an H200, a line for each, for experts on `meta`: no GPU is asked."""
-    x = torch.empty(0, shape.hidden, dtype=torch.bfloat16, device="meta")
-    layer = prepare_for(x, experts, shape.top_k, max(numbers), epilogue, None, gpu="H200", family=family)
-    for tokens in numbers:
-        schedule = schedules.schedule(layer.family, layer.problem, tokens, plan)
-        names = [launch.kernel.rpartition(":")[2] for launch in schedule.launches]
-        yield f"M={tokens:5d} {layer.family}: {', '.join(names)}; {schedule.workspace_bytes} bytes of workspace"
 
 
 def pretend(name: str) -> None:

@@ -14,8 +14,7 @@ import torch
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender
+from bench.peers.contenders import Contender, load_vllm, vllm_version
 from bench.peers.problem import Problem
 
 
@@ -43,14 +42,14 @@ class DeepGemm(Contender):
     """`m_grouped_fp8_gemm_nt_contiguous`, with the buffers made beforehand."""
 
     def __init__(self) -> None:
-        engine.load(deep_gemm=True)
+        load_vllm(deep_gemm=True)
         from vllm.model_executor.layers.fused_moe import deep_gemm_utils as rows
         from vllm.model_executor.layers.quantization.utils import fp8_utils
         from vllm.utils import deep_gemm
 
         if not deep_gemm.is_deep_gemm_supported():
             raise ImportError("vLLM finds no DeepGEMM for this GPU")
-        self.versions = {"vllm (its DeepGEMM)": engine.version()}
+        self.versions = {"vllm (its DeepGEMM)": vllm_version()}
         # Asking for the alignment loads the package: where that fails, it says so.
         self.alignment = int(self._loaded(deep_gemm.get_mk_alignment_for_contiguous_layout)[0])
         self.vllm = SimpleNamespace(rows=rows, fp8=fp8_utils, gemm=deep_gemm)

@@ -17,9 +17,9 @@ from support import packing
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.contenders import Contender, round_up, widened
 from bench.peers.problem import Codes, Problem
-from bench.peers.shapes import Format
+from bench.shapes import Format
 
 #: Scale of gate in swiglu_oai, and what is added to up.
 OAI_ALPHA, OAI_BETA = 1.702, 1.0

@@ -17,8 +17,7 @@ from support import packing
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender, round_up
+from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version
 from bench.peers.problem import Codes, Problem
 
 
@@ -152,14 +151,14 @@ class Humming(Contender):
     """The indexed kernels, which are what vLLM uses by default."""
 
     def __init__(self) -> None:
-        engine.load()
+        load_vllm()
         from importlib.metadata import version
 
         from humming.layer import HummingLayer, HummingLayerMethod
         from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
         from vllm.model_executor.layers.fused_moe.moe_fused_mul_sum import moe_fused_mul_sum
 
-        self.versions = {"humming-kernels": version("humming-kernels"), "vllm": engine.version()}
+        self.versions = {"humming-kernels": version("humming-kernels"), "vllm": vllm_version()}
         self.layer, self.method = HummingLayer, HummingLayerMethod
         self.align, self.sum = moe_align_block_size, moe_fused_mul_sum
 

@@ -14,8 +14,7 @@ from support import packing
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender, round_up
+from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version
 from bench.peers.problem import Problem
 
 
@@ -34,7 +33,7 @@ class GivenChoices(Contender):
     """From ids and weights."""
 
     def __init__(self) -> None:
-        engine.load()
+        load_vllm()
         from vllm.model_executor.layers.fused_moe import config
         from vllm.model_executor.layers.fused_moe.experts import gpt_oss_triton_kernels_moe as experts
         from vllm.model_executor.layers.quantization.utils.mxfp4_utils import _swizzle_mxfp4
@@ -42,7 +41,7 @@ class GivenChoices(Contender):
 
         if not has_triton_kernels():
             raise ImportError("vLLM finds no triton_kernels")
-        self.versions = {"vllm (its triton_kernels)": engine.version()}
+        self.versions = {"vllm (its triton_kernels)": vllm_version()}
         self.experts, self.config, self.swizzle = experts, config, _swizzle_mxfp4
 
     def prepare(self, problem: Problem) -> Weights:

@@ -11,9 +11,9 @@ from support import cases
 from support.cases import Quantised, Routed
 from torch import Tensor
 
-from bench.peers.contenders.base import Contender, round_up
+from bench.peers.contenders import Contender, round_up
 from bench.peers.problem import Codes, Problem
-from bench.peers.shapes import Format
+from bench.shapes import Format
 from moeq_kernels import PackedExperts, PackedMatrix, PreparedLayer, fused_moe, prepare
 from moeq_kernels.formats import find_format
 from moeq_kernels.prepared import prepare_for

@@ -1,4 +1,9 @@
-"""vLLM's CUTLASS experts for FP8 by channel with e4m3 activations by token, called as its `CutlassExpertsFp8` does."""
+"""vLLM's CUTLASS experts with e4m3 activations by token: FP8 weights by channel, and int4 weights.
+
+They are called as vLLM's `CutlassExpertsFp8` and `CutlassExpertsW4A8Fp8` call them. int4 weights go through vLLM's own
+conversion: codes reordered, bf16 scales of groups split into e4m3 ones and a float32 one per channel. Its sizes are
+multiples of 256.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from support import packing
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender
+from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version, widened
 from bench.peers.problem import Problem
 
 
 @dataclass
 class Weights:
-    """Codes, scales `[E, N, 1]` and row strides of w13 and w2."""
+    """Arguments of a call that belong to the layer, and the layer's sizes."""
 
-    codes: list[Tensor]
-    scales: list[Tensor]
-    ab_strides: list[Tensor]
-    c_strides: list[Tensor]
-    sizes: tuple[int, int, int]
+    arguments: dict[str, Any]
+    experts: int
+    hidden: int
+    intermediate: int
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call's inputs and its buffers."""
+    """Inputs of a call, and its buffers."""
 
     routed: Routed
     wide: Tensor
@@ -36,27 +40,18 @@ class Inputs:
     scratch: Any
 
 
-def make_inputs(scratch: Any, routed: Routed, experts: int, hidden: int, intermediate: int) -> Inputs:
-    """Buffers for routed tokens; scratch: vLLM's `MoEPermuteScratch`."""
-    tokens, top_k = routed.ids.shape
-    device = routed.x.device
-
-    def buffer(columns: int) -> Tensor:
-        return torch.empty(tokens * top_k, columns, dtype=torch.bfloat16, device=device)
-
-    room = scratch(max_num_tokens=tokens, topk=top_k, num_experts=experts, num_local_experts=experts, device=device)
-    wide, narrow = buffer(max(2 * intermediate, hidden)), buffer(max(intermediate, hidden))
-    return Inputs(routed, wide, narrow, torch.empty_like(routed.x), room)
-
-
 class Cutlass(Contender):
-    """`run_cutlass_moe_fp8`, with the buffers made beforehand; quantising the tokens counts."""
+    """`run_cutlass_moe_fp8` with its buffers made beforehand; quantising the tokens is timed."""
+
+    #: Function of vLLM's `cutlass_moe` that runs the experts, and arguments that are the same in every call.
+    function = "run_cutlass_moe_fp8"
+    constant: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
     def __init__(self) -> None:
-        engine.load()
+        load_vllm()
         import vllm._custom_ops as ops
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-        from vllm.model_executor.layers.fused_moe.experts.cutlass_moe import run_cutlass_moe_fp8
+        from vllm.model_executor.layers.fused_moe.experts import cutlass_moe
         from vllm.model_executor.layers.fused_moe.moe_permute_unpermute import (
             MoEPermuteScratch,
             moe_permute_unpermute_supported,
@@ -65,56 +60,111 @@ class Cutlass(Contender):
 
         if not cutlass_group_gemm_supported() or not moe_permute_unpermute_supported():
             raise ImportError("vLLM was built without CUTLASS products in groups for this GPU")
-        self.versions = {"vllm": engine.version()}
-        self.call, self.ops, self.silu, self.scratch = run_cutlass_moe_fp8, ops, MoEActivation.SILU, MoEPermuteScratch
+        self.versions = {"vllm": vllm_version()}
+        self.call, self.ops = getattr(cutlass_moe, self.function), ops
+        self.silu, self.scratch = MoEActivation.SILU, MoEPermuteScratch
 
     def prepare(self, problem: Problem) -> Weights:
         shape = problem.shape
-        experts, hidden, intermediate = shape.experts, shape.hidden, shape.intermediate
-
-        def strides(elements: int) -> Tensor:
-            return torch.full((experts,), elements, device=problem.w13.codes.device, dtype=torch.int64)
-
-        parts = (problem.w13, problem.w2)
-        return Weights(
-            [part.e4m3 for part in parts],
-            [part.scales.float() for part in parts],
-            [strides(hidden), strides(intermediate)],
-            [strides(2 * intermediate), strides(hidden)],
-            (experts, hidden, intermediate),
-        )
+        w13, w2 = problem.w13, problem.w2
+        device = w13.codes.device
+        arguments = {
+            "w1": w13.e4m3,
+            "w2": w2.e4m3,
+            "w1_scale": w13.scales.float(),
+            "w2_scale": w2.scales.float(),
+            "ab_strides1": _strides(shape.experts, shape.hidden, device),
+            "ab_strides2": _strides(shape.experts, shape.intermediate, device),
+            "c_strides1": _strides(shape.experts, 2 * shape.intermediate, device),
+            "c_strides2": _strides(shape.experts, shape.hidden, device),
+        }
+        return Weights(arguments, shape.experts, shape.hidden, shape.intermediate)
 
     def inputs(self, weights: Weights, routed: Routed) -> Inputs:
-        return make_inputs(self.scratch, routed, *weights.sizes)
+        tokens, top_k = routed.ids.shape
+        x, device = widened(routed.x, weights.hidden), routed.x.device
+
+        def buffer(columns: int) -> Tensor:
+            return torch.empty(tokens * top_k, columns, dtype=torch.bfloat16, device=device)
+
+        counts = {"num_experts": weights.experts, "num_local_experts": weights.experts}
+        scratch = self.scratch(max_num_tokens=tokens, topk=top_k, device=device, **counts)
+        wide = buffer(max(2 * weights.intermediate, weights.hidden))
+        narrow = buffer(max(weights.intermediate, weights.hidden))
+        return Inputs(Routed(x, routed.weights, routed.ids), wide, narrow, torch.empty_like(x), scratch)
 
     def run(self, weights: Weights, inputs: Inputs) -> Tensor:
-        routed = inputs.routed
-        codes, scale = self.ops.scaled_fp8_quant(routed.x, None, use_per_token_if_dynamic=True)
-        self.call(
-            output=inputs.output,
-            hidden_states=codes,
-            w1=weights.codes[0],
-            w2=weights.codes[1],
-            topk_ids=routed.ids,
-            activation=self.silu,
-            global_num_experts=weights.sizes[0],
-            expert_map=None,
-            w1_scale=weights.scales[0],
-            w2_scale=weights.scales[1],
-            a1q_scale=scale,
-            a2_scale=None,
-            ab_strides1=weights.ab_strides[0],
-            ab_strides2=weights.ab_strides[1],
-            c_strides1=weights.c_strides[0],
-            c_strides2=weights.c_strides[1],
-            workspace13=inputs.wide,
-            workspace2=inputs.narrow,
-            expert_num_tokens=None,
-            out_dtype=torch.bfloat16,
-            per_act_token=True,
-            per_out_ch=True,
-            use_batched_format=False,
-            topk_weights=routed.weights,
-            permute_scratch=inputs.scratch,
-        )
+        codes, scale = self.ops.scaled_fp8_quant(inputs.routed.x, None, use_per_token_if_dynamic=True)
+        self.call(activation=self.silu, **arguments(weights, inputs, codes, scale), **self.constant)
         return inputs.output
+
+
+class CutlassW4A8(Cutlass):
+    """`run_cutlass_moe_w4a8_fp8` with its buffers made beforehand; quantising the tokens is timed."""
+
+    function = "run_cutlass_moe_w4a8_fp8"
+    constant = {"group_size": 128}  # noqa: RUF012 - never changed
+
+    def __init__(self) -> None:
+        super().__init__()
+        from vllm.config import VllmConfig, set_current_vllm_config
+        from vllm.model_executor.layers.fused_moe.oracle.w4a8 import convert_to_w4a8_moe_kernel_format
+
+        self.convert = convert_to_w4a8_moe_kernel_format
+        self.configured = lambda: set_current_vllm_config(VllmConfig())
+
+    def prepare(self, problem: Problem) -> Weights:
+        shape = problem.shape
+        hidden, intermediate = round_up(shape.hidden, 256), round_up(shape.intermediate, 256)
+        parts = problem.padded(hidden, intermediate)
+        words = [packing.nibbles(part.codes).contiguous().view(torch.int32) for part in parts]
+        with self.configured():  # the quantiser of scales asks for the engine's options
+            made = self.convert(*words, *(part.scales.contiguous() for part in parts))
+        names = ("w1", "w2", "w1_scale", "w2_scale", "w1_chan_scale", "w2_chan_scale", "b_strides1", "b_strides2")
+        arguments = dict(zip(names, made, strict=True))
+        arguments |= strides(shape.experts, hidden, intermediate, arguments["w1"].device)
+        return Weights(arguments, shape.experts, hidden, intermediate)
+
+
+def _strides(experts: int, elements: int, device: torch.device) -> Tensor:
+    """Repeat a row stride for every expert, int64 `[E]`."""
+    return torch.full((experts,), elements, device=device, dtype=torch.int64)
+
+
+def strides(experts: int, hidden: int, intermediate: int, device: torch.device) -> dict[str, Tensor]:
+    """Return row strides of the int4 kernels' operands for every expert; those of scales are pairs."""
+
+    def pairs(elements: int) -> Tensor:
+        return torch.stack([_strides(experts, elements, device), _strides(experts, 0, device)], 1)
+
+    return {
+        "a_strides1": _strides(experts, hidden, device),
+        "a_strides2": _strides(experts, intermediate, device),
+        "c_strides1": _strides(experts, 2 * intermediate, device),
+        "c_strides2": _strides(experts, hidden, device),
+        "s_strides1": pairs(2 * intermediate),
+        "s_strides2": pairs(hidden),
+    }
+
+
+def arguments(weights: Weights, inputs: Inputs, codes: Tensor, scale: Tensor) -> dict[str, Any]:
+    """Return the arguments of both functions, but for the activation and constant ones."""
+    return {
+        "output": inputs.output,
+        "hidden_states": codes,
+        "topk_ids": inputs.routed.ids,
+        "global_num_experts": weights.experts,
+        "expert_map": None,
+        "a1q_scale": scale,
+        "a2_scale": None,
+        "workspace13": inputs.wide,
+        "workspace2": inputs.narrow,
+        "expert_num_tokens": None,
+        "out_dtype": torch.bfloat16,
+        "per_act_token": True,
+        "per_out_ch": True,
+        "use_batched_format": False,
+        "topk_weights": inputs.routed.weights,
+        "permute_scratch": inputs.scratch,
+        **weights.arguments,
+    }

@@ -14,11 +14,10 @@ from support import cases
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version, widened
 from bench.peers.contenders.ours import LAYOUTS, quantised
 from bench.peers.problem import Codes, Problem
-from bench.peers.shapes import Format, Shape
+from bench.shapes import Format, Shape
 from moeq_kernels import PackedMatrix
 
 
@@ -41,13 +40,13 @@ class Marlin(Contender):
     """`fused_marlin_moe` with its buffers made beforehand and the engine's own sum, as the engine does it."""
 
     def __init__(self) -> None:
-        engine.load()
+        load_vllm()
         import vllm._custom_ops as ops
         from vllm.model_executor.layers.fused_moe.activation import MoEActivation
         from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
         from vllm.scalar_type import scalar_types
 
-        self.versions = {"vllm": engine.version()}
+        self.versions = {"vllm": vllm_version()}
         self.call, self.ops = fused_marlin_moe, ops
         self.kinds = {
             "int4": scalar_types.uint4b8.id,

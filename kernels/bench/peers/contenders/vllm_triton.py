@@ -10,8 +10,7 @@ from support import packing
 from support.cases import Routed
 from torch import Tensor
 
-from bench.peers.contenders import engine
-from bench.peers.contenders.base import Contender, round_up, widened
+from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version, widened
 from bench.peers.problem import Problem
 
 
@@ -29,10 +28,10 @@ class Triton(Contender):
     """`fused_experts_impl`, with the engine's tuned or default tile sizes."""
 
     def __init__(self) -> None:
-        engine.load()
+        load_vllm()
         from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts_impl
 
-        self.versions = {"vllm": engine.version()}
+        self.versions = {"vllm": vllm_version()}
         self.call = fused_experts_impl
 
     def prepare(self, problem: Problem) -> Weights:

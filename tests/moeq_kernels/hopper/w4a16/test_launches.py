@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support import hopper_layers
 from support.cases import Recipe, make_layer
+from support.hopper_layers import EVERY, LAYERS, calls_of, epilogue_of, plans, plans_of
 
-from bench import checking, cliffs
-from bench.checking import epilogue_of
-from bench.hopper_check import EVERY, LAYERS, calls_of, plans, plans_of
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w4a16.w4a16_plan import Plan
-from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 
@@ -120,28 +118,9 @@ def test_the_checks_on_a_gpu_know_every_family(name: str, kernel: str) -> None:
     packed, _ = make_layer(EVERY[name])
     found = set()
     for plan in plans_of(name, 7):
-        launches, gpu = checking.launches_of(
-            calls_of(name), EVERY[name], checking.on_meta(packed), 7, "uniform", plan, gpu="H200"
+        launches, gpu = hopper_layers.launches_of(
+            calls_of(name), EVERY[name], hopper_layers.on_meta(packed), 7, "uniform", plan, gpu="H200"
         )
         assert gpu.name == "H200"
         found |= {launch.kernel.rpartition(":")[2] for launch in launches}
     assert kernel in found
-
-
-def test_the_sweep_of_cliffs_finds_where_kernels_change_places() -> None:
-    packed, _ = make_layer(LAYERS["nvfp4"])
-    x = torch.empty(0, packed.w13.k, dtype=torch.bfloat16, device="meta")
-    layer = prepare_for(x, checking.on_meta(packed), 2, 64, epilogue_of(LAYERS["nvfp4"]), None, gpu="H200")
-    found = cliffs.swept(layer.family, layer.problem, 6)
-    assert isinstance(found["mma"], MmaPlan)
-    assert not isinstance(found["chosen"], MmaPlan)
-    assert [name for name in found if name.startswith("wide")] == ["wide32", "wide64", "wide96"]
-    rows = [
-        {"mean": mean, "rivals": {"mma": mma, "few": few, "wide32": 9.0}}
-        for mean, mma, few in ((1.0, 3.0, 2.0), (2.0, 4.0, 3.0), (8.0, 8.0, 8.5), (20.0, 12.0, 11.0))
-    ]
-    assert [line.split(" tokens")[0] for line in cliffs.edges(rows)] == [
-        "few from 1.0",
-        "mma from 8.0",
-        "wide32 from 20.0",
-    ]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support import gluon_on_cpu
 from support.cases import Quantised, Recipe, make_layer, pack, random_integers, random_mxfp4, route
+from support.hopper_layers import on_meta
 from support.ptx_on_cpu import value
 from support.reference import Layer, moe, relative_error
 
-from bench.checking import on_meta
 from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded

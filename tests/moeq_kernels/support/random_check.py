@@ -1,19 +1,17 @@
-"""Random problems against the float32 reference, on a GPU: shapes, formats, routing, graphs and eager calls.
+"""Check random problems against the float32 reference: shapes, formats, routing, graphs and eager calls.
 
-    python kernels/bench/random_check.py --out results.json --problems 10000 [--seconds 600]
-    python kernels/bench/random_check.py --family mma-w4a16 --formats nvfp4,fp8 --problems 500
-    python kernels/bench/random_check.py --interpreter --problems 200   # small ones, without a GPU
-    python kernels/bench/random_check.py --interpreter --family hopper-fp8 --problems 200
-    python kernels/bench/random_check.py --family hopper-w4a8 --plans wide160 --problems 400
+    python -m support.random_check --out results.json --problems 10000 [--seconds 600]   # on a GPU
+    python -m support.random_check --family mma-w4a16 --formats nvfp4,fp8 --problems 500
+    python -m support.random_check --family hopper-w4a8 --plans "W4a8Wide 160" --problems 400
+    python -m support.random_check --interpreter --family hopper-fp8 --problems 200       # small problems, no GPU
 
-A problem is one call of a random layer (formats, groups, zero points, biases, activations, row orders, 1 to 1024
-experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes), with random tokens,
-routing (uniform, Zipf, all to the same experts, choices without an expert, experts on other ranks), eager or replayed
-from a graph, with or without a workspace of the caller's full of NaN. Every layer is prepared and warmed once; some
-calls bring NaN or infinity in one token, which must not show in another. Allowed: 1.2 times the error of 16-bit
-products on dequantised weights, and in the worst row twice theirs.
-Without a GPU the portable kernels run in Triton's interpreter, and the Hopper kernels as `gluon_on_cpu` does it, with
-random plans and a few multiprocessors. Exits 1 where one problem fails.
+A problem is one call of a random layer: formats, groups, zero points, biases, activations, row orders, 1 to 1024
+experts, up to 32 choices, k that is no multiple of a step, x narrower than the packed sizes. Tokens and routing are
+random (uniform, Zipf, the same experts for all, choices without an expert, experts on other ranks). Calls are eager or
+replayed from a graph, with or without a caller's workspace full of NaN. Some calls bring NaN or infinity in one token,
+which must not show in another. An error may be 1.2 times that of 16-bit products on dequantised weights, and in the
+worst row twice that. Without a GPU the portable kernels run in Triton's interpreter and the Hopper kernels as
+`gluon_on_cpu` runs them, with random plans and a few multiprocessors. The exit code is 1 where a problem fails.
 """
 
 from __future__ import annotations
@@ -28,15 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.cases import Recipe, make_layer
-from support.comparison import FACTOR, random_map
-from support.planned import pretend
-from support.reference import Layer, moe, relative_error, worst_row
 from torch import Tensor
 
-from bench.checking import Given, epilogue_of, routed
-from bench.hopper_check import describe_any, plans
-from bench.w8a8_check import table_of
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
@@ -52,22 +43,26 @@ from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import FAMILIES, schedule
 from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 from moeq_kernels.warming import warmup
+from support.cases import Recipe, make_layer
+from support.comparison import FACTOR, random_map
+from support.hopper_layers import epilogue_of, name_of, plans, routed, table_of
+from support.planned import pretend
+from support.reference import Layer, moe, relative_error, worst_row
 
 ROUTINGS = ("uniform", "uniform", "zipf", "same", "holes", "mapped")
 #: Problems of one layer.
 PER_LAYER = 125
-#: Layers that are made, and whose kernels are compiled, together.
+#: Layers that are made and compiled together.
 BATCH = 8
-#: How much larger than that of 16-bit products the error of the worst row may be: outputs of experts may be rounded
-#: before they are summed.
+#: Largest error of the worst row over that of 16-bit products: outputs of experts may be rounded before their sum.
 ROW_FACTOR = 2.0
-#: Weights of a layer, and tokens of a call, at most: on a GPU and in the interpreter.
+#: Largest number of weights of a layer and of tokens of a call, on a GPU and in the interpreter.
 LIMITS = {"cuda": (64 << 20, 3000), "cpu": (120_000, 64)}
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A random layer and what its calls have in common."""
+    """A random layer, and facts that all its calls share."""
 
     recipe: Recipe
     top_k: int
@@ -77,8 +72,19 @@ class Drawn:
 
 
 @dataclass(frozen=True)
+class Given:
+    """Inputs of a call; `local` numbers the chosen experts as this layer does, -1 for experts elsewhere."""
+
+    x: Tensor
+    weights: Tensor
+    ids: Tensor
+    expert_map: Tensor | None
+    local: Tensor
+
+
+@dataclass(frozen=True)
 class Failure:
-    """What went wrong with a problem; infinite errors stand for NaN."""
+    """A problem that went wrong; infinite errors stand for NaN."""
 
     layer: str
     tokens: int
@@ -90,7 +96,7 @@ class Failure:
 
 
 def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
-    """Layouts and elements to draw from: what the family reads, or what the names of layouts hold of that."""
+    """List layouts and elements that the family reads and whose layout's name holds one of `formats`."""
     integers = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8")]
     marlin = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
     mxfp4 = [*marlin, ("moeq-mxfp4/1", "e2m1")]
@@ -114,7 +120,7 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
 
 
 def draw(generator: random.Random, family: str | None, device: str, formats: str = "") -> Drawn:
-    """A random layer of at most LIMITS weights; formats: what layouts' names have to hold."""
+    """Draw a layer of at most LIMITS weights; `formats` are words that its layout's name has to hold."""
     layout, element = generator.choice(choices(family, formats))
     fmt = FORMATS[layout, element]
     groups = [one for one in fmt.group_sizes if one in (32, 64, 128) or (one == -1 and not fmt.act_order)]
@@ -152,15 +158,15 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
 
 
 def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, named: str = "") -> Any:
-    """Any kernel of the table that can multiply such a layer, with any numbers of shares; None for the chosen ones.
+    """Draw a kernel of the table that suits the layer, and shares of k; None stands for the chosen plan.
 
-    named: what the plan's name has to hold, where the family multiplies bytes; None if no plan for the layer does.
+    With `named`, words of which the plan's name has to hold one, the result is None where no plan for the layer does.
     """
     if named:
         if drawn.family not in ("hopper-w4a16", "hopper-w8a8", "hopper-fp8", "hopper-w4a8"):
             raise SystemExit("--plans needs --family hopper-w4a16, hopper-w8a8, hopper-fp8 or hopper-w4a8")
         found = (random_plan(drawn, packed, generator) for _ in range(100))
-        return next((one for one in found if any(part in describe_any(one) for part in named.split(","))), None)
+        return next((one for one in found if any(part in name_of(one) for part in named.split(","))), None)
     if drawn.family == "hopper-w4a8":
         return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
     if drawn.family == "mma-w4a16":
@@ -177,7 +183,7 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
 
 
 def prepared(drawn: Drawn, packed: Any, mapped: bool, plan: Any = None) -> PreparedLayer:
-    """The layer, ready for calls with or without a map of twice its experts."""
+    """Prepare the layer for calls with or without a map of twice its experts."""
     x = torch.empty(0, drawn.hidden, dtype=drawn.recipe.dtype, device=packed.w13.weight.device)
     known = 2 * drawn.recipe.experts if mapped else None
     epilogue = epilogue_of(drawn.recipe)
@@ -185,7 +191,7 @@ def prepared(drawn: Drawn, packed: Any, mapped: bool, plan: Any = None) -> Prepa
 
 
 def compile_planned(layers: list[PreparedLayer]) -> float:
-    """Compiles what layers with plans of their own need, in parallel (`warmup` knows chosen plans only). Seconds."""
+    """Compile what layers with plans of their own need, in parallel; return the seconds."""
     wanted: dict[Gpu, set[Specialisation]] = {}
     for layer in layers:
         edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.SINGLE_ROWS)} | {0, *TOKEN_LIMITS}
@@ -196,13 +202,13 @@ def compile_planned(layers: list[PreparedLayer]) -> float:
 
 
 def narrowed(layer: Layer, hidden: int) -> Layer:
-    """The part of a layer that tokens of so many features meet."""
+    """Return the part of a layer that tokens of so many features meet."""
     b2 = None if layer.b2 is None else layer.b2[:, :hidden]
     return replace(layer, w13=layer.w13[:, :, :hidden], w2=layer.w2[:, :hidden], b2=b2)
 
 
 def given(kind: str, tokens: int, drawn: Drawn, seed: int, device: str) -> Given:
-    """Random inputs with that kind of routing."""
+    """Draw inputs with that kind of routing."""
     known = 2 * drawn.recipe.experts if kind == "mapped" else drawn.recipe.experts
     expert_map = random_map(known, drawn.recipe.experts, seed, device) if kind == "mapped" else None
     found = routed(kind, tokens, drawn.hidden, known, drawn.top_k, seed, drawn.recipe.dtype, device)
@@ -211,7 +217,7 @@ def given(kind: str, tokens: int, drawn: Drawn, seed: int, device: str) -> Given
 
 
 def call(layer: PreparedLayer, inputs: Given, how: str) -> Tensor:
-    """y, eagerly, with a caller's workspace, or from a graph on a stream of its own."""
+    """Return y of a call that is eager, has a caller's workspace, or is replayed from a graph."""
     tensors = (inputs.x, inputs.weights, inputs.ids)
     if how == "eager":
         return layer(*tensors, expert_map=inputs.expert_map)
@@ -233,7 +239,7 @@ def call(layer: PreparedLayer, inputs: Given, how: str) -> Tensor:
 
 
 def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Random) -> tuple[Failure | None, float]:
-    """One problem: what is wrong with it, and its error over that of 16-bit arithmetic."""
+    """Run one problem; return what is wrong with it, and its error over that of 16-bit arithmetic."""
     mapped = layer.problem.mapped
     kind = "mapped" if mapped else generator.choice([one for one in ROUTINGS if one != "mapped"])
     tokens = max(1, min(drawn.max_tokens, int(2 ** generator.uniform(0, 12))))
@@ -269,7 +275,7 @@ def check(layer: PreparedLayer, plain: Layer, drawn: Drawn, generator: random.Ra
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--code-for", metavar="GPU", help="run code for another GPU (its PTX), such as A100")
@@ -278,7 +284,7 @@ def main() -> int:
     parser.add_argument("--family", choices=FAMILIES, help="these kernels only, in all their formats")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--interpreter", action="store_true", help="small problems on the CPU, by default of portable")
-    parser.add_argument("--plans", default="", help="plans of products of bytes whose names hold this, as wide160")
+    parser.add_argument("--plans", default="", help="words: plans whose name holds one, as 'Wide 160'")
     parser.add_argument("--formats", default="", help="what names of layouts have to hold, as nvfp4,fp8")
     parser.add_argument("--per-layer", type=int, default=None, help=f"problems of a layer (default {PER_LAYER}, or 4)")
     options = parser.parse_args()

@@ -1,16 +1,17 @@
-"""Which experts random tokens choose."""
+"""Experts that random tokens choose."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-#: uniform: all alike; zipf: the expert of rank r with a chance like 1 / r; same: all tokens choose the same.
+#: `uniform`: all experts are as likely; `zipf`: the expert of rank r has a chance like 1 / r; `same`: all tokens choose
+#: the same experts.
 ROUTINGS = ("uniform", "zipf", "same")
 
 
 def choose_experts(kind: str, tokens: int, experts: int, top_k: int, generator: torch.Generator) -> Tensor:
-    """Different experts of each token, int32 `[tokens, top_k]`, on the generator's device."""
+    """Draw distinct experts for each token: int32 `[tokens, top_k]` on the generator's device."""
     device = generator.device
     popularity = torch.zeros(experts, device=device)
     if kind == "zipf":

@@ -1,4 +1,4 @@
-"""What is timed: MoE layers of real models, weight formats, token counts, and which of them matter most. Data only."""
+"""MoE layers of real models, weight formats, token counts, and the least time of a layer: what all benchmarks share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from bench.ceilings import BF16, BYTES, H200, READ
+#: The GPU whose rates count where there is none.
+H200 = "NVIDIA H200"
+#: Bytes a second that a kernel reads from memory (`timing.measured_read`), by torch's name of the GPU.
+READ = {H200: 4.4e12, "NVIDIA H100 80GB HBM3": 3.05e12}
+#: Additions and multiplications a second of the tensor cores in bf16, measured on both GPUs; 8 bits have twice that.
+BF16, BYTES = 790e12, 1580e12
+#: Bytes of the largest second-level cache, an H200's.
+L2 = 60e6
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,7 @@ class Shape:
     intermediate: int
 
 
-#: Layers that the kernels' plans were tuned on. `-tp8` and `-tp4` are what one rank of 8 or 4 holds.
+#: Layers that plans were tuned on. `-tp8` and `-tp4` are the share of one rank of 8 or 4.
 KNOWN = {
     "mixtral-8x7b": Shape(8, 2, 4096, 14336),
     "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
@@ -27,7 +34,7 @@ KNOWN = {
     "gpt-oss-20b": Shape(32, 4, 2880, 2880),
 }
 
-#: Layers that they were not tuned on.
+#: Layers that plans were not tuned on.
 HELD_OUT = {
     "qwen3-next-80b": Shape(512, 10, 2048, 512),
     "gpt-oss-120b": Shape(128, 4, 2880, 2880),
@@ -48,17 +55,17 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Format:
-    """How experts are quantised, and what the layer computes.
+    """Quantisation of the experts and arithmetic of the layer.
 
     Attributes:
         element: `int4`, `int8`, `e2m1` or `e4m3`.
         group_size: codes along k that share a scale; -1 is one scale per output feature.
-        order, activation, limit, bias: as `moeq_kernels.fused_moe` has them.
-        block_rows: output features that share a scale.
-        int8_activations: rows are quantised to int8 on the way.
-        fp8_activations: rows are quantised to e4m3 on the way.
-        fp8_columns: columns of a row that share a scale then; -1 is all of them, 0 as many as in the weights.
         bits: stored bits per weight, scales included.
+        order, activation, limit, bias: arguments of `moeq_kernels.fused_moe`.
+        block_rows: output features that share a scale.
+        int8_activations: whether rows are quantised to int8.
+        fp8_activations: whether rows are quantised to e4m3.
+        fp8_columns: columns of an e4m3 row that share a scale; -1 is all of them, 0 as many as in the weights.
         peak: operations per second of a Hopper GPU in this arithmetic.
     """
 
@@ -77,21 +84,20 @@ class Format:
 
     @property
     def code_bits(self) -> int:
-        """Bits of a code."""
+        """Bits of a weight's code."""
         return 8 if self.element in ("int8", "e4m3") else 4
 
     @property
     def fp8_groups(self) -> int | None:
-        """Columns of a row that share a scale once they are e4m3: all of them at -1. None: rows stay as they are."""
+        """Columns of an e4m3 row that share a scale, all of them at -1; None where rows are not e4m3."""
         return (self.fp8_columns or self.group_size) if self.fp8_activations else None
 
 
 _BLOCK = 8 + 32 / (128 * 128)
 
-#: MXFP4 is computed as gpt-oss does it (biases, clamped SwiGLU of interleaved rows): the one way that every peer knows.
-#: `-silu` is the same with neither, and gate before up, as other models have it. 4-bit weights with e4m3 activations
-#: (`-fp8`) have a scale for each row. NVFP4 has e4m3 scales and a float32 one for an expert; FP8 has float32 scales, by
-#: channel or by blocks of 128 x 128.
+#: `mxfp4` is gpt-oss's layer (biases, clamped SwiGLU, interleaved rows), which every peer computes; `mxfp4-silu` has
+#: SiLU, no biases, and gate before up. 4-bit weights with e4m3 activations (`-fp8`) have one scale per row. NVFP4 has
+#: e4m3 scales and a float32 scale per expert. FP8 has float32 scales by channel, or by blocks of 128 x 128.
 FORMATS = {
     "int4": Format("int4", 128, 4 + 16 / 128),
     "int8": Format("int8", 128, 8 + 16 / 128),
@@ -107,20 +113,20 @@ FORMATS = {
     "fp8": Format("e4m3", -1, 8.0),
 }
 
-#: Token counts, most telling first: a run that has to stop early stops at the end of this list.
+#: Token counts, most telling first: a run that is cut short drops the end of this list.
 TOKENS = (1, 8, 128, 4096, 32, 512, 64, 16, 256, 8192, 1024, 4, 2, 2048, 16384)
 
 
 @dataclass(frozen=True)
 class Group:
-    """All token counts of one format at one shape: what is set up, and lost, together."""
+    """One format at one shape; all its token counts are set up, and lost, together."""
 
     format: str
     shape: str
 
 
 def whole_blocks(fmt: Format, shape: Shape) -> bool:
-    """Whether both sizes are whole blocks, where scales are of blocks: checkpoints in that format have no others."""
+    """Return whether both sizes are whole blocks; checkpoints with scales of blocks have no others."""
     return fmt.block_rows == 1 or not (shape.hidden % fmt.block_rows or shape.intermediate % fmt.block_rows)
 
 
@@ -142,23 +148,20 @@ def _groups() -> Iterator[Group]:
 #: Groups, most telling first.
 GROUPS = tuple(_groups())
 
-#: Bytes of the largest second-level cache, an H200's.
-L2 = 60e6
-
 
 def weight_bytes(fmt: Format, shape: Shape, experts: float) -> float:
-    """Codes and scales of that many experts, no padding."""
+    """Return the bytes of codes and scales of that many experts, without padding."""
     return experts * 3 * shape.hidden * shape.intermediate * fmt.bits / 8
 
 
 def operations(shape: Shape, tokens: int) -> int:
-    """Multiplications and additions of a layer."""
+    """Count the multiplications and additions of a layer."""
     return 6 * shape.hidden * shape.intermediate * tokens * shape.top_k
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Least microseconds: for the bytes, and for the arithmetic."""
+    """Least microseconds for the bytes, and for the arithmetic."""
 
     memory: float
     compute: float
@@ -170,11 +173,10 @@ class Floor:
 
 
 def floor(fmt: Format, shape: Shape, tokens: int, hit: float, read: float = READ[H200]) -> Floor:
-    """For `hit` experts chosen: their weights, x, y and the activations in the middle, read or written once.
+    """Return the least time of a call that chooses `hit` experts.
 
-    In the middle an activation is a byte where rows are quantised, else two, written and read.
-
-    read: bytes a second.
+    Weights of these experts, x, y and the activations between the products are read or written once, at `read` bytes a
+    second. An activation between the products is one byte where rows are quantised, else two; it is written and read.
     """
     middle = 2 if fmt.int8_activations or fmt.fp8_activations else 4
     moved = weight_bytes(fmt, shape, hit) + 4 * tokens * shape.hidden

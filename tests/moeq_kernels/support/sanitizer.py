@@ -1,6 +1,6 @@
 """compute-sanitizer over the kernels, on tiny layers: memory, what was never written, races in shared memory, barriers.
 
-    python kernels/bench/sanitizer.py --out results.json [--seconds 120]
+    python -m support.sanitizer --out results.json [--seconds 120]
 
 Every format that `fused_moe` reads, and every kernel of the Hopper plan; layers are made on the CPU, so that nearly
 all that the tool watches is ours. Tools run at the same time, each in a process of its own.
@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+#: Where device code is looked up by file name.
+KERNELS = Path(__file__).parents[3] / "kernels"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 TOKENS = (1, 70)
 
@@ -38,12 +40,12 @@ class Call:
 def calls(only: tuple[str, ...]) -> Iterator[Call]:
     """Every format whose name contains one of `only`, then every kernel of the Hopper plans, for such layers."""
     import torch
-    from support.cases import Recipe, make_layer, route
-    from support.planned import run_family
 
-    from bench.hopper_check import EVERY, calls_of, describe_any, plans_of
     from moeq_kernels import PackedExperts, fused_moe
     from moeq_kernels.formats import FORMATS
+    from support.cases import Recipe, make_layer, route
+    from support.hopper_layers import EVERY, calls_of, name_of, plans_of
+    from support.planned import run_family
 
     def on_gpu(packed: PackedExperts) -> PackedExperts:
         def moved(matrix: Any) -> Any:
@@ -86,7 +88,7 @@ def calls(only: tuple[str, ...]) -> Iterator[Call]:
                 x, weights, ids = given(recipe, tokens)
                 run_family(family, x, packed, weights, ids, plan=plan)
 
-            yield Call(f"{family} {name} {describe_any(plan)}, {count} tokens", hopper, (count,))
+            yield Call(f"{family} {name} {name_of(plan)}, {count} tokens", hopper, (count,))
 
 
 def run_calls(seconds: float, only: tuple[str, ...]) -> int:
@@ -109,7 +111,7 @@ def run_calls(seconds: float, only: tuple[str, ...]) -> int:
 
 def run_tool(tool: str, seconds: float, only: str) -> subprocess.Popen[str]:
     """The tool over this script."""
-    script = [sys.executable, __file__, "--calls", "--seconds", str(seconds), "--only", only]
+    script = [sys.executable, "-m", "support.sanitizer", "--calls", "--seconds", str(seconds), "--only", only]
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "400", "--launch-timeout", "120", *script]
     # The caching allocator would hand out parts of large blocks, and accesses beyond a part would not be noticed.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONUNBUFFERED": "1"}
@@ -137,7 +139,7 @@ def hand_over_lines(file: str, kernel: str) -> frozenset[int]:
     compile-time constants around them. A kernel without such a call has none.
     """
     lines: set[int] = set()
-    for path in Path(__file__).parents[1].rglob(file):
+    for path in KERNELS.rglob(file):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == kernel:
                 calls = list(_hand_overs(node))
