@@ -43,40 +43,28 @@ _PUBLIC = {
     "load_tensors": "moeq.load.torch_loader:load_tensors",
 }
 
-__all__ = [
-    "CheckOptions",
-    "Checkpoint",
-    "Deployment",
-    "Gpu",
-    "MoeqError",
-    "__version__",
-    "convert",
-    "decide",
-    "diff",
-    "finalize",
-    "gpu",
-    "load_experts",
-    "load_tensors",
-    "open",
-    "plan",
-    "restore",
-    "run_check",
-    "verify",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from moeq.check.run_check import CheckOptions, run_check
-    from moeq.deploy.deployment import Deployment, Gpu
-    from moeq.deploy.gpus import parse_gpu as gpu
-    from moeq.errors import MoeqError
-    from moeq.load.torch_loader import load_experts, load_tensors
-    from moeq.model import Checkpoint, open
-    from moeq.pipeline.convert import convert, plan
-    from moeq.pipeline.finalize import finalize
-    from moeq.pipeline.plan.suggestions import decide
-    from moeq.prove.diff import diff
-    from moeq.prove.restore import restore
-    from moeq.prove.verify import verify
+    from moeq.check.run_check import CheckOptions as CheckOptions
+    from moeq.check.run_check import run_check as run_check
+    from moeq.deploy.deployment import Deployment as Deployment
+    from moeq.deploy.deployment import Gpu as Gpu
+    from moeq.deploy.gpus import parse_gpu
+    from moeq.errors import MoeqError as MoeqError
+    from moeq.load.torch_loader import load_experts as load_experts
+    from moeq.load.torch_loader import load_tensors as load_tensors
+    from moeq.model import Checkpoint as Checkpoint
+    from moeq.model import open as open
+    from moeq.pipeline.convert import convert as convert
+    from moeq.pipeline.convert import plan as plan
+    from moeq.pipeline.finalize import finalize as finalize
+    from moeq.pipeline.plan.suggestions import decide as decide
+    from moeq.prove.diff import diff as diff
+    from moeq.prove.restore import restore as restore
+    from moeq.prove.verify import verify as verify
+
+    gpu = parse_gpu
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,34 @@ def test_every_source_file_and_data_file_is_there(wheel: zipfile.ZipFile) -> Non
                 assert str(path.relative_to(package.parent)) in names
 
 
+#: Folder of the wheel -> the kinds of files in it. Whatever serves only those who work on moeq stays out.
+HOLDS = {
+    **{f"moeq/{room}": {"py"} for room in ("check", "checkpoint", "deploy", "engines", "layouts", "load", "model")},
+    **{f"moeq/{room}": {"py"} for room in ("pipeline", "prove", "reference", "schemes", "transcode")},
+    "moeq": {"py", "typed"},
+    "moeq/cli": {"py", "toml"},
+    "moeq/oracle": {"py", "json", "toml"},
+    "moeq/report": {"py", "json", "html", "css"},
+    "moeq_kernels": {"py", "typed"},
+    "moeq_kernels/device": {"py"},
+    "moeq_kernels/hopper": {"py"},
+    "moeq_kernels/mma": {"py"},
+}
+
+#: Upper bound of all files of the two packages together, unpacked.
+MAX_BYTES = 4_800_000
+
+
+def test_nothing_else_is_in_it(wheel: zipfile.ZipFile) -> None:
+    found: dict[str, set[str]] = {}
+    files = [info for info in wheel.infolist() if ".dist-info/" not in info.filename]
+    for info in files:
+        folders, _, name = info.filename.rpartition("/")
+        found.setdefault("/".join(folders.split("/")[:2]), set()).add(name.rpartition(".")[2])
+    assert found == HOLDS
+    assert sum(info.file_size for info in files) < MAX_BYTES
+
+
 def test_licence_and_entry_point(wheel: zipfile.ZipFile) -> None:
     (info,) = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" in name}
     assert f"{info}/licenses/LICENSE" in wheel.namelist()

@@ -34,37 +34,27 @@ _PUBLIC = {
     "warmup": "moeq_kernels.warming:warmup",
 }
 
-__all__ = [
-    "CAPABILITIES",
-    "Capability",
-    "KernelArgumentError",
-    "KernelEnvironmentError",
-    "KernelError",
-    "KernelUnsupportedError",
-    "PackedExperts",
-    "PackedMatrix",
-    "PreparedLayer",
-    "Router",
-    "Warmed",
-    "expert_products",
-    "explain",
-    "fused_moe",
-    "fused_moe_batched",
-    "prepare",
-    "route",
-    "warmup",
-]
+__all__ = [*_PUBLIC]
 
 if TYPE_CHECKING:
-    from moeq_kernels.capabilities import CAPABILITIES, Capability
-    from moeq_kernels.compiling import Warmed
-    from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelError, KernelUnsupportedError
-    from moeq_kernels.fused import fused_moe, fused_moe_batched
-    from moeq_kernels.prepared import PreparedLayer, explain, prepare
-    from moeq_kernels.products import expert_products
-    from moeq_kernels.records import PackedExperts, PackedMatrix
-    from moeq_kernels.routing import Router, route
-    from moeq_kernels.warming import warmup
+    from moeq_kernels.capabilities import CAPABILITIES as CAPABILITIES
+    from moeq_kernels.capabilities import Capability as Capability
+    from moeq_kernels.compiling import Warmed as Warmed
+    from moeq_kernels.errors import KernelArgumentError as KernelArgumentError
+    from moeq_kernels.errors import KernelEnvironmentError as KernelEnvironmentError
+    from moeq_kernels.errors import KernelError as KernelError
+    from moeq_kernels.errors import KernelUnsupportedError as KernelUnsupportedError
+    from moeq_kernels.fused import fused_moe as fused_moe
+    from moeq_kernels.fused import fused_moe_batched as fused_moe_batched
+    from moeq_kernels.prepared import PreparedLayer as PreparedLayer
+    from moeq_kernels.prepared import explain as explain
+    from moeq_kernels.prepared import prepare as prepare
+    from moeq_kernels.products import expert_products as expert_products
+    from moeq_kernels.records import PackedExperts as PackedExperts
+    from moeq_kernels.records import PackedMatrix as PackedMatrix
+    from moeq_kernels.routing import Router as Router
+    from moeq_kernels.routing import route as route
+    from moeq_kernels.warming import warmup as warmup
 
 
 def __getattr__(name: str) -> Any:

@@ -179,12 +179,14 @@ def _row_words(codes: Tensor, bits: int, words: int) -> Tensor:
     return pack_stream(codes, bits, words) if dense else pack_lanes(codes, bits, words)
 
 
-def _version(writer: str | None) -> tuple[int, int]:
-    """Major and minor version of compressed-tensors as the config says it; the newest where it does not."""
-    numbers = (writer or "").rpartition(" ")[2].split(".")[:2]
-    if len(numbers) == 2 and all(number.isdigit() for number in numbers):
-        return int(numbers[0]), int(numbers[1])
-    return (1 << 30, 0)
+def _version(writer: str | None) -> tuple[int, ...]:
+    """Return major and minor version of compressed-tensors as the config says it; the newest where it does not."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version((writer or "").rpartition(" ")[2]).release[:2]
+    except InvalidVersion:
+        return (1 << 30,)
 
 
 def _zeros(stored: Tensor, spec: MatrixSpec, writer: str | None) -> Tensor:
