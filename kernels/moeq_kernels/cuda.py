@@ -3,6 +3,9 @@
 A launch by Triton costs the host 10 to 30 us: it binds arguments and looks up builds and descriptors. `Bound` does all
 work that depends on the number of tokens only once; a call then writes addresses and launches. Structures follow cuda.h
 of CUDA 12, and a test compares them with the header.
+
+ctypes is used instead of cuda-bindings because that saves nothing: beside a driver that does nothing, either takes the
+host 0.5 us per launch and 0.4 us per graph launch, and cuda-bindings comes with torch's CUDA wheels only.
 """
 
 from __future__ import annotations

@@ -216,21 +216,9 @@ def _as_float(part):
 
 @triton.jit(do_not_specialize=["tokens", "rows", "stride_w"])
 def sum_rows(
-    parts,
-    inverse,
-    weights,
-    y,
-    tokens,
-    hidden,
-    rows,
-    stride_w,
-    TOP_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    parts, inverse, weights, y, tokens, hidden, rows, stride_w, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     """Compute y[t] = sum over choices of weight (1 if None) * sum over splits of parts `[SPLITS, rows, hidden]`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -21,27 +21,10 @@ def expert_of(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
 
 @gluon.jit
 def sum_choices(
-    y,
-    ids,
-    expert_map,
-    topk_weights,
-    parts,
-    scale,
-    bias,
-    packed,
-    token,
-    column,
-    hidden,
-    stride_w,
-    pairs,
-    experts,
-    known,
-    MAPPED: gl.constexpr,
-    TOP_K: gl.constexpr,
-    SHARES: gl.constexpr,
-    COLUMNS: gl.constexpr,
+    y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, column, hidden, stride_w, pairs, experts,
+    known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr, COLUMNS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
-):
+):  # fmt: skip
     """Compute y[token] = sum over choices of weight * (sum over shares * scale + bias) for COLUMNS columns, in order.
 
     Scales are in units of UNIT.

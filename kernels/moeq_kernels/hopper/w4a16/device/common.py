@@ -84,19 +84,10 @@ def zero_offsets(
 
 @gluon.jit
 def step_weights(
-    words,
-    first_scale,
-    second_scale,
-    first_zero,
-    second_zero,
-    WIDE: gl.constexpr,
-    TOKENS: gl.constexpr,
-    SCALED: gl.constexpr,
-    ZEROS: gl.constexpr,
-    KIND: gl.constexpr = "uint4",
-    HALF: gl.constexpr = False,
+    words, first_scale, second_scale, first_zero, second_zero, WIDE: gl.constexpr, TOKENS: gl.constexpr,
+    SCALED: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr = "uint4", HALF: gl.constexpr = False,
     SLABS: gl.constexpr = 4,
-):
+):  # fmt: skip
     """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `weights.undo`.
 
     `words` is uint8 in `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and

@@ -18,37 +18,11 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 @gluon.jit(do_not_specialize=["rows"])
 def expert_product_narrow(
-    w_desc,
-    x_desc,
-    s_desc,
-    zero,
-    out,
-    partial,
-    arrived,
-    tiles,
-    slabs,
-    groups,
-    count,
-    pair_tiles,
-    columns,
-    stride,
-    rows,
-    zero_words,
-    scale,
-    bias,
-    global_scale,
-    packed,
-    TOKENS: gl.constexpr,
-    STEP: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    ZEROS: gl.constexpr,
-    KIND: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    SPLITS: gl.constexpr,
-    AFTER: gl.constexpr,
-    DEPENDENT: gl.constexpr,
-):
+    w_desc, x_desc, s_desc, zero, out, partial, arrived, tiles, slabs, groups, count, pair_tiles, columns, stride,
+    rows, zero_words, scale, bias, global_scale, packed, TOKENS: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
+    SPLITS: gl.constexpr, AFTER: gl.constexpr, DEPENDENT: gl.constexpr,
+):  # fmt: skip
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
