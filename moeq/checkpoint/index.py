@@ -58,12 +58,14 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
         return _with_warnings(weights, indices, single)
     if SINGLE_NAME in single:
         extra = [name for name in single if name != SINGLE_NAME]
-        warnings = [CheckpointWarning("files.not-loaded", f"not part of {SINGLE_NAME}: {_few(extra)}")] if extra else []
+        warnings = (
+            [CheckpointWarning("files.not-loaded", f"not part of {SINGLE_NAME}: {_listed(extra)}")] if extra else []
+        )
         return Weights((SINGLE_NAME,), warnings=tuple(warnings))
     if single:
         return Weights(
             tuple(single),
-            warnings=(CheckpointWarning("files.no-index", f"no index: all weight files are read, {_few(single)}"),),
+            warnings=(CheckpointWarning("files.no-index", f"no index: all weight files are read, {_listed(single)}"),),
         )
     raise _no_weights(present, where)
 
@@ -98,12 +100,14 @@ def _with_warnings(weights: Weights, indices: Sequence[str], single: Sequence[st
     warnings = []
     if len(indices) > 1:
         warnings.append(
-            CheckpointWarning("files.several-indices", f"several index files ({_few(indices)}); read {weights.index}")
+            CheckpointWarning(
+                "files.several-indices", f"several index files ({_listed(indices)}); read {weights.index}"
+            )
         )
     extra = [name for name in single if name not in weights.files]
     if extra:
         warnings.append(
-            CheckpointWarning("files.not-in-index", f"files that {weights.index} does not mention: {_few(extra)}")
+            CheckpointWarning("files.not-in-index", f"files that {weights.index} does not mention: {_listed(extra)}")
         )
     return Weights(weights.files, weights.weight_map, weights.index, weights.total_size, tuple(warnings))
 
@@ -119,7 +123,7 @@ def _no_weights(names: Sequence[str], where: str) -> MoeqError:
     for suffix, (what, hint) in suffixes.items():
         found = [name for name in names if name.endswith(suffix)]
         if found:
-            return MoeqError("source.no-weights", f"{where} holds {what} and no safetensors: {_few(found)}", hint)
+            return MoeqError("source.no-weights", f"{where} holds {what} and no safetensors: {_listed(found)}", hint)
     return MoeqError("source.no-weights", f"{where} has no *.safetensors file and no safetensors index")
 
 
@@ -157,11 +161,11 @@ def merge_headers(
         _check_index(weights, weight_map, tensors)
     if unlisted:
         warnings.append(
-            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_few(unlisted)}")
+            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_listed(unlisted)}")
         )
     if shadowed:
         warnings.append(
-            CheckpointWarning("index.duplicates", f"tensors in several files, the index decides: {_few(shadowed)}")
+            CheckpointWarning("index.duplicates", f"tensors in several files, the index decides: {_listed(shadowed)}")
         )
     total = sum(entry.end - entry.start for entry in tensors.values())
     if weights.total_size not in (None, total):
@@ -187,6 +191,6 @@ def _check_index(weights: Weights, weight_map: dict[str, str], tensors: dict[str
     raise MoeqError("source.index-mismatch", f"{detail} in {weight_map[first]}", "the download mixes two revisions")
 
 
-def _few(names: Sequence[str], limit: int = 5) -> str:
+def _listed(names: Sequence[str], limit: int = 5) -> str:
     shown = ", ".join(ascii(name)[1:-1] for name in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit:,} more"

@@ -17,42 +17,103 @@ from moeq.errors import ExitCode, MoeqError, as_moeq_error
 
 
 class Command(NamedTuple):
-    """One command: where its function lives and the line `moeq --help` shows for it."""
+    """One command.
+
+    Attributes:
+        module: module of its function.
+        help: its line in `moeq --help`.
+        examples: arguments of the examples at the end of its help; tests run them.
+    """
 
     module: str
     help: str
+    examples: tuple[str, ...]
 
 
-#: Set by the shell's completion script.
+#: Variable that the shell's completion script sets.
 _COMPLETE = "_MOEQ_COMPLETE"
 
 # Order is the order of use. The module is imported only when its command runs, so `moeq --help` stays instant.
 COMMANDS: dict[str, Command] = {
-    "inspect": Command("moeq.cli.inspect", "Say what a checkpoint holds and which backend would run it."),
-    "oracle": Command("moeq.cli.oracle", "Decide the kernel backend for a deployment, with every reason."),
-    "plan": Command("moeq.cli.plan", "Say what a conversion would read, write and need, unit by unit."),
-    "convert": Command("moeq.cli.convert", "Repack expert weights into a backend's kernel layout, offline."),
+    "inspect": Command(
+        "moeq.cli.inspect",
+        "Say what a checkpoint holds and which backend would run it.",
+        ("org/name", "./checkpoint --gpu H100 --tp 4", "./checkpoint --gpu H100 --json"),
+    ),
+    "oracle": Command(
+        "moeq.cli.oracle",
+        "Decide the kernel backend for a deployment, with every reason.",
+        (
+            "./checkpoint --gpu H100 --tp 8",
+            "./checkpoint --gpu a100,h100,mi300x --tp 1,2,4,8",
+            "./checkpoint --gpu a100,h100 --tp 1,2 --require H100/tp2",
+        ),
+    ),
+    "plan": Command(
+        "moeq.cli.plan",
+        "Say what a conversion would read, write and need, unit by unit.",
+        ("./checkpoint --gpu H100 --tp 2", "./checkpoint --gpu H100 -o plan.json"),
+    ),
+    "convert": Command(
+        "moeq.cli.convert",
+        "Repack expert weights into a backend's kernel layout, offline.",
+        (
+            "./checkpoint ./converted --gpu H100 --tp 2",
+            "./checkpoint ./converted --gpu A100 --dry-run",
+            "./checkpoint ./converted --plan plan.json",
+        ),
+    ),
     "transcode": Command(
-        "moeq.cli.transcode", "Write the same values in another checkpoint format, which engines load directly."
+        "moeq.cli.transcode",
+        "Write the same values in another checkpoint format, which engines load directly.",
+        ("./checkpoint ./transcoded --to compressed-tensors",),
     ),
-    "finalize": Command("moeq.cli.finalize", "Publish a conversion that was done in shares, after checking all of it."),
-    "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card."),
-    "verify": Command("moeq.cli.verify", "Prove that a conversion still holds the values of its source."),
-    "restore": Command("moeq.cli.restore", "Take a conversion back to its source, byte for byte."),
-    "diff": Command("moeq.cli.diff", "Compare two checkpoints by dequantised values, whatever their packing."),
-    "parity": Command("moeq.cli.parity", "Compare packed bytes with the engine's own packing code."),
-    "run-check": Command("moeq.cli.run_check", "Run fused kernels on converted weights against a reference."),
+    "finalize": Command(
+        "moeq.cli.finalize", "Publish a conversion that was done in shares, after checking all of it.", ("./converted",)
+    ),
+    "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card.", ("./converted org/name",)),
+    "verify": Command(
+        "moeq.cli.verify",
+        "Prove that a conversion still holds the values of its source.",
+        ("./converted", "./converted --source ./checkpoint"),
+    ),
+    "restore": Command(
+        "moeq.cli.restore", "Take a conversion back to its source, byte for byte.", ("./converted ./restored",)
+    ),
+    "diff": Command(
+        "moeq.cli.diff",
+        "Compare two checkpoints by dequantised values, whatever their packing.",
+        ("./checkpoint ./converted",),
+    ),
+    "parity": Command(
+        "moeq.cli.parity",
+        "Compare packed bytes with the engine's own packing code.",
+        ("./checkpoint --layout marlin-wna16/1",),
+    ),
+    "run-check": Command(
+        "moeq.cli.run_check",
+        "Run fused kernels on converted weights against a reference.",
+        ("./converted", "./converted --layers 0 --tokens 1,7 --html report.html"),
+    ),
     "selftest": Command(
-        "moeq.cli.selftest", "Test run-check itself: damage experts in memory and see each damage found."
+        "moeq.cli.selftest",
+        "Test run-check itself: damage experts in memory and see each damage found.",
+        ("./converted",),
     ),
-    "warmup": Command("moeq.cli.warmup", "Compile the kernels that serving a conversion needs, ahead of time."),
-    "backends": Command("moeq.cli.backends", "List backend families, backends and their limits."),
-    "gpus": Command("moeq.cli.gpus", "List the GPUs that are known by name."),
+    "warmup": Command(
+        "moeq.cli.warmup",
+        "Compile the kernels that serving a conversion needs, ahead of time.",
+        ("./converted", "./converted --gpu H100 --tp 2"),
+    ),
+    "backends": Command("moeq.cli.backends", "List backend families, backends and their limits.", ("", "wna16")),
+    "gpus": Command("moeq.cli.gpus", "List the GPUs that are known by name.", ("", "'NVIDIA H100 80GB HBM3'")),
     "doctor": Command(
-        "moeq.cli.doctor", "Summary to paste into an issue: environment, verdict, flags, memory, what to do."
+        "moeq.cli.doctor",
+        "Summary to paste into an issue: environment, verdict, flags, memory, what to do.",
+        ("", "./checkpoint --gpu H100 --tp 2"),
     ),
-    "schema": Command("moeq.cli.schema", "Print the JSON Schema of a command's --json document."),
-    "explain": Command("moeq.cli.explain", "Explain a rule, advisory or error code."),
+    "schema": Command("moeq.cli.schema", "Print the JSON Schema of a command's --json document.", ("", "inspect")),
+    "explain": Command("moeq.cli.explain", "Explain a rule, advisory or error code.", ("", "P04_SCHEME", "usage.tp")),
 }
 
 
@@ -92,12 +153,10 @@ def _not_asked() -> None:
     """Stand for a command in the help of others; never runs, since the asked one is always imported."""
 
 
-def _examples(command: str) -> str | None:
+def _examples(command: str) -> str:
     """Return the examples at the end of a command's help, a line each."""
-    from moeq.cli.examples import EXAMPLES
-
-    rows = EXAMPLES.get(command)
-    return "\n\n".join(("Examples:", *(f"  moeq {command} {row}".rstrip() for row in rows))) if rows else None
+    rows = COMMANDS[command].examples
+    return "\n\n".join(("Examples:", *(f"  moeq {command} {row}".rstrip() for row in rows)))
 
 
 def asked_command(argv: Sequence[str]) -> str | None:

@@ -26,10 +26,10 @@ class ConversionReport:
     Failures are reported here to machines (events, job summary) and raised again for the command to report.
 
     Args:
-        out: the command's output sink.
-        title: the command.
+        out: output sink of the command.
+        title: name of the command.
         quiet: print only warnings and errors on stderr.
-        log: file for events, or None.
+        log: file to which events are appended, or None.
 
     Raises:
         MoeqError: `environment.write` where `log` cannot be written.

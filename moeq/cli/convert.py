@@ -112,7 +112,7 @@ def command(
 
 
 class Choices(NamedTuple):
-    """What decides a conversion beside source and deployment."""
+    """Choices that decide a conversion beside source and deployment."""
 
     layout: str | None
     force_layout: bool

@@ -1,4 +1,4 @@
-"""`moeq doctor`: one block to paste into an issue."""
+"""`moeq doctor`: a summary to paste into an issue."""
 
 from __future__ import annotations
 

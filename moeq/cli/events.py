@@ -19,12 +19,12 @@ SCHEMA = "moeq.events/1"
 
 
 class EventLog:
-    """Appends one line per event, each written whole and at once, so that several processes may share a file.
+    """Log of one line per event, each written whole and at once, so that several processes may share a file.
 
     Args:
         path: file to append to; created where it is missing.
-        on_failure: called once with the reason when a line cannot be written; later events are dropped. A full disk
-            must not end a conversion that could have gone on.
+        on_failure: function that is called once with the reason when a line cannot be written. Later events are
+            dropped: a full disk must not end a conversion that could have gone on.
 
     Raises:
         MoeqError: `environment.write` where the file cannot be opened.
@@ -57,7 +57,7 @@ class EventLog:
                 self._on_failure(f"no more events are written: {error.strerror}")
 
     def record(self, event: Any) -> None:
-        """Append a record of the pipeline under its class's name: `UnitFinished` as `unit_finished`."""
+        """Append a record of the pipeline under the name of its class: `UnitFinished` as `unit_finished`."""
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
         self.write(name, **dataclasses.asdict(event))
 

@@ -13,7 +13,7 @@ from moeq.cli.out import Output
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Facts about an advisory that tell a developer of moeq something, and a user nothing: in --json only.
+#: Facts about an advisory that only developers of moeq need; they are in --json alone.
 _INTERNAL = {"requirement", "fixed_by", "check", "shown"}
 
 

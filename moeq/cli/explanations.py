@@ -12,7 +12,7 @@ from typing import Any
 from moeq.errors import EXIT_CODES, MoeqError
 from moeq.oracle.explain import Entry, catalog
 
-#: What the user asked for does not change what is known: `moeq explain` describes this version's backends.
+#: Engines whose backends `moeq explain` describes, whatever a user asked for.
 _ENGINES = ("vllm@0.33.0", "moeq")
 
 
@@ -109,7 +109,7 @@ def codes() -> Iterator[Entry]:
     yield from checkpoint_warnings()
 
 
-#: Looked through in this order; what takes longest to load comes last.
+#: Sources in the order of search; whatever takes longest to load comes last.
 SOURCES: tuple[Callable[[], Iterator[Entry]], ...] = (codes, formats, backends, layouts)
 
 

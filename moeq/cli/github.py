@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-#: Most bytes of one step's summary; GitHub drops a larger one whole.
+#: Upper bound of one step's summary in bytes; GitHub drops a larger one whole.
 SUMMARY_LIMIT = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: a command ends with exit code 130 and one line, wherever it is.
 
-The handler raises KeyboardInterrupt in the main thread, between any two instructions, also within an import or a
+The handler raises KeyboardInterrupt in the main thread, between any two instructions, even within an import or a
 finaliser. Not all code lets it pass: Python 3.11 raises a RuntimeError for whatever `__set_name__` raises, modules in C
 an ImportError for whatever their imports raise, and exceptions of finalisers are printed and dropped. So the handler
 also remembers that it was called: what a command raises after that is the interrupt in disguise.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
-#: Schedulers end jobs with SIGTERM: finished work is kept as after Ctrl-C.
+#: Signals that interrupt a command. Schedulers end jobs with SIGTERM, after which finished work is kept too.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 #: Seconds after which an interrupt that a finaliser swallowed comes again.

@@ -59,8 +59,8 @@ def command(
     checkpoint = _opened(src, revision)
     if ".." in base.engine:
         return _upgrade(out, src, checkpoint, base)
-    many = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
-    if not many:
+    is_matrix = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
+    if not is_matrix:
         return _single(out, src, checkpoint, base, brief=brief)
     return _matrix(out, src, checkpoint, base, (gpus, tps, eps), require or [], markdown)
 

@@ -28,7 +28,7 @@ class Output:
     """Sink of one command.
 
     Args:
-        schema: name of the command's JSON document, such as `moeq.inspect/1`.
+        schema: name of the JSON document, such as `moeq.inspect/1`.
         json_mode: whether `--json` was given.
     """
 
@@ -36,7 +36,7 @@ class Output:
         self.schema = schema
         self.json_mode = json_mode
         self.live: Console | None = None  # of a progress bar, while there is one
-        self._told = False
+        self._answered = False
 
     @property
     def stderr(self) -> Console:
@@ -48,8 +48,8 @@ class Output:
 
         Args:
             document: the JSON document without `schema` and `ok`, which are added here.
-            render: draws the same facts for people.
-            ok: False where the command ran fine and the answer is no (exit code 1).
+            render: function that draws the same facts for people.
+            ok: whether the answer is yes; False where the command ran fine and the answer is no (exit code 1).
         """
         if self.json_mode:
             self._document({"ok": ok, **document})
@@ -62,8 +62,8 @@ class Output:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.
 
         Args:
-            error: what to report.
-            styled: False imports nothing: after an interrupt, modules may be half imported.
+            error: the error.
+            styled: whether Rich is imported for it; after an interrupt, modules may be half imported.
         """
         if self.json_mode:
             details = {"code": error.code, "message": error.message, "hint": error.hint}
@@ -95,7 +95,7 @@ class Output:
         return self.schema.partition("/")[0].replace(".", " ", 1)
 
     def annotate(self, kind: str, title: str, message: str) -> None:
-        """Say it again where GitHub shows it on the workflow's page: an `error` or a `warning`."""
+        """Repeat an `error` or a `warning` where GitHub shows it on the workflow's page."""
         title = f"{self._command} {title}".rstrip()
         if github.in_actions():
             self.line(github.annotation(kind, plain(title), "\n".join(map(plain, message.splitlines()))))
@@ -115,11 +115,11 @@ class Output:
         write(sys.stderr, text.getvalue())
 
     def _document(self, document: Mapping[str, Any]) -> None:
-        if self._told:  # interrupted after the answer: there is one document
+        if self._answered:  # interrupted after the answer: there is one document
             return
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
-        self._told = True
+        self._answered = True
         write(sys.stdout, text + "\n")
 
 

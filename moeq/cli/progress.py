@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 30.0
 
-#: The time left is said from here on: seconds, and share that is done.
-SURE_SECONDS, SURE_SHARE = 3.0, 0.02
+#: Least seconds, and least share that is done, before the time left is estimated.
+MIN_ESTIMATE_SECONDS, MIN_ESTIMATE_SHARE = 3.0, 0.02
 
-#: What counts as the present rate.
+#: Seconds over which the present rate is measured.
 RECENT_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
 class Beat:
-    """How far a command is.
+    """Progress of a command at one moment.
 
     Attributes:
-        done: bytes or steps done; `total`: in all.
-        label: what is being worked on.
+        done: bytes or steps that are done.
+        total: bytes or steps in all.
+        label: name of the current work.
         rate: bytes or steps per second, without what earlier runs had done.
         seconds_left: at that rate; None where nothing can be said.
     """
@@ -59,10 +60,10 @@ class ProgressReport:
 
     Args:
         out: the command's output sink.
-        title: what is going on, one word.
-        unit: what `update` counts: `bytes`, or what things are called.
-        quiet: render nothing.
-        on_beat: called with every heartbeat as well, whether or not lines are rendered.
+        title: one word for the work.
+        unit: unit of `update`: `bytes`, or the name of a step.
+        quiet: whether nothing is rendered.
+        on_beat: function that is called with every heartbeat, whether or not lines are rendered.
     """
 
     def __init__(
@@ -174,10 +175,10 @@ class ProgressReport:
             self._recent.append((now, done))
         since, then = self._recent[0]
         recent = max(done - then, 0) / max(now - since, 1e-3) if now - since >= 1 else rate
-        # Nothing is said before there is something to go by; of two rates the slower one counts, since what is left
-        # may be of another kind than what is done.
-        known = elapsed >= SURE_SECONDS and total and more >= SURE_SHARE * total and min(rate, recent) > 0
-        return Beat(done, total, label, rate, (total - done) / min(rate, recent) if known else None)
+        # Early estimates mislead. The slower of both rates counts: the work that is left may be of another kind.
+        slower = min(rate, recent)
+        known = elapsed >= MIN_ESTIMATE_SECONDS and total and more >= MIN_ESTIMATE_SHARE * total and slower > 0
+        return Beat(done, total, label, rate, (total - done) / slower if known else None)
 
     def text(self, beat: Beat) -> str:
         """Describe a beat in one line."""

@@ -60,7 +60,7 @@ def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
 def push_conversion(
     out: Output, folder: Path, target: PushTarget, base_model: str | None, sign: Path | None, *, quiet: bool
 ) -> Pushed:
-    """Push `folder` with its card, showing progress. The manifest is not that of the folder, and is signed anew."""
+    """Push `folder` with its card, showing progress; the manifest is adapted and signed anew."""
     from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
     from moeq.pipeline.plan.side_files import CARD, SIGNATURE_NAME, SOURCE_CARD

@@ -87,15 +87,15 @@ def command(
             ),
             progress=progress.update,
         )
-    lost = _write_files(report, dst, html, junit, " ".join(sys.argv[1:]))
-    document = {**report.to_json(), "reports_not_written": [error.message for error in lost]}
-    out.answer(document, lambda console: render(console, report), ok=report.ok and not lost)
-    for error in lost:
+    unwritten = _write_files(report, dst, html, junit, " ".join(sys.argv[1:]))
+    document = {**report.to_json(), "reports_not_written": [error.message for error in unwritten]}
+    out.answer(document, lambda console: render(console, report), ok=report.ok and not unwritten)
+    for error in unwritten:
         out.warning(f"{error.message}; the result above is still valid")
     if not report.ok:
         out.annotate("error", "run-check failed", "\n".join(complaints(report)))
         raise typer.Exit(ExitCode.NO)
-    if lost:
+    if unwritten:
         raise typer.Exit(ExitCode.ENVIRONMENT)
 
 
@@ -128,14 +128,14 @@ def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path |
         (html, lambda: page.render(report, *_illustrations(dst), provenance=_provenance(dst, command))),
         (junit, lambda: xml.render(report)),
     ]
-    lost = []
+    unwritten = []
     for path, render in renderers:
         if path is not None:
             try:
                 write_text(path, render())
             except MoeqError as error:
-                lost.append(error)
-    return lost
+                unwritten.append(error)
+    return unwritten
 
 
 def _provenance(dst: str, command: str) -> Provenance:

@@ -19,7 +19,7 @@ class MatrixCell:
     """One backend at one size.
 
     Attributes:
-        state: `chosen`, `works`, `no`, or `absent` where the engine does not even consider it.
+        state: `chosen`, `works`, `no`, or `absent` where the engine does not consider the backend.
         text: reasons, for a tooltip.
     """
 

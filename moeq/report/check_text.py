@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
     from moeq.check.results import CheckReport, LayerReport, ProjectionResult, Sample
 
-#: Lines of a kind before "and N more".
+#: Upper bound of lines of one kind, before "and N more".
 MOST_LINES = 20
 
-#: Shades of the heat map, from no error to half the bound; what is beyond the bound gets a mark of its own.
+#: Shades of the heat map, from no error up to the bound; errors beyond it have a mark of their own.
 _SHADES = " .:-=+*#"
 _BEYOND = "X"
 _LEVEL_STYLES = ("dim", "dim", "", "", "yellow", "yellow", "yellow", "yellow")
@@ -68,7 +68,7 @@ def _sample(sample: Sample) -> str:
     return f"layer {sample.layer}: {scope} experts {experts}; top {sample.top_k}; {runs}"
 
 
-#: Columns of the table, and the number by which they leave it where the terminal is narrow: the highest first.
+#: Title, rank and text of each column; on a narrow terminal the columns of the highest rank are left out first.
 _COLUMNS: tuple[tuple[str, int, Callable[[ProjectionResult], str]], ...] = (
     ("max error", 0, lambda one: f"{one.max_abs:.2e}"),
     ("mean error", 5, lambda one: f"{one.mean_abs:.2e}"),

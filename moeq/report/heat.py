@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moeq.check.results import CheckReport, ProjectionResult
 
-#: Upper ends of the levels 0, 1, ...: error over bound. What is above the last is beyond the bound.
+#: Upper ends of the levels 0, 1, ... as error over bound; errors above the last are beyond the bound.
 LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moeq.check.tile_picture import TilePicture
     from moeq.report.backend_matrix import BackendMatrix
 
-#: Mismatches and failing experts that are listed.
+#: Upper bound of listed mismatches and failing experts.
 MOST_LINES = 200
 
 

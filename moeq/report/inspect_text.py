@@ -32,14 +32,14 @@ _ZERO_POINTS = {
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found.
+    """Findings of `inspect`.
 
     Attributes:
-        checkpoint: what was inspected.
-        answer: what `convert` would make of it, or None.
-        no_answer: why there is none.
+        checkpoint: the inspected checkpoint.
+        answer: answer to what `convert` would write, or None.
+        no_answer: reason why there is no answer.
         degrees: tensor-parallel degrees; empty for a converted checkpoint.
-        found: what a scan of the data found.
+        found: warnings of a scan of the data.
     """
 
     checkpoint: Checkpoint
@@ -53,9 +53,9 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     """Print what it is, how it is quantised, what is unusual, how large it is; then the answer.
 
     Args:
-        console: where to draw.
-        inspection: what was found.
-        verbose: everything instead of one screen.
+        console: console to print to.
+        inspection: the findings.
+        verbose: whether everything is printed instead of one screen.
     """
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     console.print(Text(info.name, style="bold"))

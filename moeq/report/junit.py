@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from moeq.check.results import CheckReport, ProjectionResult
 
-#: (class name, name, None or why it failed)
+#: Class name, name, and the reason of a failure or None.
 _Case = tuple[str, str, str | None]
 
 

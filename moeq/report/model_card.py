@@ -23,7 +23,7 @@ _FRONT_MATTER_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class CardOptions:
-    """What the manifest does not say.
+    """Facts that the manifest does not hold.
 
     Attributes:
         repo: repository the conversion is pushed to.

@@ -11,7 +11,7 @@ from moeq.errors import MoeqError
 
 _FOLDER = files("moeq.report").joinpath("json_schemas")
 
-#: What every command prints instead where it fails.
+#: Schema of the error that every command prints instead of an answer.
 ERROR = {
     "type": "object",
     "required": ["code", "message", "hint", "exit_code"],

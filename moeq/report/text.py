@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-#: Columns that the label of a line takes, the spaces around it included.
+#: Width of a line's label in columns, the spaces around it included.
 LABEL = 13
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: What AutoAWQ stores of a projection, in every packing.
+#: Parts of a projection, the same in every packing.
 PARTS: PartRoles = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "bias": "bias"}
 
 #: Nibble of a word that holds column `8 * c + j`, for `j` = 0 .. 7.

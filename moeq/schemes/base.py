@@ -20,13 +20,13 @@ ZeroPoint = Literal["none", "stored", "stored-minus-one"]
 
 @dataclass(frozen=True)
 class ScaleKey:
-    """What one scale covers.
+    """Type and extent of a scale.
 
     Attributes:
         dtype: `f16`, `bf16`, `f32`, `e8m0`, `e4m3`.
-        granularity: what shares a scale.
+        granularity: extent of a scale by name.
         group_shape: `(rows, columns)` that share a scale; -1 stands for the whole axis.
-        dynamic: computed at run time (activations) instead of stored.
+        dynamic: whether scales are computed at run time (activations) instead of stored.
     """
 
     dtype: str
@@ -43,7 +43,7 @@ class QuantKey:
         dtype: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`).
         storage: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ...
         scale: first-level scale.
-        symmetric: no zero points.
+        symmetric: whether there are no zero points.
         scale2: second-level scale (NVFP4's global scale), if any.
     """
 

@@ -1,4 +1,4 @@
-"""What a quantisation config declares for a module, in any dialect. No torch.
+"""The declarations of a quantisation config about a module, in any dialect. No torch.
 
 Headers decide what is quantised; the config decides what headers cannot tell (symmetry, zero-point convention,
 act-order, activation quantisation) and is checked against them.
@@ -24,13 +24,13 @@ class Declared:
         variant: the method's own format name (`gptq_v2`, `gemm`, `pack-quantized`, `auto_round:auto_gptq`, ...).
         bits: bits of a weight, if declared.
         group_size: weights along `K` per scale; -1 is one per channel; None where not declared.
-        symmetric: None where not declared.
-        act_order: columns are reordered by activation size.
+        symmetric: whether there are no zero points; None where not declared.
+        act_order: whether columns are reordered by activation size.
         strategy: granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
         block: rows and columns of weights that share a scale, where declared.
-        activation: what activations are to be quantised to.
+        activation: type to which activations are to be quantised.
         writer: tool that wrote the checkpoint.
-        rule: the config entry that decided, for messages.
+        rule: config entry that decided, for messages.
     """
 
     method: str
@@ -53,10 +53,10 @@ class Declaration:
     Attributes:
         method: normalised `quant_method`.
         origin: file and key it was found under.
-        default: what holds where no rule says otherwise; None where nothing is quantised by default.
+        default: declaration where no rule says otherwise; None where nothing is quantised by default.
         resolve: module name to its declaration, None where the config leaves the module unquantised.
-        per_expert: rules may single out experts, so each has to be looked up.
-        refusal: why nothing declared this way can be converted (rotations, sparsity, ...), or None.
+        per_expert: whether rules may single out experts, so that each has to be looked up.
+        refusal: reason why nothing declared this way can be converted (rotations, sparsity, ...), or None.
         raw: the config itself.
     """
 

@@ -1,4 +1,4 @@
-"""From a logical matrix to numbers. The one definition of what codes, scales and zero points mean."""
+"""The one definition of what codes, scales and zero points mean: from a logical matrix to numbers."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFo
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Part that gives a format away -> its name. A trailing dot matches any part that starts so.
+#: Telltale part -> name of the format. A trailing dot matches any part that starts so.
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("weight.quant_state.", "bitsandbytes 4-bit"),
     ("weight.absmax", "bitsandbytes 4-bit"),
@@ -37,7 +37,7 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     ("meta", "compressed-tensors marlin-24"),
 )
 
-#: Dtype of `weight` that gives a format away -> its name.
+#: Telltale dtype of `weight` -> name of the format.
 _DTYPES: dict[str, str] = {
     "F8_E4M3FNUZ": "FP8 in the encoding of gfx942 (E4M3FNUZ: another bias, no negative zero)",
     "F8_E5M2FNUZ": "FP8 in the encoding of gfx942 (E5M2FNUZ)",
@@ -57,7 +57,7 @@ def foreign_name(parts: Parts) -> str | None:
 
 
 class Foreign(ReadOnlyFormat):
-    """Anything recognised that moeq does not read."""
+    """Any format that is recognised but not read."""
 
     id = "foreign"
     title = "a format that moeq recognises but does not read"

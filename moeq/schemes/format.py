@@ -1,6 +1,6 @@
-"""What a checkpoint format is: how to recognise, describe, decode and rebuild one projection of one expert. No torch.
+"""Base classes of checkpoint formats: recognise, describe, decode and rebuild one projection of one expert. No torch.
 
-A format is one file with one `Format` (or `ReadOnlyFormat`) subclass and one row in the registry. `matches` and
+A format is one `Format` (or `ReadOnlyFormat`) subclass and one row in the registry. `matches` and
 `describe` look at headers and config only; `unpack` and `repack` see data.
 """
 
@@ -36,12 +36,12 @@ Parts = Mapping[str, PartSig]
 
 @dataclass(frozen=True)
 class Context:
-    """What a format is told beside the parts.
+    """Facts beside the parts that a format may use.
 
     Attributes:
         where: module name, for messages.
-        role: which projection.
-        declared: what the config says about the module.
+        role: role of the projection.
+        declared: declaration of the config about the module.
         k_hint: input features as the sibling projection's headers imply them, or None where unknown.
         gated: whether the expert has a gate projection.
     """
@@ -62,24 +62,24 @@ def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
     raise MoeqError("source.inconsistent", f"{where}: {detail}", hint)
 
 
-#: What a part holds. `scale2` is a second-level scale, `index` the group of each column, `other` what moeq ignores.
+#: Content of a part. `scale2` is a second-level scale, `index` the group of each column, `other` is ignored.
 PartRole = Literal["codes", "scale", "scale2", "zeros", "index", "shape", "bias", "other"]
 
-#: The parts of a format by name.
+#: Part name to content, for all parts of a format.
 PartRoles = Mapping[str, PartRole]
 
 
 @dataclass(frozen=True)
 class FastView:
-    """How the fast path reads a format: its stored bytes are matrices of codes, scales and zero points as they are.
+    """Storage of a format whose bytes the fast path can read as matrices of codes, scales and zero points.
 
     Codes are 4 or 8 bits wide, in little-endian words along K; zero points are packed likewise along N.
 
     Attributes:
-        transposed: the stored matrices have their rows along K (or groups) instead of along N.
-        nibble_of_column: codes are packed along N instead, eight to a word: the nibble of each of 8 columns.
-        signed: codes are two's complement bytes; the logical ones are offset by 128.
-        repeated_scales: several rows may share one stored scale, as the scheme's group shape says.
+        transposed: whether stored matrices have their rows along K (or groups) instead of along N.
+        nibble_of_column: nibble of each of 8 columns, where eight codes along N are packed into a word.
+        signed: whether codes are two's complement bytes; the logical ones are offset by 128.
+        repeated_scales: whether several rows may share one stored scale, as the scheme's group shape says.
         divisors: parts that hold the reciprocal of a second-level scale.
     """
 
@@ -100,14 +100,14 @@ class Described:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a format contributes to a `Scheme` beside the sizes.
+    """Contribution of a format to a `Scheme` beside the sizes.
 
     Attributes:
         storage: container of a code.
-        packing: where a code sits in it, for people.
-        granularity: what shares a scale.
+        packing: place of a code in its container, for people.
+        granularity: extent of a scale by name.
         group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
-        zero_point: how zero points are stored.
+        zero_point: storage of zero points.
         scale2: second-level scale, if any.
     """
 
@@ -125,10 +125,10 @@ class Format(ABC):
     Subclasses set:
         id: registry id, `Scheme.format`.
         title: one line for people.
-        parts: every part that a projection may have, and what it holds. No other part is ever read.
-        fast_view: how the fast path reads it, or None where only the reference path can.
+        parts: content of every part that a projection may have. No other part is ever read.
+        fast_view: storage as the fast path reads it, or None where only the reference path can.
         bijective: roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
-        padded_scales: the writer fills rows of scales with zeros.
+        padded_scales: whether the writer fills rows of scales with zeros.
         refusal: None; see `ReadOnlyFormat`.
     """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Where codes lie, for people, and which of the two forms a scheme is.
+#: Places of codes in the two forms, for people; a scheme keeps one of them as `packing`.
 _BY_ROWS = "two codes per byte along K, low nibble first"
 _BY_COLUMNS = "two codes per byte along K, low nibble first, rows and columns exchanged"
 

@@ -28,7 +28,7 @@ _MAX_PATTERN = 4096
 _REPEAT = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\})")
 _OPTIONAL = re.compile(r"(?<![\\*+?}(])\?")
 
-#: What lets a group match one text in several ways.
+#: Syntax that lets a group match one text in several ways.
 _AMBIGUOUS = re.compile(r"[|*+?{]")
 
 

@@ -297,15 +297,13 @@ class TestSituations:
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_examples_of_help_run(command, checkpoints, tmp_path, capsys, monkeypatch) -> None:
     """In order, in a folder that has ./checkpoint: those that need the network or another program are only parsed."""
-    from moeq.cli.examples import EXAMPLES
-
     monkeypatch.chdir(tmp_path)
     shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "checkpoint")
     if command in ("verify", "restore", "diff", "run-check", "selftest", "push"):
         assert run(["convert", "checkpoint", "converted", "--gpu", "A100", "--quiet"]) == 0
     if command == "convert":
         assert run(["plan", "checkpoint", "--gpu", "H100", "-o", "plan.json"]) == 0
-    for example in EXAMPLES[command]:
+    for example in COMMANDS[command].examples:
         words = shlex.split(example)
         if command in ("push", "parity", "finalize", "warmup") or "org/name" in words:
             assert {word for word in words if word.startswith("--")} <= options_of(command)
