@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
+from support.cases import Routed
 from support.routing import choose_experts
-from torch import Tensor
 
-from bench.shapes import H200, L2, READ, Shape
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Tokens of a call, and the weights and ids of their choices."""
-
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
+from bench.shapes import H200, READ, Shape
 
 
 def inputs(
-    shape: Shape, tokens: int, seed: int, dtype: torch.dtype = torch.bfloat16, routing: str = "uniform"
-) -> Inputs:
-    """Draw normal tokens and their experts (`support.routing.ROUTINGS`)."""
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(tokens, shape.hidden, generator=generator, device="cuda").to(dtype)
+    shape: Shape, tokens: int, seed: int, routing: str = "uniform", device: torch.device | str = "cuda"
+) -> Routed:
+    """Draw normal tokens and distinct experts (`support.routing.ROUTINGS`); weights are float32, ids int32."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+    x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
     ids = choose_experts(routing, tokens, shape.experts, shape.top_k, generator)
-    weights = torch.rand(tokens, shape.top_k, generator=generator, device="cuda")
-    return Inputs(x, weights / weights.sum(1, keepdim=True), ids)
+    weights = torch.rand(tokens, shape.top_k, generator=generator, device=device)
+    return Routed(x, weights / weights.sum(1, keepdim=True), ids)
 
 
 def captured(calls: list[Callable[[], object]]) -> tuple[torch.cuda.CUDAGraph, list[object]]:
@@ -73,15 +62,6 @@ def event_us(call: Callable[[], object]) -> float:
 def median_us(call: Callable[[], object], times: int) -> float:
     """Return the median microseconds of a call on the GPU, after three calls that do not count."""
     return statistics.median([event_us(call) for _ in range(times + 3)][3:])
-
-
-def copies_needed(hit_bytes: float) -> int:
-    """Return how many copies of the weights keep them out of the cache when a call reads `hit_bytes` of a copy.
-
-    At most 24, unless 24 copies are less than twice the L2 cache.
-    """
-    most = max(24, math.ceil(2 * L2 / hit_bytes))
-    return max(2, min(most, int(4 * L2 / hit_bytes) + 2))
 
 
 @cache

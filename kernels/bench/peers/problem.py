@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from support.cases import E2M1, Routed
 from support.reference import Layer, moe, relative_error
-from support.routing import choose_experts
 from torch import Tensor
 
 from bench.shapes import FORMATS, SHAPES, Format, Group, Shape
+from bench.timing import inputs
 
 #: Tokens whose outputs are compared; tokens do not mix, so more would cost minutes and tell little.
 COMPARED = 16
@@ -156,13 +156,8 @@ def _random_scales(
 
 
 def route(problem: Problem, tokens: int, seed: int) -> Routed:
-    """Draw normal tokens and distinct experts; weights are float32, ids int32."""
-    shape, device = problem.shape, problem.w13.codes.device
-    generator = torch.Generator(device=device).manual_seed(1000 + seed)
-    x = torch.randn(tokens, shape.hidden, generator=generator, device=device).to(torch.bfloat16)
-    ids = choose_experts(problem.routing, tokens, shape.experts, shape.top_k, generator)
-    weights = torch.rand(tokens, shape.top_k, generator=generator, device=device)
-    return Routed(x, weights / weights.sum(1, keepdim=True), ids)
+    """Draw the tokens of a call and their experts: the same numbers in every process."""
+    return inputs(problem.shape, tokens, 1000 + seed, problem.routing, problem.w13.codes.device)
 
 
 class Stack:

@@ -29,7 +29,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call's inputs and its buffers: bytes for e4m3 codes, bfloat16 for products."""
+    """Inputs of a call, and its buffers: bytes for e4m3 codes, bfloat16 for products."""
 
     routed: Routed
     codes: Tensor

@@ -1,9 +1,9 @@
 """FlashInfer's CUTLASS kernels for MXFP4 on Hopper, with 16-bit activations and with e4m3 ones.
 
-Weights are prepared as vLLM 0.33.0 does it for its FLASHINFER_CUTLASS_MXFP4_BF16: up before gate, codes and scales
-in the order of FlashInfer's own functions, both sizes whole multiples of 128. e4m3 activations are
-`use_wfp4afp8_humming`, the only way of 0.7.2 on Hopper: rows are quantised on the way. nvcc and ninja compile the
-kernels at their first use, unless `bench.bundle.flashinfer_module` did it before.
+Weights are prepared as vLLM 0.33.0 prepares them for its FLASHINFER_CUTLASS_MXFP4_BF16: up before gate, codes and
+scales in the order of FlashInfer's own functions, both sizes multiples of 128. e4m3 activations are
+`use_wfp4afp8_humming`, the only way of 0.7.2 on Hopper; it quantises rows itself. FlashInfer compiles the kernels with
+nvcc and ninja at their first use, unless its cache has them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from bench.peers.contenders import Contender, round_up, widened
 from bench.peers.problem import Codes, Problem
 from bench.shapes import Format
 
-#: Scale of gate in swiglu_oai, and what is added to up.
+#: Scale of gate in swiglu_oai, and the number that is added to up.
 OAI_ALPHA, OAI_BETA = 1.702, 1.0
-#: What FlashInfer asks residual scales of experts to be multiplied by, on its way with e4m3 activations.
+#: Factor of residual scales of experts beside e4m3 activations, as FlashInfer asks for it.
 COMPENSATION = 2.0**6
 
 
 @dataclass
 class Weights:
-    """The arguments of a call that belong to the layer, and the layer's rounded-up sizes."""
+    """Arguments of a call that belong to the layer, and the layer's rounded-up sizes."""
 
     arguments: dict[str, Any]
     experts: int
@@ -40,7 +40,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call's inputs and its buffers."""
+    """Inputs of a call, and its buffers."""
 
     routed: Routed
     output: Tensor
@@ -80,7 +80,7 @@ class Bf16(Contender):
         return Weights(arguments, shape.experts, shape.top_k, hidden, intermediate)
 
     def packed(self, parts: list[Codes]) -> tuple[list[Tensor], list[Tensor]]:
-        """Codes and scales of w13 and w2 in the order of the kernels."""
+        """Bring codes and scales of w13 and w2 into the kernels' order."""
         moe = self.flashinfer.moe
         words = [moe.interleave_moe_weights_for_sm90_mixed_gemm(packing.nibbles(part.codes), "fp4") for part in parts]
         return words, [moe.interleave_moe_scales_for_sm90_mixed_gemm(part.scales) for part in parts]
@@ -107,10 +107,10 @@ class Bf16(Contender):
         return self._run(weights, inputs, tune=False)
 
     def _run(self, weights: Weights, inputs: Inputs, tune: bool) -> Tensor:
-        """A call with its tactics tuned for exactly its number of tokens.
+        """Call the kernels, with tactics tuned for exactly this number of tokens.
 
-        What was tuned is found again only under the same buckets: FlashInfer's own end at 8192 tokens, and a number
-        that is none of theirs takes its first tactic, a slow one.
+        A tactic is found again only under the bucket that it was tuned in. FlashInfer's own buckets end at 8192 tokens,
+        and a number beside them takes its first tactic, a slow one.
         """
         with self.flashinfer.autotune(tune, tuning_buckets=(inputs.routed.x.shape[0],)):
             self.flashinfer.moe.cutlass_fused_moe(**call(weights, inputs))
@@ -118,7 +118,7 @@ class Bf16(Contender):
 
 
 class Fp8(Bf16):
-    """The same with e4m3 activations. An expert's scales below 2^-11 of its largest are rounded into codes."""
+    """e4m3 activations. Scales of an expert below 2^-11 of its largest are rounded into codes."""
 
     options: ClassVar[dict[str, bool]] = {"use_w4_group_scaling": True, "use_wfp4afp8_humming": True}
 
@@ -135,7 +135,7 @@ class Fp8(Bf16):
 
 
 def call(weights: Weights, inputs: Inputs) -> dict[str, Any]:
-    """The arguments of `cutlass_fused_moe`."""
+    """Return the arguments of `cutlass_fused_moe`."""
     return {
         "input": inputs.routed.x,
         "token_selected_experts": inputs.routed.ids,
@@ -147,7 +147,7 @@ def call(weights: Weights, inputs: Inputs) -> dict[str, Any]:
 
 
 def up_before_gate(part: Codes, fmt: Format) -> Codes:
-    """The rows of w13, up first; those of gate and up may lie between each other."""
+    """Return w13 with the rows of up before those of gate, which may be interleaved."""
     half = part.codes.shape[1] // 2
     rows = torch.arange(2 * half, device=part.codes.device)
     order = torch.cat([rows[1::2], rows[::2]]) if fmt.order == "interleaved" else rows.roll(half)
@@ -156,7 +156,7 @@ def up_before_gate(part: Codes, fmt: Format) -> Codes:
 
 
 def activation(fmt: Format, experts: int, device: torch.device) -> dict[str, Tensor]:
-    """Numbers of the activation, each for every expert; none for SiLU."""
+    """Return the activation's numbers for every expert; SiLU has none."""
     if fmt.activation == "silu":
         return {}
     numbers = {"swiglu_alpha": OAI_ALPHA, "swiglu_beta": OAI_BETA, "swiglu_limit": fmt.limit or float("inf")}

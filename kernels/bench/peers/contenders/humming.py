@@ -1,6 +1,6 @@
 """Humming, called as vLLM's `HummingIndexedExperts` calls it: align, product, activation, product, weighted sum.
 
-Weights go in as checkpoints store them and through Humming's own conversion, rounded up as vLLM asks it to. Where the
+Weights go in as checkpoints store them and through Humming's own conversion, rounded up as vLLM asks for. Where the
 second product has other blocks of rows than the first, tokens are aligned again for it, as vLLM 0.33.0 does (0.26.0
 does not; it goes with an older Humming).
 """
@@ -23,14 +23,14 @@ from bench.peers.problem import Codes, Problem
 
 @dataclass(frozen=True)
 class Source:
-    """How a format is handed over: Humming's names of it, and the tensors."""
+    """A format as it is handed over: Humming's configuration and the tensors."""
 
     config: dict[str, Any]
     tensors: Callable[[Codes], dict[str, Tensor]]
     activations: dict[str, Any] | None = None
 
 
-#: Activations as e4m3, with a scale for each row.
+#: Configuration of e4m3 activations with one scale per row.
 _E4M3 = {"quant_method": "humming", "dtype": "float8e4m3"}
 
 
@@ -66,7 +66,7 @@ def _mxfp4(activations: dict[str, Any] | None = None) -> Source:
 
 
 def _fp8(block: bool, activations: bool) -> Source:
-    """FP8 as compressed-tensors stores channels and as DeepSeek stores blocks; activations by token, and by group."""
+    """Return FP8 by channel as compressed-tensors stores it, or by block as DeepSeek does."""
     quantised = {**_E4M3, **({"group_size": 128} if block else {})}
     if block:
         return Source(
@@ -126,7 +126,7 @@ SOURCES = {
 
 @dataclass
 class Weights:
-    """Humming's layers for w13 and w2 and its tile sizes by number of rows."""
+    """Humming's layers for w13 and w2, and its tile sizes by number of rows."""
 
     layers: list[Any]
     tuning: list[list[Any]]
@@ -139,7 +139,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A call's inputs, its buffers, and the tile sizes that Humming picks for this many rows."""
+    """Inputs of a call, its buffers, and the tile sizes that Humming picks for this number of rows."""
 
     routed: Routed
     buffers: list[Tensor]
@@ -148,7 +148,7 @@ class Inputs:
 
 
 class Humming(Contender):
-    """The indexed kernels, which are what vLLM uses by default."""
+    """The indexed kernels, vLLM's default."""
 
     def __init__(self) -> None:
         load_vllm()
@@ -217,7 +217,7 @@ class Humming(Contender):
         return output
 
     def _aligned(self, weights: Weights, ids: Tensor, block: int) -> dict[str, Any]:
-        """Tokens sorted by expert in blocks, as arguments of a product."""
+        """Sort tokens by expert in blocks; return the arguments of a product."""
         rows, experts, count = self.align(ids, block, weights.experts, None, ignore_invalid_experts=True)
         return {
             "sorted_ids": rows,

@@ -20,7 +20,7 @@ from bench.peers.problem import Problem
 
 @dataclass
 class Weights:
-    """Laid-out weights, the engine's record of scales and biases, sizes."""
+    """Laid-out weights, the engine's record of scales and biases, and sizes."""
 
     w13: Any
     w2: Any
@@ -30,7 +30,7 @@ class Weights:
 
 
 class GivenChoices(Contender):
-    """From ids and weights."""
+    """triton_kernels with the choices given."""
 
     def __init__(self) -> None:
         load_vllm()
@@ -80,14 +80,14 @@ class GivenChoices(Contender):
 
 @dataclass(frozen=True)
 class Logits:
-    """Inputs whose routing is left to the package: the same choices and weights come out."""
+    """Inputs whose routing is left to the package, with logits that give the same choices and weights."""
 
     x: Tensor
     logits: Tensor
 
 
 class OwnRouting(GivenChoices):
-    """From logits: softmax over the chosen ones, as gpt-oss routes."""
+    """triton_kernels from logits: softmax over the chosen experts, as gpt-oss routes."""
 
     def __init__(self) -> None:
         super().__init__()

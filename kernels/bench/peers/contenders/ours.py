@@ -1,4 +1,4 @@
-"""Our kernels: whatever `fused_moe` picks, or a family that is picked only where it is asked for."""
+"""Our kernels: the family that `fused_moe` picks, or one that is picked only on request."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ LAYOUTS = {
     "int4-fp8": "marlin-wna16/1",
     "w8a8": "int8-w8a8/1",
     "nvfp4": "marlin-nvfp4/1",
-    "fp8-block-w8a8": "fp8-block-identity/1",  # as in checkpoints, which is what peers read
+    "fp8-block-w8a8": "fp8-block-identity/1",  # the order of checkpoints, which peers read
     "fp8-w8a8": "fp8-identity/1",
     "fp8-block": "marlin-fp8/1",
     "fp8": "marlin-fp8/1",
 }
-#: Families that are never chosen unless asked for, by format.
+#: Families that are chosen only on request, by format.
 ASKED = {"mxfp4-fp8": "hopper-w4a8", "int4-fp8": "hopper-w4a8"}
-#: Tokens that a layer of these is prepared for: as many as any cell has.
+#: Largest number of tokens of a prepared layer.
 MOST_TOKENS = 32768
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The experts and what they compute.
+    """Experts and their arithmetic.
 
     Attributes:
-        layer: with the family that was asked for. It is made beforehand, since its scales are folded then, which a
-            graph cannot hold.
+        family: family of kernels that is asked for; None leaves the choice to `fused_moe`.
+        layer: prepared layer of that family; its scales are folded then, which a graph cannot hold.
     """
 
     experts: PackedExperts
@@ -55,7 +55,7 @@ class Weights:
 
 
 class Ours(Contender):
-    """Packed by the closed forms of the layouts in `support.packing`."""
+    """Our kernels, on weights that `support.packing` packs by the closed forms of the layouts."""
 
     factor = 1.2
 
@@ -105,7 +105,7 @@ class Ours(Contender):
 
 
 def quantised(part: Codes, fmt: Format) -> Quantised:
-    """The matrix as `support.cases` packs it: scales of bytes in their own type."""
+    """Return the matrix as `support.cases` packs it: scales of bytes in their own type."""
     scales = part.scales.view(torch.float8_e4m3fn) if part.global_scale is not None else part.scales
     return Quantised(part.codes, scales, None, part.codes, fmt.group_size, part.bias, global_scale=part.global_scale)
 

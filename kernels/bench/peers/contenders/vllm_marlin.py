@@ -1,7 +1,8 @@
-"""vLLM's Marlin experts, called as its `MarlinExperts` calls them, on bytes that our layouts give.
+"""vLLM's Marlin experts, called as its `MarlinExperts` calls them, on words in Marlin's own order.
 
-Sizes are rounded up as the engine does: MXFP4 to 128 (intermediate) and 256 (hidden), integers to whole groups, NVFP4
-and FP8 to what the kernel's tiles need (intermediate only).
+The words come from the closed forms of `support.packing`; tests compare them with what the engine itself packs. Sizes
+are rounded up as the engine does: MXFP4 to 128 (intermediate) and 256 (hidden), integers to whole groups, NVFP4 and FP8
+to what the kernel's tiles need (intermediate only).
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ from support.cases import Routed
 from torch import Tensor
 
 from bench.peers.contenders import Contender, load_vllm, round_up, vllm_version, widened
-from bench.peers.contenders.ours import LAYOUTS, quantised
+from bench.peers.contenders.ours import quantised
 from bench.peers.problem import Codes, Problem
 from bench.shapes import Format, Shape
 from moeq_kernels import PackedMatrix
 
+#: Layouts of Marlin's own words, by format.
+LAYOUTS = {
+    "int4": "marlin-wna16/1",
+    "int8": "marlin-wna16/1",
+    "mxfp4": "marlin-mxfp4-interleaved/1",
+    "mxfp4-silu": "marlin-mxfp4/1",
+    "nvfp4": "marlin-nvfp4/1",
+    "fp8-block": "marlin-fp8/1",
+    "fp8": "marlin-fp8/1",
+}
+
 
 @dataclass
 class Weights:
-    """Packed words, scales, biases and global scales of w13 and w2, and what they are."""
+    """Packed words, scales, biases and global scales of w13 and w2, with their type and sizes."""
 
     words: list[Tensor]
     scales: list[Tensor]
@@ -37,7 +49,7 @@ class Weights:
 
 
 class Marlin(Contender):
-    """`fused_marlin_moe` with its buffers made beforehand and the engine's own sum, as the engine does it."""
+    """`fused_marlin_moe` with its buffers made beforehand and the engine's own sum."""
 
     def __init__(self) -> None:
         load_vllm()
@@ -112,7 +124,7 @@ class Marlin(Contender):
 
 
 def rounded(fmt: Format, shape: Shape) -> tuple[int, int]:
-    """Hidden and intermediate size as the engine's preparation of the format rounds them up."""
+    """Round hidden and intermediate size up as the engine does for the format."""
     if fmt.element == "e2m1" and fmt.group_size == 32:
         return round_up(shape.hidden, 256), round_up(shape.intermediate, 128)
     if fmt.element == "e2m1":
@@ -128,7 +140,7 @@ def _packed(part: Codes, problem: Problem) -> PackedMatrix:
 
 
 def _scale(matrix: PackedMatrix, fmt: Format) -> Tensor:
-    """The scales, as the type that tells the kernel what they are."""
+    """Return the scales in the type that tells the kernel what they are."""
     assert matrix.scale is not None
     exponents = fmt.element == "e2m1" and fmt.group_size == 32
     return matrix.scale.view(torch.float8_e8m0fnu) if exponents else matrix.scale
