@@ -30,7 +30,7 @@ _PUBLIC = {
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
     "gpu": "moeq.deploy.gpus:parse_gpu",
-    "decide": "moeq.pipeline.plan.suggestions:decide",
+    "decide": "moeq.pipeline.plan.decide:decide",
     "plan": "moeq.pipeline.convert:plan",
     "convert": "moeq.pipeline.convert:convert",
     "finalize": "moeq.pipeline.finalize:finalize",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.convert import convert as convert
     from moeq.pipeline.convert import plan as plan
     from moeq.pipeline.finalize import finalize as finalize
-    from moeq.pipeline.plan.suggestions import decide as decide
+    from moeq.pipeline.plan.decide import decide as decide
     from moeq.prove.diff import diff as diff
     from moeq.prove.restore import restore as restore
     from moeq.prove.verify import verify as verify

@@ -37,7 +37,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 def test_a_plan_from_python(checkpoints) -> None:
     job = moeq.plan(checkpoints / NAME, moeq.Deployment(gpu=moeq.gpu("A100")))
-    assert set(job.targets.layouts.values()) == {"marlin-wna16/1"}
+    assert set(job.answer.layouts.values()) == {"marlin-wna16/1"}
     assert job.plan.bytes_out > 0
 
 

@@ -41,9 +41,9 @@ from moeq.layouts.registry import LAYOUTS, get_layout, layout_class
 from moeq.layouts.words import have_numba
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
-from moeq.pipeline.pack.fast import FastPath, find_fast_path
-from moeq.pipeline.pack.fast.base import Matrices
-from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.pack.fast import find_fast_path
+from moeq.pipeline.pack.fast.path import FastPath, Matrices
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.units import place_of
 
 SCALES = {"e8m0": torch.uint8, "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
@@ -169,7 +169,7 @@ def measure_path(name: str, seconds: float) -> list[dict[str, object]]:
     with TemporaryDirectory() as folder:
         make_checkpoint.write_checkpoint(Path(folder), model, journey.format, make_checkpoint.Size(1, 2, 64))
         checkpoint = moeq.open(folder)
-        plan = plan_layer(checkpoint, 0, journey.layout, PlanOptions())
+        plan = plan_layer(checkpoint, 0, journey.layout)
         return [_measure_path(name, checkpoint, plan, role, seconds) for role in ("w13", "w2")]
 
 

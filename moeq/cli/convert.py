@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
     from moeq.pipeline.convert import Conversion
     from moeq.pipeline.plan.job import Job
+    from moeq.pipeline.plan.options import ConvertOptions
     from moeq.pipeline.plan_document import Needs
     from moeq.pipeline.push import Pushed
 
@@ -31,12 +32,7 @@ def command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
     dst: Annotated[Path, typer.Argument(metavar="DST", help="Folder to create.")],
     given: Any,
-    layout: options.LayoutOption = None,
-    force_layout: options.ForceLayoutOption = False,
-    regroup: options.RegroupOption = None,
-    skip_unfit: options.SkipUnfitOption = False,
-    allow_lossy: options.AllowLossyOption = False,
-    no_code: options.NoCodeOption = False,
+    choices: Any,
     revision: options.RevisionOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
@@ -72,15 +68,13 @@ def command(
     out: Output = ctx.obj
     warn_slow(out)
     with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
-        own = Choices(layout, force_layout, regroup, skip_unfit, allow_lossy, no_code)
-        deployment, chosen, digest = (given.make(), own, None) if plan is None else _planned(plan, given, own)
+        deployment, chosen, digest = (given.make(), choices, None) if plan is None else _planned(plan, given, choices)
         share = shares.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
         conversion = convert(
             src,
             dst,
             deployment,
-            **chosen._asdict(),
             revision=revision,
             force=force,
             dry_run=dry_run,
@@ -93,6 +87,7 @@ def command(
             stream_source=stream_source,
             sign=sign,
             progress=report,
+            **asdict(chosen),
         )
         report.summarise(conversion)
         pushed = None
@@ -111,17 +106,6 @@ def command(
     out.answer(answer, lambda console: render(console, conversion, pushed, needs))
 
 
-class Choices(NamedTuple):
-    """Choices that decide a conversion beside source and deployment."""
-
-    layout: str | None
-    force_layout: bool
-    regroup: int | None
-    skip_unfit: bool
-    allow_lossy: bool
-    no_code: bool
-
-
 def _warn_of_code(out: Output, job: Job) -> None:
     """Warn that a conversion copies Python code of its source."""
     code, left_out = job.side_files.code, job.side_files.no_code
@@ -130,17 +114,16 @@ def _warn_of_code(out: Output, job: Job) -> None:
         out.warning(f"the source's code is copied: {shown}; engines run it where they are told to; --no-code drops it")
 
 
-def _planned(path: Path, given: options.GivenDeployment, own: Choices) -> tuple[Deployment, Choices, str]:
-    """Return deployment, choices and digest of a plan's file; the command line wins, and is then compared."""
+def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) -> tuple[Deployment, ConvertOptions, str]:
+    """Read deployment, options and digest of a plan's file; the command line wins, and is then compared."""
     from moeq.pipeline.plan_document import read_plan
 
     plan = read_plan(path)
     if plan.request is None:  # written by an older version
         return given.make(), own, plan.digest
     deployment = plan.request.deployment if given.empty else given.make()
-    kept = {name: getattr(plan.request, name) for name in Choices._fields}
-    asked = {name: value for name, value in own._asdict().items() if value not in (None, False)}
-    return deployment, Choices(**{**kept, **asked}), plan.digest
+    asked = {name: value for name, value in asdict(own).items() if value not in (None, False)}
+    return deployment, replace(plan.request.options, **asked), plan.digest
 
 
 def _needs(conversion: Conversion) -> Needs | None:
@@ -171,7 +154,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "layout": layouts[0],
         "layouts": layouts,
         "loads_in": [loader.title for loader in conversion.loaders],
-        "overridden": list(conversion.job.targets.overridden) if conversion.job else [],
+        "overridden": list(conversion.job.answer.overridden) if conversion.job else [],
         "engine_flag": target.flag if target and target.layout == layouts[0] else None,
         "files": [{"name": file.name, "bytes": file.data_bytes} for file in plan.files],
         "layers": len(plan.layers),

@@ -45,8 +45,8 @@ def _asked(
     """Return the answer about a checkpoint and its problem: a doctor reports what other commands raise."""
     from moeq.cli.inspect import asked_deployment
     from moeq.model import open as open_checkpoint
-    from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.suggestions import advised
+    from moeq.pipeline.plan.decide import advised
+    from moeq.pipeline.plan.options import Question
     from moeq.report.advice import advice
     from moeq.transcode.advise import advise
 
@@ -74,7 +74,7 @@ def _asked(
     deployment = asked_deployment(given)
     if checkpoint.kind == "converted" or deployment is None:
         return None, None
-    found = advised(checkpoint, Ask(deployment), explain=True)
+    found = advised(checkpoint, Question(deployment), explain=True)
     facts = document["deployment"] = advice(src, checkpoint, found)
     transcoding = None if found.verdict.ok else advise(checkpoint, deployment, src)
     facts["transcode"] = None if transcoding is None else transcoding.to_json()

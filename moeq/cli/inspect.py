@@ -79,14 +79,14 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
     """Return the answer, or why there is none. A forced backend that does not fit is an error here too."""
-    from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.suggestions import advised
+    from moeq.pipeline.plan.decide import advised
+    from moeq.pipeline.plan.options import Question
 
     if checkpoint.kind == "converted":
         return None, "already converted"
     if deployment is None:
         return None, "no GPU here and none named: --gpu NAME asks the oracle"
-    found = advised(checkpoint, Ask(deployment), explain=True)
+    found = advised(checkpoint, Question(deployment), explain=True)
     if found.error is not None and deployment.backend != "auto":
         raise found.error
     return found, None
@@ -97,7 +97,7 @@ def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:
     return {
         **part.verdict.to_json(),
         "nearest": found.error.hint if found.error else None,
-        "loads_in": [loader.title for loader in part.target.loaders] if part.target else [],
+        "loads_in": [loader.title for loader in part.choice.loaders] if part.choice else [],
     }
 
 

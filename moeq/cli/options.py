@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.options import ConvertOptions
 
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
@@ -28,7 +29,6 @@ EventsOption = Annotated[
     Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
 ]
 
-# What decides a conversion beside the deployment, for `plan` and `convert`.
 MaxMemoryOption = Annotated[
     str | None,
     typer.Option(
@@ -37,30 +37,32 @@ MaxMemoryOption = Annotated[
         help="Memory limit, such as 8GiB or 500MB; fewer workers run if needed (default: 1GiB, not enforced).",
     ),
 ]
-LayoutOption = Annotated[
-    str | None,
-    typer.Option("--layout", help="Layout id, one that a backend reads there (default: the best fit)."),
-]
-SkipUnfitOption = Annotated[
-    bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
-]
-AllowLossyOption = Annotated[
-    bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
-]
-
-NoCodeOption = Annotated[
-    bool, typer.Option("--no-code", help="Leave out Python files, pickles and auto_map; restore then lacks the files.")
-]
-
-ForceLayoutOption = Annotated[
-    bool, typer.Option("--force-layout", help="Write the layout even if nothing loads it there.")
-]
-RegroupOption = Annotated[
-    int | None,
-    typer.Option(
-        "--regroup", metavar="N", help="Cut groups into groups of N: the same values, more tensor parallelism."
-    ),
-]
+#: The fields of `moeq.pipeline.plan.options.ConvertOptions` as `plan` and `convert` take them.
+CONVERT: dict[str, Any] = {
+    "layout": Annotated[
+        str | None,
+        typer.Option("--layout", help="Layout id, one that a backend reads there (default: the best fit)."),
+    ],
+    "force_layout": Annotated[
+        bool, typer.Option("--force-layout", help="Write the layout even if nothing loads it there.")
+    ],
+    "regroup": Annotated[
+        int | None,
+        typer.Option(
+            "--regroup", metavar="N", help="Cut groups into groups of N: the same values, more tensor parallelism."
+        ),
+    ],
+    "skip_unfit": Annotated[
+        bool, typer.Option("--skip-unfit", help="Copy layers that cannot be converted instead of refusing.")
+    ],
+    "allow_lossy": Annotated[
+        bool, typer.Option("--allow-lossy", help="Allow layouts that change stored numbers; they are counted.")
+    ],
+    "no_code": Annotated[
+        bool,
+        typer.Option("--no-code", help="Leave out Python files, pickles and auto_map; restore then lacks the files."),
+    ],
+}
 
 
 def _option(type_: Any, name: str, help_: str, **more: Any) -> Any:
@@ -138,6 +140,8 @@ def deployment(file: Path | None, **given: Any) -> Deployment:
 def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the deployment options: it is called with one `given: GivenDeployment` for all of them.
 
+    A command that takes `choices: ConvertOptions` gets the options of `CONVERT` as well.
+
     Args:
         other: options that this command spells otherwise, by name.
     """
@@ -147,16 +151,17 @@ def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[...
         signature = inspect.signature(command, eval_str=True)
         parameters: list[inspect.Parameter] = []
         for parameter in signature.parameters.values():
-            if parameter.name != "given":
+            if parameter.name == "given":
+                parameters += [_parameter(name, kind, None) for name, kind in table.items()]
+            elif parameter.name == "choices":
+                parameters += [_parameter(name, kind, getattr(ConvertOptions, name)) for name, kind in CONVERT.items()]
+            else:
                 parameters.append(parameter)
-                continue
-            parameters += [
-                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=kind)
-                for name, kind in table.items()
-            ]
 
         def run(**values: Any) -> Any:
             options = {name: values.pop(name) for name in table}
+            if "choices" in signature.parameters:
+                values["choices"] = ConvertOptions(**{name: values.pop(name) for name in CONVERT})
             return command(given=GivenDeployment(options), **values)
 
         run.__name__, run.__doc__ = command.__name__, command.__doc__
@@ -165,6 +170,10 @@ def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[...
         return run
 
     return decorate
+
+
+def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
 
 
 def _pairs(name: str, given: list[str] | None) -> dict[str, str] | None:

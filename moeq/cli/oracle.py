@@ -76,11 +76,11 @@ def _opened(src: str, revision: str | None) -> Checkpoint:
 
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:
     from moeq.cli.inspect import verdict_document
-    from moeq.pipeline.plan.candidates import Ask
-    from moeq.pipeline.plan.suggestions import advised
+    from moeq.pipeline.plan.decide import advised
+    from moeq.pipeline.plan.options import Question
     from moeq.transcode.advise import advise
 
-    found = advised(checkpoint, Ask(deployment), explain=True)
+    found = advised(checkpoint, Question(deployment), explain=True)
     unknown = found.verdict.error is not None and found.verdict.error.kind == "OVERRIDE_UNKNOWN"
     if unknown and found.error is not None:
         raise found.error
@@ -121,12 +121,12 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
 
     from moeq.oracle.upgrade import steps
     from moeq.oracle.versions import version_range
-    from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.decide import answer
+    from moeq.pipeline.plan.options import Question
 
     @cache
     def asked(engine: str) -> Answer:
-        return answer(checkpoint, Ask(replace(deployment, engine=engine)), explain=False)
+        return answer(checkpoint, Question(replace(deployment, engine=engine)), explain=False)
 
     def decided(index: int) -> Callable[[str], Verdict]:
         return lambda engine: asked(engine).parts[index].verdict
@@ -228,17 +228,17 @@ def _cells(
 ) -> dict[str, list[Cell]]:
     """Decide every cell of GPUs x TP x EP, by scheme. Impossible cells are refusals, never exceptions."""
     from moeq.oracle.sweep import Cell, deployments
-    from moeq.pipeline.plan.candidates import Ask
     from moeq.pipeline.plan.decide import answer
+    from moeq.pipeline.plan.options import Question
 
     found: dict[str, list[Cell]] = {}
     for where in deployments(base, gpus, tps, eps):
-        answered = answer(checkpoint, Ask(where), brief=True)
+        answered = answer(checkpoint, Question(where), brief=True)
         nothing = answered.error is not None and answered.error.code == "answer.nothing-to-convert"
         for part in answered.parts:
             error = part.error or answered.error
             refused = None if error is None or nothing else error.message
-            loaders = tuple(loader.title for loader in part.target.loaders) if part.target else ()
+            loaders = tuple(loader.title for loader in part.choice.loaders) if part.choice else ()
             cell = Cell(where.gpu.name, where.tp, where.ep, part.verdict, refused, loaders)
             found.setdefault(part.verdict.scheme, []).append(cell)
     return found

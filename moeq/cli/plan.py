@@ -24,12 +24,7 @@ def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
     given: Any,
-    layout: options.LayoutOption = None,
-    force_layout: options.ForceLayoutOption = False,
-    regroup: options.RegroupOption = None,
-    skip_unfit: options.SkipUnfitOption = False,
-    allow_lossy: options.AllowLossyOption = False,
-    no_code: options.NoCodeOption = False,
+    choices: Any,
     revision: options.RevisionOption = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
@@ -46,9 +41,8 @@ def command(
 
     out: Output = ctx.obj
     ceiling = None if max_memory is None else parse_size(max_memory)
-    request = JobRequest(src, given.make(), layout, skip_unfit, allow_lossy, revision, force_layout, regroup, no_code)
-    job = open_job(request)
-    memory = plan_memory(job.checkpoint, job.plan, job.plan.units, workers or default_workers(), ceiling)
+    job = open_job(JobRequest(src, given.make(), choices, revision))
+    memory = plan_memory(job, job.plan.units, workers or default_workers(), ceiling)
     needs = needs_of(job, memory)
     document = plan_document(job, needs)
     if output is not None:
@@ -66,7 +60,7 @@ def warn_slow(out: Output) -> None:
 
 def warn_overridden(out: Output, job: Job) -> None:
     """Warn about what `--force-layout` overrides."""
-    for text in job.targets.overridden:
+    for text in job.answer.overridden:
         out.warning(f"--force-layout overrides: {text}")
 
 
@@ -78,11 +72,11 @@ def render(console: Console, job: Job, needs: Needs) -> None:
 
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
     console.print(job.checkpoint.source.name, style="bold")
-    line(console, "backend", f"{job.targets.backend}, layout {layouts}")
-    convert = job.targets.verdict.convert
+    line(console, "backend", f"{job.answer.backend}, layout {layouts}")
+    convert = job.answer.verdict.convert
     if convert and convert.rounding:
         line(console, "", rounding_text(convert.rounding))
-    line(console, "loads in", loads_in(job.targets.loaders))
+    line(console, "loads in", loads_in(job.answer.loaders))
     render_needs(console, job.plan, needs)
 
 

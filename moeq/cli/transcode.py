@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import options, shares
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -60,6 +60,8 @@ def command(
         str | None,
         typer.Option("--shard", metavar="I/N", help="Do share I of N, counted from 0 (default: whatever is left)."),
     ] = None,
+    executor: shares.ExecutorOption = "local",
+    ray_address: shares.RayAddressOption = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
     events: options.EventsOption = None,
@@ -110,6 +112,8 @@ def command(
                 workers=workers,
                 max_memory=memory,
                 share=shard,
+                executor=executor,
+                ray_address=ray_address,
                 progress=report,
             )
     ok = found.exact or allow_lossy

@@ -1,7 +1,7 @@
 """Repack the experts of a checkpoint: plan, run every unit, publish.
 
-A unit (`moeq.pipeline.plan.units`) is read once, packed for every rank that gets a part of it, written, read back and
-compared before it counts. Work happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest
+A unit (`moeq.pipeline.plan.units`) is read once, packed for every rank that gets a part of it, unpacked and compared
+before it counts. Work happens in `<DST>.moeq-partial`, which is renamed to DST when everything, the manifest
 included, is on disk: a folder called DST is always a finished conversion. The same command continues unfinished work.
 """
 
@@ -12,7 +12,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from moeq.checkpoint.manifest import Manifest
 from moeq.digest import default_workers
@@ -20,8 +20,8 @@ from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.job import Job, JobRequest, open_job, places
-from moeq.pipeline.run.execution import at_once, run_units
-from moeq.pipeline.run.executors import Where
+from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
+from moeq.pipeline.run.execution import Where, at_once, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
@@ -49,8 +49,8 @@ class Conversion:
         manifest: what `moeq.json` says; None for a dry run.
         resumed_units: units found finished from an interrupted run.
         backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
-        share: the share of the units that was asked for, or None where it was all.
-        memory: what it needs, and with how many workers.
+        share: the share of the units that was asked for, or None if it was all.
+        memory: memory that the run takes, and its number of workers.
         job: source, decision and plan, for `moeq.pipeline.plan_document`.
     """
 
@@ -66,8 +66,8 @@ class Conversion:
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
-        """What loads the result."""
-        return () if self.job is None else self.job.targets.loaders
+        """Loaders that take the result."""
+        return () if self.job is None else self.job.answer.loaders
 
 
 def convert(
@@ -76,12 +76,6 @@ def convert(
     deployment: Deployment,
     backend: str = "auto",
     *,
-    layout: str | None = None,
-    force_layout: bool = False,
-    regroup: int | None = None,
-    skip_unfit: bool = False,
-    allow_lossy: bool = False,
-    no_code: bool = False,
     revision: str | None = None,
     force: bool = False,
     dry_run: bool = False,
@@ -94,55 +88,47 @@ def convert(
     stream_source: bool = False,
     sign: Path | None = None,
     progress: Progress | None = None,
+    **options: Unpack[ConvertKeywords],
 ) -> Conversion:
     """Convert a source checkpoint for a deployment.
 
     Args:
         src: local folder or Hub repository.
-        dst: output folder; must not exist, or with `force` must itself be an output of moeq.
+        dst: output folder. It must not exist, or with `force` must itself be an output of moeq.
         deployment: where the result is to run. With `tp` or `ep` above 1 the result serves every rank: one packing
-            that loaders slice where the layout allows it, else one packing per rank.
+            that loaders slice if the layout allows it, otherwise one packing per rank.
         backend: force a backend; `auto` takes the first supported one that has an offline layout.
-        layout: a layout by id; a backend of the engine has to read it there.
-        force_layout: write `layout` although none does; that it fits still counts.
-        regroup: cut the source's groups into groups of this size that repeat scale and zero point: the same values.
-        skip_unfit: copy layers that cannot be converted unchanged instead of refusing the checkpoint.
-        allow_lossy: allow layouts that change stored numbers; the changes are counted in the manifest.
-        no_code: leave out Python files, pickles and `auto_map`; the default copies them, as everything beside the
-            weights.
         revision: Hub revision of `src`.
         force: replace an earlier conversion.
         dry_run: plan only; nothing is written.
         workers: threads that pack experts; None takes the cores there are, at most 8. The bytes are the same.
         max_memory: bytes of memory that this process must not exceed; workers are lowered to fit. None: workers are
-            lowered to stay below 1 GiB where one worker can.
-        plan_digest: digest that the plan has to have (`moeq plan` prints it); None takes any.
-        share: do only this share of the units (`3/8`, or what else `--shard` takes), and leave publishing to
-            `finalize`. Any number of processes may do shares at once, where all see `dst` and the source.
-        executor: `local`, or `ray` to have units executed by a Ray cluster whose nodes see `dst` and the source.
-        ray_address: of the cluster; None takes the one that Ray finds, or starts one here.
-        stream_source: fetch the files of a repository in turn and drop them, so that disk never holds them all.
+            lowered to stay below 1 GiB if one worker can.
+        plan_digest: digest that the plan must have (`moeq plan` prints it); None takes any.
+        share: do only this share of the units (`3/8`, or another form that `--shard` takes), and leave publishing to
+            `finalize`. Any number of processes may do shares at once if all see `dst` and the source.
+        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
+        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
+        stream_source: fetch the files of a repository one after the other and drop them, so that disk never holds
+            them all.
         sign: minisign secret key to sign the manifest with; a share is not signed, `finalize` takes the key.
         progress: told what happens, about once per expert.
+        options: fields of `moeq.pipeline.plan.options.ConvertOptions`: `layout`, `force_layout`, `regroup`,
+            `skip_unfit`, `allow_lossy`, `no_code`.
 
     Raises:
-        MoeqError: `answer.no-backend` where nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
+        MoeqError: `answer.no-backend` if nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
             `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`,
             `usage.destination-is-source`, `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`,
             `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
             `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
             `resources.ray-memory`; `source.changed`, and other `source.*` for damaged input. A failed run leaves no
-            folder DST behind; what it finished is kept in `<DST>.moeq-partial`.
+            folder DST behind; finished units are kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     signer = None if sign is None else Signer(sign)
     share = parse_share(share, os.environ) if isinstance(share, str) else share
-    if backend != "auto":
-        deployment = replace(deployment, backend=backend)
-    request = JobRequest(
-        str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup, no_code
-    )
-    job = open_job(request, expect=plan_digest)
+    job = open_job(_request(src, deployment, backend, revision, options), expect=plan_digest)
     source = job.checkpoint.source
     _check_ways(source, share, executor, stream_source, force)
     folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
@@ -150,7 +136,7 @@ def convert(
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
-    memory = plan_memory(job.checkpoint, job.plan, units, workers or default_workers(), max_memory)
+    memory = plan_memory(job, units, workers or default_workers(), max_memory)
     if dry_run:
         return conversion_of(job, folder, None, share=part, memory=memory)
     where = Where(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
@@ -167,25 +153,27 @@ def plan(
     deployment: Deployment,
     backend: str = "auto",
     *,
-    layout: str | None = None,
-    force_layout: bool = False,
-    regroup: int | None = None,
-    skip_unfit: bool = False,
-    allow_lossy: bool = False,
     revision: str | None = None,
+    **options: Unpack[ConvertKeywords],
 ) -> Job:
-    """What `convert` with these arguments would do: decision, files and units. Reads headers only.
+    """Plan what `convert` with these arguments would do: decision, files and units. Reads headers only.
 
     Raises:
         MoeqError: as `convert` does before it writes anything.
     """
+    return open_job(_request(src, deployment, backend, revision, options))
+
+
+def _request(
+    src: str | Path, deployment: Deployment, backend: str, revision: str | None, options: ConvertKeywords
+) -> JobRequest:
     if backend != "auto":
         deployment = replace(deployment, backend=backend)
-    return open_job(JobRequest(str(src), deployment, layout, skip_unfit, allow_lossy, revision, force_layout, regroup))
+    return JobRequest(str(src), deployment, ConvertOptions(**options), revision)
 
 
 def _check_ways(source: Source, share: Share | None, executor: str, stream_source: bool, force: bool) -> None:
-    """Refuse ways of working that do not go together."""
+    """Refuse ways of working that exclude each other."""
     if share is not None and force:
         raise MoeqError(
             "usage.force-share",
@@ -210,8 +198,6 @@ def conversion_of(
     share: ShareRun | None = None,
     memory: Memory | None = None,
 ) -> Conversion:
-    """The result of a run."""
-    targets = job.targets
-    return Conversion(
-        folder.destination, job.plan, targets.verdict, manifest, resumed, targets.backend, share, memory, job
-    )
+    """Return the result of a run."""
+    found = job.answer
+    return Conversion(folder.destination, job.plan, found.verdict, manifest, resumed, found.backend, share, memory, job)

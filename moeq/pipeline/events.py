@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Started:
-    """Work begins.
+    """The work of a run begins.
 
     Attributes:
         job: digest of the plan.
@@ -51,7 +51,7 @@ class UnitStarted:
 
 @dataclass(frozen=True)
 class Advanced:
-    """Within units, about once per expert.
+    """Bytes of a unit were written; sent about once per expert.
 
     Attributes:
         done: bytes written, those of finished and resumed units included.
@@ -74,7 +74,7 @@ class UnitFinished:
         bytes_in: bytes read.
         bytes_out: bytes written.
         seconds: from its first byte to the journal.
-        resumed: it was finished by an earlier run.
+        resumed: whether an earlier run had finished the unit.
     """
 
     unit: str
@@ -100,7 +100,7 @@ class Fetching:
 
 @dataclass(frozen=True)
 class Warned:
-    """Something to know that does not stop the work.
+    """A warning that does not stop the work.
 
     Attributes:
         code: stable name.

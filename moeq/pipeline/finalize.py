@@ -43,7 +43,7 @@ def finalize(
     What was asked for is in the journals of the shares, so it need not be said again. Every byte is read once more.
 
     Args:
-        dst: the folder to create, as it was named to `convert`.
+        dst: the folder to create, the `dst` of `convert`.
         force: replace an earlier conversion at `dst`.
         sign: minisign secret key to sign the manifest with.
         workers: threads that check.
@@ -76,7 +76,7 @@ def finalize(
 
 
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
-    """The job that the journals beside a destination belong to, all of them, and what its journals begin with."""
+    """Open the job that all journals beside a destination belong to; return it with its stamp."""
     partial, journals = _journals(destination)
     if not journals.stamps:
         done = (destination / MANIFEST_NAME).is_file()
@@ -94,7 +94,7 @@ def _job_of(destination: Path) -> tuple[Job, JobStamp]:
 
 
 def _journals(destination: Path) -> tuple[Path, Journals]:
-    """The work folder of a destination, and what its journals tell."""
+    """Return the work folder of a destination and the content of its journals."""
     partial = partial_of(destination)
     with disk_errors(partial):
         try:
@@ -130,7 +130,7 @@ def _require(job: Job, folder: WorkFolder, have: Container[str], what: str) -> N
 
 
 def _remedy(job: Job, folder: WorkFolder, missing: Sequence[Unit]) -> str:
-    """Which shares would do what is missing, if the work was cut into as many as most journals say."""
+    """Name the shares that would do the missing units, for the count of shares that most journals have."""
     labels = [share_of(name) for name in folder.journals.stamps]
     shares = [share for label in labels if label and (share := parse_label(label)) is not None]
     whole = "moeq convert without --shard does what is left, and publishes"

@@ -13,17 +13,17 @@ from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
+from moeq.pipeline.pack.memory import Way
 from moeq.pipeline.plan.job import Job, JobRequest
 from moeq.pipeline.plan.side_files import OTHER_WEIGHTS
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
-from moeq.pipeline.run.resources import RATES, Memory, Way, need_of, ways_of
+from moeq.pipeline.run.resources import RATES, Memory, need_of, ways_of
 from moeq.pipeline.run.streaming import Schedule, unit_schedule
-from moeq.typed import read_as
 
 PLAN_SCHEMA = "moeq.plan/1"
 
 
-#: What documents call the ways of a unit; older than their names in the code, and kept for who reads documents.
+#: Names of ways in documents, which are older than the names in the code.
 _WAYS: dict[str, str] = {"fast": "road", "reference": "general", "copy": "copy"}
 
 
@@ -52,7 +52,7 @@ class UnitKind:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a conversion needs.
+    """Memory, disk and time that a conversion takes.
 
     Attributes:
         memory: memory and workers.
@@ -72,9 +72,9 @@ class Needs:
 
 
 def needs_of(job: Job, memory: Memory) -> Needs:
-    """What a conversion needs, with the workers of `memory`."""
+    """Compute what a conversion needs, with the workers of `memory`."""
     plan = job.plan
-    ways = ways_of(job.checkpoint, plan)
+    ways = ways_of(job)
     disk = sum(file.form.size for file in plan.files) + _beside_bytes(job.checkpoint.source)
     seconds = sum(unit.bytes_in / RATES[ways[unit.id]] for unit in plan.units) / memory.workers
     stream = unit_schedule(plan.units, job.checkpoint.source) if isinstance(job.checkpoint.source, HubSource) else None
@@ -82,7 +82,7 @@ def needs_of(job: Job, memory: Memory) -> Needs:
 
 
 def _beside_bytes(source: Source) -> int:
-    """About what is written beside the weights: the source's headers (kept for `moeq restore`) and its side files.
+    """Estimate the bytes written beside the weights: the source's headers (kept for `moeq restore`) and its side files.
 
     Side files of a repository are not counted: they are small, and their sizes would have to be asked for.
     """
@@ -94,7 +94,7 @@ def _beside_bytes(source: Source) -> int:
 
 
 def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
-    """The document, without its `schema`.
+    """Make the document, without its `schema`.
 
     `digest` names the job: the same source, deployment, options and version give the same digest and the same bytes.
     `memory`, `disk` and `time` depend on the workers and do not count for it.
@@ -105,10 +105,10 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
         "source": {"name": source.name, "revision": source.revision, "identity": source.identity()},
         "deployment": asdict(job.request.deployment),
         "request": job.request.to_json(),
-        "backend": job.targets.backend,
-        "loads_in": [loader.title for loader in job.targets.loaders],
-        "overridden": list(job.targets.overridden),
-        "rounding": job.targets.verdict.convert.rounding if job.targets.verdict.convert else None,
+        "backend": job.answer.backend,
+        "loads_in": [loader.title for loader in job.answer.loaders],
+        "overridden": list(job.answer.overridden),
+        "rounding": job.answer.verdict.convert.rounding if job.answer.verdict.convert else None,
         "layouts": list(dict.fromkeys(layer.entry.layout for layer in plan.layers)),
         "totals": {
             "files": len(plan.files),
@@ -145,7 +145,7 @@ def write_plan(path: Path, document: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """What a plan's file says that a conversion has to know.
+    """Facts of a plan's file that a conversion has to know.
 
     Attributes:
         digest: the plan's digest.
@@ -166,7 +166,7 @@ def read_plan(path: Path) -> PlanFile:
     digest, request = document.get("digest"), document.get("request")
     if document.get("schema") != PLAN_SCHEMA or not isinstance(digest, str):
         raise MoeqError("usage.plan-file", f"{path} is not a plan ({PLAN_SCHEMA})", "moeq plan SRC -o FILE writes one")
-    known = None if request is None else read_as(JobRequest, request, f"{path}: request", "usage.plan-file")
+    known = None if request is None else JobRequest.from_json(request, f"{path}: request", "usage.plan-file")
     return PlanFile(digest, known)
 
 
@@ -211,5 +211,5 @@ def _kind(job: Job, name: str, way: Way, units: Sequence[Unit]) -> UnitKind:
         bytes_in=sum(unit.bytes_in for unit in units),
         bytes_out=sum(unit.bytes_out for unit in units),
         padding_bytes=sum(unit.padding_bytes for unit in units),
-        memory=need_of(job.checkpoint, job.plan, units[0]).total,
+        memory=need_of(job, units[0]).total,
     )

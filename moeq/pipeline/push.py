@@ -31,7 +31,7 @@ from moeq.version import __version__
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: Bytes uploaded, bytes in all, and the file that is on its way.
+#: Takes bytes uploaded, bytes in all, and the name of the file.
 PushProgress = Callable[[int, int, str], None]
 
 _WEIGHTS = (".safetensors", ".data")
@@ -56,13 +56,13 @@ class PushTarget:
 
 @dataclass(frozen=True)
 class Upload:
-    """What of a conversion's folder is pushed.
+    """Files of a conversion's folder that are pushed.
 
     Attributes:
         folder: the conversion.
         contents: file name to its bytes, or to its path where it is large.
-        card: the source's card, where there is one.
-        seen: the files, to see that they stay what they are.
+        card: the source's card, if there is one.
+        seen: the files as they were seen, which must not change.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push did.
+    """Result of a push.
 
     Attributes:
         repo: `org/name`.
@@ -87,7 +87,7 @@ class Pushed:
         files: files in it.
         size: bytes of them.
         removed: files of an earlier push that it no longer has.
-        names: what the files are called.
+        names: names of the files.
     """
 
     repo: str
@@ -120,7 +120,7 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
 
     Args:
         repo: `org/name`.
-        private: whether a repository that is created is private; an existing one stays what it is.
+        private: make a new repository private; an existing one stays as it is.
 
     Raises:
         MoeqError: `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
@@ -145,7 +145,7 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
 
 
 def gather(folder: Path, manifest: Manifest) -> Upload:
-    """The files of a conversion, each of which its manifest knows, and a look at all of them before anything is sent.
+    """Gather the files of a conversion, and check all of them against its manifest before anything is sent.
 
     Raises:
         MoeqError: `usage.foreign-files` for files that moeq did not write; `source.link` for links out of the folder;
@@ -166,7 +166,7 @@ def gather(folder: Path, manifest: Manifest) -> Upload:
 
 
 def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, FileDigest]) -> None:
-    """All files that the manifest knows, and no others but those that a Hub or a signature adds."""
+    """Require all files that the manifest knows, and no others except those that a Hub or a signature adds."""
     known = {*recorded, MANIFEST_NAME, SIGNATURE_NAME, CARD, SOURCE_CARD, HUB_SETTINGS}
     strangers = [name for name in names if name not in known]
     if strangers:
@@ -182,7 +182,7 @@ def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, Fi
 
 
 def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, FileDigest] | None) -> Path | bytes:
-    """A file as it is pushed, compared with the manifest: weights by header and size, `verify` hashes them whole."""
+    """Return a file as it is pushed, after a comparison with the manifest: weights by header and size."""
     wanted = (recorded or {}).get(name)
     fd = seen.open(name)
     try:
@@ -229,8 +229,8 @@ def push(
     """Upload a conversion.
 
     Args:
-        upload: of `gather`; the folder is not changed.
-        target: of `open_target`.
+        upload: result of `gather`; the folder is not changed.
+        target: result of `open_target`.
         replaced: files whose content in the repository is not the folder's, or that the folder lacks.
         message: first line of the commit.
         progress: called before and after every weight file.
@@ -265,13 +265,13 @@ def push(
 
 
 def base_model_of(manifest: Manifest) -> str | None:
-    """The source's repository, where it was read from the Hub."""
+    """Return the source's repository if it was read from the Hub."""
     name = manifest.source.name
     return name if manifest.source.revision and looks_like_repository(name) else None
 
 
 def published_manifest(manifest: Manifest, base_model: str | None, replaced: Mapping[str, bytes]) -> bytes:
-    """`moeq.json` as it is pushed: without folders of the machine that converted, with the files that push replaces.
+    """Make `moeq.json` as it is pushed: without folders of this machine, with the files that the push replaces.
 
     Args:
         manifest: the folder's.
@@ -294,7 +294,7 @@ def _api() -> HfApi:
 
 
 def _check_token(api: HfApi, repo: str) -> None:
-    """Who we are, and whether the token says that it only reads."""
+    """Refuse a missing token, and one that says that it only reads."""
     from huggingface_hub import get_token
 
     hint = "`hf auth login`, or set HF_TOKEN to a token with write access (https://huggingface.co/settings/tokens)"
@@ -309,7 +309,7 @@ def _check_token(api: HfApi, repo: str) -> None:
 
 @contextmanager
 def _explained(repo: str, folder: Path | None = None) -> Iterator[None]:
-    """Errors of the client as ours. `folder`: a conversion is finished, and how to go on with it."""
+    """Turn errors of the client into MoeqErrors. `folder`: the finished conversion that can be pushed again."""
     from huggingface_hub.errors import HfHubHTTPError
 
     again = f"; {folder} is finished and kept: repeat with `moeq push {quote(str(folder))} {repo}`" if folder else ""

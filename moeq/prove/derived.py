@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from moeq.checkpoint.manifest import CopiedLayer, LayerEntry, Manifest, TensorDigest
+from moeq.checkpoint.manifest import LayerEntry, Manifest, TensorDigest
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import CheckpointInfo
 from moeq.pipeline.plan.conversion_plan import Plan, make_plan
 from moeq.pipeline.plan.job import Work
-from moeq.pipeline.plan.layer_plan import PlanOptions
-from moeq.pipeline.run.recompute import recompute
+from moeq.pipeline.plan.options import ConvertOptions, Ranks
+from moeq.pipeline.run.execution import recompute
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.state.publish import layer_entry, tensors_of
 from moeq.pipeline.state.records import UnitRecord
@@ -35,15 +35,6 @@ _NOT_OF_THE_MODEL = {
     "num_tensors",
     "num_files",
 }
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Choices of the user, as the manifest records them."""
-
-    layouts: Mapping[int, str]
-    copied: tuple[CopiedLayer, ...]
-    refused: None = None
 
 
 @dataclass(frozen=True)
@@ -95,14 +86,15 @@ def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     if unknown:
         raise MoeqError("source.other-layers", f"the source has no experts in layer {unknown[0]}")
     cut = (entry.matrices["w2"].spec.group_size for entry in manifest.layers if entry.source_group is not None)
-    options = PlanOptions(1 if sizes.ep > 1 else sizes.tp, sizes.ep, allow_lossy=True, regroup=next(cut, None))
-    return make_plan(source, _Chosen(layouts, manifest.copied), options)
+    options = ConvertOptions(allow_lossy=True, regroup=next(cut, None))
+    return make_plan(source, layouts, manifest.copied, Ranks.of(sizes.tp, sizes.ep), options)
 
 
 def derive(source: Checkpoint, plan: Plan, workers: int, moved: Callable[[int, str], None]) -> Derived:
     """Pack everything again, in memory. Raises MoeqError as `recompute`."""
-    memory = plan_memory(source, plan, plan.units, workers)
-    records = recompute(Work(source, plan), plan.units, memory.workers, moved, memory.spare())
+    work = Work(source, plan)
+    memory = plan_memory(work, plan.units, workers)
+    records = recompute(work, plan.units, memory.workers, moved, memory.spare())
     kept = sorted({name for record in records.values() for name in record.kept})
     layers = tuple(layer_entry(plan, layer, records) for layer in plan.layers)
     return Derived(source, plan, records, layers, tensors_of(plan, records), tuple(kept))

@@ -21,8 +21,8 @@ from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.side_files import CARD, CARD_MARK, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
-from moeq.pipeline.plan.units import CHUNK_BYTES
-from moeq.pipeline.state.records import Piece, open_file_digest, read_digest, tensor_digests
+from moeq.pipeline.plan.units import CHUNK_BYTES, Piece
+from moeq.pipeline.state.records import open_file_digest, read_digest, tensor_digests
 
 #: Folders that tools put beside downloaded files; no loader reads them.
 _TOOL_FOLDERS = (".git", ".cache")

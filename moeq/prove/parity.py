@@ -18,7 +18,8 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint, written_padding
 from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensor_bytes import flat_bytes, same_matrix
-from moeq.pipeline.plan.layer_plan import PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import plan_layer
+from moeq.pipeline.plan.options import Ranks
 from moeq.prove.engine_code import EngineCode, find_engine
 from moeq.prove.parity_vllm import PACKERS, ParityExperts
 
@@ -207,11 +208,11 @@ def _source_units(checkpoint: Checkpoint, layout_id: str | None, tp: int, sample
 def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) -> Any:
     if layout_id is not None:
         _require_packer(layout_id)
-        return plan_layer(checkpoint, layer, layout_id, PlanOptions(tp))
+        return plan_layer(checkpoint, layer, layout_id, Ranks(tp))
     refusals = []
     for candidate in PACKERS:
         try:
-            return plan_layer(checkpoint, layer, candidate, PlanOptions(tp))
+            return plan_layer(checkpoint, layer, candidate, Ranks(tp))
         except MoeqError as error:
             refusals.append(error)
     raise MoeqError(

@@ -25,10 +25,11 @@ from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.expert_kinds import Experts
 from moeq.pipeline.pack.buffers import Buffers
-from moeq.pipeline.pack.fast.base import FastPath, Outputs
+from moeq.pipeline.pack.fast.path import FastPath, Outputs
 from moeq.pipeline.pack.inputs import InputFile, blocks_of
 from moeq.pipeline.pack.memory import fast_path_of
 from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit, Span, place_of
 from moeq.pipeline.run.resources import plan_memory
@@ -111,7 +112,7 @@ class Rebuilding:
         plan = _plan(self._original, self.converted.manifest)
         if plan is None:
             return
-        with ThreadPoolExecutor(plan_memory(self._original, plan, plan.units, self._workers).workers) as pool:
+        with ThreadPoolExecutor(plan_memory(Work(self._original, plan), plan.units, self._workers).workers) as pool:
             for unit in plan.units:
                 found = self._rebuilder(plan, unit) if isinstance(unit, PackUnit) else None
                 if found is None:
@@ -201,7 +202,7 @@ class _Rebuilder:
         written = [(t, data) for t, data in zip(targets, memory, strict=True) if not self._put_kept(t, data)]
         read = fast_path.read(stored, scratch)
         proof = None if read is None else fast_path.prove(read, packed, scratch)
-        if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof.digests):
+        if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof):
             return None
         for target, data in written:
             with disk_errors(self._whole.folder / target.file):

@@ -86,8 +86,8 @@ def _serve(src: str, verdict: Verdict) -> str | None:
 
 def _convert(src: str, answer: Answer) -> str:
     """Say how to convert, and to load the result."""
-    ask, names = answer.ask, {loader.name for loader in answer.loaders}
-    deployment = ask.deployment
+    names = {loader.name for loader in answer.loaders}
+    deployment = answer.question.deployment
     options = [f"--gpu '{deployment.gpu.name}'" if " " in deployment.gpu.name else f"--gpu {deployment.gpu.name}"]
     options += [f"--{name} {size}" for name in ("tp", "ep", "dp") if (size := getattr(deployment, name)) > 1]
     options += [f"--dtype {deployment.dtype}"] if deployment.dtype != "bf16" else []
@@ -108,7 +108,7 @@ def _memory(checkpoint: Checkpoint, answer: Answer) -> dict[str, int] | None:
     memory = answer.verdict.deployment.gpu.memory_gib
     return {
         "experts_per_rank": answer.rank_bytes,
-        "rest_per_rank": checkpoint.info.other_bytes // answer.ask.deployment.tp,
+        "rest_per_rank": checkpoint.info.other_bytes // answer.question.deployment.tp,
         "engine_repack_bytes": answer.verdict.transient_bytes or 0,
         "gpu_bytes": (memory or 0) << 30,
     }

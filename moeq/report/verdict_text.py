@@ -34,13 +34,13 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
     else:
         text = Text.assemble(("no backend", "bold red"), f": {verdict.refusal}")
     line(console, "verdict", Text.assemble(f"{verdict.engine} on {where} → ", text))
-    if part.target is not None:
-        line(console, "convert", f"writes {part.target.layout} for {part.target.backend}")
-        if part.target.why:
-            line(console, "", part.target.why)
-        if part.target.rounding:
-            line(console, "", rounding_text(part.target.rounding))
-        line(console, "loads in", loads_in(part.target.loaders))
+    if part.choice is not None:
+        line(console, "convert", f"writes {part.choice.layout} for {part.choice.backend}")
+        if part.choice.why:
+            line(console, "", part.choice.why)
+        if part.choice.rounding:
+            line(console, "", rounding_text(part.choice.rounding))
+        line(console, "loads in", loads_in(part.choice.loaders))
     else:
         error = part.error or answer.error
         line(console, "convert", f"no: {error.message}" if error else "its layers are copied unchanged", "red")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
-    """Columns in the order of their groups, within a group as they were; None where they are in order already.
+    """Return columns in the order of their groups, stable within a group; None if they are in order already.
 
     Raises:
         MoeqError: `usage.act-order` where groups are not full, so that sorting makes no groups of one size.
@@ -45,13 +45,13 @@ def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
 
 
 def sort_columns(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
-    """The columns in an order that makes groups runs of columns."""
+    """Sort the columns so that every group is a run of columns."""
     codes = matrix.codes if order is None else matrix.codes[:, order].contiguous()
     return replace(matrix, spec=replace(matrix.spec, act_order=False), codes=codes, group_index=None)
 
 
 def sort_rows(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
-    """The rows in the order of the columns that they feed."""
+    """Sort the rows in the order of the columns that they feed."""
     if order is None:
         return matrix
 
@@ -69,7 +69,7 @@ def sort_rows(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
 
 
 def require_sorted(matrix: QuantizedMatrix, where: str) -> QuantizedMatrix:
-    """A matrix whose columns are hidden features, which have to be in order. Raises MoeqError `usage.act-order`."""
+    """Require columns, which are hidden features, to be in order. Raises MoeqError `usage.act-order`."""
     if column_order(matrix, where) is not None:
         raise MoeqError(
             "usage.act-order",

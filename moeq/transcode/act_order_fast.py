@@ -9,9 +9,8 @@ import numpy as np
 
 from moeq.checkpoint.names import StoredName
 from moeq.layouts.loops import columns
-from moeq.pipeline.pack.fast.base import Inputs
 from moeq.pipeline.pack.fast.formats import Fields
-from moeq.pipeline.pack.fast.path import ProjectionReader
+from moeq.pipeline.pack.fast.path import Inputs, ProjectionReader
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
@@ -21,14 +20,14 @@ _ROWS = ("codes", "scales", "zeros", "bias")
 
 @dataclass(frozen=True)
 class Sorting:
-    """Sorts the columns of a down projection into groups, or the rows of gate and up likewise.
+    """Sorts columns of a down projection into groups, or rows of gate and up likewise.
 
     Attributes:
-        bits: of a code.
+        bits: bits per code.
         index: stored projection and part of the down projection's group index; None for what is no expert.
         group_size: columns of its groups.
-        own_sizes: the same of the groups of every projection.
-        is_down: the item is the down projection.
+        own_sizes: columns of the groups of every projection.
+        is_down: whether the item is the down projection.
         regions: scratch for the sorted fields of every projection.
     """
 
@@ -60,16 +59,16 @@ class Sorting:
 
     @property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
-        """What has to be read beside the item's own parts."""
+        """Parts that have to be read beside the item's own."""
         return () if self.index is None else (self.index,)
 
     @property
     def stop(self) -> int:
-        """Where scratch ends."""
+        """End of the scratch regions."""
         return max(region.stop for regions in self.regions for region in regions.values())
 
     def sort(self, source: Sequence[Fields], inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """The fields in the order of the target; None where the reference path says what is wrong, or sorts them."""
+        """Sort the fields in the order of the target; None leaves the item to the reference path."""
         order = None
         if self.index is not None:
             found = inputs[self.index].view(np.int32)
@@ -94,7 +93,7 @@ class Sorting:
         return sorted_fields
 
     def _sorted(self, field: Array, order: Array, region: Region, scratch: Array) -> Array | None:
-        """A field whose features along N (or, of the down projection, along K) are in another order."""
+        """Reorder the features of a field along N, or along K for the down projection."""
         out = region.array(scratch, (field.shape[1], field.shape[0]), field.dtype.str).T
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
@@ -108,7 +107,7 @@ class Sorting:
 
 
 def _in_groups(index: Array, group_size: int) -> bool:
-    """Whether groups are runs of columns, all of one size but for the last."""
+    """Return whether groups are runs of columns, all of one size except the last."""
     return np.array_equal(index, np.arange(len(index)) // group_size)
 
 

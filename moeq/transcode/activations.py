@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-#: Types of such scales, and their bytes.
+#: Bytes per dtype of static scales.
 _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 
 
@@ -34,10 +34,10 @@ class StaticScale:
     """The scale of a projection's activations, from the source to the target.
 
     Attributes:
-        source: its part in the source.
-        dtype: how it is stored there.
-        target: its part in the target.
-        written: dtype and shape there.
+        source: name of its part in the source.
+        dtype: dtype in the source.
+        target: name of its part in the target.
+        written: dtype and shape in the target.
     """
 
     source: str
@@ -47,11 +47,11 @@ class StaticScale:
 
     @property
     def inverted(self) -> bool:
-        """Whether one of the two is the reciprocal of the other."""
+        """Whether source and target store reciprocals of each other."""
         return ACTIVATION_SCALES[self.source] != ACTIVATION_SCALES[self.target]
 
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
-        """The bytes that the target stores.
+        """Return the bytes that the target stores.
 
         Args:
             stored: the source's bytes.
@@ -77,7 +77,7 @@ class StaticScale:
 
 
 def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str] | None:
-    """Part and dtype of a projection's static scale of activations; None where the checkpoint uses none.
+    """Return part and dtype of a projection's static scale of activations; None if the checkpoint uses none.
 
     A scale that lies there although the config asks for scales at run time is not used by any engine.
     """
@@ -94,7 +94,7 @@ def static_part(parts: Mapping[str, PartSig], scheme: Scheme) -> tuple[str, str]
 
 
 def _stored(value: float, dtype: str) -> Array:
-    """The bytes of a value that the dtype holds."""
+    """Return the bytes of a value in a dtype that holds it."""
     return bits_of(np.array([value], np.float32), FLOAT_NAMES[dtype]).view(np.uint8)
 
 

@@ -27,8 +27,7 @@ _GROUPS = (64, 32, 16)
 #: Spellings in the order in which they are tried.
 _NAMES: tuple[NamesOption, ...] = ("source", "per-expert", "mlp", "block-sparse-moe", "stacked")
 
-#: What happens to the values: all stay; they stay where the data allow it and nothing is written elsewhere; they are
-#: rounded where they do not fit.
+#: Fate of the values: all stay; the file is written only if all stay; values that do not fit are rounded.
 Proof = Literal["exact", "checked", "rounded"]
 _PROOFS: dict[Proof, str] = {
     "exact": "every value stays",
@@ -44,7 +43,7 @@ class Advice:
     Attributes:
         command: what writes it.
         backend: the backend that the engine runs it with.
-        proof: what happens to the values.
+        proof: fate of the values.
     """
 
     command: str
@@ -53,16 +52,16 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """For people, in one line."""
+        """One line for people."""
         return f"{self.command} ({self.backend} takes it; {_PROOFS[self.proof]})"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return {"command": self.command, "backend": self.backend, "proof": self.proof}
 
 
 def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = None) -> Advice | None:
-    """The transcoding of a source checkpoint that an engine takes on a deployment where it refuses the source.
+    """Find a transcoding that an engine takes on a deployment where it refuses the source checkpoint.
 
     The first exact one, else the first that depends on the data, else floats. None where nothing helps: the engine is
     moeq's own, which reads every format, or what it refuses is not the format.
@@ -70,7 +69,7 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
     Args:
         checkpoint: the source.
         deployment: where it is to run.
-        src: how the command names the source; None for the name it was opened by.
+        src: name of the source in the command; None for the name by which it was opened.
     """
     if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
         return None
@@ -94,8 +93,11 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
 
 
 def _requests(src: str, checkpoint: Checkpoint, deployment: Deployment) -> Iterator[TranscodeRequest]:
-    """What is tried: the format as it is, where only names are in the way; compressed-tensors, also with finer groups;
-    other formats; floats of the deployment's type."""
+    """Yield transcodings to try.
+
+    First the source's own format, in case only names are in the way; then compressed-tensors, also with finer groups;
+    then other formats; at last floats of the deployment's type.
+    """
     revision = checkpoint.source.revision
     own = _own_format(checkpoint)
     if own is not None and own != "compressed-tensors":
@@ -119,7 +121,7 @@ def _command(request: TranscodeRequest, proof: Proof) -> str:
 
 
 def _proof(plan: TranscodePlan) -> Proof | None:
-    """What is known of the values from headers; None for what no one should do (integers as FP8 blocks)."""
+    """Return what headers tell about the values; None for what no one should do (integers as FP8 blocks)."""
     kinds = {found for layer in plan.survey.layers for expert in layer.kinds.values() for found in expert.values()}
     kinds |= {module.projected for module in plan.survey.modules}
     if all(_exact(projected, plan) for projected in kinds):
@@ -132,7 +134,7 @@ def _proof(plan: TranscodePlan) -> Proof | None:
 
 
 def _exact(projected: Projected, plan: TranscodePlan) -> bool:
-    """Whether the target holds every value, whatever the data are."""
+    """Return whether the target holds every value, whatever the data are."""
     before, after = projected.source.spec, projected.spec
     if (before.element, before.scale_dtype) != (after.element, after.scale_dtype):
         return False
@@ -144,7 +146,7 @@ def _exact(projected: Projected, plan: TranscodePlan) -> bool:
 
 
 def _own_format(checkpoint: Checkpoint) -> str | None:
-    """The target that writes what the source has; None where there is none."""
+    """Return the target that writes the source's own format; None if there is none."""
     config = checkpoint.quantization_config or {}
     method = str(config.get("quant_method", ""))
     if method == "gptq" and config.get("checkpoint_format") == "gptq_v2":
@@ -153,7 +155,7 @@ def _own_format(checkpoint: Checkpoint) -> str | None:
 
 
 def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> Verdict | None:
-    """What the engine says of the first layer as it would be written; None where it is not transcoded."""
+    """Judge the first layer as it would be written; None if it is not transcoded."""
     layer = first_layer(checkpoint)
     written = plan.layers_by_number.get(layer)
     if written is None:
@@ -170,7 +172,7 @@ def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment)
 
 
 def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool:
-    """Whether the engine's model class loads the first layer under the names that it would have."""
+    """Return whether the engine's model class loads the first layer under the names that it would have."""
     layer = first_layer(checkpoint)
     written, stored = plan.layers_by_number[layer], checkpoint.experts(layer).layer
     architecture = checkpoint.info.architecture
@@ -180,7 +182,7 @@ def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool
 
 
 def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:
-    """How a layer is named and stored as it is written. `layer`: path of the layer, with a dot at its end."""
+    """Yield names and forms under which a layer is written. `layer`: path of the layer, with a dot at its end."""
     naming = written.naming
     for projection, projected in written.kinds[0].items():
         if not naming.stacked:
@@ -189,5 +191,5 @@ def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:
         for part in projected.signatures:
             alternate = naming.interleaved and projection == "gate_up"
             known = projected.spec.bits > 8 or "weight" not in projected.signatures
-            order = order_of(alternate=alternate, turned=naming.transposed, known=known)
+            order = order_of(alternate=alternate, transposed=naming.transposed, known=known)
             yield StoredName(naming.tensor(projection, 0, part).removeprefix(layer), order)

@@ -18,7 +18,7 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Loss:
-    """What transcoding changed in one projection.
+    """Changes that transcoding made in one projection.
 
     Attributes:
         module: the source's module.
@@ -47,20 +47,20 @@ class Loss:
     after: float
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; what is no finite number is a text."""
+        """Return plain values; infinities and NaN are texts."""
         row: dict[str, Any] = spell_floats(asdict(self))
         return row
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Loss:
-        """From `to_json`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Read what `to_json` gives. Raises KeyError, TypeError or ValueError for anything else."""
         floats = ("max_abs", "relative", "before", "after")
         pairs = {key: tuple(map(int, row[key])) for key in ("block", "first")}
         return cls(**{**row, **{key: float(row[key]) for key in floats}, **pairs})
 
     @property
     def text(self) -> str:
-        """For people, in one line."""
+        """One line for people."""
         row, column = self.first
         shape = f"{self.block[0]} x {self.block[1]}"
         return (
@@ -87,7 +87,7 @@ def compare(
 
 
 def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool:
-    """Whether two matrices are equal part by part, which says more than equal values and costs less to find out."""
+    """Return whether two matrices are equal part by part: stricter than equal values, and cheaper to find out."""
     import torch
 
     if not isinstance(after, QuantizedMatrix) or before.spec.element != after.spec.element:
@@ -162,12 +162,12 @@ def _differences(
 
 
 def relative(squares: float, norm: float) -> float:
-    """Norm of the change over the norm of the source, from their squares: digits that no order of adding changes."""
+    """Divide the norm of the change by the norm of the source, rounded to digits that no order of adding changes."""
     return float(f"{squares**0.5 / norm**0.5:.9g}") if norm else float("inf")
 
 
 def _rows(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """First row and float32 values of both, some rows at a time."""
+    """Yield the first row and the float32 values of both, some rows at a time."""
     left, right = _reader(before), _reader(after)
     for start in range(0, before.spec.n, _ROWS):
         stop = min(start + _ROWS, before.spec.n)

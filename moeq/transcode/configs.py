@@ -22,15 +22,15 @@ _CT_VERSION = "0.20.0"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How some modules are quantised, as far as a config says it.
+    """A way of quantising modules, as far as a config says it.
 
     Attributes:
-        spelling: how they are stored (`moeq.transcode.spellings`).
+        spelling: stored form (`moeq.transcode.spellings`).
         bits: bits of a code.
         group_size: weights along K per scale, or -1 for one scale per output channel.
-        symmetric: no zero points.
-        act_order: columns are in activation order.
-        activations: activations are quantised as well, where the spelling leaves that open.
+        symmetric: whether there are no zero points.
+        act_order: whether columns are in activation order.
+        activations: whether activations are quantised as well, if the spelling leaves that open.
     """
 
     spelling: str
@@ -43,7 +43,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a config has to describe, by the names of the written modules.
+    """Modules that a config has to describe, by their written names.
 
     Attributes:
         quantised: modules per way of quantising, the most used first.
@@ -55,17 +55,17 @@ class Contents:
 
     @property
     def usual(self) -> Quantisation:
-        """What most modules have."""
+        """The way of quantising that most modules have."""
         return next(iter(self.quantised))
 
 
 def weights_of(spelling: str, spec: MatrixSpec, group_size: int, *, activations: bool) -> Quantisation:
-    """The config's view of a projection. `group_size` is the declared one, larger than K for narrow projections."""
+    """Describe a projection as a config does. `group_size` is the declared one; it may exceed K."""
     return Quantisation(spelling, spec.bits, group_size, spec.symmetric, spec.act_order, activations)
 
 
 def compressed_tensors(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of compressed-tensors: one group per way of quantising, the usual one for every Linear."""
+    """Make `quantization_config` of compressed-tensors: a group per way of quantising, the usual for every Linear."""
     everything = [name for names in contents.quantised.values() for name in names]
     groups: dict[str, Any] = {}
     for number, (weights, names) in enumerate(contents.quantised.items()):
@@ -153,7 +153,7 @@ _CT_ARGUMENTS: dict[str, Callable[[Quantisation], _CtGroup]] = {
 
 
 def gptq(contents: Contents, variant: str) -> dict[str, Any]:
-    """`quantization_config` of GPTQModel: what differs from the usual way, and what is left alone, under `dynamic`."""
+    """Make `quantization_config` of GPTQModel: exceptions and modules that are left alone stand under `dynamic`."""
     usual = contents.usual
     everything = [name for names in contents.quantised.values() for name in names]
     dynamic: dict[str, Any] = {f"-:{text}": {} for text in _containers(contents.plain, everything)}
@@ -179,7 +179,7 @@ def gptq(contents: Contents, variant: str) -> dict[str, Any]:
 
 
 def fp8_blocks(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of block-scaled FP8 as DeepSeek, Qwen and GLM publish it."""
+    """Make `quantization_config` of block-scaled FP8 as DeepSeek, Qwen and GLM publish it."""
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -190,12 +190,12 @@ def fp8_blocks(contents: Contents) -> dict[str, Any]:
 
 
 def deepseek_v4(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of DeepSeek-V4, which says `expert_dtype: fp4` beside it, outside."""
+    """Make `quantization_config` of DeepSeek-V4, which says `expert_dtype: fp4` outside of it."""
     return {**fp8_blocks(contents), "scale_fmt": "ue8m0"}
 
 
 def gpt_oss(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of gpt-oss."""
+    """Make `quantization_config` of gpt-oss."""
     templates = {re.sub(r"\.\d+\.", ".*.", name) for name in contents.plain}
     attention = {name[: name.index(".self_attn") + len(".self_attn")] for name in templates if ".self_attn" in name}
     rest = {name for name in templates if ".self_attn" not in name} - {"lm_head"}
@@ -204,7 +204,7 @@ def gpt_oss(contents: Contents) -> dict[str, Any]:
 
 
 def modelopt(contents: Contents) -> dict[str, Any]:
-    """`quantization_config` of ModelOpt: one algorithm, or `MIXED_PRECISION` with that of every module."""
+    """Make `quantization_config` of ModelOpt: one algorithm, or `MIXED_PRECISION` with one for every module."""
     excluded = sorted(contents.plain, key=_natural)
     table: dict[str, Any] = {
         "exclude_modules": excluded,
@@ -232,7 +232,7 @@ def modelopt(contents: Contents) -> dict[str, Any]:
 
 
 def _algorithm(weights: Quantisation) -> dict[str, Any]:
-    """ModelOpt's name of a way of quantising, with the group size where it says one."""
+    """Return ModelOpt's name of a way of quantising, with the group size if ModelOpt says one."""
     if weights.spelling == "modelopt-nvfp4":
         return {"quant_algo": "NVFP4" if weights.activations else "W4A16_NVFP4", "group_size": 16}
     if weights.spelling == "modelopt-mxfp8":
@@ -242,7 +242,7 @@ def _algorithm(weights: Quantisation) -> dict[str, Any]:
 
 
 def _modelopt_group(weights: Quantisation) -> dict[str, Any]:
-    """A config group of ModelOpt (`modelopt.torch.export.convert_hf_config`, 0.47)."""
+    """Make a config group of ModelOpt (`modelopt.torch.export.convert_hf_config`, 0.47)."""
     if weights.spelling == "modelopt-fp8-block":
         return dict(_algorithm(weights))
     sizes = {"modelopt-nvfp4": (4, 16), "modelopt-mxfp8": (8, 32)}
@@ -254,12 +254,12 @@ def _modelopt_group(weights: Quantisation) -> dict[str, Any]:
 
 
 def gptq_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """GPTQModel's own file."""
+    """Return name and content of GPTQModel's own config file."""
     return "quantize_config.json", config
 
 
 def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """ModelOpt's own file, in which the config has another form."""
+    """Return name and content of ModelOpt's own config file, in which the config has another form."""
     keys = ("quant_algo", "kv_cache_quant_algo", "group_size", "exclude_modules", "quantized_layers")
     return "hf_quant_config.json", {
         "producer": config["producer"],
@@ -268,7 +268,7 @@ def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Regular expressions that match all of some names and none of others; as few as templates of numbers give.
+    """Find regular expressions that match all of some names and none of others, as few as templates of numbers give.
 
     Raises:
         MoeqError: `bug.pattern` where a name is in both.
@@ -286,7 +286,7 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
-    """Patterns for modules left alone: their whole parent where nothing under it is quantised.
+    """Find patterns for modules that are left alone: their whole parent if nothing under it is quantised.
 
     Engines fuse siblings (`qkv_proj`) and match the fused name, which only the parent's name begins.
     """
@@ -303,12 +303,12 @@ def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:
 
 
 def _template(name: str) -> str:
-    """The name as a pattern, with any number in place of every number."""
+    """Return the name as a pattern, with any number in place of every number."""
     return r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in name.split("."))
 
 
 def _layer_template(name: str) -> str:
-    """The same with the layer's number kept."""
+    """Return the name as a pattern in which only the layer's number is kept."""
     head, found, tail = name.partition(".experts.")
     return f"{re.escape(head)}\\.experts\\.{_template(tail)}" if found else re.escape(name)
 

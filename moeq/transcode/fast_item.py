@@ -19,9 +19,8 @@ from moeq.checkpoint.names import StoredName
 from moeq.layouts.loops import floats, transpose
 from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
-from moeq.pipeline.pack.fast.base import Inputs
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
-from moeq.pipeline.pack.fast.path import ProjectionReader, StoredMatrix
+from moeq.pipeline.pack.fast.path import Inputs, ProjectionReader, StoredMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.transcode.act_order_fast import Sorting
 from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
@@ -30,12 +29,12 @@ from moeq.transcode.transcode_plan import WrittenProjection
 
 @dataclass(frozen=True)
 class StoredFloats:
-    """A projection that is not quantised: `values`, uint16 `[N, K]`, and a bias as of any other.
+    """A projection that is not quantised: `values`, uint16 `[N, K]`, and a bias if there is one.
 
     Attributes:
         spec: its sizes.
         reads: its parts.
-        transposed: the tensor has rows and columns exchanged.
+        transposed: whether the tensor has rows and columns exchanged.
     """
 
     spec: MatrixSpec
@@ -44,18 +43,18 @@ class StoredFloats:
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch for the transpose."""
+        """Bytes of scratch for the transpose."""
         return Region(0, 2 * self.spec.n * self.spec.k).stop if self.transposed else 0
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        """As of a quantised one."""
+        """Return `values`, and `bias` if there is one."""
         fields = self.blank(stored, scratch)
         if self.transposed:
             transpose.copy_any(self._weight(stored).T, fields["values"])
         return fields
 
     def blank(self, stored: Stored, scratch: Array) -> Fields:
-        """As of a quantised one."""
+        """Return memory for `values`, and `bias` if there is one."""
         shape = self.spec.n, self.spec.k
         region = Region(0, self.scratch_bytes)
         fields = {"values": region.array(scratch, shape, "u2") if self.transposed else self._weight(stored)}
@@ -65,18 +64,18 @@ class StoredFloats:
         return fields
 
     def finish(self, stored: Stored, scratch: Array) -> None:
-        """As of a quantised one."""
+        """Store `values` if they lie in scratch."""
         if self.transposed:
             transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
 
     scale_parts = ()
 
     def scales(self, stored: Stored, scratch: Array) -> Fields | None:
-        """There are none."""
+        """Return no scales: float tensors have none."""
         return None
 
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
-        """Nothing is kept."""
+        """Return no parts: floats are rebuilt from what was read."""
         return ()
 
     def _weight(self, stored: Stored) -> Array:
@@ -91,8 +90,8 @@ class FastItem:
     Attributes:
         readers: the source's projections.
         writers: the target's, in scratch behind those of the source.
-        recoders: from one to the other; the first that proves what it did is taken.
-        sorting: sorts columns into groups first.
+        recoders: recoders from source to target, of which the first that proves its result is taken.
+        sorting: sorts columns into groups first, if asked for.
     """
 
     readers: tuple[ProjectionReader, ...]
@@ -153,7 +152,7 @@ class FastItem:
         return recoder.changes(source, found)
 
     def _as_written(self, changes: Changes) -> Changes:
-        """Changes of logical projections as those of the matrices that hold them."""
+        """Join the changes of logical projections to those of the written matrices that hold them."""
         found: list[floats.Measured | None] = []
         for writer in self.writers:
             count = len(writer.holds)
@@ -166,7 +165,7 @@ class CachedItem:
     """The fast path of an item that is too small to compile loops for: taken where all of them are in the cache.
 
     Attributes:
-        missing: some loop is not, and the reference path has to be taken.
+        missing: whether a loop is not in the cache, which leaves the item to the reference path.
     """
 
     def __init__(self, item: FastItem) -> None:
@@ -175,7 +174,7 @@ class CachedItem:
         self.missing = False
 
     def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:
-        """As of `FastItem`."""
+        """Transcode as `FastItem.transcode` does; return None if a loop is not in the cache."""
         try:
             with only_cached():
                 return self._item.transcode(inputs, outputs, scratch)
@@ -192,11 +191,11 @@ def bind(
     index: tuple[StoredName, str, int] | None = None,
     sort: bool = False,
 ) -> FastItem | None:
-    """The fast path of an item, or None where there is none.
+    """Bind the fast path of an item; None if there is none.
 
     Args:
-        readers: its projections as the source has them.
-        written: as they are written, in order.
+        readers: readers of its projections in the source.
+        written: the written projections, in order.
         interleaved: rows of gate and up alternate where they are written as one.
         index: stored projection and part of the group index of an expert's down projection, and its group size.
         sort: columns in activation order are to be sorted.

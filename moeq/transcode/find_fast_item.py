@@ -11,9 +11,8 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.writer import FileForm
 from moeq.layouts.words import use_cached, use_compiled
 from moeq.model import Checkpoint
-from moeq.model.expert_kinds import is_whole
-from moeq.pipeline.pack.reading import Place
-from moeq.pipeline.plan.units import place_of
+from moeq.pipeline.pack.inputs import Place
+from moeq.pipeline.plan.units import place_of, signature_of
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan
@@ -42,7 +41,7 @@ class FastPaths:
         self._lock = threading.Lock()
 
     def of(self, item: Item) -> FastItem | CachedItem | None:
-        """The fast path of an item, or None where the reference path takes it."""
+        """Return the fast path of an item; None leaves it to the reference path."""
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:
@@ -52,7 +51,7 @@ class FastPaths:
         return None if getattr(found, "missing", False) else found
 
     def places(self, item: Item, reads: Sequence[tuple[StoredName, str]]) -> list[Place]:
-        """Where the parts of an item lie in the source; those of gate and up may be stored together."""
+        """Return the places of an item's parts in the source; gate and up may be stored together."""
         entries = self._entries(item)
         if not isinstance(item, ExpertItem):
             return [(entry.file, entry.start, entry.end) for entry in (entries[name][part] for name, part in reads)]
@@ -66,18 +65,15 @@ class FastPaths:
         return {"down": self._plan.modules_by_name[item.name].source.parts}
 
     def _signatures(self, item: Item) -> _Signatures:
-        """Dtype and shape of every stored part of one expert (of all its roles), or of a module."""
+        """Return dtype and shape of every stored part of one expert, with all its roles, or of a module."""
         fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
         return {
-            name: {
-                part: PartSig(entry.dtype, entry.shape[1:] if fused and not is_whole(part, entry) else entry.shape)
-                for part, entry in parts.items()
-            }
+            name: {part: signature_of(entry, part, fused=fused) for part, entry in parts.items()}
             for name, parts in self._entries(item).items()
         }
 
     def _key(self, item: Item, signatures: _Signatures) -> object:
-        """What the fast path of an item depends on."""
+        """Return the key of everything that the fast path of an item depends on."""
         stored = tuple((name, *sorted(parts.items())) for name, parts in sorted(signatures.items()))
         if not isinstance(item, ExpertItem):
             return stored, self._plan.modules_by_name[item.name].projected
@@ -104,7 +100,7 @@ class FastPaths:
         return found if large or found is None else CachedItem(found)
 
     def _group_index(self, item: ExpertItem, signatures: _Signatures) -> tuple[StoredName, str, int] | None:
-        """Where the group index of an expert's down projection is, and its group size; None where it has none."""
+        """Return projection and part of the down projection's group index, and its group size; None if it has none."""
         down = self._checkpoint.kind_of(item.layer, item.expert).projections["down"]
         roles = get_format(down.scheme.format).parts
         names = [part for part in signatures["down"] if roles.get(part) == "index"]

@@ -11,7 +11,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 
-#: What may be asked for. `source`: as they are, as far as the target format can.
+#: Names that may be asked for. `source`: the source's own, if the target format can have them.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
 NAMES: tuple[NamesOption, ...] = ("source", "mlp", "block-sparse-moe", "per-expert", "stacked")
 
@@ -19,7 +19,7 @@ _LONG: dict[StoredName, str] = {"gate": "gate_proj", "up": "up_proj", "down": "d
 _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
-#: What may be asked for as the module that holds experts and router.
+#: Modules that hold experts and router, by the option that asks for them.
 _CONTAINERS: dict[NamesOption, str] = {"mlp": "mlp", "block-sparse-moe": "block_sparse_moe"}
 
 #: Containers of experts whose projections are called w1, w3, w2.
@@ -33,9 +33,9 @@ class Naming:
     Attributes:
         prefix: module path of the experts.
         spelled: projection to its name.
-        stacked: tensors hold all experts.
-        interleaved: rows of a stacked gate/up tensor alternate.
-        transposed: stacked tensors of floats have rows and columns exchanged.
+        stacked: whether tensors hold all experts.
+        interleaved: whether gate and up rows of a stacked tensor are interleaved.
+        transposed: whether stacked tensors of floats have rows and columns exchanged.
         renamed: source prefix and target prefix of the module that holds experts and router, where they differ.
     """
 
@@ -47,7 +47,7 @@ class Naming:
     renamed: tuple[str, str] | None = None
 
     def module(self, projection: StoredName, expert: int) -> str:
-        """Module name of a projection, as configs name it."""
+        """Return module name of a projection, as configs name it."""
         name = self.spelled[projection]
         return f"{self.prefix}.{name}" if self.stacked else f"{self.prefix}.{expert}.{name}"
 
@@ -59,14 +59,14 @@ class Naming:
         return f"{self.prefix}.{self.spelled[projection]}" + (f"_{suffix}" if suffix else "")
 
     def is_row(self, part: str) -> bool:
-        """Whether an expert's part is a row of a tensor of all experts."""
+        """Return whether an expert's part is a row of a tensor of all experts."""
         return self.stacked and part not in WHOLE_PARTS
 
 
 def choose_naming(
     experts: Experts, family: ModelFamily | None, asked: NamesOption, *, gpt_oss: bool, floats: bool, stackable: bool
 ) -> Naming:
-    """Names for one layer.
+    """Choose the names for one layer.
 
     Args:
         experts: the layer as the source stores it.
@@ -120,7 +120,7 @@ def choose_naming(
 
 
 def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:
-    """A note where experts lie in another container than in the family's published models, which engines look for."""
+    """Return a note if experts lie in another container than engines look for in models of the family."""
     found = ".".join(naming.prefix.split(".")[-2:])
     paths = {f"{module}.experts": option for option, module in _CONTAINERS.items()}
     if family is None or found == family.experts or not {found, family.experts} <= paths.keys():
@@ -130,7 +130,7 @@ def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:
 
 
 def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:
-    """The experts' module path in the asked container, and what is renamed for it."""
+    """Return the experts' module path in the asked container, and what is renamed for it."""
     if asked not in _CONTAINERS:
         return prefix, None
     parts = prefix.split(".")
@@ -142,7 +142,7 @@ def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | Non
 
 
 def rename(name: str, renamed: Sequence[tuple[str, str]]) -> str:
-    """The target's name of a tensor that is copied: the router and shared experts move with their container."""
+    """Return the target's name of a copied tensor: router and shared experts move with their container."""
     for before, after in renamed:
         if name.startswith(f"{before}."):
             return after + name[len(before) :]

@@ -25,7 +25,7 @@ from moeq.transcode.transcode_plan import WrittenProjection
 #: Codes of MXFP4 that share an exponent.
 _GROUP = 2 * recode.GROUP_BYTES
 
-#: What is the same in both, the smallest first.
+#: Fields that are copied, the smallest first.
 _COPIED = ("global_scale", "scales", "zeros", "codes")
 
 #: Spellings of floats.
@@ -34,34 +34,34 @@ PLAIN = ("plain", "plain-transposed")
 #: Fields of all projections of an item.
 Matrices = Sequence[Fields]
 
-#: How every projection of an item changed; None for each where they are equal by other means than subtraction.
+#: Changes of every projection of an item; None for a projection that is proven equal without subtraction.
 Changes = Sequence[floats.Measured | None]
 
 
 class Recoder(ABC):
-    """From the source's fields to the target's."""
+    """Recodes the source's fields to the target's, and compares them."""
 
     @abstractmethod
     def fill(self, source: Matrices, target: Matrices) -> None:
-        """Fill the target's fields, but for the bias."""
+        """Fill the target's fields except the bias."""
 
     def changes(self, source: Matrices, target: Matrices) -> Changes | None:
-        """How the target's fields, as read again, differ from the source; None where that is not known."""
+        """Return how the target's fields, as read again, differ from the source; None if that is not known."""
         return [None] * len(source) if self.holds(source, target) else None
 
     @abstractmethod
     def holds(self, source: Matrices, target: Matrices) -> bool:
-        """Whether the target's fields, as read again, are the same values."""
+        """Return whether the target's fields, as read again, are the same values."""
 
 
 @dataclass(frozen=True)
 class Copied(Recoder):
-    """The same codes. Scales and zero points are the same, or repeated for smaller groups.
+    """Keeps the codes; scales and zero points are copied, or repeated for smaller groups.
 
     Attributes:
-        times: groups of the target for one of the source; 0: all of them have the one of the row.
-        nonzero: zero points of 0 are refused by the reference path.
-        widened: the type of the source's scales, where the target has them as float32.
+        times: groups of the target for one of the source; 0: all groups of a row share its one scale.
+        nonzero: whether zero points of 0 are left to the reference path, which refuses them.
+        widened: dtype of the source's scales if the target has them as float32.
     """
 
     times: int
@@ -94,13 +94,13 @@ class Copied(Recoder):
         )
 
     def _scales(self, field: str, before: Array) -> Array:
-        """Scales as the target has them."""
+        """Widen scales to the type that the target has."""
         if self.widened is None or field != "scales":
             return before
         return numbers_of(before, self.widened).view(np.uint32)
 
     def _narrowed(self, field: str, after: Array) -> Array:
-        """The other way; scales that are none of the narrower type become NaN, which no scale is."""
+        """Narrow scales to the source's type; numbers that do not fit it become NaN, which no scale is."""
         if self.widened is None or field != "scales":
             return after
         found = bits_of(after.view(np.float32), self.widened)
@@ -117,7 +117,7 @@ class Copied(Recoder):
 
 @dataclass(frozen=True)
 class Mxfp4ToFp8Blocks(Recoder):
-    """MXFP4 as blocks of FP8."""
+    """Recodes MXFP4 as blocks of FP8."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
@@ -132,7 +132,7 @@ class Mxfp4ToFp8Blocks(Recoder):
 
 @dataclass(frozen=True)
 class Mxfp4ToNvfp4(Recoder):
-    """MXFP4 as NVFP4, with one global scale for gate and up (`moeq.transcode.recode_matrices.to_e4m3_scales`)."""
+    """Recodes MXFP4 as NVFP4, one global scale for gate and up (`moeq.transcode.recode_matrices.to_e4m3_scales`)."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         top = max(recode.used_exponents(_bytes(one), one["scales"])[1] for one in source)
@@ -155,7 +155,7 @@ class Mxfp4ToNvfp4(Recoder):
 
 @dataclass(frozen=True)
 class Mxfp4ToBfloat16(Recoder):
-    """MXFP4 as bfloat16."""
+    """Recodes MXFP4 as bfloat16."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
@@ -170,7 +170,7 @@ class Mxfp4ToBfloat16(Recoder):
 
 @dataclass(frozen=True)
 class CopiedNvfp4(Copied):
-    """NVFP4 under another spelling of its global scale, which may not be the same number there.
+    """Copies NVFP4 to another spelling of its global scale, which may be a slightly different number there.
 
     Attributes:
         spec: the source's sizes and types, whatever its role.
@@ -190,7 +190,7 @@ class CopiedNvfp4(Copied):
 
 @dataclass(frozen=True)
 class Rounded(Recoder):
-    """Anything under scales of another kind, every value rounded once.
+    """Recodes any matrix under scales of another kind, every value rounded once.
 
     Attributes:
         before, after: sizes and types on both sides, whatever their role.
@@ -201,7 +201,7 @@ class Rounded(Recoder):
 
     @abstractmethod
     def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
-        """How a projection changed; None where a value is not finite."""
+        """Return how a projection changed; None if a value is not finite."""
 
     def changes(self, source: Matrices, target: Matrices) -> Changes | None:
         found = [self.measure(one, other) for one, other in _pairs(source, target)]
@@ -213,7 +213,7 @@ class Rounded(Recoder):
 
 
 class ToFp8Blocks(Rounded):
-    """FP8 blocks (`moeq.transcode.recode_matrices.to_fp8_blocks`)."""
+    """Recodes a matrix as FP8 blocks (`moeq.transcode.recode_matrices.to_fp8_blocks`)."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):
@@ -229,7 +229,7 @@ class ToFp8Blocks(Rounded):
                 np.copyto(other["scales"], bits.repeat(BLOCK, axis=0)[: self.after.n])
 
     def _kept_scales(self, one: Fields) -> Array | None:
-        """float32 `[N, G]`: the scales of FP8 whose codes can stay, since every block has one; None elsewhere."""
+        """Return float32 scales `[N, G]` if every block has one, so that FP8 codes can stay; otherwise None."""
         before, after = self.before, self.after
         if before.element != "e4m3" or (before.group_size % BLOCK and before.num_groups > 1):
             return None
@@ -244,7 +244,7 @@ class ToFp8Blocks(Rounded):
 
 
 class ToFloats(Rounded):
-    """bfloat16 or binary16."""
+    """Recodes a matrix as bfloat16 or binary16."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):
@@ -260,12 +260,12 @@ class ToFloats(Rounded):
 
 
 def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
-    """A projection as the loops over numbers take it."""
+    """Return a projection in the form that the loops over numbers take."""
     codes = fields["codes"]
     if codes.strides[1] != codes.itemsize:
-        turned = np.empty(codes.shape, codes.dtype)
-        transpose.copy_any(codes, turned)
-        codes = turned
+        contiguous = np.empty(codes.shape, codes.dtype)
+        transpose.copy_any(codes, contiguous)
+        codes = contiguous
     scales = numbers_of(fields["scales"], spec.scale_dtype).astype(np.float64)
     if "global_scale" in fields:
         scales = scales * fields["global_scale"].view(np.float32)
@@ -279,11 +279,11 @@ def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
 
 
 def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
-    """What takes a projection to its target, the first that proves it; none where only the reference path does.
+    """List recoders of a projection, of which the first that proves its result is taken; empty for the reference path.
 
     Args:
         one: the projection.
-        halved: it is written together with another one, whose rows may share blocks with its own.
+        halved: whether another projection is written with it, whose rows may share blocks with its own.
     """
     before, after = one.projected.source.spec, one.described.spec
     if before.bias_dtype != after.bias_dtype:
@@ -298,7 +298,7 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
 
 
 def _copied(one: WrittenProjection, before: MatrixSpec, after: MatrixSpec) -> Recoder | None:
-    """Where codes stay as they are."""
+    """Return the recoder for codes that stay as they are, if they do."""
     widened = before.scale_dtype if before.scale_dtype in ("bf16", "f16") and after.scale_dtype == "f32" else None
     if (
         (before.element, before.symmetric, before.act_order) != (after.element, after.symmetric, after.act_order)
@@ -333,12 +333,12 @@ def _pairs(source: Matrices, target: Matrices) -> zip[tuple[Fields, Fields]]:
 
 
 def _bytes(fields: Fields) -> Array:
-    """Codes as bytes, rows contiguous."""
+    """Return codes as bytes, rows contiguous."""
     return fields["codes"].view(np.uint8)
 
 
 def same_bits(one: Array, other: Array) -> bool:
-    """Whether two matrices of unsigned integers are equal, whatever their strides."""
+    """Return whether two matrices of unsigned integers are equal, whatever their strides."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if other.strides[1] == other.itemsize:

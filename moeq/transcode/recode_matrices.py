@@ -27,7 +27,7 @@ _ROWS = 256
 
 
 def to_e4m3_scales(matrices: Sequence[QuantizedMatrix], specs: Sequence[MatrixSpec]) -> list[QuantizedMatrix]:
-    """MXFP4 as NVFP4: groups of 32 become two of 16, power-of-two scales become E4M3 times one global scale.
+    """Recode MXFP4 as NVFP4: groups of 32 become two of 16, power-of-two scales become E4M3 times one global scale.
 
     Projections that engines fuse (gate and up) get one global scale, as engines keep only one. It is the power of two
     that puts the largest scale in use at E4M3's largest power of two; scales down to 2**-17 of that are exact, and
@@ -57,7 +57,7 @@ def to_e4m3_scales(matrices: Sequence[QuantizedMatrix], specs: Sequence[MatrixSp
 
 
 def _used_exponents(matrix: QuantizedMatrix) -> Tensor:
-    """Exponents of the groups that hold a number other than zero."""
+    """Return exponents of the groups that hold a number other than zero."""
     import torch
 
     spec = matrix.spec
@@ -68,7 +68,7 @@ def _used_exponents(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _halved(codes: Tensor, times: Tensor) -> Tensor:
-    """E2M1 codes of values halved so many times, to nearest even."""
+    """Return E2M1 codes of values halved so many times, to nearest even."""
     import torch
 
     from moeq.schemes.dequantize import E2M1_VALUES
@@ -79,7 +79,7 @@ def _halved(codes: Tensor, times: Tensor) -> Tensor:
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
-    """uint8 E2M1 codes nearest to values, ties to the even code; larger magnitudes become 6."""
+    """Return uint8 E2M1 codes nearest to values, ties to the even code; larger magnitudes become 6."""
     import torch
 
     from moeq.schemes.dequantize import E2M1_VALUES
@@ -94,7 +94,7 @@ def nearest_e2m1(values: Tensor) -> Tensor:
 
 
 def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
-    """E4M3 codes under one scale per block of 128 x 128.
+    """Recode a matrix to E4M3 codes under one scale per block of 128 x 128.
 
     Codes that are E4M3 already stay where all scales of a block are equal. Elsewhere the scale is the smallest power
     of two under which the block's largest value fits 448: whatever is a small number times a power of two stays exact
@@ -127,7 +127,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 
 
 def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | None:
-    """The same codes, where every block has one scale already, of those that can be stored; None elsewhere."""
+    """Keep the codes if every block has one scale already that can be stored; otherwise return None."""
     import torch
 
     from moeq.schemes.dequantize import scale_values
@@ -146,7 +146,7 @@ def _kept_fp8(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix | No
 
 
 def _stored_scales(scales: Tensor, spec: MatrixSpec) -> Tensor:
-    """float32 scales in the type that is stored; as exponent bytes, what is no power of two becomes another number."""
+    """Convert float32 scales to the stored type; as exponent bytes, other numbers than powers of two change."""
     import torch
 
     if spec.scale_dtype == "e8m0":
@@ -155,14 +155,14 @@ def _stored_scales(scales: Tensor, spec: MatrixSpec) -> Tensor:
 
 
 def _blocks(values: Tensor, width: int) -> Tensor:
-    """`[rows, blocks, width]`, filled up with zeros."""
+    """Reshape values to `[rows, blocks, width]`, padded with zeros."""
     import torch
 
     return torch.nn.functional.pad(values, (0, -values.shape[1] % width)).reshape(values.shape[0], -1, width)
 
 
 def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
-    """`[N, K]` in `bf16` or `f16`: every value rounded once, to nearest even."""
+    """Return `[N, K]` in `bf16` or `f16`: every value rounded once, to nearest even."""
     import torch
 
     dtype = torch.bfloat16 if element == "bf16" else torch.float16
@@ -174,7 +174,7 @@ def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
 
 
 def _values(matrix: QuantizedMatrix, start: int, stop: int) -> Tensor:
-    """Values of some rows, float32 `[rows, K]`."""
+    """Return values of some rows, float32 `[rows, K]`."""
     from moeq.schemes.dequantize import dequantize
 
     return dequantize(matrix.rows(start, stop, matrix.spec.role))

@@ -45,7 +45,7 @@ class Spelling:
     activation: tuple[str, tuple[int, ...]] | None = None
 
     def signatures(self, spec: MatrixSpec) -> dict[str, PartSig]:
-        """Dtype and shape of every part of the matrix, the bias among them."""
+        """Return dtype and shape of every part of the matrix, the bias among them."""
         found = self.parts(spec)
         if spec.bias_dtype is not None:
             found["bias"] = PartSig(_DTYPES[spec.bias_dtype], (spec.n,))
@@ -53,7 +53,7 @@ class Spelling:
 
 
 def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Scheme, where: str) -> dict[str, Tensor]:
-    """The stored tensors of one projection.
+    """Pack the stored tensors of one projection.
 
     Raises:
         MoeqError: `bug.no-part` where a format cannot pack a part that its spelling names.
@@ -69,7 +69,7 @@ def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Sch
 
 
 def _words(count: int, bits: int) -> int:
-    """32-bit words of a dense bit stream."""
+    """Return the number of 32-bit words of a dense bit stream."""
     return -(-count * bits // 32)
 
 
@@ -125,7 +125,7 @@ def _modelopt_nvfp4(spec: MatrixSpec) -> dict[str, PartSig]:
 def _e4m3(
     scale: str, shape: Callable[[MatrixSpec], tuple[int, ...]], dtype: str | None = None
 ) -> Callable[[MatrixSpec], dict[str, PartSig]]:
-    """FP8 codes with scales of some shape, by default in the type that the matrix has."""
+    """Describe FP8 codes with scales of some shape, by default in the type that the matrix has."""
 
     def parts(spec: MatrixSpec) -> dict[str, PartSig]:
         scales = PartSig(dtype or _DTYPES[spec.scale_dtype], shape(spec))
@@ -143,7 +143,7 @@ def _blocks(spec: MatrixSpec) -> tuple[int, int]:
 
 
 def _spread_blocks(spec: MatrixSpec) -> tuple[int, ...]:
-    """As ModelOpt stores them: one dimension more for the rows, and one for the columns, of a block."""
+    """Return ModelOpt's shape of block scales, with one dimension each for rows and columns within a block."""
     rows, columns = _blocks(spec)
     return rows, 1, columns, 1
 

@@ -14,8 +14,9 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
 from moeq.model.describe import model_type
-from moeq.model.expert_kinds import Experts, KindGroup, is_whole
+from moeq.model.expert_kinds import Experts, KindGroup
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
+from moeq.pipeline.plan.units import signature_of
 from moeq.schemes.format import Described, PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode.activations import StaticScale, static_part
@@ -30,7 +31,7 @@ _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
 
 @dataclass(frozen=True)
 class TranscodeRequest:
-    """What was asked for; decides the bytes together with the source. Picklable.
+    """A request for a transcoding, which decides the bytes together with the source. Picklable.
 
     Attributes:
         src: local folder or Hub repository.
@@ -53,14 +54,14 @@ class TranscodeRequest:
 
 @dataclass(frozen=True)
 class Projected:
-    """One projection: what it is, and what the target makes of it.
+    """One projection in the source and in the target.
 
     Attributes:
-        source: as the source stores it.
-        spelling: how the target stores it.
-        spec: its sizes and types there.
-        weights: the config's view of that.
-        activation: the static scale of its activations, where it is carried over.
+        source: the source's description.
+        spelling: stored form in the target.
+        spec: sizes and types in the target.
+        weights: the config's view of the target.
+        activation: static scale of its activations, if it is carried over.
     """
 
     source: Described
@@ -74,7 +75,7 @@ class Projected:
 
     @cached_property
     def _hash(self) -> int:
-        """Looked up with every expert, and of fields within fields."""
+        """Hash of all fields, kept because it is looked up with every expert."""
         return hash((self.source, self.spelling, self.spec, self.weights, self.activation))
 
     def __getstate__(self) -> dict[str, object]:
@@ -108,9 +109,9 @@ class ModuleSurvey:
     """A quantised module that is no routed expert.
 
     Attributes:
-        source: as the source stores it.
+        source: the source's description.
         written: its name in the target.
-        projected: what it is and becomes.
+        projected: its forms in source and target.
     """
 
     source: QuantizedModule
@@ -120,7 +121,7 @@ class ModuleSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything that a target has to store.
+    """Contents of a checkpoint that a target has to store.
 
     Attributes:
         layers: layers whose experts are transcoded.
@@ -183,7 +184,7 @@ def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
 def _layer(
     checkpoint: Checkpoint, layer: int, family: ModelFamily | None, target: TargetFormat, request: TranscodeRequest
 ) -> LayerSurvey | None:
-    """The experts of a layer; None where they are not quantised."""
+    """Survey the experts of a layer; None if they are not quantised."""
     experts = checkpoint.experts(layer)
     groups = experts.kinds()
     plain = [all(scheme.format == "unquantized" for scheme in group.kind.schemes) for group in groups]
@@ -223,7 +224,7 @@ def _layer(
 def _experts(
     experts: Experts, group: KindGroup, naming: Naming, target: TargetFormat, request: TranscodeRequest
 ) -> Mapping[StoredName, Projected]:
-    """The projections of some experts as they are written."""
+    """Describe the projections of some experts as they are written."""
     kind, where = group.kind, f"{experts.layer.prefix} expert {group.experts[0]}"
     if problems := kind.problems():
         raise MoeqError("source.not-convertible", f"{where}: {problems[0]}")
@@ -241,11 +242,11 @@ def _experts(
 
 
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:
-    """Parts of a stored projection that all of some experts have alike, each as a tensor of its own."""
+    """Return parts of a stored projection that are alike for all of some experts, each as a tensor of its own."""
     if experts.layer.fused:
         unit = experts.layer.unit(0)
         return {
-            part: PartSig(entry.dtype, entry.shape if is_whole(part, entry) else entry.shape[1:])
+            part: signature_of(entry, part, fused=True)
             for part, entry in (unit.get(name) or unit.get("gate_up", {})).items()
         }
     units = [experts.layer.unit(number).get(name, {}) for number in numbers]
@@ -260,11 +261,11 @@ def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) ->
 def project(
     described: Described, parts: Mapping[str, PartSig], target: TargetFormat, request: TranscodeRequest, where: str
 ) -> Projected:
-    """What the target makes of one projection.
+    """Describe what the target makes of one projection.
 
     Args:
-        described: as the source has it.
-        parts: its stored parts, where each is a tensor of its own.
+        described: the source's description of the projection.
+        parts: stored parts that are tensors of their own.
         target: the format.
         request: what was asked for.
         where: its module.
@@ -320,7 +321,7 @@ def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
 
 
 def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
-    """The group size that a compressed-tensors config may declare: its readers want K to be a multiple of it.
+    """Return the group size that a compressed-tensors config may declare: its readers want K to be a multiple of it.
 
     A projection narrower than a group is one group of its own size.
     """
@@ -342,7 +343,7 @@ def _modules(
     request: TranscodeRequest,
     renamed: tuple[tuple[str, str], ...],
 ) -> Iterator[ModuleSurvey]:
-    """Quantised modules among the tensors that are no routed experts."""
+    """Yield quantised modules among the tensors that are no routed experts."""
     for module in quantized_modules(rest, checkpoint.declaration):
         signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
         projected = project(module.described, signatures, target, request, module.name)
@@ -353,7 +354,7 @@ def _modules(
 
 
 def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
-    """Linear layers that are not quantised: a matrix called `weight`, and no embedding."""
+    """Yield linear layers that are not quantised: a matrix called `weight`, and no embedding."""
     for entry in copied:
         name, _, part = entry.name.rpartition(".")
         leaf = name.rpartition(".")[2]

@@ -18,13 +18,13 @@ from moeq.transcode.spellings import BLOCK
 
 @dataclass(frozen=True)
 class TargetFormat:
-    """A format to write.
+    """A checkpoint format that can be written.
 
     Attributes:
-        id: what `--to` takes.
+        id: name for `--to`.
         title: one line for people.
         spellings: kind of a projection to the spelling that stores it.
-        static: the same where activations have one static scale per tensor, as the weights have.
+        static: spellings for projections with one static activation scale and one weight scale per tensor.
         config: the quantisation config; None for floats, which have none.
         side_config: name and content of the file in which the format's tools also keep the config.
         element: element type of floats.
@@ -45,10 +45,10 @@ class TargetFormat:
     static: Mapping[str, str] = field(default_factory=dict)
 
     def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
-        """Id of the spelling of a projection. Raises MoeqError `usage.target` with what would work.
+        """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work.
 
         Args:
-            described: the projection as the source has it.
+            described: the source's description of the projection.
             where: its module.
             static: the source holds a static scale of its activations.
         """
@@ -69,7 +69,7 @@ class TargetFormat:
         raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
 
     def spec(self, described: Described, spelling: str, regroup: int | None) -> MatrixSpec:
-        """What a projection becomes under a spelling, sizes and types."""
+        """Return the sizes and types of a projection under a spelling."""
         spec = described.spec
         if spelling == "plain":
             return replace(
@@ -117,7 +117,7 @@ def _titles(kinds: dict[str, str]) -> str:
 
 
 def kind_of(described: Described) -> str:
-    """What a projection is, whatever its spelling: integers, MXFP4, NVFP4, FP8 of some kind, floats."""
+    """Return the kind of a projection, whatever its spelling: integers, MXFP4, NVFP4, FP8 of some kind, floats."""
     spec, scale = described.spec, described.scheme.weight.scale
     if spec.bits > 8:
         return "float"
@@ -234,7 +234,7 @@ TARGETS: dict[str, TargetFormat] = {
 
 
 def get_target(name: str) -> TargetFormat:
-    """The target of that name. Raises MoeqError `usage.target`."""
+    """Return the target of that name. Raises MoeqError `usage.target`."""
     if name not in TARGETS:
         raise MoeqError("usage.target", f"no format is called {name!r}", f"--to takes {', '.join(TARGETS)}")
     return TARGETS[name]

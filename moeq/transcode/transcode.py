@@ -22,14 +22,11 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
-from moeq.pipeline.pack.memory import MIB, mebibytes
-from moeq.pipeline.plan.job import Work, places
+from moeq.pipeline.plan.job import OpenedJob, places
 from moeq.pipeline.plan.side_files import SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.execution import run_units
-from moeq.pipeline.run.executors import Where
-from moeq.pipeline.run.recompute import recompute
-from moeq.pipeline.run.resources import BASE_BYTES, TENSOR_BYTES, TORCH_BYTES, USUAL_CEILING, Memory
+from moeq.pipeline.run.execution import Where, recompute, run_units
+from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
@@ -47,32 +44,33 @@ from moeq.pipeline.state.stamps import work_stamp
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption, misplaced
 from moeq.transcode.survey import Projected, TranscodeRequest
-from moeq.transcode.transcode_plan import Item, TranscodePlan, TranscodeUnit, make_transcode_plan
+from moeq.transcode.transcode_plan import TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
 from moeq.version import __version__
 
 REPORT_NAME = "moeq-transcode.json"
 REPORT_SCHEMA = "moeq.transcoding/1"
 
-#: Bytes per number of a projection that one thread holds at its peak: both sides' codes, words and what packs them.
-_NUMBER_BYTES = 12
-
-#: What config keys call a model's dtype.
+#: Config keys of a model's dtype.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16"}
 
-#: Called with items done, items in all, and a label.
+#: Takes items done, items in all, and a label.
 Advance = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class TranscodeJob(Work):
+class TranscodeJob(OpenedJob):
     """A transcoding, ready to run."""
 
     request: TranscodeRequest
     plan: TranscodePlan
     side_files: SideFiles
-    runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {TranscodeUnit: Transcoder}
+    workers: ClassVar[Mapping[type[Unit], type[Any]]] = {TranscodeUnit: Transcoder}
+
+    @property
+    def opener(self) -> Callable[[Any], TranscodeJob]:
+        return open_transcode
 
     @property
     def side_configs(self) -> dict[str, Mapping[str, Any]]:
@@ -91,7 +89,7 @@ class TranscodeJob(Work):
 
 @dataclass(frozen=True)
 class Transcoding:
-    """What `transcode` did, or would do.
+    """Result of `transcode`, or of `check`.
 
     Attributes:
         destination: output folder; None where nothing was to be written.
@@ -99,7 +97,7 @@ class Transcoding:
         projections: projections compared with the source; 0 for a share.
         losses: those whose values changed.
         dropped: parts that the target has no place for (scales of activations), and how many tensors they are.
-        written: the result stands under its name.
+        written: whether the result stands under its name.
         resumed_units: units found finished from an interrupted run.
         share: the share of the units that was asked for.
     """
@@ -115,16 +113,16 @@ class Transcoding:
 
     @property
     def exact(self) -> bool:
-        """Every value is the source's."""
+        """Whether every value is the source's."""
         return not self.losses
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else an engine will do differently."""
+        """Notes about what engines will do differently."""
         return notes(self.plan)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON document."""
+        """Return plain values for a JSON document."""
         plan, request = self.plan, self.plan.request
         return {
             "destination": None if self.destination is None else str(self.destination),
@@ -162,6 +160,8 @@ def transcode(
     workers: int | None = None,
     max_memory: int | None = None,
     share: Share | str | None = None,
+    executor: str = "local",
+    ray_address: str | None = None,
     progress: Progress | None = None,
 ) -> Transcoding:
     """Write a checkpoint in another format.
@@ -173,13 +173,15 @@ def transcode(
         revision: Hub revision of `src`.
         regroup: size of the groups of integer codes; has to divide the source's.
         names: spelling of the experts' names.
-        allow_lossy: where values do not fit the target, write the nearest and report them.
+        allow_lossy: write the nearest values if some do not fit the target, and report them.
         sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
             then in another order, in all three projections.
         force: replace an earlier transcoding.
         workers: threads; None takes the cores there are, at most 8. The bytes are the same.
         max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
         share: do only this share of the units (`3/8`); the same call without it does what is left and publishes.
+        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
+        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         progress: told what happens.
 
     Raises:
@@ -196,10 +198,10 @@ def transcode(
     )
     folder.check(*places(source))
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
-    memory = memory_of(job, workers or default_workers(), max_memory)
+    memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
     with headers_frozen(), folder:
-        ran = run_units(job, folder, units, Where(workers=memory.workers, spare=memory.spare()), tell)
+        ran = run_units(job, folder, units, Where(executor, ray_address, memory.workers, memory.spare()), tell)
         losses = losses_of(ran.records)
         found = Transcoding(
             destination=Path(dst),
@@ -232,12 +234,12 @@ def check(
     """Say what `transcode` would come to: every projection is transcoded and compared in memory, nothing is written.
 
     Raises:
-        MoeqError: as `transcode`, but for `answer.not-exact`, which is the answer here.
+        MoeqError: as `transcode`, except `answer.not-exact`, which is the answer here.
     """
     job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order))
     report = advance or (lambda done, total, label: None)
-    memory = memory_of(job, workers or default_workers(), max_memory)
     units = [unit for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
+    memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     done, total = count(1), sum(len(unit.items) for unit in units)
     records = recompute(
         job, units, memory.workers, lambda size, label: report(next(done), total, label), memory.spare()
@@ -262,23 +264,23 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
 
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
-    """What the journals of a transcoding begin with."""
+    """Make the stamp of a transcoding."""
     return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision}, job.outputs)
 
 
 def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
-    """What journals tell of changed values."""
+    """Collect the changed values that journals tell of."""
     return tuple(Loss.from_json(dict(row)) for record in records.values() for row in record.differences)
 
 
 def count_projections(plan: TranscodePlan) -> int:
-    """Projections that are transcoded, each compared with the source."""
+    """Count the projections that are transcoded and compared with the source."""
     experts = sum(len(projections) for layer in plan.survey.layers for projections in layer.kinds.values())
     return experts + len(plan.survey.modules)
 
 
 def dropped_parts(checkpoint: Checkpoint, plan: TranscodePlan) -> dict[str, int]:
-    """Parts that the target has no place for, and how many tensors they are: static scales of activations."""
+    """Count the tensors of parts that the target has no place for: static scales of activations."""
     found: dict[str, int] = {}
     for layer in plan.survey.layers:
         for (name, part), entries in checkpoint.experts(layer.layer).layer.parts.items():
@@ -297,7 +299,7 @@ def _carries(projected: Projected | None, part: str) -> bool:
 
 
 def notes(plan: TranscodePlan) -> tuple[str, ...]:
-    """What to know beside the values: names that engines do not look for, and how they quantise activations."""
+    """List what to know beside the values: names that engines do not look for, and how they quantise activations."""
     kinds = {
         (projected.source.scheme.activation, reader.scheme.activation)
         for (projected, _), reader in plan.described.items()
@@ -318,35 +320,6 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def memory_of(job: TranscodeJob, workers: int, ceiling: int | None) -> Memory:
-    """Memory of a transcoding, with as many workers as fit below the ceiling.
-
-    Raises:
-        MoeqError: `resources.memory` where not even one worker fits below a ceiling that was asked for.
-    """
-    base = BASE_BYTES + TORCH_BYTES + TENSOR_BYTES * len(job.checkpoint.source.tensors)
-    sizes = [_numbers(job.plan, unit.items[0]) for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
-    sizes += [module.projected.spec.n * module.projected.spec.k for module in job.plan.survey.modules]
-    per_worker = _NUMBER_BYTES * max(sizes, default=0) + 8 * MIB
-    fitting = ((ceiling or USUAL_CEILING) - base) // per_worker
-    if ceiling is not None and fitting < 1:
-        needed = base + per_worker
-        raise MoeqError(
-            "resources.memory",
-            f"{mebibytes(base)} for the process + {mebibytes(per_worker)} for one worker = {mebibytes(needed)}, more "
-            f"than the {mebibytes(ceiling)} of --max-memory",
-            f"--max-memory {-(-needed // MIB)}MiB",
-        )
-    return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
-
-
-def _numbers(plan: TranscodePlan, item: Item) -> int:
-    """Numbers of an item's projections."""
-    from moeq.transcode.transcode_plan import item_specs
-
-    return sum(spec.n * spec.k for spec in item_specs(plan, item))
-
-
 def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
     """Write everything but the weights, the report last, and publish the folder."""
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
@@ -365,7 +338,7 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
 
 
 def written_config(job: TranscodeJob) -> dict[str, Any]:
-    """The source's `config.json` with the target's quantisation config in place of its own."""
+    """Make `config.json`: the source's, with the target's quantisation config in place of its own."""
     config = without_quantization(job.checkpoint.source.config)
     if job.plan.config is not None:
         return {**config, "quantization_config": dict(job.plan.config)}
@@ -377,7 +350,7 @@ def written_config(job: TranscodeJob) -> dict[str, Any]:
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """The config with every dtype of a model or of one of its parts set."""
+    """Yield the entries of a config with every dtype of a model or of one of its parts set."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield key, dict(_with_dtype(value, name))
@@ -386,7 +359,7 @@ def _with_dtype(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any
 
 
 def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:
-    """The document beside the result: what was asked for, from what, and what came of it."""
+    """Make the document beside the result: what was asked for, from what, and what came of it."""
     source = job.checkpoint.source
     return {
         "schema": REPORT_SCHEMA,

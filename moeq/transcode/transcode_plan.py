@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -18,8 +19,17 @@ from moeq.checkpoint.writer import FileForm, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.conversion_plan import PLAN_VERSION, REST_FILE_BYTES, FilePlan, Plan, file_names
-from moeq.pipeline.plan.units import PlacedUnit, Span, Unit, copy_units, joined
+from moeq.pipeline.plan.conversion_plan import (
+    PLAN_VERSION,
+    FilePlan,
+    Plan,
+    TensorForms,
+    bounded_files,
+    file_names,
+    in_source_order,
+)
+from moeq.pipeline.plan.layer_plan import LayerPlan
+from moeq.pipeline.plan.units import Piece, Span, Unit, copy_units, joined
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import match_format, read_dialect
@@ -29,10 +39,8 @@ from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
 from moeq.transcode.target_formats import TargetFormat, get_target
 
-#: Bytes of modules outside the experts that one unit writes at most, but for single larger ones.
+#: Most bytes of modules outside the experts that one unit writes, unless a single module is larger.
 _UNIT_BYTES = 256 * 2**20
-
-Tensors = dict[str, tuple[tuple[int, ...], str]]
 
 
 @dataclass(frozen=True)
@@ -41,10 +49,10 @@ class WrittenProjection:
 
     Attributes:
         module: its name in the target.
-        described: how a reader of the written config and headers understands it.
+        described: description by a reader of the written config and headers.
         signatures: dtype and shape of every part.
-        places: part to its bytes in the output file, but for what the first expert writes for all of a stack.
-        projected: what it is made of.
+        places: part to its span in the output file; parts that the first expert writes for a whole stack are left out.
+        projected: the projection that it is made of.
     """
 
     module: str
@@ -55,7 +63,7 @@ class WrittenProjection:
 
     @property
     def packed(self) -> dict[str, PartSig]:
-        """The parts that hold the matrix: all but the static scale of its activations."""
+        """Parts that hold the matrix: all except the static scale of its activations."""
         carried = self.projected.activation
         return {part: signature for part, signature in self.signatures.items() if not carried or part != carried.target}
 
@@ -80,14 +88,22 @@ Item = ExpertItem | ModuleItem
 
 
 @dataclass(frozen=True)
-class TranscodeUnit(PlacedUnit):
-    """Some projections.
+class TranscodeUnit(Unit):
+    """Projections that are transcoded.
 
     Attributes:
-        items: what is transcoded, in order.
+        places: bytes of `file`, piece by piece, in the order in which they are written.
+        items: experts or modules that are transcoded, in order.
     """
 
+    places: tuple[Span, ...]
     items: tuple[Item, ...]
+
+    def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
+        homes = sorted((start, name) for name, (start, _) in form.ranges.items())
+        for start, stop in self.places:
+            _, name = homes[bisect_right(homes, (start, chr(0x10FFFF))) - 1]
+            yield Piece(name, start, stop, stop - start)
 
 
 @dataclass(frozen=True)
@@ -111,7 +127,7 @@ class TranscodePlan(Plan):
     described: Mapping[tuple[Projected, str], Described] = field(repr=False)
 
     def outputs(self, item: Item, form: FileForm) -> dict[StoredName, WrittenProjection]:
-        """What is written for an item."""
+        """Describe what is written for an item."""
         if isinstance(item, ModuleItem):
             module = self.modules_by_name[item.name]
             signatures = module.projected.signatures
@@ -167,7 +183,7 @@ def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> Tr
 
 
 def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
-    """Sizes of the projections of an item."""
+    """Return sizes of the projections of an item."""
     if isinstance(item, ModuleItem):
         return [plan.modules_by_name[item.name].projected.spec]
     layer = plan.layers_by_number[item.layer]
@@ -175,7 +191,7 @@ def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
 
 
 def _of_role(layer: LayerSurvey, expert: int, role: StackedRole) -> list[StoredName]:
-    """The written projections that a stacked matrix holds."""
+    """Return the written projections that a stacked matrix holds."""
     return [name for name in layer.kinds[expert] if (name == "down") == (role == "w2")]
 
 
@@ -188,7 +204,7 @@ def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, f
 
 
 def _readers(found: Survey, declaration: Declaration | None) -> Iterator[tuple[tuple[Projected, str], Described]]:
-    """How a reader of the written config and headers understands every kind of projection."""
+    """Yield how a reader of the written config and headers understands every kind of projection."""
     seen: set[tuple[Projected, str]] = set()
     for layer in found.layers:
         for expert, projections in layer.kinds.items():
@@ -242,59 +258,37 @@ def _consumed(checkpoint: Checkpoint, found: Survey) -> Iterator[TensorEntry]:
 def _files(
     checkpoint: Checkpoint, found: Survey, request: TranscodeRequest
 ) -> tuple[list[FilePlan], dict[str, Literal["layer", "modules", "copies"]]]:
-    """Output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
-    groups: list[tuple[Literal["layer", "modules", "copies"], Tensors]] = []
-    order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
-    copies = sorted(found.copied, key=lambda entry: (order[entry.file], entry.start, entry.end))
-    groups += [
-        ("copies", group) for group in _bounded({rename(e.name, found.renamed): (e.shape, e.dtype)} for e in copies)
+    """Plan output files: copied tensors, modules, layers. Names are numbered as every tool numbers shards."""
+    copies = in_source_order(checkpoint.source, found.copied)
+    copied: list[TensorForms] = [{rename(entry.name, found.renamed): (entry.shape, entry.dtype)} for entry in copies]
+    modules, layers = [*map(_module_tensors, found.modules)], [dict(_layer_tensors(layer)) for layer in found.layers]
+    _require_distinct(name for tensors in (*copied, *modules, *layers) for name in tensors)
+    groups: list[tuple[Literal["layer", "modules", "copies"], TensorForms]] = [
+        *(("copies", group) for group in bounded_files(copied)),
+        *(("modules", group) for group in bounded_files(modules)),
+        *(("layer", tensors) for tensors in layers),
     ]
-    groups += [("modules", group) for group in _bounded(map(_module_tensors, found.modules))]
-    groups += [("layer", dict(_layer_tensors(layer))) for layer in found.layers]
     names = file_names(len(groups))
     files = [FilePlan(name, tensors, None) for name, (_, tensors) in zip(names, groups, strict=True)]
-    _require_distinct(files)
     return files, {name: kind for name, (kind, _) in zip(names, groups, strict=True)}
 
 
-def _require_distinct(files: Sequence[FilePlan]) -> None:
+def _require_distinct(names: Iterable[str]) -> None:
     """Refuse names that two tensors would have. Raises MoeqError `usage.names`."""
     seen: set[str] = set()
-    for file in files:
-        for name in file.tensors:
-            if name in seen:
-                raise _same_name(name)
-            seen.add(name)
+    for name in names:
+        if name in seen:
+            raise MoeqError("usage.names", f"two tensors would be called {name}", "--names source keeps names")
+        seen.add(name)
 
 
-def _same_name(name: str) -> MoeqError:
-    return MoeqError("usage.names", f"two tensors would be called {name}", "--names source keeps names")
-
-
-def _bounded(together: Iterable[Tensors]) -> Iterator[Tensors]:
-    """Files of bounded size; what is given together stays together."""
-    group: Tensors = {}
-    size = 0
-    for tensors in together:
-        count = sum(tensor_bytes(*form) for form in tensors.values())
-        if group and size + count > REST_FILE_BYTES:
-            yield group
-            group, size = {}, 0
-        if not group.keys().isdisjoint(tensors):
-            raise _same_name(min(group.keys() & tensors))
-        group |= tensors
-        size += count
-    if group:
-        yield group
-
-
-def _module_tensors(module: ModuleSurvey) -> Tensors:
+def _module_tensors(module: ModuleSurvey) -> TensorForms:
     signatures = module.projected.signatures
     return {f"{module.written}.{part}": (signature.shape, signature.dtype) for part, signature in signatures.items()}
 
 
 def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """A layer's tensors, expert by expert."""
+    """Yield a layer's tensors, expert by expert."""
     naming = layer.naming
     for expert, projections in layer.kinds.items():
         for projection, projected in projections.items():
@@ -340,7 +334,7 @@ def _layer_units(
 
 
 def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: FilePlan) -> Iterator[TranscodeUnit]:
-    """Units of about equal size. A file holds whole modules, in order."""
+    """Yield units of about equal size. A file holds whole modules, in order."""
     left, group, size = len(file.tensors), list[ModuleSurvey](), 0
     while left:
         module = next(modules)
@@ -382,7 +376,7 @@ def _unit(
 
 
 def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: TranscodeRequest) -> str:
-    """Names the job: source, what was asked for, and every output tensor."""
+    """Compute the digest that names the job: source, request, and every output tensor."""
     options = {key: value for key, value in asdict(request).items() if key != "src"}
     job = {
         "version": ["transcode", PLAN_VERSION],

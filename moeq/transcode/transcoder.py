@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,34 +22,38 @@ from moeq.model.expert_kinds import WHOLE_PARTS
 from moeq.model.quantized_modules import read_module
 from moeq.model.regroup import repeat_groups
 from moeq.pipeline.pack.buffers import Buffers, Writes
-from moeq.pipeline.pack.inputs import InputFile
-from moeq.pipeline.pack.memory import SpareMemory
-from moeq.pipeline.pack.reading import read_places
+from moeq.pipeline.pack.inputs import InputFile, read_places
+from moeq.pipeline.pack.memory import Need, SpareMemory, Way
+from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work
-from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, pieces, tensor_digests
+from moeq.pipeline.state.records import Bytes, piece_digest
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare, relative
 from moeq.transcode.find_fast_item import FastPaths
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
-from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection
+from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection, item_specs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.layouts.loops.floats import Measured
     from moeq.matrix import QuantizedMatrix
-    from moeq.pipeline.pack.fast.base import Inputs
+    from moeq.pipeline.pack.fast.path import Inputs
     from moeq.transcode.fast_item import CachedItem, FastItem
 
     #: A fast path and what it reads.
     Fetched = tuple[FastItem | CachedItem, Inputs]
 
 
+#: Bytes per number of a projection that one thread holds at its peak: codes and words of both sides, and packing.
+_NUMBER_BYTES = 12
+
+
 @dataclass(frozen=True)
 class ItemResult:
-    """What transcoding one item came to.
+    """Result of transcoding one item.
 
     Attributes:
         written: bytes.
@@ -62,65 +66,53 @@ class ItemResult:
     losses: tuple[Loss, ...]
 
 
-class Transcoder:
-    """Executes one `TranscodeUnit`, item by item. Arguments as for `moeq.pipeline.pack.experts.Packer`."""
+class Transcoder(UnitWorker[TranscodeUnit, Item]):
+    """Executes one `TranscodeUnit`, item by item."""
+
+    _plan: TranscodePlan
 
     def __init__(
-        self,
-        job: Work,
-        unit: TranscodeUnit,
-        inputs: Mapping[str, InputFile],
-        output: Sink,
-        spare: SpareMemory,
+        self, work: Work, unit: TranscodeUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
     ) -> None:
-        if not isinstance(job.plan, TranscodePlan):
-            raise TypeError(f"{unit.id} is a unit of another kind of plan")  # a bug, not input
-        self._plan = job.plan
-        self._checkpoint = job.checkpoint
-        self._unit = unit
-        self._form = job.plan.file(unit.file).form
-        self._inputs = inputs
-        self._output = output
-        self._paths = FastPaths(job.checkpoint, job.plan, self._form)
+        super().__init__(work, unit, inputs, output, spare)
+        self._form = self._plan.file(unit.file).form
+        self._paths = FastPaths(self._checkpoint, self._plan, self._form)
+
+    @classmethod
+    def way(cls, work: Work, unit: TranscodeUnit) -> Way:
+        return "transcode"
+
+    @classmethod
+    def need(cls, work: Work, unit: TranscodeUnit) -> Need:
+        assert isinstance(work.plan, TranscodePlan)
+        # Experts of a unit are alike; modules are not.
+        some = unit.items[:1] if isinstance(unit.items[0], ExpertItem) else unit.items
+        numbers = max(sum(spec.n * spec.k for spec in item_specs(work.plan, item)) for item in some)
+        return Need("transcode", reference=_NUMBER_BYTES * numbers)
 
     @property
     def items(self) -> Sequence[Item]:
-        """What to transcode."""
         return self._unit.items
 
     def label(self, item: Item) -> str:
-        """What is being done, for progress."""
         return f"layer {item.layer} {item.role} expert {item.expert}" if isinstance(item, ExpertItem) else item.name
 
-    def fetch(self, item: Item, buffers: Buffers, slot: int) -> Fetched | None:
-        """Read the stored bytes of one item; None where formats read what they need.
-
-        Raises:
-            MoeqError: `source.truncated`, `source.unreadable`.
-        """
+    def read(self, item: Item, buffers: Buffers, slot: int) -> Fetched | None:
         path = self._paths.of(item)
         if path is None:
             return None
         data = read_places(self._inputs, self._paths.places(item, path.reads), buffers, slot)
         return path, dict(zip(path.reads, data, strict=True))
 
-    def run(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
-        """Transcode one item and prove it.
-
-        Returns:
-            The result, and what is left to write; nothing where the reference path did it, which writes by itself.
-
-        Raises:
-            MoeqError: `answer.not-exact` where values change and that was not allowed; what reading raises.
-            OSError: the disk says no.
-        """
+    def pack(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
+        """Transcode one item and prove it. Raises MoeqError also with `answer.not-exact`, unless losses are allowed."""
         found = None if data is None else self._on_fast_path(item, *data, buffers, slot)
         return (self._on_reference_path(item), ()) if found is None else found
 
     def _on_fast_path(
         self, item: Item, path: FastItem | CachedItem, inputs: Inputs, buffers: Buffers, slot: int
     ) -> tuple[ItemResult, Writes] | None:
-        """None where it is not proven exact."""
+        """Transcode an item by its fast path; None if the result is not proven."""
         outputs = self._plan.outputs(item, self._form)
         keys = [(name, part) for name, output in outputs.items() for part in output.signatures]
         sizes = [_part_bytes(outputs[name].signatures[part]) for name, part in keys]
@@ -149,7 +141,7 @@ class Transcoder:
     def _carried(
         self, item: Item, outputs: Mapping[StoredName, WrittenProjection]
     ) -> tuple[dict[tuple[StoredName, str], Bytes], list[Loss]]:
-        """Static scales of activations as they are written, by projection and part, and which of them changed.
+        """Convert static scales of activations, by projection and part; return them and those that changed.
 
         Raises:
             MoeqError: `answer.not-exact` where one changes and that was not allowed; `source.bad-data`.
@@ -172,7 +164,7 @@ class Transcoder:
         return found, losses
 
     def _with_experts(self, item: Item, part: str, output: WrittenProjection, data: Bytes) -> Bytes:
-        """As `_with_experts` for tensors."""
+        """Put the number of experts in front of the bytes of a stack's shape."""
         if part not in WHOLE_PARTS or not isinstance(item, ExpertItem):
             return data
         layer = self._plan.layers_by_number[item.layer]
@@ -200,21 +192,16 @@ class Transcoder:
                 losses.append(transcoded.loss)
         return ItemResult(written, tuple(hashes), (*losses, *changed))
 
-    def record(self, results: Sequence[ItemResult]) -> UnitRecord:
-        """The unit's record from the results of all its items, in order."""
+    def _findings(self, results: Sequence[ItemResult]) -> dict[str, Any]:
         losses = [loss for result in results for loss in result.losses]
-        hashes = (value for result in results for value in result.hashes)
-        return UnitRecord(
-            unit=self._unit.id,
-            bytes=sum(result.written for result in results),
-            tensors=tensor_digests(zip(pieces(self._plan, self._unit), hashes, strict=True)),
-            losses=sum(loss.numbers for loss in losses),
-            differences=tuple(loss.to_json() for loss in losses),
-        )
+        return {
+            "losses": sum(loss.numbers for loss in losses),
+            "differences": tuple(loss.to_json() for loss in losses),
+        }
 
 
 def loss_of(output: WrittenProjection, change: Measured | None) -> Loss | None:
-    """What the fast path found, for the report."""
+    """Turn what the fast path found into a row of the report."""
     if change is None or not change.numbers:
         return None
     spec, (height, width) = output.projected.spec, _block(output)
@@ -242,9 +229,9 @@ class Transcoded:
     """One projection, packed and proven.
 
     Attributes:
-        output: where it goes.
-        stored: its tensors by part, but for the static scale of its activations.
-        loss: what changed; None where every value is equal.
+        output: the projection as it is written.
+        stored: its tensors by part, except the static scale of its activations.
+        loss: the change; None if every value is equal.
     """
 
     output: WrittenProjection
@@ -277,7 +264,7 @@ def transcode_item(
 def read_item(
     checkpoint: Checkpoint, plan: TranscodePlan, item: Item, projections: Sequence[StoredName]
 ) -> dict[StoredName, QuantizedMatrix]:
-    """The source's matrices, in the rows' order of the target. Raises MoeqError as `Checkpoint.matrix`."""
+    """Read the source's matrices, rows in the order of the target. Raises MoeqError as `Checkpoint.matrix`."""
     from moeq.model.stored_parts import interleaved
 
     if not isinstance(item, ExpertItem):
@@ -298,7 +285,7 @@ def read_item(
 def _sorted(
     checkpoint: Checkpoint, item: ExpertItem, matrices: dict[StoredName, QuantizedMatrix]
 ) -> dict[StoredName, QuantizedMatrix]:
-    """Columns of the down projection in the order of their groups, and rows of gate and up likewise."""
+    """Sort columns of the down projection in the order of their groups, and rows of gate and up likewise."""
     where = f"{checkpoint.expert_prefix(item.layer)} expert {item.expert}"
     if item.role == "w2":
         down = matrices["down"]
@@ -313,7 +300,7 @@ def _sorted(
 def _recoded(
     plan: TranscodePlan, outputs: Mapping[StoredName, WrittenProjection], matrices: Mapping[StoredName, QuantizedMatrix]
 ) -> dict[StoredName, QuantizedMatrix | Tensor]:
-    """The same values as the target's codes and scales, or as floats."""
+    """Recode matrices to the target's codes and scales, or to floats."""
     from moeq.transcode import recode_matrices as recode
 
     first = next(iter(outputs.values())).projected
@@ -340,7 +327,7 @@ def _recoded(
 
 
 def _check_order(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
-    """The data must be in the order that headers and config promised."""
+    """Require the columns to be in the order that headers and config promised."""
     if matrix.group_index is not None and not output.projected.source.spec.act_order:
         raise MoeqError(
             "source.inconsistent",
@@ -360,7 +347,7 @@ def _stored(output: WrittenProjection, recoded: QuantizedMatrix | Tensor, bias: 
 
 
 def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
-    """GPTQ v1 stores zero points minus one, and readers disagree about those of 0.
+    """Refuse zero points of 0 in GPTQ v1, which stores them minus one: readers disagree about them.
 
     Raises:
         MoeqError: `answer.zero-points`.
@@ -378,7 +365,7 @@ def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
 
 
 def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig]) -> dict[str, Tensor]:
-    """The tensors as a reader gets them from the written bytes. Raises ValueError where sizes differ (a bug)."""
+    """Rebuild tensors from the written bytes, as a reader does. Raises ValueError if sizes differ (a bug)."""
     from moeq.checkpoint.source import tensor_of
     from moeq.model.tensor_bytes import as_bytes
 
@@ -389,7 +376,7 @@ def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig])
 
 
 def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
-    """Written tensors as their reader understands them."""
+    """Decode written tensors as their reader does."""
     if output.projected.spec.bits > 8:
         return stored["weight"].t() if output.projected.spelling == "plain-transposed" else stored["weight"]
     scheme = output.described.scheme
@@ -397,7 +384,7 @@ def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> Quantized
 
 
 def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item) -> Mapping[str, Tensor]:
-    """The shape of a stack has the number of experts in front."""
+    """Put the number of experts in front of the stored shape of a stack."""
     import torch
 
     if not isinstance(item, ExpertItem) or not plan.layers_by_number[item.layer].naming.stacked:
@@ -410,7 +397,7 @@ def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item)
 
 
 def _block(output: WrittenProjection) -> tuple[int, int]:
-    """Rows and columns that share a scale in the target; for floats, in the source."""
+    """Return rows and columns that share a scale in the target; for floats, in the source."""
     if output.projected.spelling in FP8_BLOCKS:
         return BLOCK, BLOCK
     spec = output.projected.source.spec if output.projected.spec.bits > 8 else output.projected.spec

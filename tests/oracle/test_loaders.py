@@ -23,8 +23,8 @@ from moeq.cli.app import run
 from moeq.foreign import in_markdown
 from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.oracle import loaders
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.options import Question
 from moeq.report.model_card import CardOptions, render
 
 ENGINES = Path(loaders.__file__).parents[1] / "engines"
@@ -64,7 +64,7 @@ def test_ranges_of_versions(versions, words) -> None:
 def test_versions_whose_kernels_read_a_layout(checkpoints: Path, backend, versions) -> None:
     """None of moeq's own kernels reads these layouts."""
     source = moeq.open(checkpoints / "modelopt-nvfp4-qwen3moe")
-    found = answer(source, Ask(moeq.Deployment(gpu=moeq.gpu("B200"), backend=backend)))
+    found = answer(source, Question(moeq.Deployment(gpu=moeq.gpu("B200"), backend=backend)))
     assert [loader.title for loader in found.loaders] == [f"vLLM {versions} (moeq's plug-in)"]
 
 
@@ -130,7 +130,7 @@ def test_where_sglang_is_named(checkpoints: Path, tmp_path: Path, name, changes,
     }
     (source / "config.json").write_text(json.dumps(config))
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), engine="moeq", **options)
-    found = answer(moeq.open(source), Ask(deployment))
+    found = answer(moeq.open(source), Question(deployment))
     assert ("sglang" in [loader.name for loader in found.loaders]) == loads
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,10 @@ from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.model.regroup import regroup
 from moeq.model.shards import shard_matrix
 from moeq.model.tensor_bytes import as_bytes
-from moeq.pipeline.pack.fast import FastPath, Proof, find_fast_path
-from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.pack.fast import find_fast_path
+from moeq.pipeline.pack.fast.path import Digests, FastPath
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
+from moeq.pipeline.plan.options import ConvertOptions, Ranks
 from moeq.pipeline.state.restore_data import unrestorable
 
 Array = np.ndarray
@@ -173,7 +176,7 @@ class OnFastPath:
             self.fast_path.pack(read, self.outputs, self.scratch)
         return read is not None
 
-    def prove(self) -> Proof | None:
+    def prove(self) -> Digests | None:
         self.scratch[:] = 0x5A  # nothing may depend on what packing left there
         read = self.fast_path.read(self.inputs, self.scratch)
         return None if read is None else self.fast_path.prove(read, self.outputs, self.scratch)
@@ -194,9 +197,7 @@ class OnFastPath:
         proof = self.prove()
         assert proof is not None, "what was packed does not unpack to the source"
         assert self.rebuilt(), "what was packed does not give the stored bytes back"
-        return Packed(
-            [{name: out.tobytes() for name, out in parts.items()} for parts in self.outputs], proof.digests, kept
-        )
+        return Packed([{name: out.tobytes() for name, out in parts.items()} for parts in self.outputs], proof, kept)
 
 
 def _keys(checkpoint: Checkpoint, plan: LayerPlan) -> list[tuple[str, str]]:
@@ -214,10 +215,10 @@ def _sizes(plan: LayerPlan, role: StackedRole, shard: int) -> dict[str, int]:
 
 
 def fast_paths(
-    checkpoint: Checkpoint, layout: str, layer: int = 0, **options: int
+    checkpoint: Checkpoint, layout: str, layer: int = 0, *, tp: int = 1, **options: Any
 ) -> tuple[LayerPlan, dict[StackedRole, FastPath]]:
     """The plan of a layer and the fast paths that it has."""
-    plan = plan_layer(checkpoint, layer, layout, PlanOptions(**options))
+    plan = plan_layer(checkpoint, layer, layout, Ranks(tp), ConvertOptions(**options))
     experts = checkpoint.experts(layer)
     found = {role: _found(experts, role, plan) for role in ("w13", "w2")}
     return plan, {role: fast_path for role, fast_path in found.items() if fast_path is not None}

@@ -22,9 +22,9 @@ from moeq.pipeline.convert import convert
 
 pytest.importorskip("numba")
 
-from moeq.pipeline.pack.fast import Proof, find, parts
+from moeq.pipeline.pack.fast import find, parts
 from moeq.pipeline.pack.fast import path as path_module
-from moeq.pipeline.pack.fast.path import ArrangedPath
+from moeq.pipeline.pack.fast.path import Digests, FastPath
 
 pytestmark = pytest.mark.usefixtures("fast_paths_for_small_matrices")
 
@@ -367,13 +367,13 @@ def test_a_conversion_is_the_same_folder_either_way(
 ) -> None:
     deployment, taken = Deployment(gpu=parse_gpu("H100"), tp=tp), []
     options = {"layout": layout, "force_layout": True, "allow_lossy": lossy, "workers": 2}
-    prove = ArrangedPath.prove
+    prove = FastPath.prove
 
-    def counted(self, *buffers) -> Proof | None:  # type: ignore[no-untyped-def]
+    def counted(self, *buffers) -> Digests | None:  # type: ignore[no-untyped-def]
         taken.append(prove(self, *buffers))
         return taken[-1]
 
-    monkeypatch.setattr(ArrangedPath, "prove", counted)
+    monkeypatch.setattr(FastPath, "prove", counted)
     manifest = convert(checkpoints / name, tmp_path / "fast", deployment, **options).manifest
     assert any(entry.losses for entry in manifest.layers) is lossy
     assert len(taken) > 4

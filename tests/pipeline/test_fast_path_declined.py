@@ -152,10 +152,10 @@ if sys.argv[1] == "without":
 import moeq
 from moeq.layouts import words
 words.COMPILED_FROM = 0
-from moeq.pipeline.plan.layer_plan import PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import plan_layer
 from moeq.pipeline.pack.fast import find_fast_path
 checkpoint = moeq.open("tests/data/checkpoints/gptq-int4-g32-qwen3moe")
-plan = plan_layer(checkpoint, 0, "marlin-wna16/1", PlanOptions())
+plan = plan_layer(checkpoint, 0, "marlin-wna16/1")
 path = find_fast_path(checkpoint.experts(0), "w2", plan.layout, plan.shards, plan.entry.matrices["w2"].spec)
 print(path is None, "torch" in sys.modules)
 """

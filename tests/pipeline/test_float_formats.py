@@ -21,14 +21,14 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.pipeline.convert import convert
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.options import Question
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 
 
 def ask(folder: Path, gpu: str, **options: Any) -> Any:
-    return answer(moeq.open(folder), Ask(Deployment(gpu=parse_gpu(gpu), **options)))
+    return answer(moeq.open(folder), Question(Deployment(gpu=parse_gpu(gpu), **options)))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_requantised_weights_take_their_layout_and_permission(
     checkpoints: Path, tmp_path: Path, gpu: str, layout: str
 ) -> None:
     source, where = checkpoints / "ct-fp8-block-qwen3moe", Deployment(gpu=parse_gpu(gpu), backend="deep_gemm")
-    found = answer(moeq.open(source), Ask(where)).error
+    found = answer(moeq.open(source), Question(where)).error
     assert found is not None
     assert found.code == "answer.no-backend"
     assert f"which changes numbers; --layout {layout} --allow-lossy writes that" in found.message
@@ -191,7 +191,7 @@ def test_the_layout_of_b12x_follows_the_activations(
 def test_a_layout_that_changes_numbers_is_never_chosen_and_takes_permission(checkpoints: Path, tmp_path: Path) -> None:
     source, layout = checkpoints / "modelopt-nvfp4-qwen3moe", "flashinfer-b12x-nvfp4/1"
     where = Deployment(gpu=parse_gpu("RTX5090"), backend="flashinfer_b12x")
-    found = answer(moeq.open(source), Ask(where)).error
+    found = answer(moeq.open(source), Question(where)).error
     assert found is not None
     assert found.code == "answer.no-backend"
     assert "rounds them, which changes numbers; --layout flashinfer-b12x-nvfp4/1 --allow-lossy" in found.message

@@ -18,7 +18,8 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.job import JobRequest, open_job
-from moeq.pipeline.run.resources import Memory, memory_needed, parse_size, plan_memory
+from moeq.pipeline.plan.options import ConvertOptions
+from moeq.pipeline.run.resources import Memory, base_bytes, need_of, parse_size, plan_memory
 
 H100 = Deployment(gpu=parse_gpu("H100"))
 MIB = 2**20
@@ -87,14 +88,16 @@ class TestPlanning:
         return tmp_path / "s"
 
     def test_workers_are_lowered_to_fit(self, source) -> None:
-        job = open_job(JobRequest(str(source), H100, "marlin-mxfp4/1", force_layout=True))
-        free = plan_memory(job.checkpoint, job.plan, job.plan.units, 4)
+        job = open_job(JobRequest(str(source), H100, ConvertOptions("marlin-mxfp4/1", force_layout=True)))
+        free = plan_memory(job, job.plan.units, 4)
         assert free.workers == 4
         ceiling = free.base + 3 * free.per_worker + 1
-        fitted = plan_memory(job.checkpoint, job.plan, job.plan.units, 4, ceiling)
+        fitted = plan_memory(job, job.plan.units, 4, ceiling)
         assert fitted.workers == 3
         assert fitted.peak <= ceiling
-        assert max(memory_needed(job, unit) for unit in job.plan.units) <= free.base + free.per_worker
+        for unit in job.plan.units:
+            need = need_of(job, unit)
+            assert base_bytes(job.checkpoint, [need]) + need.total <= free.base + free.per_worker
 
     def test_small_experts_are_read_and_written_by_two_threads_a_worker(self, tmp_path) -> None:
         size = generator.Size(layers=1, experts=2, vocab=256)
@@ -102,8 +105,8 @@ class TestPlanning:
         def planned(model: str, ceiling: int | None = None) -> Memory:
             if not (tmp_path / model).exists():
                 generator.write_checkpoint(tmp_path / model, generator.MODELS[model], "gptq", size, sparse=True)
-            job = open_job(JobRequest(str(tmp_path / model), H100, "marlin-wna16/1", force_layout=True))
-            return plan_memory(job.checkpoint, job.plan, job.plan.units, 2, ceiling)
+            job = open_job(JobRequest(str(tmp_path / model), H100, ConvertOptions("marlin-wna16/1", force_layout=True)))
+            return plan_memory(job, job.plan.units, 2, ceiling)
 
         small = planned("qwen3-30b-a3b")
         assert (small.helpers, planned("mixtral-8x7b").helpers) == (2, 1)

@@ -17,6 +17,7 @@ from moeq.pipeline.convert import convert
 from moeq.pipeline.pack import memory
 from moeq.pipeline.pack.fast import find_fast_path
 from moeq.pipeline.plan.job import JobRequest, open_job
+from moeq.pipeline.plan.options import ConvertOptions
 from moeq.pipeline.run.resources import ways_of
 
 pytest.importorskip("numba")
@@ -47,11 +48,11 @@ def write(folder: Path, model: str, kind: str, experts: int = 2) -> Path:
 @pytest.mark.parametrize(("model", "kind", "layout", "tp"), CASES)
 def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", model, kind)
-    job = open_job(JobRequest(str(source), deployment(tp), layout, force_layout=True))
-    assert set(ways_of(job.checkpoint, job.plan).values()) == {"fast", "copy"}
+    job = open_job(JobRequest(str(source), deployment(tp), ConvertOptions(layout, force_layout=True)))
+    assert set(ways_of(job).values()) == {"fast", "copy"}
     convert(source, tmp_path / "fast", deployment(tp), layout=layout, force_layout=True)
     monkeypatch.setattr(memory, "find_fast_path", lambda *given: None)
-    assert set(ways_of(job.checkpoint, job.plan).values()) == {"reference", "copy"}
+    assert set(ways_of(job).values()) == {"reference", "copy"}
     convert(source, tmp_path / "general", deployment(tp), layout=layout, force_layout=True)
     assert content(tmp_path / "fast") == content(tmp_path / "general")
     assert moeq.verify(tmp_path / "fast", source).ok

@@ -18,11 +18,12 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
+from moeq.pipeline.plan.options import ConvertOptions
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
 from moeq.pipeline.run.workers import Executor, headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish
-from moeq.pipeline.state.records import UnitRecord, is_intact, pieces
+from moeq.pipeline.state.records import UnitRecord, is_intact
 from moeq.pipeline.state.stamps import job_stamp
 
 A100 = parse_gpu("A100")
@@ -37,7 +38,7 @@ CASES = [
 
 
 def job_of(checkpoints: Path, name: str, deployment: Deployment, layout: str | None = None) -> Job:
-    return open_job(JobRequest(str(checkpoints / name), deployment, layout, force_layout=True))
+    return open_job(JobRequest(str(checkpoints / name), deployment, ConvertOptions(layout, force_layout=True)))
 
 
 def tiles(spans: list[tuple[int, int]], start: int, stop: int) -> bool:
@@ -57,7 +58,7 @@ def test_units_write_every_byte_once_and_read_every_tensor(name, deployment, fir
         units = [unit for unit in plan.units if unit.file == file.name]
         assert tiles([span for unit in units for span in unit.outputs], len(file.form.header), file.form.size)
         assert tiles(
-            [(p.start, p.stop) for unit in units for p in pieces(plan, unit)], len(file.form.header), file.form.size
+            [(p.start, p.stop) for unit in units for p in plan.pieces(unit)], len(file.form.header), file.form.size
         )
     for file in source.files:
         spans = [span for unit in plan.units for span in unit.inputs.get(file.name, ())]

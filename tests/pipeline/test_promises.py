@@ -21,9 +21,9 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import known_gpus
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decide import answer
 from moeq.pipeline.plan.job import JobRequest, open_job
+from moeq.pipeline.plan.options import ConvertOptions, Question
 
 SEED = 20261122
 GPUS = {gpu.arch: gpu for gpu in known_gpus().values()}
@@ -86,7 +86,7 @@ def sources(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     return found | {f"random-{seed}": write_random(root / f"random-{seed}", SEED + seed) for seed in range(12)}
 
 
-def any_ask(rng: random.Random) -> Ask:
+def any_ask(rng: random.Random) -> Question:
     """A question that may make sense."""
     gpu = rng.choice(list(GPUS.values()))
     deployment = Deployment(
@@ -99,22 +99,20 @@ def any_ask(rng: random.Random) -> Ask:
         lora=rng.random() < 0.1,
         batched=rng.random() < 0.1,
     )
-    return Ask(
-        deployment,
+    options = ConvertOptions(
         layout=rng.choice((*[None] * 2 * len(LAYOUTS), *LAYOUTS)),
         force_layout=rng.random() < 0.3,
         skip_unfit=rng.random() < 0.2,
         regroup=rng.choice((*[None] * 8, 64, 32, 16)),
     )
+    return Question(deployment, options)
 
 
-def check(source: Path, ask: Ask) -> bool:
+def check(source: Path, ask: Question) -> bool:
     """The answer and the plan agree, and the sums are right; whether it was a yes."""
     checkpoint = moeq.open(source)
     found = answer(checkpoint, ask)
-    request = JobRequest(
-        str(source), ask.deployment, ask.layout, ask.skip_unfit, ask.allow_lossy, None, ask.force_layout, ask.regroup
-    )
+    request = JobRequest(str(source), ask.deployment, ask.options)
     job, problem = opened(request, checkpoint)
     if job is None:
         assert found.error is not None, f"promised {found.first.layout}, and the plan says {problem}"
@@ -123,10 +121,10 @@ def check(source: Path, ask: Ask) -> bool:
         return False
     assert found.error is None, f"refused ({found.error}), and the plan is made"
     assert {plan.entry.layer: plan.entry.layout for plan in job.plan.layers} == {
-        layer: target.layout for layer, target in found.targets.items()
+        layer: choice.layout for layer, choice in found.choices.items()
     }
-    assert job.targets.loaders == found.loaders
-    if found.parts[0].target is not None:
+    assert job.answer.loaders == found.loaders
+    if found.parts[0].choice is not None:
         assert found.verdict.convert is not None
         assert found.verdict.convert.layout == found.first.layout
     check_sums(source, ask, job)
@@ -141,25 +139,25 @@ def opened(request: JobRequest, checkpoint: Any) -> tuple[Any, tuple[str, str] |
         return None, (error.code, error.message)
 
 
-def check_sums(source: Path, ask: Ask, job: Any) -> None:
+def check_sums(source: Path, ask: Question, job: Any) -> None:
     """By hand, from the config: heads, groups and experts of every rank are whole."""
     config = json.loads((source / "config.json").read_text())
     tp, ep = ask.deployment.tp, ask.deployment.ep
-    if ask.deployment.engine != "moeq" and not ask.force_layout:
+    if ask.deployment.engine != "moeq" and not ask.options.force_layout:
         assert config["num_attention_heads"] % tp == 0
         shared = config["num_key_value_heads"]
         assert "kv_lora_rank" in config or shared % tp == 0 or tp % shared == 0
     for layer in job.plan.layers:
         assert ep <= layer.entry.num_experts
         whole = layer.entry.matrices["w2"].spec
-        group = ask.regroup if layer.entry.source_group else whole.group_size
+        group = ask.options.regroup if layer.entry.source_group else whole.group_size
         one_scale = whole.num_groups == 1 or whole.act_order
         if ep == 1 and tp > 1 and not one_scale and whole.element != "e2m1":
             assert whole.k % tp == 0
             assert whole.k // tp % group == 0
 
 
-def questions(sources: dict[str, Path], count: int, seed: int) -> list[tuple[str, Ask]]:
+def questions(sources: dict[str, Path], count: int, seed: int) -> list[tuple[str, Question]]:
     """Random questions about random checkpoints."""
     rng = random.Random(seed)
     return [(rng.choice(sorted(sources)), any_ask(rng)) for _ in range(count)]
@@ -178,7 +176,7 @@ def test_every_checkpoint_layout_and_degree(arch: str, sources: dict[str, Path])
     count = 0
     for name, layout in itertools.product(sources, (None, *LAYOUTS)):
         for tp, ep in (*((tp, 1) for tp in TPS), (1, 2), (2, 2), (4, 4), (1, 8)):
-            check(sources[name], Ask(Deployment(gpu=GPUS[arch], tp=tp, ep=ep), layout=layout))
+            check(sources[name], Question(Deployment(gpu=GPUS[arch], tp=tp, ep=ep), ConvertOptions(layout)))
             count += 1
     assert count > 1000
 
@@ -235,7 +233,7 @@ def test_what_is_said_to_load_is_loaded(checkpoints: Path, tmp_path: Path) -> No
         name, tp, ep = rng.choice(names), rng.choice((1, 2, 4)), rng.choice((1, 1, 2))
         gpu = GPUS[rng.choice(("sm80", "sm90", "sm100"))]
         where = Deployment(gpu=gpu, tp=tp, ep=ep, engine=rng.choice(("vllm@0.33.0", "moeq")))
-        found = answer(moeq.open(checkpoints / name), Ask(where, allow_lossy=True))
+        found = answer(moeq.open(checkpoints / name), Question(where, ConvertOptions(allow_lossy=True)))
         if not found.ok:
             continue
         folder = tmp_path / str(number)
@@ -266,14 +264,14 @@ def test_rounding_is_announced(checkpoints: Path, tmp_path: Path, capsys: pytest
     for number, source in enumerate(path for path in sorted(checkpoints.iterdir()) if path.is_dir()):
         for dtype in ("bf16", "fp16"):
             where = Deployment(gpu=GPUS["sm80"], dtype=dtype, engine="moeq" if number % 2 else "vllm@0.33.0")
-            found = answer(moeq.open(source), Ask(where))
+            found = answer(moeq.open(source), Question(where))
             refused = refusal_of(source, tmp_path / f"{source.name}-{dtype}", where) if found.ok else None
             if refused is None:
                 continue
             stopped += 1
             assert refused.code == "usage.lossy"
             assert found.first.rounding is not None, f"{source.name}, {found.first.layout}: {refused}"
-            assert answer(moeq.open(source), Ask(where, allow_lossy=True)).first.rounding is None
+            assert answer(moeq.open(source), Question(where, ConvertOptions(allow_lossy=True))).first.rounding is None
             for command in ("plan", "inspect"):
                 run([command, str(source), "--gpu", "sm80", "--dtype", dtype, "--engine", where.engine, "--json"])
                 document = json.loads(capsys.readouterr().out)

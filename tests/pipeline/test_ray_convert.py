@@ -28,6 +28,7 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Event, UnitFinished, Warned
 from moeq.pipeline.state.journal import read_journals
+from moeq.transcode.transcode import transcode
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 LAYERS = 24
@@ -159,3 +160,14 @@ def test_no_cluster(source, tmp_path) -> None:
     assert json.loads(ran.stdout)["error"]["code"] == "environment.ray-connect"
     assert "Traceback" not in ran.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_cluster_transcodes_to_the_same_bytes(cluster, source, tmp_path) -> None:
+    transcode(source, tmp_path / "here", "compressed-tensors")
+    found = transcode(
+        source, tmp_path / "there", "compressed-tensors", executor="ray", ray_address=cluster.address, workers=2
+    )
+    assert found.exact
+    assert found.written
+    assert content(tmp_path / "there") == content(tmp_path / "here")

@@ -274,7 +274,7 @@ def test_hidden_features_are_never_sorted(checkpoints: Path, tmp_path: Path) -> 
 def test_an_interrupted_run_goes_on(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, whole = checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", tmp_path / "whole"
     transcode(source, whole, "compressed-tensors")
-    run, finished = Transcoder.run, list[str]()
+    run, finished = Transcoder.pack, list[str]()
 
     def dies(self: Transcoder, item: Any, data: Any, buffers: Any, slot: int) -> Any:
         if len(finished) > 14:
@@ -282,10 +282,10 @@ def test_an_interrupted_run_goes_on(checkpoints: Path, tmp_path: Path, monkeypat
         finished.append(self.label(item))
         return run(self, item, data, buffers, slot)
 
-    monkeypatch.setattr(Transcoder, "run", dies)
+    monkeypatch.setattr(Transcoder, "pack", dies)
     with pytest.raises(KeyboardInterrupt):
         transcode(source, out, "compressed-tensors", workers=1)
-    monkeypatch.setattr(Transcoder, "run", run)
+    monkeypatch.setattr(Transcoder, "pack", run)
     assert not out.exists()
     with pytest.raises(MoeqError, match="unfinished work of another conversion"):
         transcode(source, out, "gptq_v2")

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from moeq.checkpoint.writer import BLOCK
-from moeq.pipeline.pack.inputs import WORD
 from moeq.pipeline.state.records import Bytes
 
-#: Views start at multiples of this, or as far past one as their places in a file: what writing past the page cache
-#: asks for.
+#: Alignment of views, in memory or relative to their places in a file, as direct I/O requires.
 ALIGNMENT = BLOCK
 
-#: Input buffers of a worker for each of its readers, and output buffers for each of its writers: one is read into or
-#: written while the other is worked on.
+#: Bytes of the words that loops want aligned in memory.
+WORD = 8
+
+#: Input buffers for each reader of a worker, and output buffers for each writer: one is on its way from or to the disk
+#: while the worker uses the other.
 INPUT_BUFFERS = OUTPUT_BUFFERS = 2
 
 #: Buffers with the places of the output file that they are to be written to.
@@ -29,7 +30,7 @@ class Buffers:
         self._held: dict[str, Bytes] = {}
 
     def take(self, name: str, size: int) -> Bytes:
-        """`size` bytes, aligned and not initialised. The same memory on every call."""
+        """Take `size` bytes, aligned and not initialised: the same memory on every call."""
         held = self._held.get(name)
         if held is None or held.nbytes < size:
             self._held.pop(name, None)
@@ -38,7 +39,7 @@ class Buffers:
         return held[:size]
 
     def take_many(self, name: str, sizes: Sequence[int], places: Sequence[int] = ()) -> list[Bytes]:
-        """Several pieces of one buffer, aligned or, where they are to be written to `places`, aligned as those are."""
+        """Take several pieces of one buffer, aligned as the `places` that they will be written to."""
         starts, end = [], 0
         for size, place in zip(sizes, places or [0] * len(sizes), strict=True):
             starts.append(end + (place % ALIGNMENT if place % WORD == 0 else 0))
@@ -48,7 +49,7 @@ class Buffers:
 
 
 def bytes_for(sizes: Iterable[int]) -> int:
-    """Bytes that `take_many` needs at most for pieces of these sizes."""
+    """Return the upper bound of bytes that `take_many` needs for pieces of these sizes."""
     return sum(_round_up(size) + ALIGNMENT for size in sizes) + ALIGNMENT
 
 

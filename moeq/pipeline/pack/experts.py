@@ -10,29 +10,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
-from moeq.pipeline.pack.buffers import Buffers, Writes
-from moeq.pipeline.pack.inputs import InputFile
-from moeq.pipeline.pack.memory import SpareMemory, fast_path_of, reference_bytes
-from moeq.pipeline.pack.reading import Place, read_places
-from moeq.pipeline.plan.job import Job
+from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes, bytes_for
+from moeq.pipeline.pack.inputs import InputFile, Place, read_places
+from moeq.pipeline.pack.memory import Need, SpareMemory, Way, fast_path_of, reference_bytes
+from moeq.pipeline.pack.unit_worker import UnitWorker
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
-from moeq.pipeline.state.records import UnitRecord, piece_digest, pieces, tensor_digests
+from moeq.pipeline.state.records import piece_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.layouts.base import Layout
     from moeq.matrix import QuantizedMatrix
-    from moeq.pipeline.pack.fast import FastPath
-    from moeq.pipeline.pack.fast.base import Inputs
+    from moeq.pipeline.pack.fast.path import FastPath, Inputs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ExpertResult:
         digests: projection and logical digest.
         kept: source tensors that cannot be rebuilt.
         losses: stored numbers that packing changed.
-        hashes: BLAKE3 of every piece, in order (`moeq.pipeline.state.records.pieces`).
+        hashes: BLAKE3 of every piece, in order (`Plan.pieces`).
     """
 
     written: int
@@ -54,73 +54,56 @@ class ExpertResult:
     hashes: tuple[bytes, ...]
 
 
-class Packer:
-    """Executes one `PackUnit`, expert by expert.
-
-    Args:
-        job: the conversion.
-        unit: the unit.
-        inputs: open source files by name.
-        output: the output file.
-        spare: memory for experts that cannot take the fast path although their headers say so.
-    """
+class Packer(UnitWorker[PackUnit, int]):
+    """Executes one `PackUnit`, expert by expert."""
 
     def __init__(
-        self, job: Job, unit: PackUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
+        self, work: Work, unit: PackUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
     ) -> None:
-        self._job = job
-        self._unit = unit
-        self._inputs = inputs
-        self._spare = spare
-        self._output = output
-        layer = job.plan.layer_of(unit)
+        super().__init__(work, unit, inputs, output, spare)
+        layer = work.plan.layer_of(unit)
         self._layer = layer
-        self._experts = job.checkpoint.experts(unit.layer)
+        self._experts = work.checkpoint.experts(unit.layer)
         self._shards = [layer.shards[index] for index in unit.shards]
-        self._slots = [_slots(job, unit, shard) for shard in self._shards]
-        self._fast_path = fast_path_of(job.checkpoint, layer, unit)
-        self._found: list[Layout] | None = None
-        self._ready: list[FastPath | None] = []
+        self._slots = [_slots(work, unit, shard) for shard in self._shards]
+        self._fast_path = fast_path_of(work.checkpoint, layer, unit)
+        self._calibrated_layouts: list[Layout] | None = None
+        self._calibrated_paths: list[FastPath | None] = []
         self._lock = threading.Lock()
+
+    @classmethod
+    def way(cls, work: Work, unit: PackUnit) -> Way:
+        return "reference" if fast_path_of(work.checkpoint, work.plan.layer_of(unit), unit) is None else "fast"
+
+    @classmethod
+    def need(cls, work: Work, unit: PackUnit) -> Need:
+        layer = work.plan.layer_of(unit)
+        fast_path = fast_path_of(work.checkpoint, layer, unit)
+        if fast_path is None:
+            return Need("reference", reference=reference_bytes(layer, unit))
+        experts = work.checkpoint.experts(unit.layer)
+        stored = experts.layer.unit(unit.experts.start)
+        places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in fast_path.reads]
+        parts_of_one = sum(len(layer.shards[index].parts[unit.role]) for index in unit.shards)
+        pieces = islice(work.plan.pieces(unit), parts_of_one)
+        return Need(
+            "fast",
+            input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
+            output=OUTPUT_BUFFERS * bytes_for(piece.stop - piece.start for piece in pieces),
+            scratch=bytes_for([fast_path.scratch_bytes]),
+        )
 
     @property
     def items(self) -> Sequence[int]:
-        """The experts to pack."""
         return range(self._unit.experts.start, self._unit.experts.stop)
 
     def label(self, expert: int) -> str:
-        """What is being done, for progress."""
         return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
 
-    def fetch(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
-        """Read the stored bytes of one expert; None where the reference path will read them.
-
-        Args:
-            expert: its number.
-            buffers: memory of this worker.
-            slot: which of its input buffers is free.
-
-        Raises:
-            MoeqError: `source.truncated`, `source.unreadable`.
-        """
+    def read(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
         return None if self._fast_path is None else self._read(self._fast_path, expert, buffers, slot)
 
-    def run(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
-        """Pack and prove one expert.
-
-        Args:
-            expert: its number.
-            data: what `fetch` gave.
-            buffers: memory of this worker.
-            slot: which of its output buffers is free.
-
-        Returns:
-            The result, and what is left to write; nothing where the reference path packed it, which writes by itself.
-
-        Raises:
-            MoeqError: it cannot be packed, or the packed bytes do not mean what the source means.
-            OSError: the disk says no.
-        """
+    def pack(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
         path = self._calibrated_path()
         if path is None or data is None:
             return self._on_reference_path(expert), ()
@@ -130,28 +113,23 @@ class Packer:
         with self._spare.take(reference_bytes(self._layer, self._unit), self.label(expert)):
             return self._on_reference_path(expert), ()
 
-    def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
-        """The unit's record from the results of all its experts, in order."""
+    def _findings(self, results: Sequence[ExpertResult]) -> dict[str, Any]:
         digests: dict[Projection, list[str]] = {}
         for result in results:
             for projection, digest in result.digests:
                 digests.setdefault(projection, []).append(digest)
-        hashes = (value for result in results for value in result.hashes)
-        return UnitRecord(
-            unit=self._unit.id,
-            bytes=sum(result.written for result in results),
-            tensors=tensor_digests(zip(pieces(self._job.plan, self._unit), hashes, strict=True)),
-            digests={projection: tuple(values) for projection, values in digests.items()},
-            kept=tuple(sorted(frozenset().union(*(result.kept for result in results)))),
-            losses=sum(result.losses for result in results),
-        )
+        return {
+            "digests": {projection: tuple(values) for projection, values in digests.items()},
+            "kept": tuple(sorted(frozenset().union(*(result.kept for result in results)))),
+            "losses": sum(result.losses for result in results),
+        }
 
     # The fast path.
 
     def _on_fast_path(
         self, fast_path: FastPath, expert: int, inputs: Inputs, buffers: Buffers, slot: int
     ) -> tuple[ExpertResult, Writes] | None:
-        """None where the fast path declines this expert: the reference path then packs it, or says why it cannot."""
+        """Pack and prove an expert; return None if the fast path declines it, which leaves it to the reference path."""
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
         read = fast_path.read(inputs, scratch)
         if read is None:
@@ -163,21 +141,21 @@ class Packer:
         each = iter(packed)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
         fast_path.pack(read, outputs, scratch)
-        proof = fast_path.prove(read, outputs, scratch)
-        if proof is None:
+        digests = fast_path.prove(read, outputs, scratch)
+        if digests is None:
             raise self._round_trip(expert)
         hashes = tuple(map(piece_digest, packed))
         kept = frozenset(self._entry(key, expert).name for key in fast_path.kept(inputs, scratch))
-        result = ExpertResult(sum(sizes), proof.digests, kept, fast_path.losses(read), hashes)
+        result = ExpertResult(sum(sizes), digests, kept, fast_path.losses(read), hashes)
         return result, tuple(zip(packed, places, strict=True))
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
-        """The stored bytes of one expert in reused memory."""
+        """Read the stored bytes of one expert into reused memory."""
         data = read_places(self._inputs, self._places(fast_path.reads, expert), buffers, slot)
         return dict(zip(fast_path.reads, data, strict=True))
 
     def _places(self, keys: Sequence[tuple[StoredName, str]], expert: int) -> list[Place]:
-        """Where these parts of an expert lie."""
+        """Return the places of these parts of an expert."""
         entries = [self._entry(key, expert) for key in keys]
         return [
             (entry.file, *place_of(entry, part, self._experts, expert))
@@ -185,19 +163,19 @@ class Packer:
         ]
 
     def _entry(self, key: tuple[StoredName, str], expert: int) -> TensorEntry:
-        """The tensor that holds a part of an expert."""
+        """Return the tensor that holds a part of an expert."""
         parts = self._experts.layer.parts[key]
         return parts.get(expert) or parts[FUSED]
 
     def _calibrated_path(self) -> FastPath | None:
-        """The fast path, which may have to know all experts of its rank; None where one of those is unusual."""
+        """Return the fast path, calibrated over all experts of its rank if needed; None if one of them is unusual."""
         path = self._fast_path
         if path is None or not path.calibrates:
             return path
         with self._lock:
-            if not self._ready:
-                self._ready.append(self._calibrate(path))
-            return self._ready[0]
+            if not self._calibrated_paths:
+                self._calibrated_paths.append(self._calibrate(path))
+            return self._calibrated_paths[0]
 
     def _calibrate(self, path: FastPath) -> FastPath | None:
         buffers, largest = Buffers(), [0.0] * len(self._shards)
@@ -233,13 +211,13 @@ class Packer:
             stored.append(shard.padding.unpad(unpacked))
         held = self._ungrouped(join_shards(regrouped.spec, stored)) if losses else matrix
         digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
-        kept = unrestorable(self._job.checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
+        kept = unrestorable(self._checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
         return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
 
     def _matrix(self, expert: int) -> QuantizedMatrix:
-        """The logical matrix, which has to be what headers and config promised."""
+        """Decode the logical matrix, which must be what headers and config promised."""
         unit = self._unit
-        matrix = self._job.checkpoint.matrix(unit.layer, expert, unit.role)
+        matrix = self._checkpoint.matrix(unit.layer, expert, unit.role)
         planned = self._layer.entry.source_spec(unit.role)
         if matrix.spec != planned:
             raise MoeqError(
@@ -251,7 +229,7 @@ class Packer:
         return matrix
 
     def _regrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """In the groups that are written."""
+        """Return the matrix with the groups that are written."""
         from moeq.model.regroup import regroup
 
         entry = self._layer.entry
@@ -260,21 +238,21 @@ class Packer:
         return regroup(matrix, entry.matrices[self._unit.role].spec.group_size)
 
     def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """In the groups that the source has."""
+        """Return the matrix with the groups that the source has."""
         from moeq.model.regroup import ungroup
 
         group = self._layer.entry.source_group
         return matrix if group is None else ungroup(matrix, group)
 
     def _layouts(self) -> list[Layout]:
-        """The layout of every shard, which may have to know all experts of its rank before it packs one."""
+        """Return the layout of every shard, calibrated over all experts of its rank if needed."""
         layout = self._layer.layout
         if layout.calibration_scope is None:
             return [layout] * len(self._shards)
         with self._lock:
-            if self._found is None:
-                self._found = self._calibrated(layout)
-            return self._found
+            if self._calibrated_layouts is None:
+                self._calibrated_layouts = self._calibrated(layout)
+            return self._calibrated_layouts
 
     def _calibrated(self, layout: Layout) -> list[Layout]:
         found: dict[int, float] = {}
@@ -315,7 +293,7 @@ class Packer:
         return layout.unpack(written, padded.spec)
 
     def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
-        """Numbers that packing changed, where that was allowed. Raises MoeqError `bug.round-trip` where it was not."""
+        """Count numbers that packing changed. Raises MoeqError `bug.round-trip` unless losses are allowed."""
         losses = layout.losses(padded) if self._layer.allow_lossy else 0
         if losses:
             return losses
@@ -330,9 +308,9 @@ class Packer:
         )
 
 
-def _slots(job: Job, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:
-    """Part to the first byte of its stack in the output file and the bytes of one expert."""
-    ranges = job.plan.file(unit.file).form.ranges
+def _slots(work: Work, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:
+    """Map each part to the first byte of its stack in the output file and to the bytes of one expert."""
+    ranges = work.plan.file(unit.file).form.ranges
     found = {}
     for part, name in shard.matrices[unit.role].tensors.items():
         start, stop = ranges[name]
@@ -341,7 +319,7 @@ def _slots(job: Job, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, i
 
 
 def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """What one rank gets of a matrix, rounded up to the sizes of its layout."""
+    """Cut one rank's part out of a matrix and pad it to the sizes of its layout."""
     from moeq.model.shards import shard_matrix
 
     return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))

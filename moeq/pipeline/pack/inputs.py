@@ -10,25 +10,28 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from moeq.checkpoint.disk import libc, read_at, reopen_direct
 from moeq.checkpoint.writer import BLOCK
 from moeq.errors import MoeqError
+from moeq.pipeline.pack.buffers import WORD, Buffers
 from moeq.pipeline.plan.units import Span
 from moeq.pipeline.state.records import Bytes
 
 #: Shorter reads go through the page cache.
 _DIRECT_LEAST = 64 * 1024
 
-#: Loops want words of this size to be aligned in memory.
-WORD = 8
-
-#: Shares of what will be read that count as nothing and as everything: pages at the ends belong to others as well.
+#: Cached fractions of what will be read that count as nothing and as everything: pages at both ends are shared.
 _NOTHING, _EVERYTHING = 0.02, 0.98
 
 #: `cachestat(2)` of Linux 6.5; new system calls have one number on all architectures.
 _CACHESTAT = 451
+
+
+#: Name of a file, first byte, byte after the last.
+Place = tuple[str, int, int]
 
 
 class InputFile:
@@ -37,10 +40,10 @@ class InputFile:
     Args:
         fd: its descriptor (`Source.open`), closed with this.
         name: its name in the source, for messages.
-        spans: what will be read of it.
+        spans: spans that will be read.
 
     Attributes:
-        cached: whether the page cache holds that; None where it holds some of it, or the kernel cannot tell.
+        cached: whether the page cache holds them; None if it holds some of them, or the kernel cannot tell.
     """
 
     def __init__(self, fd: int, name: str, spans: Sequence[Span]) -> None:
@@ -57,7 +60,7 @@ class InputFile:
             os.close(self._direct)
 
     def read(self, memory: Bytes, start: int, stop: int) -> Bytes:
-        """Bytes `start .. stop` of the file.
+        """Read bytes `start .. stop` of the file.
 
         Args:
             memory: begins at a multiple of `BLOCK` and holds `blocks_of(start, stop)` bytes.
@@ -100,13 +103,44 @@ class InputFile:
         return MoeqError("source.unreadable", f"{self.name}: {error.strerror or error}")
 
 
+def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffers: Buffers, slot: int) -> list[Bytes]:
+    """Read the bytes at these places, each to a multiple of `WORD` in memory.
+
+    Args:
+        inputs: open files by name.
+        places: what to read.
+        buffers: memory of this worker.
+        slot: which of its input buffers is free.
+
+    Raises:
+        MoeqError: `source.truncated`, `source.unreadable`.
+    """
+    order = sorted(range(len(places)), key=places.__getitem__)
+    runs = [[order[0]]]
+    for one, two in pairwise(order):
+        together = places[one][0] == places[two][0] and places[one][2] == places[two][1]
+        if together and (places[two][1] - places[runs[-1][0]][1]) % WORD == 0:
+            runs[-1].append(two)
+        else:
+            runs.append([two])
+    spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
+    memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
+    found: dict[int, Bytes] = {}
+    for run, target, (file, first, last) in zip(runs, memory, spans, strict=True):
+        data = inputs[file].read(target, first, last)
+        for index in run:
+            _, start, stop = places[index]
+            found[index] = data[start - first : stop - first]
+    return [found[index] for index in range(len(places))]
+
+
 def blocks_of(start: int, stop: int) -> int:
-    """Bytes of all blocks of a file that these bytes touch."""
+    """Return bytes of all blocks of a file that these bytes touch."""
     return -(-stop // BLOCK) * BLOCK - start // BLOCK * BLOCK
 
 
 def _cached_share(fd: int, spans: Sequence[Span]) -> float | None:
-    """How much of these bytes the page cache holds; None where the kernel cannot tell."""
+    """Return the fraction of these bytes that the page cache holds; None if the kernel cannot tell."""
     if sys.platform != "linux":
         return None
     held, found = 0, (ctypes.c_uint64 * 5)()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.fast import find_fast_path
@@ -14,23 +15,50 @@ from moeq.pipeline.plan.units import PackUnit
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
-    from moeq.pipeline.pack.fast import FastPath
+    from moeq.pipeline.pack.fast.path import FastPath
 
 MIB = 2**20
+
+#: How a unit is executed: packed by the fast path or the reference path, copied, or transcoded.
+Way = Literal["fast", "reference", "copy", "transcode"]
 
 #: Bytes per element of the largest matrix that one thread of the reference path holds at its peak.
 REFERENCE_BYTES = 16
 
 
+@dataclass(frozen=True)
+class Need:
+    """Memory that one thread needs for a unit, in bytes.
+
+    Attributes:
+        way: how the unit is executed.
+        input: stored bytes of one expert, or of a copied chunk, twice.
+        output: packed bytes of one expert, of all ranks, or of a chunk, twice.
+        scratch: scratch of the fast path.
+        reference: peak of the reference path.
+    """
+
+    way: Way
+    input: int = 0
+    output: int = 0
+    scratch: int = 0
+    reference: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all parts."""
+        return self.input + self.output + self.scratch + self.reference
+
+
 def fast_path_of(checkpoint: Checkpoint, layer: LayerPlan, unit: PackUnit) -> FastPath | None:
-    """The fast path that executes a unit, or None."""
+    """Return the fast path that executes a unit, or None."""
     shards = [layer.shards[index] for index in unit.shards]
     written = layer.entry.matrices[unit.role].spec
     return find_fast_path(checkpoint.experts(unit.layer), unit.role, layer.layout, shards, written)
 
 
 def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:
-    """What one thread of the reference path holds at its peak for one expert of a unit."""
+    """Return the peak bytes of one thread of the reference path for one expert of a unit."""
     whole = layer.entry.matrices[unit.role].spec
     padded = 0
     for index in unit.shards:
@@ -41,17 +69,17 @@ def reference_bytes(layer: LayerPlan, unit: PackUnit) -> int:
 
 
 def mebibytes(count: int) -> str:
-    """A size in MiB, for messages: whole ones, or where there are few of them three digits, so that 1M is no 0 MiB."""
+    """Format a size in MiB: whole ones, or three digits below 10 MiB."""
     size = count / MIB
     return f"{size:,.0f} MiB" if size >= 10 or count == 0 else f"{size:.3g} MiB"
 
 
 class SpareMemory:
-    """Memory that threads share for what was not foreseen: experts that a fast path declines take the reference path.
+    """Memory that threads share for experts that the fast path declines, which take the reference path.
 
     Args:
-        free: bytes that are left for it; None: as many as it takes.
-        strict: refuse what is larger than that; else it runs alone.
+        free: bytes that are left; None: no limit.
+        strict: refuse an item that is larger; otherwise it runs alone.
     """
 
     def __init__(self, free: int | None, *, strict: bool = False) -> None:

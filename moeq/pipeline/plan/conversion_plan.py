@@ -11,19 +11,24 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Protocol
 
+from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import CopiedLayer
+from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import FileForm, file_form, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
-from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit, copy_units, pack_units
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
+from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
+from moeq.pipeline.plan.units import CopyUnit, PackUnit, Piece, Unit, copy_units, pack_units
 
-#: Tensors that are only copied are gathered into files of about this size.
+#: Name to shape and dtype, in file order.
+TensorForms = dict[str, tuple[tuple[int, ...], str]]
+
+#: Size of the files into which copied tensors are gathered.
 REST_FILE_BYTES = 4 * 2**30
 
-#: Part of the digest; changes whenever the same inputs would be cut into other units or written otherwise.
+#: Version in the digest; it changes whenever the same inputs would give other units or other bytes.
 PLAN_VERSION = 4
 
 
@@ -48,7 +53,7 @@ class FilePlan:
 
     @cached_property
     def form(self) -> FileForm:
-        """Its header, and where every tensor lies."""
+        """Header of the file, and places of its tensors."""
         metadata = {"format": "pt"} if self.layer is None else {"format": "pt", "moeq_layout": self.layer.entry.layout}
         return file_form(self.tensors, metadata)
 
@@ -105,47 +110,56 @@ class Plan:
         return {file.name: file for file in self.files}
 
     def unit(self, unit_id: str) -> Unit:
-        """A unit by its id. Raises MoeqError `usage.no-such-unit`."""
+        """Return a unit by its id. Raises MoeqError `usage.no-such-unit`."""
         try:
             return self._units[unit_id]
         except KeyError:
             raise MoeqError("usage.no-such-unit", f"this conversion has no unit {unit_id!r}", "see moeq plan") from None
 
     def file(self, name: str) -> FilePlan:
-        """An output file by its name."""
+        """Return an output file by its name."""
         return self._files[name]
 
+    def pieces(self, unit: Unit) -> Iterator[Piece]:
+        """Yield the pieces of a unit, in the order in which they are hashed."""
+        file = self.file(unit.file)
+        return unit.pieces(file.form, file.layer)
+
     def layer_of(self, unit: PackUnit) -> LayerPlan:
-        """The layer that a unit is a stack of."""
+        """Return the layer whose stack a unit is."""
         layer = self._files[unit.file].layer
         if layer is None:
             raise ValueError(f"{unit.id} writes to a file of copies")  # a bug, not input
         return layer
 
 
-class LayerTargets(Protocol):
-    """What to make of every layer (`moeq.pipeline.plan.targets.Targets`)."""
-
-    @property
-    def layouts(self) -> Mapping[int, str]:
-        """Layer to layout id, for the layers to convert."""
-
-    @property
-    def copied(self) -> tuple[CopiedLayer, ...]:
-        """Layers to copy unchanged."""
-
-
-def make_plan(checkpoint: Checkpoint, targets: LayerTargets, options: PlanOptions | None = None) -> Plan:
+def make_plan(
+    checkpoint: Checkpoint,
+    layouts: Mapping[int, str],
+    copied: tuple[CopiedLayer, ...] = (),
+    ranks: Ranks = ONE_RANK,
+    options: ConvertOptions = DEFAULTS,
+) -> Plan:
     """Plan the conversion of a source checkpoint.
+
+    Args:
+        checkpoint: the source.
+        layouts: layer number to layout id, for the layers to convert.
+        copied: layers to copy unchanged, with the reason.
+        ranks: ranks that experts are divided among.
+        options: options of the conversion.
 
     Raises:
         MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` where a
             layer cannot be packed, with all reasons.
     """
-    options = options or PlanOptions()
-    layers = [plan_layer(checkpoint, layer, layout, options) for layer, layout in targets.layouts.items()]
+    layers = [plan_layer(checkpoint, layer, layout, ranks, options) for layer, layout in layouts.items()]
     consumed = [entry for plan in layers for entry in checkpoint.experts(plan.entry.layer).layer.tensors()]
-    rest = list(_rest_files(checkpoint, frozenset(entry.name for entry in consumed)))
+    packed = {entry.name for entry in consumed}
+    copies = in_source_order(
+        checkpoint.source, (entry for name, entry in checkpoint.source.tensors.items() if name not in packed)
+    )
+    rest = list(bounded_files({entry.name: (entry.shape, entry.dtype)} for entry in copies))
     names = file_names(len(rest) + len(layers))
     files = [FilePlan(name, tensors, None) for name, tensors in zip(names, rest, strict=False)]
     for name, plan in zip(names[len(rest) :], layers, strict=True):
@@ -154,9 +168,9 @@ def make_plan(checkpoint: Checkpoint, targets: LayerTargets, options: PlanOption
     return Plan(
         files=tuple(files),
         units=tuple(_units(checkpoint, files)),
-        copied=targets.copied,
+        copied=copied,
         expert_bytes_in=sum(entry.nbytes for entry in consumed),
-        digest=_digest(checkpoint, files, options),
+        digest=_digest(checkpoint, files, ranks, options),
     )
 
 
@@ -170,37 +184,41 @@ def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUn
             yield from pack_units(file.layer, checkpoint.experts(file.layer.entry.layer), file.name, file.form)
 
 
-def _rest_files(checkpoint: Checkpoint, consumed: frozenset[str]) -> Iterator[dict[str, tuple[tuple[int, ...], str]]]:
-    """Group the tensors that are copied into files of bounded size, in the order of their places in the source.
+def in_source_order(source: Source, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """Sort tensors by their places in the source: what lies together there is then copied in one run."""
+    order = {file.name: number for number, file in enumerate(source.files)}
+    return sorted(entries, key=lambda entry: (order[entry.file], entry.start, entry.end))
 
-    In that order, tensors that lie together in the source lie together in the output and are copied in one run.
-    """
-    order = {file.name: number for number, file in enumerate(checkpoint.source.files)}
-    rest = [entry for name, entry in checkpoint.source.tensors.items() if name not in consumed]
-    rest.sort(key=lambda entry: (order[entry.file], entry.start, entry.end))
-    group: dict[str, tuple[tuple[int, ...], str]] = {}
+
+def bounded_files(together: Iterable[TensorForms]) -> Iterator[TensorForms]:
+    """Group tensors into files of about `REST_FILE_BYTES`; tensors that are given together stay together."""
+    group: TensorForms = {}
     size = 0
-    for entry in rest:
-        if group and size + entry.nbytes > REST_FILE_BYTES:
+    for tensors in together:
+        count = sum(tensor_bytes(*form) for form in tensors.values())
+        if group and size + count > REST_FILE_BYTES:
             yield group
             group, size = {}, 0
-        group[entry.name] = (entry.shape, entry.dtype)
-        size += entry.nbytes
+        group |= tensors
+        size += count
     if group:
         yield group
 
 
 def file_names(count: int) -> list[str]:
-    """Names of the weight files, numbered as every tool numbers them."""
+    """Return names of the weight files, numbered as every tool numbers them."""
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _digest(checkpoint: Checkpoint, files: Iterable[FilePlan], options: PlanOptions) -> str:
-    """Names the job: source identity, options, layouts, and every output tensor."""
+def _digest(checkpoint: Checkpoint, files: Iterable[FilePlan], ranks: Ranks, options: ConvertOptions) -> str:
+    """Compute the digest that names the job: source identity, options, layouts, and every output tensor."""
     job = {
         "version": PLAN_VERSION,
         "source": checkpoint.source.identity(),
-        "options": asdict(options),
+        "options": {
+            **asdict(ranks),
+            **{name: getattr(options, name) for name in ("skip_unfit", "allow_lossy", "regroup")},
+        },
         "files": [[file.name, {name: [list(s), d] for name, (s, d) in file.tensors.items()}] for file in files],
         "layers": [asdict(file.layer.entry) for file in files if file.layer is not None],
     }

@@ -1,7 +1,8 @@
-"""The one check: can this checkpoint be converted to this layout for this deployment, and what loads the result?
+"""The join of oracle, layouts and checkpoint: whether it can be converted for a deployment, to what, and what loads it.
 
-Every command asks here, so that what one promises the next one does. An answer is found by planning: every layer is
-planned from its headers, for every layout that comes into question, by the code that plans the conversion.
+Every command asks here, so that one keeps what another promises. `decide` gives the verdict alone, `answer` everything.
+An answer is found by planning: every layer is planned from its headers, for every layout that comes into question, by
+the code that plans the conversion.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from moeq.model import Checkpoint
 from moeq.oracle.loaders import Loader, common
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
-from moeq.pipeline.plan.candidates import Ask, Target, candidates, tried
+from moeq.pipeline.plan.candidates import LayoutChoice, candidates, tried
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_loaders import loaders_of_plan
-from moeq.pipeline.plan.layer_plan import LayerPlan, PlanOptions, plan_layer
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.layer_verdict import first_layer, is_quantised, judge_checkpoint
+from moeq.pipeline.plan.options import Question, Ranks
+from moeq.pipeline.plan.suggestions import nearest
 from moeq.schemes.base import Scheme
 from moeq.schemes.registry import get_format
 
@@ -33,15 +36,15 @@ class LayerGroup:
     """Layers that are encoded alike.
 
     Attributes:
-        layers: their numbers.
-        verdict: the engine's view of them; its `convert` is what really would be written.
-        target: what they become, or None where they are not converted.
-        error: why not, or None.
+        layers: numbers of the layers.
+        verdict: the engine's verdict on them; its `convert` is what would really be written.
+        choice: the layout that they get, or None if they are not converted.
+        error: why they are not converted, or None.
     """
 
     layers: tuple[int, ...]
     verdict: Verdict
-    target: Target | None
+    choice: LayoutChoice | None
     error: MoeqError | None = None
 
 
@@ -50,26 +53,31 @@ class Answer:
     """Whether a source checkpoint can be converted, to what, and why not.
 
     Attributes:
-        ask: the question.
-        parts: the quantised layers, those of the first one first.
+        question: the question.
+        parts: groups of the quantised layers; the first layer's group comes first.
         copied: layers that are copied unchanged, with the reason.
         error: why nothing is converted, or None.
     """
 
-    ask: Ask
+    question: Question
     parts: tuple[LayerGroup, ...]
     copied: tuple[CopiedLayer, ...] = ()
     error: MoeqError | None = None
 
     @property
     def verdict(self) -> Verdict:
-        """The engine's view of the first quantised layer."""
+        """The engine's verdict on the first quantised layer."""
         return self.parts[0].verdict
 
     @property
-    def targets(self) -> dict[int, Target]:
-        """Layer to what it becomes, for layers that are converted."""
-        return dict(sorted((layer, part.target) for part in self.parts if part.target for layer in part.layers))
+    def choices(self) -> dict[int, LayoutChoice]:
+        """Layer number to the layout that it gets, for layers that are converted."""
+        return dict(sorted((layer, part.choice) for part in self.parts if part.choice for layer in part.layers))
+
+    @property
+    def layouts(self) -> dict[int, str]:
+        """Layer number to layout id, for layers that are converted."""
+        return {layer: choice.layout for layer, choice in self.choices.items()}
 
     @property
     def ok(self) -> bool:
@@ -77,35 +85,78 @@ class Answer:
         return self.error is None
 
     @property
-    def first(self) -> Target:
-        """What the first converted layer becomes."""
-        return next(iter(self.targets.values()))
+    def first(self) -> LayoutChoice:
+        """The layout that the first converted layer gets."""
+        return next(iter(self.choices.values()))
+
+    @property
+    def backend(self) -> str:
+        """Backend whose kernel reads the result; the layout's id if no backend of the engine does."""
+        return self.first.backend
 
     @property
     def rank_bytes(self) -> int:
         """Bytes of packed experts on the fullest rank, over all converted layers."""
-        return sum(target.rank_bytes for target in self.targets.values())
+        return sum(choice.rank_bytes for choice in self.choices.values())
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
-        """What loads all of the result."""
-        return common([target.loaders for target in self.targets.values()])
+        """Loaders that take all of the result."""
+        return common([choice.loaders for choice in self.choices.values()])
+
+    @property
+    def overridden(self) -> tuple[str, ...]:
+        """Reasons against the layouts that were overridden by force."""
+        return tuple(dict.fromkeys(text for choice in self.choices.values() for text in choice.overridden))
 
 
-def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bool = False) -> Answer:
-    """Whether a source checkpoint can be converted as asked. A refusal is returned in the answer, not raised.
+def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
+    """Decide which backend runs this checkpoint's experts on that deployment, what `convert` writes, and why.
+
+    Raises:
+        MoeqError: `usage.converted` for a converted checkpoint; `source.no-top-k` if the config does not say how many
+            experts a token uses; for a backend asked for by name that does not fit, why not and what does.
+    """
+    if checkpoint.kind == "converted":
+        raise MoeqError("usage.converted", f"{checkpoint.source.name} is already converted", "ask about its source")
+    found = advised(checkpoint, Question(deployment), explain=True)
+    if found.error is not None and deployment.backend != "auto":
+        raise found.error
+    return found.verdict
+
+
+def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
+    """Return what `answer` returns; the hint of a refusal names the nearest changes that work."""
+    found = answer(checkpoint, question, explain=explain, brief=brief)
+    if found.error is None:
+        return found
+
+    def backend_for(other: Question) -> str | None:
+        changed = answer(checkpoint, other, brief=True)
+        return changed.backend if changed.ok else None
+
+    error = found.error
+    changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
+    works = ", or ".join(change.text for change in changes)
+    force = "; --force-layout writes it anyway" if error.code in ("usage.layout-gpu", "usage.layout-unread") else ""
+    return replace(found, error=MoeqError(error.code, error.message, f"{works} works{force}" if works else error.hint))
+
+
+def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
+    """Answer whether a source checkpoint can be converted as asked. A refusal is returned in the answer, not raised.
 
     Args:
         checkpoint: the source.
-        ask: what is asked.
+        question: deployment and options.
         explain: also try what would make each backend work (see `moeq.oracle.judge.judge`).
-        brief: only yes or no matters: do not try the backends that the engine would not choose.
+        brief: only yes or no matters: skip backends that the engine would not choose.
 
     Raises:
         MoeqError: `usage.unknown-layout`, `usage.unknown-engine`, `source.no-top-k`.
     """
-    if ask.layout is not None:
-        get_layout(ask.layout)
+    options = question.options
+    if options.layout is not None:
+        get_layout(options.layout)
     first = first_layer(checkpoint)
     error = convertible_problem(checkpoint)
     groups = sorted(group_alike_layers(checkpoint).values(), key=lambda layers: first not in layers)
@@ -115,23 +166,23 @@ def answer(checkpoint: Checkpoint, ask: Ask, *, explain: bool = False, brief: bo
         if not is_quantised(checkpoint, layers[0]) and layers is not groups[0]:
             copied += [CopiedLayer(layer, "its experts are not quantised") for layer in layers]
             continue
-        written = _regrouped(checkpoint.scheme_of(layers[0]), ask.regroup)
-        verdict = judge_checkpoint(checkpoint, ask.deployment, layers[0], scheme=written, explain=explain)
-        found = error or _target(checkpoint, ask, layers[0], written, verdict)
+        written = _regrouped(checkpoint.scheme_of(layers[0]), options.regroup)
+        verdict = judge_checkpoint(checkpoint, question.deployment, layers[0], scheme=written, explain=explain)
+        found = error or _choice(checkpoint, question, layers[0], written, verdict)
         verdict = verdict if brief else tried(checkpoint, verdict, layers[0], written)
         parts.append(_part(layers, with_names(checkpoint, verdict, layers[0]), found))
     refused = {layer: part.error for part in parts for layer in part.layers if part.error}
     if refused:
         someone_fits = len(refused) < sum(len(part.layers) for part in parts)
-        problem = refusal(dict(sorted(refused.items())), ask.skip_unfit, someone_fits=someone_fits)
+        problem = refusal(dict(sorted(refused.items())), options.skip_unfit, someone_fits=someone_fits)
         if problem is not None:
-            return Answer(ask, tuple(_withdrawn(part, problem) for part in parts), error=problem)
+            return Answer(question, tuple(_withdrawn(part, problem) for part in parts), error=problem)
         copied += [CopiedLayer(layer, error.message) for layer, error in refused.items()]
-    return Answer(ask, tuple(parts), tuple(sorted(copied, key=lambda row: row.layer)))
+    return Answer(question, tuple(parts), tuple(sorted(copied, key=lambda row: row.layer)))
 
 
-def _part(layers: list[int], verdict: Verdict, found: Target | MoeqError) -> LayerGroup:
-    """What was found, and the verdict with what really is written."""
+def _part(layers: list[int], verdict: Verdict, found: LayoutChoice | MoeqError) -> LayerGroup:
+    """Combine what was found with the verdict, whose `convert` says what is really written."""
     if isinstance(found, MoeqError):
         return LayerGroup(tuple(layers), replace(verdict, convert=None, no_convert=found.message), None, found)
     assert found.sizes is not None  # it was planned
@@ -141,14 +192,14 @@ def _part(layers: list[int], verdict: Verdict, found: Target | MoeqError) -> Lay
 
 
 def _withdrawn(part: LayerGroup, problem: MoeqError) -> LayerGroup:
-    """Layers that fit, in a checkpoint that is refused for others."""
-    if part.target is None:
+    """Withdraw the choice for layers that fit, in a checkpoint that is refused for others."""
+    if part.choice is None:
         return part
-    return replace(part, target=None, verdict=replace(part.verdict, convert=None, no_convert=problem.message))
+    return replace(part, choice=None, verdict=replace(part.verdict, convert=None, no_convert=problem.message))
 
 
 def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
-    """Why no layer of a checkpoint is ever converted, whatever the deployment; None where some are."""
+    """Return why no layer of a checkpoint is ever converted, whatever the deployment; None if some are."""
     info = checkpoint.info
     quantised = [use for use in info.schemes if use.scheme.format != "unquantized"]
     if not quantised:
@@ -166,7 +217,7 @@ def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
 
 
 def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
-    """Layers that are encoded alike, by what they have in common: one answer is good for all of them."""
+    """Group layers that are encoded alike, by what they have in common: one answer is good for all of them."""
     found: dict[object, list[int]] = {}
     for layer in checkpoint.info.moe_layers:
         kinds = checkpoint.experts(layer).kinds()
@@ -177,7 +228,7 @@ def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
 
 
 def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, someone_fits: bool) -> MoeqError | None:
-    """The first layer's error; where other layers fit, with how to go on without it. None where it is skipped."""
+    """Return the first layer's error, with how to go on without it if other layers fit; None if it is skipped."""
     if someone_fits and skip_unfit:
         return None
     error = next(iter(refused.values()))
@@ -187,38 +238,35 @@ def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, someone_fits:
     return MoeqError(error.code, error.message + more, hint or error.hint)
 
 
-# ------------------------------------------------------------------------------------------------ one scheme
-
-
-def _target(
-    checkpoint: Checkpoint, ask: Ask, layer: int, written: Scheme | None, verdict: Verdict
-) -> Target | MoeqError:
-    """The best layout for a layer, or why there is none."""
+def _choice(
+    checkpoint: Checkpoint, question: Question, layer: int, written: Scheme | None, verdict: Verdict
+) -> LayoutChoice | MoeqError:
+    """Choose the best layout for a layer, or return why there is none."""
     scheme = checkpoint.scheme_of(layer)
     reason = get_format(scheme.format).refusal_of(scheme)
     if reason is not None:
         return MoeqError("answer.not-convertible", f"{scheme.title}: {reason}")
     try:
-        found = list(candidates(checkpoint, ask, layer, written, verdict))
+        found = list(candidates(checkpoint, question, layer, written, verdict))
     except MoeqError as error:
         return error
-    fitting: list[Target] = []
+    fitting: list[LayoutChoice] = []
     against: list[MoeqError] = []
     for candidate in found:
         try:
-            plan = plan_layer(checkpoint, layer, candidate.layout, ask.options)
+            plan = plan_layer(checkpoint, layer, candidate.layout, question.ranks, question.options)
         except MoeqError as error:
             against.append(error)
         else:
-            loaders = tuple(loaders_of_plan(checkpoint, ask, plan, written))
-            sizes = candidate.sizes or _sizes(plan, ask.options)
-            rank_bytes = _rank_bytes(plan, ask.options)
-            rounding = None if ask.allow_lossy else _rounding(plan)
+            loaders = tuple(loaders_of_plan(checkpoint, question, plan, written))
+            sizes = candidate.sizes or _sizes(plan, question.ranks)
+            rank_bytes = _rank_bytes(plan, question.ranks)
+            rounding = None if question.options.allow_lossy else _rounding(plan)
             fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding))
     if not fitting:
         return against[0]
-    best = min(fitting, key=lambda target: _preference(target, ask.deployment))  # the first of equals
-    if not layout_class(best.layout).readers and not ask.force_layout:
+    best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
+    if not layout_class(best.layout).readers and not question.options.force_layout:
         return MoeqError(
             "usage.layout-unread",
             f"{best.backend} reads {best.layout}, but no plug-in of moeq hands it these bytes and no kernel of moeq "
@@ -231,44 +279,44 @@ def _target(
 
 
 def _rounding(plan: LayerPlan) -> str | None:
-    """What the layout rounds where the layer's values do not fit, or None where it holds all of them."""
+    """Return what the layout rounds if the layer's values do not fit; None if it holds all of them."""
     layout, padding = get_layout(plan.entry.layout), plan.shards[0].padding
     return layout.lossy if any(layout.rounds(spec) for spec in (padding.w13, padding.w2)) else None
 
 
-def _given_up(passed: list[Target]) -> str:
-    """The backend that the engine prefers, and why nothing is written for it."""
+def _given_up(passed: list[LayoutChoice]) -> str:
+    """Say which backends the engine prefers, and why nothing is written for them."""
     names = " and ".join(f"{target.backend} ({target.layout})" for target in passed)
     loaders = ", ".join(dict.fromkeys(loader.title for target in passed for loader in target.loaders))
     what = f"load in {loaders} only" if loaders else "load in nothing yet"
     return f"the engine prefers {names}, which {what}" if len(passed) > 1 else f"the engine prefers {names}: {what}"
 
 
-def _preference(target: Target, deployment: Deployment) -> int:
-    """0 where the engine that was named loads it, 1 where something does, 2 where nothing does."""
+def _preference(choice: LayoutChoice, deployment: Deployment) -> int:
+    """Return 0 if the engine that was named loads it, 1 if something else does, 2 if nothing does."""
     wanted = "load_experts" if deployment.engine == OWN_ENGINE else deployment.engine.partition("@")[0]
-    names = {loader.name for loader in target.loaders}
+    names = {loader.name for loader in choice.loaders}
     return 0 if wanted in names else 1 if names else 2
 
 
 def _regrouped(scheme: Scheme, group: int | None) -> Scheme | None:
-    """The scheme as it is written with other groups; None where it is written as it is."""
+    """Return the scheme with the groups that are written; None if it is written as it is."""
     if group is None or group == scheme.group_size:
         return None
     shape = (scheme.weight.scale.group_shape[0], group)
     return replace(scheme, weight=replace(scheme.weight, scale=replace(scheme.weight.scale, group_shape=shape)))
 
 
-def _sizes(plan: LayerPlan, options: PlanOptions) -> Sizes:
-    """Sizes of one rank's experts as they are written, or sliced from what is written."""
+def _sizes(plan: LayerPlan, ranks: Ranks) -> Sizes:
+    """Return sizes of one rank's experts as they are written, or sliced from what is written."""
     shard = max(plan.shards, key=lambda one: one.shard.intermediate.size)
-    ranks = 1 if plan.entry.ranks else options.tp
+    sharing = 1 if plan.entry.ranks else ranks.tp
     plain, padded = shard.padding.original_w2, shard.padding.w2
-    experts = -(-plan.entry.num_experts // options.ep)
-    return Sizes(plain.n, plain.k // ranks, padded.n, padded.k // ranks, experts)
+    experts = -(-plan.entry.num_experts // ranks.ep)
+    return Sizes(plain.n, plain.k // sharing, padded.n, padded.k // sharing, experts)
 
 
-def _rank_bytes(plan: LayerPlan, options: PlanOptions) -> int:
-    """Bytes of a layer's experts on the fullest rank: what is written for it, or its part of what serves all."""
+def _rank_bytes(plan: LayerPlan, ranks: Ranks) -> int:
+    """Return bytes of a layer's experts on the fullest rank: what is written for it, or its part of what serves all."""
     sizes = [sum(tensor_bytes(*row) for row in shard.tensors().values()) for shard in plan.shards]
-    return max(sizes) if plan.entry.ranks else sizes[0] // (options.ep if options.ep > 1 else options.tp)
+    return max(sizes) if plan.entry.ranks else sizes[0] // (ranks.ep if ranks.ep > 1 else ranks.tp)

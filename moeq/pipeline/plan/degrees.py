@@ -9,9 +9,9 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, split_intermediate
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.decide import answer
 from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem
+from moeq.pipeline.plan.options import Question
 
 #: Degrees that engines are run with.
 DEGREES = (1, 2, 4, 8, 16)
@@ -19,12 +19,12 @@ DEGREES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Degree:
-    """One degree.
+    """One tensor-parallel degree.
 
     Attributes:
         tp: ranks.
         intermediate: intermediate features of the fullest rank, or None where they cannot be divided.
-        fits: whether `convert` writes for it (without a deployment: whether the sizes divide).
+        fits: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide).
         layout: layout that it writes, where a deployment was named.
         why: why it does not fit, or None.
     """
@@ -39,7 +39,7 @@ class Degree:
 def degrees(
     checkpoint: Checkpoint, deployment: Deployment | None, tps: tuple[int, ...] = DEGREES
 ) -> tuple[Degree, ...]:
-    """Every degree; without a deployment what the sizes of experts and attention heads alone tell."""
+    """Judge every degree; without a deployment by the sizes of experts and attention heads alone."""
     return tuple(_degree(checkpoint, deployment, tp) for tp in tps)
 
 
@@ -57,7 +57,7 @@ def _degree(checkpoint: Checkpoint, deployment: Deployment | None, tp: int) -> D
         # Only the number of ranks matters here.
         why = why or heads_problem(checkpoint, Deployment(parse_gpu("H100"), tp=tp))
         return Degree(tp, size, why is None, None, why)
-    found = answer(checkpoint, Ask(replace(deployment, tp=tp, ep=1, dp=1)), brief=True)
+    found = answer(checkpoint, Question(replace(deployment, tp=tp, ep=1, dp=1)), brief=True)
     if found.error is None:
         return Degree(tp, size, True, found.first.layout)
     return Degree(tp, size, False, None, why or found.error.message)

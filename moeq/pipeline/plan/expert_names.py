@@ -14,7 +14,7 @@ from moeq.schemes.unquantized import PLAIN_DTYPES
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
-    """The verdict with a failed gate where the engine's class does not load the names.
+    """Return the verdict, with a failed gate if the engine's class does not load the names.
 
     `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
@@ -27,7 +27,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
 
 def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:
-    """Why an engine's model class does not load a layer's experts as the source stores them.
+    """Return why an engine's model class does not load a layer's experts as the source stores them.
 
     None where it does, and where nothing is known of the class.
 
@@ -40,32 +40,32 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
 
 
 def is_known(architecture: str, engine: str) -> bool:
-    """Whether it is known what an engine's class loads."""
+    """Return whether moeq knows which names an engine's class loads."""
     name, _, version = engine.partition("@")
     return name == "vllm" and names_of_class(version, architecture) is not None
 
 
 def problem_of(architecture: str, engine: str, names: Iterable[StoredName]) -> str | None:
-    """`names_problem` for names of any origin."""
+    """Return what `names_problem` returns, for names of any origin."""
     name, _, version = engine.partition("@")
     known = names_of_class(version, architecture) if name == "vllm" else None
     return None if known is None else known.problem(names)
 
 
 def below_layer(layer: LayerExperts) -> str:
-    """Path of the experts below their layer: `mlp.experts`."""
+    """Return path of the experts below their layer: `mlp.experts`."""
     return layer.prefix.removeprefix(f"{layer.stack}.{layer.layer}.")
 
 
-def order_of(*, alternate: bool, turned: bool, known: bool) -> str | None:
+def order_of(*, alternate: bool, transposed: bool, known: bool) -> str | None:
     """Order of the rows of a stacked tensor; None where formats differ in which way round they store it."""
     if not known:
         return "interleaved" if alternate else None
-    return "transposed" if turned else "interleaved" if alternate else "halves"
+    return "transposed" if transposed else "interleaved" if alternate else "halves"
 
 
 def stored_names(experts: Experts) -> Iterable[StoredName]:
-    """How a layer names and stores its experts."""
+    """Yield names and forms under which a layer stores its experts."""
     layer, path = experts.layer, below_layer(experts.layer)
     interleaved = experts.kind(0).interleaved
     weights = [entries for (_, part), entries in layer.parts.items() if part == "weight"]
@@ -80,7 +80,7 @@ def stored_names(experts: Experts) -> Iterable[StoredName]:
             continue
         else:
             alternate = projection == "gate_up" and bool(interleaved)
-            order = order_of(alternate=alternate, turned=plain and experts.transposed, known=plain or packed)
+            order = order_of(alternate=alternate, transposed=plain and experts.transposed, known=plain or packed)
             found = StoredName(path + entry.name.removeprefix(layer.prefix), order)
         if found.path not in seen:
             seen.add(found.path)

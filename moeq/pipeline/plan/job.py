@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,83 +20,103 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.conversion_plan import Plan, make_plan
+from moeq.pipeline.plan.decide import Answer, advised
+from moeq.pipeline.plan.options import DEFAULTS, ConvertOptions, Question
 from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SIGNATURE_NAME, SideFiles, plan_side_files
-from moeq.pipeline.plan.targets import Targets, choose_targets
 from moeq.pipeline.plan.units import Unit
 from moeq.typed import read_as
+
+#: Code of errors in a journal that cannot be read.
+READ_ERROR = "usage.unreadable-journal"
 
 
 @dataclass(frozen=True)
 class JobRequest:
-    """What decides a conversion's bytes. Picklable.
+    """Everything that decides a conversion's bytes. Picklable.
 
     Attributes:
         src: local folder or Hub repository.
         deployment: where the result is to run.
-        layout: a layout forced by id, or None.
-        skip_unfit: copy layers that cannot be converted instead of refusing.
-        allow_lossy: allow layouts that change stored numbers.
+        options: options of the conversion.
         revision: Hub revision of `src`.
-        force_layout: write `layout` although the engine would not run it there.
-        regroup: weights per scale to write instead of the source's.
-        no_code: leave out Python files, pickles and `auto_map`.
     """
 
     src: str
     deployment: Deployment
-    layout: str | None = None
-    skip_unfit: bool = False
-    allow_lossy: bool = False
+    options: ConvertOptions = DEFAULTS
     revision: str | None = None
-    force_layout: bool = False
-    regroup: int | None = None
-    no_code: bool = False
 
     @property
-    def ask(self) -> Ask:
-        """The question behind it."""
-        return Ask(self.deployment, self.layout, self.force_layout, self.skip_unfit, self.allow_lossy, self.regroup)
+    def question(self) -> Question:
+        """The question behind the request."""
+        return Question(self.deployment, self.options)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Return plain values; options stand beside the source, as journals and plans have always had them."""
+        own = {"src": self.src, "deployment": asdict(self.deployment), "revision": self.revision}
+        return {**own, **asdict(self.options)}
 
     @classmethod
-    def from_json(cls, row: Any) -> JobRequest:
-        """From `to_json`. Raises MoeqError `usage.unreadable-journal` for anything else."""
-        return read_as(cls, row, "the journal's request", "usage.unreadable-journal")
+    def from_json(cls, row: Any, what: str = "the journal's request", code: str = READ_ERROR) -> JobRequest:
+        """Read what `to_json` gives. Raises MoeqError with that code for anything else."""
+        names = {field.name for field in fields(ConvertOptions)}
+        if not isinstance(row, Mapping):
+            return read_as(cls, row, what, code)
+        options = {name: value for name, value in row.items() if name in names}
+        own = {name: value for name, value in row.items() if name not in names and name != "options"}
+        return replace(read_as(cls, own, what, code), options=read_as(ConvertOptions, options, what, code))
 
 
 @dataclass(frozen=True)
 class Work:
-    """A plan and the source that it reads: all that executing units needs to know.
+    """A plan and the source that it reads: everything that executing units takes.
 
     Attributes:
         checkpoint: the source, opened.
         plan: files and units.
-        runners: what executes units that neither pack nor copy, by their type.
+        workers: classes that execute units which neither pack nor copy, by type of unit
+            (`moeq.pipeline.pack.unit_worker.UnitWorker`).
     """
 
     checkpoint: Checkpoint
     plan: Plan
-    runners: ClassVar[Mapping[type[Unit], Callable[..., Any]]] = {}
+    workers: ClassVar[Mapping[type[Unit], type[Any]]] = {}
 
 
 @dataclass(frozen=True)
-class Job(Work):
+class OpenedJob(Work):
+    """Work that any process can open again.
+
+    Attributes:
+        request: plain data that decides the bytes, with `src` and `revision`; picklable.
+    """
+
+    request: Any
+
+    @property
+    def opener(self) -> Callable[[Any], OpenedJob]:
+        """Module-level function that opens a request of this kind, here or on another machine."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Job(OpenedJob):
     """A conversion, ready to run.
 
     Attributes:
         request: what was asked for.
-        targets: backend and layout of every layer.
+        answer: backend and layout of every layer.
         side_files: what becomes of the source's other files.
     """
 
     request: JobRequest
-    targets: Targets
+    answer: Answer
     side_files: SideFiles
+
+    @property
+    def opener(self) -> Callable[[Any], Job]:
+        return open_job
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -110,12 +130,12 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
 
     Args:
         request: what is asked for.
-        checkpoint: the source where it is open already (perhaps with a `Source` that fetches files as they are needed).
+        checkpoint: the source if it is open already, perhaps with a `Source` that fetches files as they are needed.
         expect: digest that the plan has to have.
 
     Raises:
         MoeqError: `usage.already-converted`, `usage.other-plan` where the digest is not the expected one, and what
-            `choose_targets`, `plan_side_files` and `make_plan` raise.
+            `advised`, `plan_side_files` and `make_plan` raise.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
     if checkpoint.kind == "converted":
@@ -124,22 +144,24 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             f"{request.src} is itself an output of `moeq convert`",
             "convert its source, or restore it",
         )
-    targets = choose_targets(checkpoint, request.ask)
-    side_files = plan_side_files(checkpoint.source, no_code=request.no_code)
-    plan = make_plan(checkpoint, targets, request.ask.options)
+    found = advised(checkpoint, request.question, brief=True)
+    if found.error is not None:
+        raise found.error
+    side_files = plan_side_files(checkpoint.source, no_code=request.options.no_code)
+    plan = make_plan(checkpoint, found.layouts, found.copied, request.question.ranks, request.options)
     if expect is not None and plan.digest != expect:
         raise MoeqError(
             "usage.other-plan",
             f"this source with these options gives plan {plan.digest[:16]}, the plan asked for is {expect[:16]}",
             "source, deployment, options and moeq's version have to be those of `moeq plan`",
         )
-    job = Job(checkpoint, plan, request, targets, side_files)
+    job = Job(checkpoint, plan, request, found, side_files)
     require_distinct(job.outputs, checkpoint.source.name)
     return job
 
 
 def places(source: Source) -> list[Path]:
-    """Where a source is on this machine: its folder, and those of files that it links to."""
+    """Return the folders of a source on this machine: its own, and those of files that it links to."""
     if isinstance(source, LocalSource):
         files = [source.path(file.name) for file in source.files]
         return [source.folder, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]

@@ -22,16 +22,18 @@ from moeq.oracle.loaders import (
     sglang_reads,
 )
 from moeq.oracle.versions import choose_engine
-from moeq.pipeline.plan.candidates import Ask
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
+from moeq.pipeline.plan.options import Question
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
 
 
-def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: Scheme | None) -> Iterator[Loader]:
-    """What loads a planned layer."""
-    layer, layout, deployment = plan.entry.layer, plan.entry.layout, ask.deployment
+def loaders_of_plan(
+    checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None
+) -> Iterator[Loader]:
+    """Return the loaders that take a planned layer."""
+    layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
     return loaders_of(
         PlannedLayer(
             layout=layout,
@@ -39,7 +41,7 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
             activation=checkpoint.info.activation,
             dtype=deployment.dtype,
             platform=deployment.gpu.platform,
-            tp=ask.options.tp,
+            tp=question.ranks.tp,
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(checkpoint, deployment, layer, scheme, layout)),
@@ -53,7 +55,7 @@ def loaders_of_plan(checkpoint: Checkpoint, ask: Ask, plan: LayerPlan, scheme: S
 
 
 def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> bool:
-    """Whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
+    """Return whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
 
     Kernels for weights alone need none.
     """
@@ -70,12 +72,12 @@ def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> 
 
 
 def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:
-    """Whether engines can spread the attention over the tensor-parallel ranks."""
+    """Return whether engines can spread the attention over the tensor-parallel ranks."""
     return heads_problem(checkpoint, replace(deployment, engine=f"vllm@{VLLM_VERSIONS[0]}")) is None
 
 
 def _sglang(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> bool:
-    """Whether SGLang's class of the model takes its experts as the plug-in expects, on these ranks.
+    """Return whether SGLang's class of the model takes its experts as the plug-in expects, on these ranks.
 
     Its ranks of expert parallelism are those of tensor parallelism (`moe_tp_size` is `tp_size / ep_size`), and its
     classes know the tensors that are no experts by the family's own names.
@@ -97,7 +99,7 @@ def _sglang(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> bool:
 
 
 def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str) -> bool:
-    """Whether one of moeq's own kernels reads the layout on this GPU."""
+    """Return whether one of moeq's own kernels reads the layout on this GPU."""
     found = report_of_layout(scheme or checkpoint.scheme_of(layer), moe_shape(checkpoint, layer), deployment, layout)
     return found is not None and found.supported
 
@@ -105,7 +107,7 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
 def _vllm_versions(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str
 ) -> Iterator[str]:
-    """Versions of vLLM that have a backend of the layout which runs on this deployment, and reads that layout there.
+    """Yield versions of vLLM with a backend that runs on this deployment and reads the layout there.
 
     A version without rules of its own does where those before and after it do, of those that read the layout.
     """

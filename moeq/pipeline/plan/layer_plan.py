@@ -16,30 +16,12 @@ from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
 from moeq.model.regroup import regrouped_spec
 from moeq.model.shards import Range, shard_spec
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What beside the source decides a plan.
-
-    Attributes:
-        tp: ranks that share an expert (1 under expert parallelism, which takes them all).
-        ep: ranks that share the experts.
-        skip_unfit: copy layers that cannot be converted instead of refusing.
-        allow_lossy: allow packing that changes stored numbers.
-        regroup: weights per scale to write instead of the source's (`moeq.model.regroup`); None: as the source has it.
-    """
-
-    tp: int = 1
-    ep: int = 1
-    skip_unfit: bool = False
-    allow_lossy: bool = False
-    regroup: int | None = None
+from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What is packed for one rank, or for all of them at once.
+    """Packing plan of one rank, or of all ranks at once.
 
     Attributes:
         shard: experts and intermediate features.
@@ -54,13 +36,13 @@ class ShardPlan:
     parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
 
     def padding_bytes(self, role: StackedRole) -> int:
-        """Bytes of one expert's `w13` or `w2` that are padding."""
+        """Count the padding bytes of one expert's `w13` or `w2`."""
         padding = self.padding
         before, after = (padding.original_w2, padding.w2) if role == "w2" else (padding.original_w13, padding.w13)
         return logical_bytes(after) - logical_bytes(before)
 
     def tensors(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Its stacked tensors, by name. Large ones come first: they then lie on whole blocks of the file."""
+        """List the stacked tensors by name, large ones first: they then lie on whole blocks of the file."""
         found = {
             self.matrices[role].tensors[part]: ((self.shard.experts.size, *spec.shape), spec.dtype)
             for role in STACKED_ROLES
@@ -89,7 +71,13 @@ class LayerPlan:
         return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
 
 
-def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: PlanOptions) -> LayerPlan:
+def plan_layer(
+    checkpoint: Checkpoint,
+    layer: int,
+    layout_id: str,
+    ranks: Ranks = ONE_RANK,
+    options: ConvertOptions = DEFAULTS,
+) -> LayerPlan:
     """Plan one layer. Raises MoeqError as `make_plan` does."""
     layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
     specs: Specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
@@ -99,7 +87,7 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
         specs = {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}
     count = checkpoint.num_experts(layer)
     unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
-    division = divide(f"layer {layer}", specs, layout, count, options.tp, options.ep, unit)
+    division = divide(f"layer {layer}", specs, layout, count, ranks.tp, ranks.ep, unit)
     prefix = checkpoint.expert_prefix(layer)
     sharding = Sharding(division.axis, division.written, division.why)
     if division.written == "unsharded":
@@ -108,7 +96,7 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
         entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding, source_group=group)
         return LayerPlan(entry, (plan,), options.allow_lossy)
     shards = _plan_ranks(layer, prefix, layout, specs, division)
-    ranks = tuple(
+    entries = tuple(
         RankEntry(
             rank=plan.shard.rank,
             experts=(plan.shard.experts.start, plan.shard.experts.stop),
@@ -118,12 +106,12 @@ def plan_layer(checkpoint: Checkpoint, layer: int, layout_id: str, options: Plan
         for plan in shards
     )
     wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=ranks, source_group=group)
+    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=entries, source_group=group)
     return LayerPlan(entry, shards, options.allow_lossy)
 
 
 def _common_group(layer: int, specs: Specs) -> int:
-    """The group size of both matrices. Raises MoeqError `usage.regroup` where they have two."""
+    """Return the group size of both matrices. Raises MoeqError `usage.regroup` if they differ."""
     sizes = {role: spec.group_size for role, spec in specs.items()}
     if sizes["w13"] != sizes["w2"]:
         raise MoeqError(
@@ -135,7 +123,7 @@ def _common_group(layer: int, specs: Specs) -> int:
 
 
 def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division: Division) -> tuple[ShardPlan, ...]:
-    """One plan per rank, all padded to the size of the fullest."""
+    """Plan every rank, all padded to the size of the fullest."""
     fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
     sizes = _plan_shard(layer, prefix, layout, specs, fullest, f".rank{fullest.rank}").padding
     plans = []
@@ -200,7 +188,7 @@ def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> i
 
 
 def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> MatrixSpec:
-    """The spec that all experts of a layer share; a stack cannot hold two."""
+    """Return the spec that all experts of a layer share; a stack cannot hold two."""
     groups = checkpoint.experts(layer).kinds()
     first = groups[0].kind.spec(role)
     for group in groups[1:]:
@@ -217,7 +205,7 @@ def _uniform_spec(checkpoint: Checkpoint, layer: int, role: StackedRole) -> Matr
 
 
 def describe(spec: MatrixSpec) -> str:
-    """One phrase about a matrix, for messages."""
+    """Describe a matrix in one phrase, for messages."""
     if spec.bits > 8:
         return f"not quantised [{spec.n}, {spec.k}] {spec.element}"
     symmetry = "symmetric" if spec.symmetric else "with zero points"

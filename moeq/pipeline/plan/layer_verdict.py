@@ -43,13 +43,13 @@ def judge_checkpoint(
     scheme: Scheme | None = None,
     explain: bool = True,
 ) -> Verdict:
-    """What an engine makes of one layer's experts on that deployment, attention heads included. A no is a verdict too.
+    """Judge one layer's experts on a deployment, attention heads included. A no is a verdict too.
 
     Args:
         checkpoint: the source.
         deployment: where it is to run.
-        layer: the layer to decide for, where layers differ; None for the first quantised one.
-        scheme: what the experts would be encoded as, where that is not what the source has.
+        layer: the layer to decide for, if layers differ; None for the first quantised one.
+        scheme: encoding of the experts, if it differs from the source's.
         explain: also try single changes (see `moeq.oracle.judge.judge`).
 
     Raises:
@@ -77,7 +77,7 @@ def judge_checkpoint(
 
 
 def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
-    """Why an engine cannot spread the attention over the tensor-parallel ranks, or None where it can.
+    """Return why an engine cannot divide the attention among the tensor-parallel ranks, or None if it can.
 
     Every rank gets whole query heads, and whole key-value heads or a whole number of ranks for each. Source: vLLM
     0.33.0, `ModelConfig.verify_with_parallel_config` and `QKVParallelLinear`. moeq's own kernels run no attention.
@@ -95,18 +95,18 @@ def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
 
 
 def first_layer(checkpoint: Checkpoint) -> int:
-    """The first MoE layer with quantised experts, or the first at all where none has any."""
+    """Return the first MoE layer with quantised experts, or the first layer if none has any."""
     layers = checkpoint.info.moe_layers
     return next((layer for layer in layers if is_quantised(checkpoint, layer)), layers[0])
 
 
 def is_quantised(checkpoint: Checkpoint, layer: int) -> bool:
-    """Whether a layer's experts are quantised."""
+    """Return whether a layer's experts are quantised."""
     return checkpoint.scheme_of(layer).format != "unquantized"
 
 
 def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
-    """The sizes and kinds of one of the checkpoint's MoE layers, in the oracle's terms."""
+    """Describe one of the checkpoint's MoE layers in the oracle's terms."""
     info = checkpoint.info
     if info.top_k is None:
         raise MoeqError("source.no-top-k", f"{info.name}: config.json does not say how many experts a token uses")
@@ -129,6 +129,6 @@ def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
 
 
 def routing_name(rule: RoutingInfo, *, grouped: bool) -> Routing:
-    """The engine's name of a routing rule; `Custom` for one it has no name for."""
+    """Return the engine's name of a routing rule; `Custom` if it has none."""
     name = _ROUTING.get((rule.scoring, rule.renormalize, rule.correction_bias), "Custom")
     return "MiniMax2" if name == "DeepSeekV3" and not grouped else name

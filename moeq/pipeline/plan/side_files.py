@@ -119,12 +119,12 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
 
 
 def _is_replaced(name: str) -> bool:
-    """Whether the conversion, once it is pushed at the latest, has something else under that name."""
+    """Return whether the conversion, pushed or not, has another file under that name."""
     return name in (CONFIG_NAME, CARD, SOURCE_CARD) or name.endswith(INDEX_SUFFIX) or is_own(name)
 
 
 def limit_of(name: str) -> int:
-    """Most bytes of a file that is kept in the restore data."""
+    """Return the largest size of a file that is kept in the restore data."""
     return MAX_INDEX_BYTES if name.endswith(INDEX_SUFFIX) else MAX_CONFIG_BYTES
 
 
@@ -137,7 +137,7 @@ def _is_pickle(source: Source, name: str) -> bool:
 
 
 def _has_auto_map(source: Source, name: str, size: int) -> bool:
-    """Whether a JSON file names code. One that is no JSON, or huge, names none that an engine would find."""
+    """Return whether a JSON file names code. A file that is no JSON, or huge, names none that an engine would find."""
     if not name.endswith(".json") or size > MAX_CONFIG_BYTES:
         return False
     raw = source.read_file(name, MAX_CONFIG_BYTES)
@@ -145,7 +145,7 @@ def _has_auto_map(source: Source, name: str, size: int) -> bool:
 
 
 def stripped_file(source: Source, name: str) -> bytes:
-    """A JSON file of the source without `auto_map`."""
+    """Return a JSON file of the source without `auto_map`."""
     return (json.dumps(without_code(_parsed(source.read_file(name, MAX_CONFIG_BYTES))), indent=2) + "\n").encode()
 
 
@@ -157,14 +157,14 @@ def _parsed(raw: bytes) -> Any:
 
 
 def without_code(document: Any) -> Any:
-    """A JSON document without `auto_map`, wherever it stands."""
+    """Return a JSON document without `auto_map`, wherever it stands."""
     if isinstance(document, dict):
         return {key: without_code(value) for key, value in document.items() if key != _AUTO_MAP}
     return [without_code(value) for value in document] if isinstance(document, list) else document
 
 
 def copied_files(converted: Source, side_files: SideFiles) -> dict[str, str]:
-    """Where the side files of a source are in a conversion, perhaps a pushed one: their name there and here."""
+    """Map names of a source's side files to their names in a conversion, which may have been pushed."""
     here = {*converted.side_files()}
     found = {name: name for name in (*side_files.sizes, *side_files.stripped) if name in here}
     if CARD in side_files.sizes and SOURCE_CARD in here and SOURCE_CARD not in side_files.sizes:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import ClassVar, Literal
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
@@ -22,15 +23,33 @@ from moeq.checkpoint.writer import FileForm
 from moeq.model.expert_kinds import Experts, is_whole
 from moeq.model.shards import Range
 from moeq.pipeline.plan.layer_plan import LayerPlan
+from moeq.schemes.format import PartSig
 
-#: Bytes that one copy unit moves at most, but for a single tensor that is larger.
+#: Most bytes that one copy unit moves, unless a single tensor is larger.
 COPY_UNIT_BYTES = 256 * 2**20
 
 #: Bytes that are copied and hashed at once.
 CHUNK_BYTES = 2 * 2**20
 
-#: `(start, stop)`, bytes of a file.
+#: First byte and the byte after the last, in a file.
 Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes that are written and hashed at once: one part of one expert for one rank, or a part of a copied tensor.
+
+    Attributes:
+        tensor: name of the tensor in the output.
+        start: first byte in the output file.
+        stop: byte after the last.
+        whole: bytes of a full piece of this tensor.
+    """
+
+    tensor: str
+    start: int
+    stop: int
+    whole: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +69,28 @@ class Unit:
     inputs: Mapping[str, tuple[Span, ...]]
     outputs: tuple[Span, ...]
     padding_bytes: int
+
+    #: Name of this kind of unit in events.
+    what: ClassVar[Literal["pack", "copy"]] = "pack"
+
+    @property
+    def kind(self) -> str:
+        """Name of the units that need the same memory."""
+        return self.id
+
+    @property
+    def together(self) -> str:
+        """Name of the units that one machine executes if their source files have to be fetched first."""
+        return self.id
+
+    @property
+    def num_digests(self) -> int:
+        """Logical digests that a record holds per projection: one for each expert; 0 for units without any."""
+        return 0
+
+    def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
+        """Yield the pieces in a file of that form, perhaps of a layer, in the order in which they are hashed."""
+        raise NotImplementedError
 
     @cached_property
     def bytes_in(self) -> int:
@@ -80,16 +121,30 @@ class PackUnit(Unit):
     shards: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    @property
+    def kind(self) -> str:
+        return f"layer {self.layer} {self.role}"
 
-@dataclass(frozen=True)
-class PlacedUnit(Unit):
-    """A unit that lists every piece that it writes.
+    @property
+    def together(self) -> str:
+        return self.file
 
-    Attributes:
-        places: bytes of `file`, piece by piece, in the order in which they are written.
-    """
+    @property
+    def num_digests(self) -> int:
+        return self.experts.size
 
-    places: tuple[Span, ...]
+    def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
+        if layer is None:
+            raise ValueError(f"{self.id} writes to a file of copies")  # a bug, not input
+        stacks = [
+            (name, *form.ranges[name])
+            for index in self.shards
+            for name in layer.shards[index].matrices[self.role].tensors.values()
+        ]
+        for row in range(self.experts.size):
+            for name, start, stop in stacks:
+                size = (stop - start) // self.experts.size
+                yield Piece(name, start + row * size, start + (row + 1) * size, size)
 
 
 @dataclass(frozen=True)
@@ -134,8 +189,21 @@ class CopyUnit(Unit):
     source_file: str
     tensors: tuple[CopiedTensor, ...]
 
+    what = "copy"
+
+    @property
+    def kind(self) -> str:
+        return "copies"
+
+    def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
+        for chunk in self.chunks():
+            at = chunk.output
+            for name, size in chunk.pieces:
+                yield Piece(name, at, at + size, CHUNK_BYTES)
+                at += size
+
     def chunks(self) -> Iterator[Chunk]:
-        """The tensors in pieces of at most `CHUNK_BYTES`; small neighbours share a chunk."""
+        """Yield the tensors in chunks of at most `CHUNK_BYTES`; small neighbours share a chunk."""
         source = output = size = 0
         pieces: list[tuple[str, int]] = []
         for tensor in self.tensors:
@@ -154,7 +222,7 @@ class CopyUnit(Unit):
 
 
 def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) -> Iterator[PackUnit]:
-    """The units of one layer.
+    """Yield the units of one layer.
 
     Args:
         layer: how it is written.
@@ -187,7 +255,7 @@ def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) ->
 def copy_units(
     tensors: Mapping[str, TensorEntry], file: str, form: FileForm, counts: dict[str, int]
 ) -> Iterator[CopyUnit]:
-    """The units of one output file of copied tensors.
+    """Yield the units of one output file of copied tensors.
 
     Args:
         tensors: name in the output file to source tensor, in the order of the output file.
@@ -211,15 +279,21 @@ def copy_units(
 
 
 def place_of(entry: TensorEntry, part: str, experts: Experts, expert: int) -> Span:
-    """Where one expert's part of a stored tensor lies in its file: the whole tensor, or a row of a stacked one."""
+    """Return the span of one expert's part of a stored tensor: the whole tensor, or a row of a stacked one."""
     if not experts.layer.fused or is_whole(part, entry):
         return entry.start, entry.end
     size = entry.nbytes // experts.num_experts
     return entry.start + expert * size, entry.start + (expert + 1) * size
 
 
+def signature_of(entry: TensorEntry, part: str, *, fused: bool) -> PartSig:
+    """Return dtype and shape of one expert's part of a stored tensor. `fused`: the tensor may hold all experts."""
+    row = fused and not is_whole(part, entry)
+    return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
+
+
 def joined(spans: list[Span]) -> tuple[Span, ...]:
-    """Sorted, with neighbours and overlaps joined and empty spans left out."""
+    """Sort spans, join neighbours and overlaps, and leave out empty ones."""
     found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -247,7 +321,7 @@ def _stored_spans(experts: Experts, held: Range, role: StackedRole) -> dict[str,
 
 
 def _bounded(tensors: list[CopiedTensor]) -> Iterator[tuple[CopiedTensor, ...]]:
-    """Tensors in groups of at most `COPY_UNIT_BYTES`; a larger one is a group of its own."""
+    """Yield tensors in groups of at most `COPY_UNIT_BYTES`; a larger tensor is a group of its own."""
     group: list[CopiedTensor] = []
     size = 0
     for tensor in tensors:

@@ -2,25 +2,89 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from moeq.checkpoint.outputs import OutputFolder
+from moeq.errors import MoeqError
 from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFinished, UnitStarted, Warned
-from moeq.pipeline.plan.job import Work
-from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, Unit
-from moeq.pipeline.run.executors import Where, executor
-from moeq.pipeline.run.recompute import recompute
-from moeq.pipeline.run.workers import Executed, Outcome
+from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.plan.job import OpenedJob, Work
+from moeq.pipeline.plan.units import CHUNK_BYTES, Unit
+from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import changed
 from moeq.pipeline.state.records import UnitRecord, is_intact
 
-#: Cuts a list of units into lists, and may do something in between.
+#: Cuts units into batches, and may do something between two of them.
 Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
+
+
+#: Takes a warning: a code and a sentence.
+Warn = Callable[[str, str], None]
+
+
+class Executes(Protocol):
+    """Executes units: `moeq.pipeline.run.workers.Executor`, or a cluster."""
+
+    def prepare(self, units: Sequence[Unit]) -> None:
+        """Make the output files of these units."""
+
+    def run(
+        self,
+        units: Sequence[Unit],
+        handle: Callable[[Outcome], None],
+        record_finished: Callable[[Executed], None] = ...,
+    ) -> None:
+        """Execute units and report them, in this thread."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Place where units are executed.
+
+    Attributes:
+        name: `local` or `ray`.
+        address: address of the cluster; None takes the one that is found.
+        workers: threads here.
+        spare: memory for items that turn out to need the reference path.
+        helpers: threads that read for each of them here, and as many that write.
+    """
+
+    name: str = "local"
+    address: str | None = None
+    workers: int = 1
+    spare: SpareMemory | None = None
+    helpers: int = 1
+
+
+@contextmanager
+def _local(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Iterator[Executes]:
+    yield Executor(job, folder, where.workers, where.spare, where.helpers)
+
+
+def _ray(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
+    from moeq.pipeline.run.ray_executor import ray_executor
+
+    return ray_executor(job, folder.path, where.address, warn)
+
+
+EXECUTORS: Mapping[str, Callable[[Where, OpenedJob, OutputFolder, Warn], AbstractContextManager[Executes]]] = {
+    "local": _local,
+    "ray": _ray,
+}
+
+
+def executor(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
+    """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
+    if where.name not in EXECUTORS:
+        raise MoeqError("usage.executor", f"there is no executor {where.name!r}", f"known: {', '.join(EXECUTORS)}")
+    return EXECUTORS[where.name](where, job, folder, warn)
 
 
 @dataclass(frozen=True)
@@ -37,12 +101,12 @@ class RunResult:
 
 
 def at_once(units: Sequence[Unit]) -> list[Sequence[Unit]]:
-    """Everything in one list."""
+    """Put all units into one batch."""
     return [units]
 
 
 def run_units(
-    job: Work,
+    job: OpenedJob,
     folder: WorkFolder,
     units: Sequence[Unit],
     where: Where,
@@ -62,7 +126,7 @@ def run_units(
         batches: cuts units into lists that are executed one after the other.
 
     Raises:
-        MoeqError: as `Executor.execute` and `moeq.pipeline.run.executors.executor`. What was finished until then is
+        MoeqError: as `Executor.execute` and `executor`. What was finished until then is
             recorded.
     """
     driver = Driver(job, folder, units, where.workers, progress)
@@ -76,14 +140,15 @@ def run_units(
 
 
 class Driver:
-    """Bookkeeping of a run, for any executor: this process's threads or a cluster.
+    """Bookkeeper of a run, for any executor: this process's threads or a cluster.
 
     Making one reads the journals, checks finished units, and says `Started`.
 
     Attributes:
         todo: the units that are left to execute.
 
-    Args: as `run_units`.
+    Args:
+        job, folder, units, workers, progress: arguments of `run_units`.
     """
 
     def __init__(self, job: Work, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> None:
@@ -92,7 +157,6 @@ class Driver:
         self._progress = progress
         self._units = tuple(units)
         self._total = sum(unit.bytes_out for unit in units)
-        self._begun = time.monotonic()
         self._records = finished_units(job, folder, units, workers, progress)
         self._resumed = tuple(self._records)
         self.todo = tuple(unit for unit in units if unit.id not in self._records)
@@ -101,7 +165,7 @@ class Driver:
         bytes_in = sum(unit.bytes_in for unit in units)
         progress(Started(job.plan.digest, len(self._units), bytes_in, self._total, len(done), self._done))
         for unit in done:
-            progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
+            progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
 
     def handle(self, outcome: Outcome) -> None:
         """Handle an event of an `Executor`."""
@@ -117,17 +181,17 @@ class Driver:
         self._record(done.record)
 
     def advanced(self, count: int, label: str) -> None:
-        """Bytes were written."""
+        """Report bytes that were written."""
         self._done += count
         self._progress(Advanced(self._done, self._total, label))
 
     def finished(self, unit: Unit, record: UnitRecord, seconds: float) -> None:
-        """A unit is on disk: record it, then report it."""
+        """Record a unit that is on disk, then report it."""
         self._record(record)
-        self._progress(UnitFinished(unit.id, _kind(unit), unit.bytes_in, unit.bytes_out, seconds))
+        self._progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, seconds))
 
     def result(self) -> RunResult:
-        """The records of the run."""
+        """Return the records of the run."""
         return RunResult(self._records, self._resumed)
 
     def _record(self, record: UnitRecord) -> None:
@@ -138,7 +202,7 @@ class Driver:
 def finished_units(
     job: Work, folder: WorkFolder, units: Iterable[Unit], workers: int, progress: Progress
 ) -> dict[str, UnitRecord]:
-    """The records of units whose bytes are in the folder. Every byte is read and hashed again.
+    """Return records of units whose bytes are in the folder. Every byte is read and hashed again.
 
     A lost or torn write (power cut, truncated copy) shows here, and the unit is done again. Where a journal was begun
     with files that are not recognised as these (a copy on another machine, another model of the same shape), its units
@@ -149,8 +213,8 @@ def finished_units(
     """
     claimed = [unit for unit in units if unit.id in folder.journals.records]
     others = folder.journals.of_other_files(folder.stamp)
-    strange = [unit for unit in claimed if unit.id in others]
-    total, done = sum(unit.bytes_out for unit in (*claimed, *strange)), 0
+    unverified = [unit for unit in claimed if unit.id in others]
+    total, done = sum(unit.bytes_out for unit in (*claimed, *unverified)), 0
     found: dict[str, UnitRecord] = {}
 
     def check(unit: Unit) -> bool:
@@ -170,14 +234,42 @@ def finished_units(
             advance(unit.bytes_out, unit.id)
     finally:
         pool.shutdown(cancel_futures=True)
-    strange = [unit for unit in strange if unit.id in found]
-    again = recompute(job, strange, workers, advance) if strange else {}
-    different = [unit.id for unit in strange if again[unit.id] != found[unit.id]]
+    unverified = [unit for unit in unverified if unit.id in found]
+    again = recompute(job, unverified, workers, advance) if unverified else {}
+    different = [unit.id for unit in unverified if again[unit.id] != found[unit.id]]
     if different:
         detail = f"{len(different)} finished units were made of other weights, first {different[0]}"
         raise changed(folder.path, job.checkpoint.source.name, detail)
     return found
 
 
-def _kind(unit: Unit) -> str:
-    return "copy" if isinstance(unit, CopyUnit) else "pack"
+def recompute(
+    job: Work,
+    units: Sequence[Unit],
+    workers: int,
+    moved: Callable[[int, str], None],
+    spare: SpareMemory | None = None,
+) -> dict[str, UnitRecord]:
+    """Read, pack, prove and hash units, and keep nothing but their records.
+
+    Args:
+        job: plan and source.
+        units: the units.
+        workers: threads.
+        moved: called with bytes packed since the last call and a label, in this thread.
+        spare: as for `Executor`.
+
+    Raises:
+        MoeqError: as `moeq.pipeline.run.workers.Executor.run`.
+    """
+    records: dict[str, UnitRecord] = {}
+
+    def handle(outcome: Outcome) -> None:
+        if isinstance(outcome, Executed):
+            records[outcome.unit.id] = outcome.record
+        elif isinstance(outcome, Written):
+            moved(outcome.bytes, outcome.label)
+
+    nowhere = Executor(job, None, workers, spare)
+    nowhere.run(units, handle)
+    return records

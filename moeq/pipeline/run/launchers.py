@@ -20,14 +20,14 @@ class Launcher:
     """One way of starting a command N times.
 
     Attributes:
-        name: what `--shard` calls it.
-        title: what people call it.
+        name: name for `--shard`.
+        title: name for people.
         index: variable with this process's number.
         count: variable with how many there are.
         mark: variables of which one is set exactly where this launcher started the process.
         first, last, step: variables with the lowest and highest number and their distance, where a launcher counts
             from elsewhere than 0 in steps other than 1.
-        remedy: how to be launched so that the variables are there.
+        remedy: a way to launch that sets the variables.
     """
 
     name: str
@@ -91,7 +91,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class TaskIndex:
-    """Which of how many a launcher says this process is: `index` of `count`, counted from 0."""
+    """Index of this process and number of processes, as a launcher says: `index` of `count`, counted from 0."""
 
     launcher: Launcher
     index: int
@@ -102,7 +102,7 @@ class TaskIndex:
 
 
 def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
-    """This process's place.
+    """Read this process's index from the environment.
 
     Raises:
         MoeqError: `usage.shard-launcher` where a variable is missing, is no number, or contradicts another.
@@ -117,7 +117,7 @@ def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
 
 
 def find_place(environ: Mapping[str, str]) -> TaskIndex:
-    """The place that the environment gives. Launchers of a single process (one task per array job, say) do not count.
+    """Find this process's index in the environment. Launchers of a single process do not count.
 
     Raises:
         MoeqError: `usage.shard-launcher` where no launcher is found, or several that contradict each other.
@@ -154,7 +154,7 @@ def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> in
 
 
 def _regular(launcher: Launcher, environ: Mapping[str, str], number: int, count: int) -> int:
-    """Position of `number` in first, first + step, ..., last; refuses lists such as `--array=1,3,4`."""
+    """Return the position of `number` in first, first + step, ..., last; refuse lists such as `--array=1,3,4`."""
     names = (launcher.first or "", launcher.last or "", launcher.step or "")
     first, last, step = (_number(launcher, name, environ) for name in names)
     if step < 1 or first + (count - 1) * step != last or (number - first) % step:

@@ -24,7 +24,7 @@ from moeq.errors import MoeqError
 
 R = TypeVar("R")
 
-#: How often a task whose worker or node was lost is started again.
+#: Number of new tries for a task whose worker or node was lost.
 RETRIES = 3
 
 #: Seconds for a node to answer the first question; it starts a Python process for it.
@@ -33,7 +33,7 @@ _ANSWER_SECONDS = 120.0
 #: Seconds for a cluster's head to take a connection.
 _CONNECT_SECONDS = 5.0
 
-#: Seconds for tasks to end that were asked to.
+#: Seconds for tasks to end after they were asked to.
 _STOP_SECONDS = 30.0
 
 #: Seconds for a network file system to show a new file.
@@ -66,7 +66,7 @@ class _Dropped(io.TextIOBase):
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Ray, connected to a cluster: the one at `address`, else the one that Ray finds, else one on this machine.
+    """Connect Ray to a cluster: the one at `address`, else the one that Ray finds, else one on this machine.
 
     Raises:
         MoeqError: `environment.ray-missing`, `environment.ray-connect`, `usage.ray-address`.
@@ -130,7 +130,7 @@ class Node:
 
 
 def nodes(ray: Any) -> list[Node]:
-    """Nodes that are up and have a processor to give.
+    """Return nodes that are up and have a processor to give.
 
     Raises:
         MoeqError: `environment.ray-empty` where there is none.
@@ -164,13 +164,13 @@ def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
 
 @dataclass(frozen=True)
 class Token:
-    """A file with a random word, by which nodes show that they see this machine's folder and not another like it."""
+    """A file with a random word: nodes that read it see this machine's folder and not another like it."""
 
     path: str
     word: str
 
     def visible(self) -> bool:
-        """Whether this machine sees it."""
+        """Return whether this machine sees the file."""
         deadline = time.monotonic() + _VISIBLE_SECONDS
         while True:
             try:
@@ -185,7 +185,7 @@ class Token:
         Path(self.path).unlink(missing_ok=True)
 
     def is_removed(self) -> bool:
-        """Whether it has been removed: the driver has gone away."""
+        """Return whether the file has been removed: the driver has gone away."""
         try:
             os.close(os.open(self.path, os.O_RDONLY))
         except FileNotFoundError:
@@ -197,7 +197,7 @@ class Token:
 
 @contextmanager
 def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
-    """A token in a folder, as long as the context lasts."""
+    """Keep a token in a folder as long as the context lasts."""
     word = secrets.token_hex(16)
     path = folder / f"{prefix}token-{word[:8]}"
     path.write_text(word, encoding="ascii")
@@ -354,6 +354,6 @@ def _lost(ray: Any, task: Task[R], tries: int, error: Exception, warn: Callable[
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray says first; the rest is advice about Ray's log files."""
+    """Return the first line of an error of Ray; the rest is advice about Ray's log files."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:300] if lines else type(error).__name__

@@ -19,7 +19,7 @@ from typing import Any
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
-from moeq.pipeline.plan.job import Job, JobRequest, open_job
+from moeq.pipeline.plan.job import OpenedJob
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run import ray_cluster
 from moeq.pipeline.run.ray_cluster import Task, Token
@@ -30,28 +30,30 @@ from moeq.pipeline.state.ownership import WORK_PREFIX, require_ours
 from moeq.pipeline.state.records import UnitRecord
 from moeq.version import __version__
 
-#: Seconds between looks whether anybody still waits.
+#: Seconds between checks whether the driver still waits.
 _CHECK_SECONDS = 0.5
 
 #: Records of units and the seconds that each took.
 Results = list[tuple[UnitRecord, float]]
 
-#: What Ray's own threads and libraries add to a process that executes units (Ray 2.60, measured).
+#: Bytes that Ray's own threads and libraries add to a process that executes units (measured with Ray 2.60).
 RAY_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """A conversion as a worker on another node needs it.
+    """A job in the form that a worker on another node needs.
 
     Attributes:
         request: the job; a local source is named by its absolute path.
+        open: function that opens the request.
         digest: digest of the plan.
         folder: the folder that is written to.
-        token: by which the worker recognises it.
+        token: file by which the worker recognises the folder.
     """
 
-    request: JobRequest
+    request: Any
+    open: Callable[[Any], OpenedJob]
     digest: str
     folder: str
     token: Token
@@ -63,11 +65,11 @@ class RayExecutor:
     Args:
         ray: the `ray` module, connected.
         job: the conversion.
-        remote: what workers have to know.
+        remote: the job in the form that workers need.
         warn: called with a code and a sentence for every retry.
     """
 
-    def __init__(self, ray: Any, job: Job, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
+    def __init__(self, ray: Any, job: OpenedJob, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
         self._job = job
         self._order = remote
@@ -93,7 +95,7 @@ class RayExecutor:
         if not units:
             return
         # A worker keeps its buffers from one task to the next, so each needs what any of them needs.
-        memory = RAY_BYTES + plan_memory(self._job.checkpoint, self._job.plan, units, workers=1).peak
+        memory = RAY_BYTES + plan_memory(self._job, units, workers=1).peak
         tasks = [self._task(group, memory) for group in sorted(grouped(units), key=_bytes, reverse=True)]
         ray_cluster.check_memory(ray_cluster.nodes(self._ray), tasks)
 
@@ -129,9 +131,9 @@ def _bytes(units: Sequence[Unit]) -> int:
 
 @contextmanager
 def ray_executor(
-    job: Job, folder: Path, address: str | None, warn: Callable[[str, str], None]
+    job: OpenedJob, folder: Path, address: str | None, warn: Callable[[str, str], None]
 ) -> Iterator[RayExecutor]:
-    """An executor on a Ray cluster, all of whose nodes see the folder and have this moeq.
+    """Open an executor on a Ray cluster, all of whose nodes see the folder and have this moeq.
 
     Raises:
         MoeqError: `environment.ray-missing`, `environment.ray-connect`, `environment.ray-empty`,
@@ -140,7 +142,7 @@ def ray_executor(
     folder = folder.absolute()
     with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
         ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, __version__)
-        yield RayExecutor(ray, job, RemoteJob(_absolute(job), job.plan.digest, str(folder), token), warn)
+        yield RayExecutor(ray, job, RemoteJob(_absolute(job), job.opener, job.plan.digest, str(folder), token), warn)
 
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
@@ -178,7 +180,7 @@ class _Check:
 
 @lru_cache(maxsize=1)
 def _worker(remote: RemoteJob) -> Executor:
-    """The job as this process sees it. Opened once; buffers stay."""
+    """Open the job in this process, once; buffers stay."""
     here = f"Ray node {socket.gethostname()}"
     if not remote.token.visible():
         raise MoeqError(
@@ -187,7 +189,7 @@ def _worker(remote: RemoteJob) -> Executor:
             "the destination has to be on a file system that every node sees at this path",
         )
     try:
-        job = open_job(remote.request)
+        job = remote.open(remote.request)
     except MoeqError as error:
         raise MoeqError(error.code, f"{here}: {error.message}", error.hint) from None
     if job.plan.digest != remote.digest:
@@ -200,15 +202,15 @@ def _worker(remote: RemoteJob) -> Executor:
 
 
 def _opened(folder: str) -> OutputFolder:
-    """The output folder as this node sees it, which has to be a folder of this user's."""
+    """Open the output folder on this node; it has to belong to this user."""
     path = Path(folder)
     with disk_errors(path), OutputFolder(path.parent.resolve()) as parent:
         return require_ours(parent, path.name, fresh=False)
 
 
-def _absolute(job: Job) -> JobRequest:
-    """The request as it can be opened from any working directory."""
-    request, source = job.request, job.checkpoint.source
+def _absolute(job: OpenedJob) -> Any:
+    """Return the request in a form that can be opened from any working directory."""
+    request = job.request
     if not os.path.exists(request.src):
-        return replace(request, revision=source.revision)
+        return replace(request, revision=job.checkpoint.source.revision)
     return replace(request, src=os.path.abspath(request.src))

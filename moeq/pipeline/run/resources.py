@@ -11,43 +11,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, bytes_for
-from moeq.pipeline.pack.memory import MIB, SpareMemory, fast_path_of, mebibytes, reference_bytes
-from moeq.pipeline.plan.conversion_plan import Plan
-from moeq.pipeline.plan.units import CHUNK_BYTES, CopyUnit, PackUnit, Unit, place_of
-from moeq.pipeline.state.records import Piece, pieces
+from moeq.pipeline.pack.memory import MIB, Need, SpareMemory, Way, mebibytes
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run.unit_kinds import worker_of
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
-    from moeq.pipeline.plan.job import Job
+    from moeq.pipeline.plan.job import Work
 
-#: Python with moeq and numpy; numba, which compiles the loops when they are first used on a machine (loading them takes
-#: 100 MiB less); torch, which only the reference path imports.
+#: Bytes of Python with moeq and numpy; of numba, which compiles loops when a machine first uses them (loading compiled
+#: ones takes 100 MiB less); of torch, which only the reference path imports.
 BASE_BYTES, COMPILED_BYTES, TORCH_BYTES = 64 * MIB, 160 * MIB, 200 * MIB
-#: What a tensor's header costs while the checkpoint is open.
+#: Bytes of a tensor's header while the checkpoint is open.
 TENSOR_BYTES = 700
-#: Without a ceiling, workers are lowered to stay below this where one worker can.
+#: Default ceiling: workers are lowered to stay below it if one worker can.
 USUAL_CEILING = 2**30
 
-#: A worker whose buffers for one reader and one writer are no larger than this has two of each: a disk is kept busy by
-#: megabytes that are on their way, not by requests.
+#: Up to this size of the buffers for one reader and one writer, a worker has two of each: megabytes in flight keep a
+#: disk busy, not requests.
 SMALL_BUFFERS = 16 * MIB
 
 #: Assumed rates for estimates of time: bytes read per second and worker, by the way a unit takes.
-RATES: dict[str, float] = {"fast": 0.8e9, "reference": 0.06e9, "copy": 1.0e9}
+RATES: dict[Way, float] = {"fast": 0.8e9, "reference": 0.06e9, "copy": 1.0e9}
 
-#: How a unit is executed: packed by the fast path or the reference path, or copied.
-Way = Literal["fast", "reference", "copy"]
-
+# By hand: humanfriendly reads Kubernetes' `8Gi` as 8 GB and `8 gallons` as 8 GB, without an error.
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes from a size as people write it: `8GiB`, `500 MB`, `1.5T`, `1048576`.
+    """Parse a size as people write it: `8GiB`, `500 MB`, `1.5T`, `1048576`.
 
     `GiB` and `Gi` count in 1024s; `GB` and `G` in 1000s, the smaller reading, since a ceiling must hold.
 
@@ -62,30 +57,6 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise MoeqError("usage.size", f"{text!r} is not a size", "write it like 8GiB, 500MB or 1.5T")
     return size
-
-
-@dataclass(frozen=True)
-class Need:
-    """Memory that one thread needs for a unit, in bytes.
-
-    Attributes:
-        way: how the unit is executed.
-        input: stored bytes of one expert, or of a chunk that is copied, twice.
-        output: packed bytes of one expert, of all ranks, or of a chunk, twice.
-        scratch: the fast path's scratch.
-        reference: what the reference path holds at its peak.
-    """
-
-    way: Way
-    input: int = 0
-    output: int = 0
-    scratch: int = 0
-    reference: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.input + self.output + self.scratch + self.reference
 
 
 @dataclass(frozen=True)
@@ -108,82 +79,54 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """Bytes at most."""
+        """Upper bound of the bytes."""
         return self.base + self.workers * self.per_worker
 
     def spare(self) -> SpareMemory:
-        """What is left for experts that turn out to need the reference path."""
+        """Return the memory that is left for experts that turn out to need the reference path."""
         return SpareMemory((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
 
 
-def need_of(checkpoint: Checkpoint, plan: Plan, unit: Unit) -> Need:
-    """What one thread needs for a unit."""
-    if not isinstance(unit, PackUnit):
-        return Need(
-            "copy", input=INPUT_BUFFERS * bytes_for([CHUNK_BYTES]), output=OUTPUT_BUFFERS * bytes_for([CHUNK_BYTES])
-        )
-    layer = plan.layer_of(unit)
-    fast_path = fast_path_of(checkpoint, layer, unit)
-    if fast_path is None:
-        return Need("reference", reference=reference_bytes(layer, unit))
-    experts = checkpoint.experts(unit.layer)
-    stored = experts.layer.unit(unit.experts.start)
-    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in fast_path.reads]
-    return Need(
-        "fast",
-        input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
-        output=OUTPUT_BUFFERS * bytes_for(piece.stop - piece.start for piece in _pieces_of_one(plan, unit)),
-        scratch=bytes_for([fast_path.scratch_bytes]),
-    )
-
-
-def _pieces_of_one(plan: Plan, unit: PackUnit) -> list[Piece]:
-    """The pieces of one expert."""
-    count = sum(len(plan.layer_of(unit).shards[index].parts[unit.role]) for index in unit.shards)
-    return list(islice(pieces(plan, unit), count))
+def need_of(work: Work, unit: Unit) -> Need:
+    """Return the memory that one thread needs for a unit."""
+    return worker_of(work, unit).need(work, unit)
 
 
 def base_bytes(checkpoint: Checkpoint, needs: Iterable[Need]) -> int:
-    """Bytes of a process that executes such units, without what its threads need."""
+    """Return the bytes of a process that executes such units, without what its threads need."""
     ways = {need.way for need in needs}
     total = BASE_BYTES + TENSOR_BYTES * len(checkpoint.source.tensors)
-    if ways - {"copy"}:
+    if ways & {"fast", "reference"}:
         total += COMPILED_BYTES
-    if "reference" in ways:
+    if ways & {"reference", "transcode"}:
         total += TORCH_BYTES
     return total
 
 
-def memory_needed(job: Job, unit: Unit, workers: int = 1) -> int:
-    """Bytes of a process that executes one unit with so many threads."""
-    need = need_of(job.checkpoint, job.plan, unit)
-    return base_bytes(job.checkpoint, [need]) + workers * need.total
-
-
 def plan_memory(
-    checkpoint: Checkpoint, plan: Plan, units: Sequence[Unit], workers: int, ceiling: int | None = None
+    work: Work, units: Sequence[Unit], workers: int, ceiling: int | None = None, *, max_helpers: int = 2
 ) -> Memory:
-    """Memory of a conversion, with as many of the workers as fit below the ceiling.
+    """Compute the memory of a run, with as many of the workers as fit below the ceiling.
 
     Args:
-        checkpoint: the source.
-        plan: the conversion.
-        units: what is executed.
+        work: source and plan.
+        units: units that are executed.
         workers: threads wanted.
         ceiling: bytes that the process must never exceed. None: the usual ceiling, which a single worker may exceed.
+        max_helpers: most threads that read for one worker.
 
     Raises:
-        MoeqError: `resources.memory` where not even one worker fits below the ceiling, with the arithmetic.
+        MoeqError: `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
     """
     # Units of a kind need the same; there are few kinds and perhaps thousands of units.
-    needs = {_kind(unit): need_of(checkpoint, plan, unit) for unit in _one_per_kind(units)}
-    base = base_bytes(checkpoint, needs.values())
+    needs = {unit.kind: need_of(work, unit) for unit in _one_per_kind(units)}
+    base = base_bytes(work.checkpoint, needs.values())
     # Buffers grow to the largest size of their kind and stay.
     kept = ("input", "output", "scratch", "reference")
     largest = {name: max((getattr(need, name) for need in needs.values()), default=0) for name in kept}
     per_worker, buffers = sum(largest.values()), largest["input"] + largest["output"]
     room = (ceiling or USUAL_CEILING) - base
-    if 0 < buffers <= SMALL_BUFFERS and workers * (per_worker + buffers) <= room:
+    if max_helpers > 1 and 0 < buffers <= SMALL_BUFFERS and workers * (per_worker + buffers) <= room:
         return Memory(base, per_worker + buffers, workers, ceiling, helpers=2)
     fitting = room // max(per_worker, 1)
     if ceiling is not None and fitting < 1:
@@ -191,13 +134,9 @@ def plan_memory(
     return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
 
 
-def _kind(unit: Unit) -> str:
-    return f"layer {unit.layer} {unit.role}" if isinstance(unit, PackUnit) else "copies"
-
-
 def _one_per_kind(units: Sequence[Unit]) -> list[Unit]:
-    """A unit of every kind: all copies are alike, and so are the ranks of a stack (of which the first has most)."""
-    return list({_kind(unit): unit for unit in reversed(units)}.values())
+    """Pick one unit of every kind: all copies are alike; of the ranks of a stack the first has most experts."""
+    return list({unit.kind: unit for unit in reversed(units)}.values())
 
 
 def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqError:
@@ -210,12 +149,6 @@ def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqE
     )
 
 
-def ways_of(checkpoint: Checkpoint, plan: Plan) -> dict[str, Way]:
-    """How every unit is executed, by its id."""
-    found: dict[str, Way] = {}
-    for unit in plan.units:
-        if isinstance(unit, CopyUnit):
-            found[unit.id] = "copy"
-        elif isinstance(unit, PackUnit):
-            found[unit.id] = "reference" if fast_path_of(checkpoint, plan.layer_of(unit), unit) is None else "fast"
-    return found
+def ways_of(work: Work) -> dict[str, Way]:
+    """Return how every unit is executed, by its id."""
+    return {unit.id: worker_of(work, unit).way(work, unit) for unit in work.plan.units}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
-from moeq.pipeline.plan.units import PackUnit, Unit
+from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.launchers import LAUNCHERS, find_place, place
 
 _FRACTION = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})", re.ASCII)
@@ -30,11 +30,11 @@ class Share:
 
     @property
     def label(self) -> str:
-        """The same where a slash cannot stand, as in a file name."""
+        """Name of the share without a slash, as for a file name."""
         return f"{self.index}-of-{self.count}"
 
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
-        """The units of this share, in the order of their places in the source.
+        """Return the units of this share, in the order of their places in the source.
 
         Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a share reads
         neighbouring files. Every share in turn takes groups until it comes as near as it can to an equal part of what
@@ -64,10 +64,10 @@ class ShareRun:
     """A share of a conversion.
 
     Attributes:
-        share: which.
-        units: how many units it has.
-        bytes_out: bytes that they write.
-        done: they are done; False for a dry run.
+        share: the share.
+        units: number of its units.
+        bytes_out: bytes that its units write.
+        done: whether the units are done; False for a dry run.
     """
 
     share: Share
@@ -77,7 +77,7 @@ class ShareRun:
 
 
 def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
-    """Units that one machine does together: those that write to the same file.
+    """Group units that one machine executes together: those that write to the same file.
 
     Two machines that write to one file at once would be right, too, but network file systems write whole pages: where
     the two meet within a page one can lose the other's bytes, which `moeq finalize` would notice only afterwards.
@@ -87,18 +87,17 @@ def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
     """
     groups: dict[str, list[Unit]] = {}
     for unit in units:
-        together = unit.file if isinstance(unit, PackUnit) or not remote else unit.id
-        groups.setdefault(together, []).append(unit)
+        groups.setdefault(unit.together if remote else unit.file, []).append(unit)
     return sorted(groups.values(), key=lambda group: (min(map(_place, group)), group[0].id))
 
 
 def _place(unit: Unit) -> tuple[str, int]:
-    """Where a unit's first byte lies in the source; units without bytes come first."""
+    """Return the place of a unit's first byte in the source; units without bytes come first."""
     return min(((file, spans[0][0]) for file, spans in unit.inputs.items() if spans), default=("", 0))
 
 
 def is_remote(source: Source) -> bool:
-    """Whether a source is a commit of a repository, whose files each process fetches for itself.
+    """Return whether a source is a commit of a repository, whose files each process fetches for itself.
 
     On some machines they may be there already; all of them have to deal the units in the same way.
     """
@@ -106,13 +105,13 @@ def is_remote(source: Source) -> bool:
 
 
 def parse_label(label: str) -> Share | None:
-    """The share with that label; None where it is not a label."""
+    """Return the share with that label; None if it is not a label."""
     match = re.fullmatch(r"(\d{1,9})-of-(\d{1,9})", label, re.ASCII)
     return Share(int(match[1]), int(match[2])) if match else None
 
 
 def parse_share(text: str, environ: Mapping[str, str]) -> Share:
-    """The share that `--shard` names.
+    """Return the share that `--shard` names.
 
     Args:
         text: `I/N`, `auto` (whichever launcher started this process), or a launcher's name.

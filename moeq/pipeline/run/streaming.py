@@ -22,7 +22,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Step(Generic[U]):
-    """Fetch some files, convert what has become possible, drop what nothing needs any more."""
+    """One step: fetch some files, convert what has become possible, drop what nothing needs any more."""
 
     fetch: tuple[str, ...]
     units: tuple[U, ...]
@@ -31,7 +31,7 @@ class Step(Generic[U]):
 
 @dataclass(frozen=True)
 class Schedule(Generic[U]):
-    """All steps.
+    """Order in which files are fetched, used and dropped.
 
     Attributes:
         steps: in order.
@@ -45,7 +45,7 @@ class Schedule(Generic[U]):
 
 
 def require_streamable(source: Source) -> HubSource:
-    """The source as one that can be streamed. Raises MoeqError `usage.stream-source` for sources on disk."""
+    """Return the source if it can be streamed. Raises MoeqError `usage.stream-source` for sources on disk."""
     if not isinstance(source, HubSource):
         raise MoeqError(
             "usage.stream-source",
@@ -56,7 +56,7 @@ def require_streamable(source: Source) -> HubSource:
 
 
 def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
-    """The schedule of a conversion's units."""
+    """Schedule a conversion's units."""
     return schedule(units, lambda unit: unit.inputs, {file.name: file.size for file in source.files})
 
 
@@ -64,7 +64,7 @@ def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
 def streamed(
     source: Source, folder: Path, progress: Progress
 ) -> Iterator[Callable[[Sequence[Unit]], Iterator[Sequence[Unit]]]]:
-    """A way to go through units in batches whose source files are on disk just then.
+    """Yield a function that cuts units into batches and has the source files of each on disk in turn.
 
     Files are kept in `folder` while something needs them, and stay there when the work is interrupted, so that the
     next run fetches only what is missing. When the context ends without an error, the folder is removed.
@@ -141,7 +141,7 @@ def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: M
 
 
 class _State:
-    """What is held and what waits, between two steps."""
+    """Files that are held and needs that wait, between two steps."""
 
     def __init__(self, needs: Sequence[frozenset[str]], sizes: Mapping[str, int]) -> None:
         self.waiting = list(needs)
@@ -150,7 +150,7 @@ class _State:
         self._sizes = sizes
 
     def advance(self) -> tuple[frozenset[str], list[frozenset[str]], frozenset[str]]:
-        """Files to fetch, needs that are then met, and files to drop."""
+        """Take one step: return files to fetch, needs that are then met, and files to drop."""
         touching = [need for need in self.waiting if need & self._held]
         need = min(touching, key=self._cost) if touching else self.waiting[0]
         fetch = need - self._held
@@ -162,7 +162,7 @@ class _State:
         return fetch, ready, held - self._held
 
     def _cost(self, need: frozenset[str]) -> tuple[int, int]:
-        """The peak, and what is held afterwards, if this need is met next. Less is better; the first of equals wins."""
+        """Return the peak and the bytes held afterwards if this need is met next; less is better."""
         held = self._held | need
         left = frozenset().union(*(other for other in self.waiting if not other <= held))
         return max(self.peak, self._bytes(held)), self._bytes(held & left)

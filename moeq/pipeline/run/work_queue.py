@@ -10,6 +10,7 @@ from typing import Any
 from moeq.checkpoint.writer import Sink
 from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes
 from moeq.pipeline.pack.inputs import InputFile
+from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.units import Unit
 
 
@@ -27,7 +28,7 @@ class OpenUnit:
     """A unit being executed, with its open files."""
 
     unit: Unit
-    kind: Any
+    worker: UnitWorker[Any, Any]
     inputs: Sequence[InputFile]
     output: Sink
     begun: float
@@ -36,8 +37,8 @@ class OpenUnit:
     left: int = 0
 
     @property
-    def is_at_hand(self) -> bool:
-        """Whether its inputs are in memory already: there is nothing to wait for, and every copy is a cost."""
+    def in_page_cache(self) -> bool:
+        """Whether the page cache holds all inputs: reading ahead would gain nothing and cost a copy."""
         return all(file.cached is True for file in self.inputs)
 
     def close(self) -> None:
@@ -71,6 +72,6 @@ class WorkerQueues:
         self.empty_all()
 
     def empty_all(self) -> None:
-        """All input buffers may be read into: before the first item, and when no work is left."""
+        """Free all input buffers, before the first item and when no work is left."""
         for slot in range(INPUT_BUFFERS * self.helpers):
             self.empty.put(slot)

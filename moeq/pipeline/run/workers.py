@@ -3,7 +3,7 @@
 Every worker has companions: one reads the next expert (or chunk) while the worker is at the last, unless memory holds
 it already, and one writes what was packed. For each there are two buffers, of which one is on its way from or to the
 disk. Where experts are small, there are two companions of each kind, or the disk would wait between two requests
-(`moeq.pipeline.run.resources.plan_memory`). Readers take the next expert of the unit at hand, and go on to the next
+(`moeq.pipeline.run.resources.plan_memory`). Readers take the next expert of the open unit, and go on to the next
 unit when none is left, so that small units do not wait for each other. One more thread syncs: a unit counts as done
 when its bytes are on disk.
 """
@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,12 +27,11 @@ from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import NoOutput, OutputFile, Sink, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.buffers import Buffers
-from moeq.pipeline.pack.copying import Copier
-from moeq.pipeline.pack.experts import Packer
 from moeq.pipeline.pack.inputs import InputFile
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.job import Work
-from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
+from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.run.unit_kinds import worker_of
 from moeq.pipeline.run.work_queue import OpenUnit, WorkerQueues, WorkItem
 from moeq.pipeline.state.records import UnitRecord
 
@@ -60,14 +59,8 @@ class _Failed:
     error: BaseException
 
 
-#: What an executor tells.
+#: Events of an executor.
 Outcome = UnitStarted | Written | Executed
-
-#: What executes a unit, by its kind.
-_KINDS: Mapping[type[Unit], Callable[..., Any]] = {
-    PackUnit: Packer,
-    CopyUnit: Copier,
-}
 
 
 class Executor:
@@ -175,7 +168,7 @@ _FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 
 @contextmanager
 def headers_frozen() -> Iterator[None]:
-    """Headers are millions of objects that live on: collections need not look at them."""
+    """Freeze headers for the garbage collector: they are millions of objects that live on."""
     # Counting takes longer the more is frozen: not again where the block around this one has frozen everything.
     frozen = _FREEZING.get() or gc.get_freeze_count()
     gc.freeze()
@@ -189,7 +182,7 @@ def headers_frozen() -> Iterator[None]:
 
 
 class _Run:
-    """One list of units in the hands of the threads."""
+    """One list of units while threads execute it."""
 
     def __init__(
         self,
@@ -228,7 +221,7 @@ class _Run:
             thread.start()
 
     def outcomes(self) -> Iterator[Outcome | _Failed]:
-        """Events until the last thread has ended. Call again after stopping early to get the rest."""
+        """Yield events until the last thread has ended. Call again after stopping early to get the rest."""
         while (event := self._events.get()) is not None:
             yield event
         self._events.put(None)  # asked again, it ends again
@@ -262,7 +255,7 @@ class _Run:
         try:
             while (work := self._next()) is not None:
                 slot, opened = queues.empty.get(), work.opened
-                data = None if opened.is_at_hand else opened.kind.fetch(work.payload, queues.buffers, slot)
+                data = None if opened.in_page_cache else opened.worker.read(work.payload, queues.buffers, slot)
                 queues.fetched.put((work, data, slot))
         finally:
             queues.fetched.put(None)
@@ -277,10 +270,10 @@ class _Run:
                     continue
                 work, data, place = fetched
                 slot, opened = queues.free.get(), work.opened
-                if opened.is_at_hand:
-                    data = opened.kind.fetch(work.payload, queues.buffers, place)
+                if opened.in_page_cache:
+                    data = opened.worker.read(work.payload, queues.buffers, place)
                 with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
-                    result, writes = opened.kind.run(work.payload, data, queues.buffers, slot)
+                    result, writes = opened.worker.pack(work.payload, data, queues.buffers, slot)
                 queues.empty.put(place)
                 queues.packed.put((work, result, writes, slot))
         except BaseException:
@@ -312,7 +305,7 @@ class _Run:
                     self._written.put(None)
 
     def _next(self) -> WorkItem | None:
-        """The next work item, opening the next unit where the last has none left."""
+        """Return the next work item; open the next unit if the last has none left."""
         with self._feeding:
             while not self._stopped:
                 work = next(self._items, None)
@@ -335,15 +328,15 @@ class _Run:
                 inputs[name] = InputFile(source.open(name), name, spans)
             with disk_errors(self._path / unit.file):
                 output = NoOutput() if self._folder is None else OutputFile(self._folder, unit.file)
-            kind = {**_KINDS, **self._job.runners}[type(unit)](self._job, unit, inputs, output, self._spare)
+            worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._spare)
         except BaseException:
             for file in inputs.values():
                 file.close()
             if output is not None:
                 output.close()
             raise
-        items = kind.items
-        opened = OpenUnit(unit, kind, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
+        items = worker.items
+        opened = OpenUnit(unit, worker, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
         self._open[unit.id] = opened
         self._events.put(UnitStarted(unit.id))
         return opened
@@ -351,7 +344,7 @@ class _Run:
     def _complete(self, work: WorkItem, result: Any) -> None:
         opened = work.opened
         opened.results[work.number] = result
-        self._events.put(Written(opened.unit, result.written, opened.kind.label(work.payload)))
+        self._events.put(Written(opened.unit, result.written, opened.worker.label(work.payload)))
         with self._counting:
             opened.left -= 1
             if opened.left == 0:
@@ -374,7 +367,7 @@ class _Run:
                 with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
                     opened.output.sync()
             for opened in ready:
-                record = opened.kind.record(opened.results)
+                record = opened.worker.record(opened.results)
                 self._events.put(Executed(opened.unit, record, time.monotonic() - opened.begun))
         finally:
             for opened in ready:
@@ -382,7 +375,7 @@ class _Run:
 
 
 def _torch_threads() -> int | None:
-    """Threads that torch uses per operation in this thread; None where it is not loaded."""
+    """Return the threads that torch uses per operation; None if it is not loaded."""
     torch = sys.modules.get("torch")
     return None if torch is None else torch.get_num_threads()
 

@@ -42,9 +42,9 @@ from moeq.pipeline.state.records import UnitRecord
 
 T = TypeVar("T")
 
-#: After these kinds of errors the same command cannot succeed, so that finished units are of no use ...
+#: Errors after which the same command cannot succeed, so that finished units are of no use.
 _FINAL = ("source.", "usage.", "bug.", "answer.not-exact", "answer.zero-points")
-#: ... but for these, which pass.
+#: Errors among those that may pass.
 _PASSING = (
     "source.gated",
     "source.network",
@@ -54,13 +54,13 @@ _PASSING = (
     "usage.running",
 )
 
-#: What is appended to a destination's name until it is finished.
+#: Suffix of a destination's name until it is finished.
 PARTIAL_SUFFIX = ".moeq-partial"
 
 #: Bytes of a file name on common file systems.
 _LONGEST_NAME = 255
 
-#: Appended to the name of a conversion while another one replaces it.
+#: Suffix of a conversion's name while another one replaces it.
 OLD_SUFFIX = ".moeq-old"
 
 #: Seconds to wait for processes that have done their share and are about to end.
@@ -68,7 +68,7 @@ _LEAVE_SECONDS = 10.0
 
 
 class WorkFolder:
-    """`<DST>.moeq-partial` until `publish`, then DST.
+    """Output folder of a job: `<DST>.moeq-partial` until `publish`, then DST.
 
     As a context manager it makes the folder, refuses one that is another job's or somebody else's, and opens this
     process's journal. Several processes may be inside at once, each with a share of its own; none removes what another
@@ -84,7 +84,7 @@ class WorkFolder:
         stamp: the job.
         share: name of this process's share of the work; None where it does everything.
         force: replace an existing output of moeq, and partial work of another job.
-        marker: file that is written last and tells an output of moeq, with the names of its files.
+        marker: file that is written last, by which an output of moeq is recognised; it lists the files.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class WorkFolder:
         self._journal = self._files = self._parent = None
 
     def work(self, name: str) -> Path:
-        """Where this process may keep something that is not published. Not made; survives interruptions.
+        """Return a path for what this process keeps and never publishes. It is not created, and survives interruptions.
 
         Raises:
             MoeqError: `environment.planted` where a link has that name.
@@ -257,7 +257,7 @@ class WorkFolder:
         return path
 
     def reopen(self) -> None:
-        """Units are executed again: take away what an earlier run wrote last, which says that all are finished."""
+        """Remove the marker, which says that all units are finished, before units are executed again."""
         with disk_errors(self.path / self.marker):
             self.files.remove(self.marker)
 
@@ -322,7 +322,7 @@ class WorkFolder:
 
 
 def partial_of(destination: Path) -> Path:
-    """The folder in which a destination is made. Raises MoeqError `usage.no-parent` where it cannot name a folder."""
+    """Open the folder in which a destination is made. Raises MoeqError `usage.no-parent` if it cannot name a folder."""
     longest = len(os.fsencode(destination.name)) + len(PARTIAL_SUFFIX)
     if destination.name in ("", "..") or "\0" in str(destination) or longest > _LONGEST_NAME:
         raise MoeqError(
@@ -336,7 +336,7 @@ def _is(info: os.stat_result | None, replaced: Replaced) -> bool:
 
 
 def _locked(parent: OutputFolder, name: str) -> OutputFolder:
-    """The work folder, made where it is not, with a lock that others may share who work in it, too."""
+    """Open the work folder, made if it is missing, under a lock that is shared with others who work in it."""
     while True:
         fresh = parent.make(name)
         files = require_ours(parent, name, fresh=fresh)
@@ -352,7 +352,7 @@ def _locked(parent: OutputFolder, name: str) -> OutputFolder:
 
 
 def _beside(parent: OutputFolder, work: str) -> list[str]:
-    """Journals of a work folder that lie beside it: a run was killed while it published.
+    """List journals that lie beside their work folder: a run was killed while it published.
 
     Raises:
         MoeqError: `usage.foreign-folder` where another user has put one there.
@@ -401,7 +401,7 @@ def take_back_journals(parent: OutputFolder, files: OutputFolder) -> None:
 
 
 def _missing_parent(destination: Path) -> MoeqError | None:
-    """Why a destination has no folder to be in: `usage.no-parent`, `usage.destination-name`; None where it has one."""
+    """Return why a destination has no folder to be in (`usage.no-parent`, `usage.destination-name`), or None."""
     parent = destination.parent
     try:
         if parent.is_dir():

@@ -35,11 +35,11 @@ _SEAL = b',"seal":"'
 
 @dataclass(frozen=True)
 class JobStamp:
-    """What a journal belongs to.
+    """First line of a journal: the job that it belongs to.
 
     Attributes:
         job: digest of the plan.
-        source: the source as it was named.
+        source: the source's name as it was given.
         identity: its identity (`Source.identity`).
         files: its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
         sample: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`).
@@ -60,22 +60,22 @@ class JobStamp:
     outputs: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, row: Any) -> JobStamp:
-        """From `to_json`. Raises MoeqError `source.bad-journal` for anything else."""
+        """Read what `to_json` gives. Raises MoeqError `source.bad-journal` for anything else."""
         return read_as(cls, row, "journal", "source.bad-journal")
 
     def knows(self, other: JobStamp) -> bool:
-        """Whether both saw the very same source: the same commit, or the same unchanged files."""
+        """Return whether both saw the very same source: the same commit, or the same unchanged files."""
         return self.identity == other.identity and self.files == other.files
 
 
 @dataclass(frozen=True)
 class Replaced:
-    """A folder of moeq's that gives way to another, recorded before anything happens to it.
+    """A folder of moeq's that another is about to replace, recorded before anything happens to it.
 
     Attributes:
         device: its file system.
@@ -97,7 +97,7 @@ class Journals:
         records: unit id to its record; units that journals contradict each other about are not in here.
         contradictions: unit id to the names of journals whose records of it differ.
         homes: unit id to the names of the journals that have it.
-        replaced: the folder that was about to be replaced by this one, where there was one.
+        replaced: the folder that this one was about to replace, if there was one.
     """
 
     stamps: Mapping[str, JobStamp] = field(default_factory=dict)
@@ -107,28 +107,28 @@ class Journals:
     replaced: Replaced | None = None
 
     def of_other_files(self, stamp: JobStamp) -> frozenset[str]:
-        """Units that are known only from journals whose source is not recognised as that of `stamp`."""
+        """Return units that are known only from journals whose source is not recognised as that of `stamp`."""
         known = {name for name, other in self.stamps.items() if other.knows(stamp)}
         return frozenset(unit for unit in self.records if known.isdisjoint(self.homes[unit]))
 
 
 def journal_name(share: str | None) -> str:
-    """File name of the journal of a share, or of a process that does everything."""
+    """Return file name of the journal of a share, or of a process that does everything."""
     return f"{_STEM}{'' if share is None else '.' + share}{_SUFFIX}"
 
 
 def share_of(name: str) -> str | None:
-    """The share whose journal has that file name; None for the journal of a process that does everything."""
+    """Return the share whose journal has that file name; None for the journal of a process that does everything."""
     return name.removeprefix(_STEM).removesuffix(_SUFFIX).removeprefix(".") or None
 
 
 def is_journal(name: str) -> bool:
-    """Whether a file name is that of a journal."""
+    """Return whether a file name is that of a journal."""
     return name.startswith(_STEM) and name.endswith(_SUFFIX) and "/" not in name
 
 
 def journal_files(folder: OutputFolder) -> list[str]:
-    """Names of the journals of a folder."""
+    """Return names of the journals of a folder."""
     return [name for name in folder.names() if is_journal(name)]
 
 
@@ -136,8 +136,8 @@ def read_journals(folder: OutputFolder, names: Sequence[str] | None = None) -> J
     """Read journals. What cannot be understood is left out: such units are done again.
 
     Args:
-        folder: where they are.
-        names: of which files; None: all journals of the folder.
+        folder: folder of the journals.
+        names: names of the journals; None: all journals of the folder.
 
     Raises:
         MoeqError: `environment.planted` where one is no file.
@@ -188,7 +188,7 @@ def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
 
 
 def differences(there: JobStamp, here: JobStamp) -> list[str]:
-    """In what two jobs differ, in words; empty where they do not."""
+    """List the differences of two jobs in words; empty if there are none."""
     found = []
     if there.identity != here.identity:
         found.append(f"source {there.source} there, {here.source} here")
@@ -203,7 +203,7 @@ def differences(there: JobStamp, here: JobStamp) -> list[str]:
 
 
 def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names, as JSON has them. The spelling of the source does not count."""
+    """Flatten nested options to dotted names, as JSON has them. The spelling of the source does not count."""
     found: dict[str, Any] = {}
     for key, value in request.items():
         if isinstance(value, Mapping):
@@ -240,12 +240,12 @@ def require_untouched(then: JobStamp, now: JobStamp, where: Path) -> None:
         raise changed(where, now.source, "its files were replaced while they were converted")
 
 
-#: Copies on several machines may lie at the same path.
+#: Hint for copies on several machines, which may lie at the same path.
 _COPIES = "; if these are copies on several machines, give their files equal times (rsync -a, cp -p)"
 
 
 def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
-    """The error for a source that is not what finished units were made of."""
+    """Make the error for a source that is not what finished units were made of."""
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
@@ -337,25 +337,25 @@ def _read_whole(fd: int) -> bytes:
 
 
 def _rows(content: bytes) -> list[Any]:
-    """The lines of a journal, without a torn last one; None for those whose seal is not theirs."""
+    """Parse the lines of a journal, without a torn last one; None for lines with a wrong seal."""
     *lines, _torn = content.split(b"\n")
     first = _seal_of(lines[0]) if lines else b""
     return [_parse(line, first if number else b"") for number, line in enumerate(lines)]
 
 
 def _sealed(row: Mapping[str, Any], first: bytes) -> bytes:
-    """One line of a journal whose first line has that seal."""
+    """Make one line of a journal whose first line has the seal `first`."""
     body = json.dumps(row, separators=(",", ":")).encode()[:-1]
     return body + _SEAL + blake3(first + body).hexdigest().encode() + b'"}\n'
 
 
 def _seal_of(line: bytes) -> bytes:
-    """What a line says that its seal is."""
+    """Return the seal that a line carries."""
     return line.rstrip().rpartition(_SEAL)[2].removesuffix(b'"}')
 
 
 def _parse(line: bytes, first: bytes) -> Any:
-    """The row of a line of a journal whose first line has that seal; None where it is damaged."""
+    """Parse a line of a journal whose first line has the seal `first`; None if it is damaged."""
     body = line.rpartition(_SEAL)[0]
     if blake3(first + body).hexdigest().encode() != _seal_of(line):
         return None

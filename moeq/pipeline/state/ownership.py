@@ -14,7 +14,7 @@ from moeq.checkpoint.paths import safe_names
 from moeq.errors import MoeqError
 from moeq.pipeline.state.journal import Journals, is_journal
 
-#: Names that begin so are for the work alone and never published.
+#: Prefix of files that are there only for the work and are never published.
 WORK_PREFIX = "moeq-work."
 
 
@@ -22,8 +22,8 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
     """Refuse folders of which one is, or holds, another: by any path, link or mount that leads to it.
 
     Args:
-        sources: what is read.
-        folders: what will be written to; none has to be there yet.
+        sources: folders that are read.
+        folders: folders that will be written to; they need not exist yet.
 
     Raises:
         MoeqError: `usage.destination-is-source`.
@@ -40,7 +40,7 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
 
 
 def _above(path: Path) -> list[tuple[int, int] | None]:
-    """Device and inode of a folder and of all above it; None for those that are not there yet."""
+    """List device and inode of a folder and of all above it; None for folders that do not exist yet."""
     real = Path(os.path.realpath(path))
     return [_identity(one) for one in (real, *real.parents)]
 
@@ -54,7 +54,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def finished_files(folder: Path, marker: str) -> set[str]:
-    """The files of a finished output of moeq, as the one of them says that was written last.
+    """Return the files of a finished output of moeq, as the marker lists them.
 
     Raises:
         MoeqError: `source.*` where the folder is no such thing.
@@ -66,7 +66,7 @@ def finished_files(folder: Path, marker: str) -> set[str]:
 
 
 def is_work(name: str) -> bool:
-    """Whether a name in a work folder is that of a file that is there only for the work."""
+    """Return whether a name in a work folder is that of a file that is there only for the work."""
     return is_journal(name) or name.startswith(WORK_PREFIX)
 
 
@@ -75,9 +75,9 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
 
     Args:
         folder: a folder of moeq's.
-        files: what it may hold.
-        what: what it is, for the message.
-        work: whether it may also hold journals and other work.
+        files: files that the folder may hold.
+        what: description of the folder, for the message.
+        work: whether the folder may also hold journals and other work.
 
     Raises:
         MoeqError: `usage.foreign-files`, with their names.
@@ -97,13 +97,13 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
     """Open a work folder, unless it is a link, not a folder, or somebody else's.
 
     Args:
-        parent: the folder that it is in.
-        name: its name.
+        parent: folder that holds the work folder.
+        name: name of the work folder.
         fresh: whether this process has just made it.
 
     Raises:
         MoeqError: `usage.foreign-folder`, `environment.write`.
-        OSError: it cannot be opened.
+        OSError: the folder cannot be opened.
     """
     info, path = parent.status(name), parent.path / name
     if info is None or not stat.S_ISDIR(info.st_mode):

@@ -58,20 +58,20 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", "moeq convert without --shard does what is left")
     require_untouched(folder.stamp, job_stamp(job), folder.path)
-    targets, checkpoint = job.targets, job.checkpoint
+    found, checkpoint = job.answer, job.checkpoint
     kept = {name for unit in job.plan.units for name in records[unit.id].kept}
     manifest = Manifest(
         moeq_version=__version__,
         source=_source_entry(checkpoint.source),
         model=checkpoint.info.to_json(),
-        backend=targets.backend,
+        backend=found.backend,
         deployment=asdict(job.request.deployment),
         layers=tuple(layer_entry(job.plan, layer, records) for layer in job.plan.layers),
         digest=DIGEST_NAME,
-        advisories=tuple(advisory.code for advisory in targets.verdict.advisories),
+        advisories=tuple(advisory.code for advisory in found.verdict.advisories),
         copied=job.plan.copied,
         restore=write_restore_data(checkpoint, job.side_files, kept, folder.files),
-        loads_in=tuple(loader.title for loader in targets.loaders),
+        loads_in=tuple(loader.title for loader in found.loaders),
     )
     files = folder.files
     sync_files(files, job.plan)
@@ -108,7 +108,7 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
 
 
 def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:
-    """The manifest's entry of a layer: digests of all its experts, in order, whichever units they are from."""
+    """Make the manifest's entry of a layer: digests of all its experts, in order, whichever units they are from."""
     units = [unit for unit in plan.units if isinstance(unit, PackUnit) and unit.layer == layer.entry.layer]
     digests: dict[Projection, list[str]] = {}
     for unit in sorted(units, key=lambda unit: (unit.role == "w2", unit.experts.start)):
@@ -135,7 +135,7 @@ def sync_files(folder: OutputFolder, plan: Plan) -> None:
 
 
 def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, TensorDigest]:
-    """Digest of every tensor of a plan; those without bytes are in no unit."""
+    """Collect the digest of every tensor of a plan; tensors without bytes are in no unit."""
     empty = TensorDigest(CHUNK_BYTES, blake3().hexdigest())
     found = {name: digest for unit in plan.units for name, digest in records[unit.id].tensors.items()}
     return {name: found.get(name, empty) for file in plan.files for name in file.tensors}
@@ -168,7 +168,7 @@ def copy_side_files(
 
 
 def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFolder) -> dict[str, FileDigest]:
-    """Every file of a finished folder but the manifest: weights by what units recorded, others are read."""
+    """Return digests of every file except the manifest: weights from the records of units, other files are read."""
     plan = job.plan
     tensors, found = tensors_of(plan, records), dict[str, FileDigest]()
     for file in plan.files:
@@ -185,13 +185,13 @@ def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFol
 
 
 def index_of(plan: Plan) -> dict[str, Any]:
-    """The index of the weight files."""
+    """Make the index of the weight files."""
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     return {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map}
 
 
 def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, Any]:
-    """The source's `config.json` with the quantisation config that counts kept inside the new one.
+    """Make `config.json`: the source's, with its quantisation config kept inside the new one.
 
     Other copies of it (in the language model's sub-config, say) are dropped: an engine that finds one would read
     packed experts by it. Plain transformers stops at the experts implementation, which it does not know.
@@ -211,7 +211,7 @@ def converted_config(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, An
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without any quantisation config, in sub-configs neither."""
+    """Remove every quantisation config from a config and its sub-configs."""
     kept = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
     return {key: without_quantization(value) if isinstance(value, dict) else value for key, value in kept.items()}
 

@@ -7,7 +7,7 @@ in safetensors form under another extension, so that no loader takes it for weig
 
     header/<file>         U8, the first bytes of a source file, up to its data
     text/<file>           U8, a file in whose place the conversion has another, or none
-    tensor/<name>         an expert tensor as it was
+    tensor/<name>         an expert tensor of the source
     stray/<file>/<name>   a tensor that the index assigns to another file, or to none
 """
 
@@ -40,14 +40,14 @@ _METADATA = {"format": "moeq-restore/1"}
 
 _CHUNK = 16 * 2**20
 
-#: Headers, configs and indices of one checkpoint together; the largest published one needs about 250 MB.
+#: Most bytes of headers, configs and indices of one checkpoint; the largest published one needs about 250 MB.
 _MAX_KEPT_BYTES = 1 << 30
 
 
 def unrestorable(
     checkpoint: Checkpoint, layer: int, expert: int, role: StackedRole, matrix: QuantizedMatrix, *, exact: bool
 ) -> set[str]:
-    """Names of the source tensors of one matrix that are not rebuilt bit for bit from it.
+    """Name the source tensors of one matrix that cannot be rebuilt from it bit for bit.
 
     Args:
         matrix: the matrix as the conversion stores it.
@@ -89,7 +89,7 @@ def write_restore_data(
 
 
 def restore_header(contents: Mapping[str, bytes | TensorEntry]) -> bytes:
-    """What `moeq-restore.data` begins with, up to its data, for what `restore_contents` says that it holds."""
+    """Return the header of a `moeq-restore.data` that holds these contents."""
     return file_form(_forms(contents), _METADATA).header
 
 
@@ -101,7 +101,7 @@ def _forms(contents: Mapping[str, bytes | TensorEntry]) -> dict[str, tuple[tuple
 
 
 def restore_entry(source: Source, side_files: SideFiles, kept: Iterable[str]) -> RestoreEntry:
-    """What the manifest says of the restore data of a source."""
+    """Make the manifest's entry of the restore data of a source."""
     return RestoreEntry(
         RESTORE_DATA_NAME,
         files=tuple(file.name for file in source.files),
@@ -116,7 +116,7 @@ def restore_entry(source: Source, side_files: SideFiles, kept: Iterable[str]) ->
 def restore_contents(
     checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str]
 ) -> dict[str, bytes | TensorEntry]:
-    """Names in `moeq-restore.data`, in order, with their bytes or the tensor of the source that is copied."""
+    """Map names in `moeq-restore.data`, in order, to their bytes or to the tensor of the source that is copied."""
     source = checkpoint.source
     headers = {file.name: _raw_header(source, file) for file in source.files}
     found: dict[str, bytes | TensorEntry] = {f"header/{name}": raw for name, raw in headers.items()}
@@ -171,7 +171,7 @@ class RestoreData:
         return name in self._file.tensors
 
     def first_bytes(self, count: int) -> bytes:
-        """What the file begins with."""
+        """Read the first bytes of the file."""
         fd = open_regular(self.path, self.path.name)
         try:
             return os.pread(fd, count, 0)
@@ -179,16 +179,16 @@ class RestoreData:
             os.close(fd)
 
     def size_of(self, name: str) -> int:
-        """Bytes of a kept tensor."""
+        """Return the bytes of a kept tensor."""
         return self._file.tensors[name].nbytes
 
     @property
     def names(self) -> frozenset[str]:
-        """Everything that it holds."""
+        """Names of everything that the file holds."""
         return frozenset(self._file.tensors)
 
     def read(self, name: str) -> bytes:
-        """Bytes of a kept tensor."""
+        """Return the bytes of a kept tensor."""
         fd, start = self.open(name, self._file.tensors[name].nbytes)
         try:
             return os.pread(fd, self._file.tensors[name].nbytes, start)
@@ -196,7 +196,7 @@ class RestoreData:
             os.close(fd)
 
     def open(self, name: str, size: int) -> tuple[int, int]:
-        """A descriptor of the file, and the first byte of a kept tensor, which has to have so many bytes.
+        """Open the file; return its descriptor and the first byte of a kept tensor of `size` bytes.
 
         Raises:
             MoeqError: `source.bad-manifest`.
@@ -207,7 +207,7 @@ class RestoreData:
         return open_regular(self.path, self.path.name), entry.start
 
     def _gather(self, prefix: str, limit: Callable[[str], int]) -> dict[str, bytes]:
-        """What is kept under names that begin so."""
+        """Read everything that is kept under names with a prefix."""
         found: dict[str, bytes] = {}
         for key, entry in self._file.tensors.items():
             if not key.startswith(prefix):
@@ -222,13 +222,13 @@ class RestoreData:
 
 
 def restore_data_of(converted: ConvertedCheckpoint) -> RestoreData:
-    """The restore data of an opened conversion. Raises as `RestoreData`."""
+    """Open the restore data of an opened conversion. Raises as `RestoreData`."""
     entry = converted.manifest.restore
     return RestoreData(converted.source.path(RESTORE_DATA_NAME if entry is None else entry.file), entry)
 
 
 def _parse(raw: bytes, name: str) -> Header:
-    """The header of a source file, whose size is what the header itself accounts for."""
+    """Parse the header of a source file, whose size is what the header itself accounts for."""
     where = f"{RESTORE_DATA_NAME}: header of {name}"
     if header_length(raw[:64], where, len(raw)) != len(raw) - 8:
         raise MoeqError("source.bad-header", f"{where}: has other bytes after it")
@@ -237,13 +237,13 @@ def _parse(raw: bytes, name: str) -> Header:
 
 @dataclass(frozen=True)
 class _Offsets:
-    """All that the size of a file depends on."""
+    """Fields of a header that decide the size of a file."""
 
     data_offsets: tuple[int, int]
 
 
 def _data_size(raw: bytes, file: str) -> int:
-    """Bytes of data behind a header, as the header itself says. Raises MoeqError `source.bad-header`."""
+    """Return bytes of data behind a header, as the header itself says. Raises MoeqError `source.bad-header`."""
     table = parse_object(raw[8:], f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header", floats=False)
     table.pop("__metadata__", None)
     entries = read_as(dict[str, _Offsets], table, f"{RESTORE_DATA_NAME}: header of {file}", "source.bad-header")
@@ -251,7 +251,13 @@ def _data_size(raw: bytes, file: str) -> int:
 
 
 class KeptSource(Source):
-    """The source as its kept headers and configs tell it: everything but data. `revision`: that of the source."""
+    """The source, rebuilt from its kept headers and configs: everything except data.
+
+    Args:
+        converted: the conversion.
+        restore_data: its restore data.
+        revision: revision of the source.
+    """
 
     def __init__(self, converted: Source, restore_data: RestoreData, revision: str | None) -> None:
         config = _json(restore_data.texts.get(CONFIG_NAME), converted.side_configs.get("params.json", {}))
@@ -267,7 +273,7 @@ class KeptSource(Source):
         self.tensors, _ = merge_headers(weights, headers)
 
     def path(self, file: str) -> Path:
-        raise MoeqError("bug.no-data", f"{file}: the source's files are not at hand")
+        raise MoeqError("bug.no-data", f"{file}: the source's files are not available")
 
     def side_files(self) -> tuple[str, ...]:
         return ()

@@ -18,14 +18,14 @@ from moeq.pipeline.plan.side_files import SIGNATURE_NAME
 if TYPE_CHECKING:
     from minisign import PublicKey, SecretKey
 
-#: Of the password of an encrypted key; asking for one would stop a script.
+#: Variable with the password of an encrypted key; asking for one would stop a script.
 PASSWORD_VARIABLE = "MOEQ_SIGN_PASSWORD"
 
 _MOST = 16 << 10
 
 
 class Signer:
-    """A secret key, ready to sign: everything that can be wrong with it is found before hours of work.
+    """A secret key that has been checked, so that nothing fails after hours of work.
 
     Raises:
         MoeqError: `environment.no-minisign`, `usage.sign-key`.
@@ -35,12 +35,12 @@ class Signer:
         self._key = _secret_key(key)
 
     def sign(self, manifest: bytes) -> bytes:
-        """The signature file of a manifest."""
+        """Make the signature file of a manifest."""
         return bytes(self._key.sign(manifest, trusted_comment="file:moeq.json"))
 
 
 def check_signature(manifest: bytes, signature: Path, key: str) -> str:
-    """Whether a manifest was signed by a key.
+    """Return whether a manifest was signed by a key.
 
     Args:
         manifest: the bytes of `moeq.json`.

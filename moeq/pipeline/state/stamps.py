@@ -16,17 +16,17 @@ from moeq.pipeline.plan.job import Job, JobRequest, Work, open_job
 from moeq.pipeline.state.journal import JobStamp
 from moeq.version import __version__
 
-#: How much of a source is sampled: blocks, and bytes of each.
+#: Blocks of a source that are sampled, and bytes of each.
 _SAMPLED_BLOCKS, _SAMPLED_BYTES = 64, 4096
 
 
 def job_stamp(job: Job) -> JobStamp:
-    """What the journals of a job begin with. A repository is named with its commit, whatever was asked for."""
+    """Make the stamp of a conversion. A repository is named with its commit, whatever was asked for."""
     return work_stamp(job, replace(job.request, revision=job.checkpoint.source.revision).to_json(), job.outputs)
 
 
 def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...]) -> JobStamp:
-    """The stamp of any work, with what was asked for as plain values, and the files that it writes."""
+    """Make the stamp of any work from its request, as plain values, and the files that it writes."""
     source = work.checkpoint.source
     return JobStamp(
         job=work.plan.digest,
@@ -42,7 +42,7 @@ def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...])
 
 
 def reopen_job(stamp: JobStamp) -> Job:
-    """The job that a journal describes, from any working directory.
+    """Open the job that a journal describes, from any working directory.
 
     Raises:
         MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
@@ -52,12 +52,12 @@ def reopen_job(stamp: JobStamp) -> Job:
 
 
 def _is_folder(source: Source) -> TypeGuard[LocalSource]:
-    """Whether a source is a local folder and not a commit of a repository, which never changes."""
+    """Return whether a source is a local folder and not a commit of a repository, which never changes."""
     return isinstance(source, LocalSource) and source.revision is None
 
 
 def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
-    """Size, times of last change of content and of status (ns), and inode of every weight file of a local folder.
+    """Return size, mtime, ctime (ns) and inode of every weight file of a local folder.
 
     They are equal only for the same files, never written to since: nobody can set the time of a change of status.
     Empty for a commit of a repository, whose name says it all.
@@ -69,7 +69,7 @@ def source_stamps(source: Source) -> Mapping[str, tuple[int, ...]]:
 
 
 def source_sample(source: Source) -> str:
-    """Digest of a few blocks of every part of a local folder's weights; empty for a commit of a repository.
+    """Hash a few blocks of every part of a local folder's weights; return an empty text for a commit of a repository.
 
     Config and headers are the same for two fine-tunes of one model. This tells most of them apart at once; the digests
     of units tell all, when their bytes are there.

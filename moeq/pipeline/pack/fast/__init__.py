@@ -15,22 +15,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moeq.layouts.words import use_compiled
-from moeq.pipeline.pack.fast.base import FastPath, Proof
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import StackedRole
     from moeq.layouts.base import Layout
     from moeq.matrix import MatrixSpec
     from moeq.model.expert_kinds import Experts
+    from moeq.pipeline.pack.fast.path import FastPath
     from moeq.pipeline.plan.layer_plan import ShardPlan
-
-__all__ = ["FastPath", "Proof", "find_fast_path"]
 
 
 def find_fast_path(
     experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
 ) -> FastPath | None:
-    """The fast path of one layer's `w13` or `w2`, or None where there is none: then the reference path packs it.
+    """Find the fast path of one layer's `w13` or `w2`; None leaves it to the reference path.
 
     Args:
         experts: the layer as it is stored.

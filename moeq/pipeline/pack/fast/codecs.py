@@ -35,7 +35,7 @@ from moeq.pipeline.pack.fast.scratch import Array
 
 
 class Codec(ABC):
-    """From logical elements (unsigned integers of their bits) to stored ones."""
+    """Converts logical elements (unsigned integers of their bits) to stored ones, and back."""
 
     @abstractmethod
     def widen(self, logical: Array, out: Array) -> None:
@@ -43,23 +43,23 @@ class Codec(ABC):
 
     @abstractmethod
     def narrow(self, stored: Array, out: Array) -> None:
-        """The inverse."""
+        """Fill `out` with the logical form."""
 
     def exact(self, logical: Array) -> bool:
-        """Whether `narrow` gives back what `widen` is given."""
+        """Return whether `narrow` gives back what `widen` was given."""
         return True
 
     def rounded(self, logical: Array) -> Array | None:
-        """What `narrow` gives back of numbers that are rounded; None where they cannot be stored, or get quite lost."""
+        """Return what `narrow` gives back of rounded numbers; None if they cannot be stored."""
         return None
 
     def stores(self, logical: Array, stored: Array) -> bool | None:
-        """Whether `widen` would give that; None where only `widen` can tell."""
+        """Return whether `widen` would give `stored`; None if only `widen` can tell."""
         return None
 
 
 class Rounding(Codec):
-    """A codec of floats. Subclasses set what is stored: its dtype, and the bits that say infinity or NaN."""
+    """A codec that rounds floats. Subclasses set the stored dtype, and the bits that say infinity or NaN."""
 
     stored: ClassVar[str]
     infinite: ClassVar[int]
@@ -79,7 +79,7 @@ class Rounding(Codec):
 
 
 class WidenedBf16(Codec):
-    """bfloat16 as float32."""
+    """Stores bfloat16 as float32."""
 
     def widen(self, logical: Array, out: Array) -> None:
         np.left_shift(logical, 16, out=out, dtype=np.uint32)
@@ -89,7 +89,7 @@ class WidenedBf16(Codec):
 
 
 class WidenedF16(Codec):
-    """float16 as float32."""
+    """Stores float16 as float32."""
 
     def widen(self, logical: Array, out: Array) -> None:
         np.copyto(out.view(np.float32), logical.view(np.float16))
@@ -100,12 +100,12 @@ class WidenedF16(Codec):
 
 @dataclass(frozen=True)
 class AsFloat32(Rounding):
-    """Floats as float32 times a power of two, those below a least one raised to it.
+    """Stores floats as float32 times a power of two, and raises those below a minimum to it.
 
     Attributes:
         logical: dtype of the scales: `f32`, `bf16` or `f16`.
         times: the power of two.
-        least: the least one; None where any may be stored.
+        least: the minimum; None if there is none.
     """
 
     logical: str
@@ -128,7 +128,7 @@ class AsFloat32(Rounding):
 
 
 class Exponents(Codec):
-    """E8M0 as the float32 of these exponent bits."""
+    """Stores E8M0 as the float32 with these exponent bits."""
 
     def widen(self, logical: Array, out: Array) -> None:
         np.left_shift(logical, 23, out=out, dtype=np.uint32)
@@ -138,7 +138,7 @@ class Exponents(Codec):
 
 
 class Fnuz(Codec):
-    """Words of E4M3 codes as those of E4M3FNUZ, in which there is no negative zero (`ZeroSigns` tells them)."""
+    """Stores words of E4M3 codes as E4M3FNUZ, which has no negative zero (`ZeroSigns` keeps them)."""
 
     def widen(self, logical: Array, out: Array) -> None:
         without(NEGATIVE_ZERO, logical.view(np.uint8), out.view(np.uint8))
@@ -151,7 +151,7 @@ class Fnuz(Codec):
 
 
 class ZeroSigns(Codec):
-    """Words of E4M3 codes as a bit for each, which says that it is a negative zero."""
+    """Stores a bit for each E4M3 code of a word, which says that the code is a negative zero."""
 
     def widen(self, logical: Array, out: Array) -> None:
         negative_zeros(logical, out)
@@ -166,7 +166,7 @@ class ZeroSigns(Codec):
 
 @dataclass(frozen=True)
 class Shifted(Rounding):
-    """Floats as 16-bit floats times a power of two (`moeq.layouts.marlin.fp8`).
+    """Stores floats as 16-bit floats times a power of two (`moeq.layouts.marlin.fp8`).
 
     Attributes:
         logical: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`.
@@ -202,7 +202,7 @@ class Shifted(Rounding):
 
 @dataclass(frozen=True)
 class MarlinE5M3(Codec):
-    """E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`).
+    """Stores E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`).
 
     Attributes:
         factor: what scales are multiplied by.
@@ -221,7 +221,7 @@ class MarlinE5M3(Codec):
 
     @cached_property
     def _stored(self) -> Array:
-        """uint8 `[256]` of each E4M3 byte."""
+        """Stored byte of each E4M3 byte, uint8 `[256]`."""
         with np.errstate(over="ignore"):
             numbers = (e4m3_values() * np.float32(self.factor)).astype(np.float16) * np.float16(2.0**7)
         numbers[np.isnan(numbers) | (numbers < 2)] = 0
@@ -229,7 +229,7 @@ class MarlinE5M3(Codec):
 
     @cached_property
     def _logical(self) -> Array:
-        """uint8 `[256]`: the E4M3 byte of each stored one; 0x7F, which is no number, where there is none."""
+        """E4M3 byte of each stored byte, uint8 `[256]`; 0x7F, which is no number, if no byte is stored so."""
         halves = (np.arange(256, dtype=np.uint16) << 7).view(np.float16)
         with np.errstate(invalid="ignore"):  # the last halves are no numbers
             numbers = halves.astype(np.float32) / np.float32(2.0**7 * self.factor)
@@ -238,18 +238,18 @@ class MarlinE5M3(Codec):
 
     @cached_property
     def _kept(self) -> Array:
-        """uint8 `[256]`: 1 for E4M3 bytes that come back."""
+        """Table of E4M3 bytes that come back unchanged, uint8 `[256]`: 1 or 0."""
         kept: Array = (self._logical[self._stored] == np.arange(256)).astype(np.uint8)
         kept[0x7F:] = 0  # NaN, and everything below zero
         return kept
 
 
 def _exponents_only(spec: MatrixSpec, codecs: dict[str, Codec]) -> dict[str, Codec] | None:
-    """Other scales than exponents are requantised, which is left to the reference path."""
+    """Return the codecs if scales are exponents; None leaves other scales to the reference path, which requantises."""
     return codecs if spec.scale_dtype == "e8m0" else None
 
 
-#: How layouts that do more than rearrange store their parts.
+#: Codecs of the parts of layouts that do more than rearrange.
 _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]] = {
     MarlinFp8: lambda layout, spec: {"scale": Shifted(spec.scale_dtype, layout.params, layout.exponent)},
     MarlinNVFP4: lambda layout, spec: {"scale": MarlinE5M3(layout.factor)},
@@ -265,7 +265,7 @@ _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]
 
 
 def codecs_of(layout: ArrangedLayout, spec: MatrixSpec) -> Mapping[str, Codec] | None:
-    """The codecs of the parts that a layout stores in another form; None where it does what only it knows."""
+    """Return codecs of the parts that a layout stores in another form; None if only the layout can pack them."""
     if layout.rearranges:
         return {}
     found = (make for kind, make in _CODECS.items() if isinstance(layout, kind))

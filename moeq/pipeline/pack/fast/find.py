@@ -7,28 +7,28 @@ from dataclasses import replace
 
 import numpy as np
 
-from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
-from moeq.model.expert_kinds import ExpertKind, Experts, is_whole
+from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.pipeline.pack.fast.codecs import codecs_of
 from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
-from moeq.pipeline.pack.fast.path import ArrangedPath, ProjectionReader, ShardPath
+from moeq.pipeline.pack.fast.path import FastPath, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.pack.fast.shared import shared_scale
 from moeq.pipeline.plan.layer_plan import ShardPlan
+from moeq.pipeline.plan.units import signature_of
 from moeq.schemes.format import Described, PartSig
 
 
 def bind(
     experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
-) -> ArrangedPath | None:
-    """`moeq.pipeline.pack.fast.find_fast_path`, once the compiled loops are known to be there."""
+) -> FastPath | None:
+    """Bind the fast path that `find_fast_path` returns, once compiled loops are known to be there."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
     if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout):
@@ -54,11 +54,11 @@ def bind(
     repeated = tuple(_repeated(expected.stop, readers, written) if times > 1 else ())
     last = repeated[-1][-1].stop if repeated else expected.stop
     exact, rounds = layout.exact_scales, layout.allow_lossy and times == 1
-    return ArrangedPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated, rounds)
+    return FastPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated, rounds)
 
 
 def _repeated(start: int, readers: Sequence[ProjectionReader], written: MatrixSpec) -> Iterator[tuple[Region, Region]]:
-    """Scratch for scales and zero points in smaller groups than the source's, for each logical projection."""
+    """Yield scratch for scales and zero points in smaller groups than the source's, for each logical projection."""
     for _, held in (row for reader in readers for row in reader.holds):
         groups = held.n * written.num_groups
         scales = Region(start, groups * np.dtype(WIDTH[written.scale_dtype]).itemsize)
@@ -68,7 +68,7 @@ def _repeated(start: int, readers: Sequence[ProjectionReader], written: MatrixSp
 
 
 def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None:
-    """Dtype and shape of every part of one expert, where all experts have the same; None where not."""
+    """Return dtype and shape of every part of one expert if all experts have the same; otherwise None."""
     if experts.flat:
         return None
     found: dict[StoredName, dict[str, PartSig]] = {}
@@ -76,19 +76,16 @@ def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None
         alike = {entry[1:3] for entry in entries.values()}
         if len(alike) != 1 or (FUSED not in entries and len(entries) != experts.num_experts):
             return None
-        found.setdefault(projection, {})[part] = _signature(next(iter(entries.values())), part, experts.layer.fused)
+        found.setdefault(projection, {})[part] = signature_of(
+            next(iter(entries.values())), part, fused=experts.layer.fused
+        )
     return found
-
-
-def _signature(entry: TensorEntry, part: str, fused: bool) -> PartSig:
-    row = fused and not is_whole(part, entry)
-    return PartSig(entry.dtype, entry.shape[1:] if row else entry.shape)
 
 
 def projection_readers(
     kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]], *, any_order: bool = False
 ) -> tuple[ProjectionReader, ...] | None:
-    """How each stored projection of a role is read, in the order of the packed rows (`stored_projection`)."""
+    """Return readers of the stored projections of a role, in the order of the packed rows."""
     names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
     readers: list[ProjectionReader] = []
     start = 0
@@ -106,7 +103,7 @@ def projection_readers(
 
 
 def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[ProjectionReader, ...] | None:
-    """How a quantised module that is no expert is read, also where its columns are in activation order."""
+    """Return the reader of a quantised module outside the experts; its columns may be in activation order."""
     stored = stored_projection(sigs, described.spec, described.scheme, any_order=True)
     if stored is None:
         return None
@@ -115,13 +112,13 @@ def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[Pr
 
 
 def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
-    """The logical projections in a stored one, with the specs that their digests are made with."""
+    """Return the logical projections in a stored one, with the specs that their digests are made with."""
     held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
     return tuple((projection, projection_spec(spec, projection)) for projection in held)
 
 
 def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardPath | None:
-    """The parts of one rank, or None where one of them needs the reference path."""
+    """Return the parts of one rank, or None if one of them needs the reference path."""
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
     per_word = 32 // spec.bits
@@ -135,6 +132,6 @@ def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
 
 
 def _fields(spec: MatrixSpec) -> set[str]:
-    """The logical fields of a matrix."""
+    """Return the logical fields of a matrix."""
     optional = {"zeros": not spec.symmetric, "bias": spec.bias_dtype is not None}
     return {"codes", "scales", *(field for field, there in optional.items() if there)}

@@ -28,7 +28,7 @@ import numpy as np
 
 from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
-from moeq.pipeline.pack.fast.loops import gather_zeros, spread_zeros, turn_awq, turn_back_awq
+from moeq.pipeline.pack.fast.loops import gather_zeros, spread_zeros, transpose_awq, transpose_awq_back
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme
@@ -44,10 +44,10 @@ Fields = dict[str, Array]
 #: A word in which every field is 1.
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
-#: Sign bits of four bytes: two's complement against offset by 128.
+#: Sign bits of four bytes, in which two's complement and codes offset by 128 differ.
 _SIGNS = np.uint32(0x80808080)
 
-#: What the fast path can read.
+#: Roles of parts that the fast path can read.
 _ROLES = {"codes", "scale", "scale2", "zeros", "index", "shape", "bias"}
 
 _INTEGER = {"I32": np.int32, "I64": np.int64}
@@ -58,12 +58,12 @@ class StoredProjection:
     """One projection as its format stores it.
 
     Attributes:
-        sigs: dtype and shape of each part, for one expert.
+        sigs: dtype and shape of each part of one expert.
         spec: its logical matrix.
-        scheme: how it is encoded.
-        view: how its format lies.
-        names: what is stored, to the name of the part; but for what no matrix tells ("other"), which is never read.
-        any_order: columns may be in activation order.
+        scheme: encoding of the matrix.
+        view: how its format arranges the parts.
+        names: role to name of the part; parts of the role "other" are left out and never read.
+        any_order: whether columns may be in activation order.
     """
 
     sigs: Mapping[str, PartSig]
@@ -74,7 +74,7 @@ class StoredProjection:
     any_order: bool = False
 
     def fits(self) -> bool:
-        """Whether headers alone allow this fast path."""
+        """Return whether headers alone allow this fast path."""
         spec = self.spec
         return (
             len(self.names) + len(self.others) == len(self.sigs)
@@ -99,12 +99,12 @@ class StoredProjection:
 
     @cached_property
     def others(self) -> tuple[str, ...]:
-        """Parts that no matrix tells: static scales of activations."""
+        """Parts that do not belong to the matrix: static scales of activations."""
         return tuple(part for part in self.sigs if part not in self.names.values())
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """The parts that are read."""
+        """Parts that are read."""
         return tuple(part for part in self.sigs if part in self.names.values())
 
     @cached_property
@@ -133,7 +133,7 @@ class StoredProjection:
 
     @cached_property
     def _code_region(self) -> Region:
-        """Scratch for codes that do not lie as they should."""
+        """Scratch for codes that have to be rearranged."""
         copied = self.view.nibble_of_column is not None or self.view.signed
         return Region(self.zero_bytes, self.spec.n * self.spec.k * self.spec.bits // 8 if copied else 0)
 
@@ -146,7 +146,7 @@ class StoredProjection:
         return Region(self._scale_region.stop, self._global_scale.scratch_bytes if self._global_scale else 0)
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        """The matrices, or None where a value needs the reference path."""
+        """Return the matrices, or None if a value needs the reference path."""
         scales = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
         if scales is None or not self._sides_are_plain(stored):
             return None
@@ -171,12 +171,12 @@ class StoredProjection:
         return (self.names["scale"],)
 
     def scales(self, stored: Stored, scratch: Array) -> Fields | None:
-        """The scales alone; None where one is no finite number."""
+        """Return the scales alone; None if one is no finite number."""
         found = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
         return None if found is None else {"scales": found}
 
     def blank(self, stored: Stored, scratch: Array) -> Fields:
-        """The matrices of `read` to be filled; what they hold until then does not matter."""
+        """Return the matrices of `read` to be filled; what they hold until then does not matter."""
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         codes = self._by_rows(words) if copied is None else copied
@@ -197,7 +197,7 @@ class StoredProjection:
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         if copied is not None and self.view.nibble_of_column is not None:
-            turn_back_awq(copied.T, words)
+            transpose_awq_back(copied.T, words)
         elif copied is not None:
             np.bitwise_xor(copied, _SIGNS, out=words)
         self._scales.finish(stored[self.names["scale"]], scratch[self._scale_region.start :])
@@ -212,14 +212,14 @@ class StoredProjection:
             stored[name].view(_INTEGER[self.sigs[name].dtype])[:] = self.spec.n, self.spec.k
 
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
-        """Parts that do not follow from what was read, and so have to be kept to restore the source."""
+        """Return parts that do not follow from what was read, and so have to be kept to restore the source."""
         scale = self._global_scale
         if scale is None or not scale.is_lost(stored[self.names["scale2"]], scratch[self._global_region.start :]):
             return self.others
         return (*self.others, self.names["scale2"])
 
     def _sides_are_plain(self, stored: Stored) -> bool:
-        """Whether the stored shape says only what the spec says, and so the group index, or names groups there are."""
+        """Return whether stored shape and group index say what the spec says, or the index names existing groups."""
         if "shape" in self.names:
             name = self.names["shape"]
             if stored[name].view(_INTEGER[self.sigs[name].dtype]).tolist() != [self.spec.n, self.spec.k]:
@@ -232,19 +232,19 @@ class StoredProjection:
         return bool((index == self._plain_group_index).all())
 
     def _codes(self, stored: Stored, scratch: Array) -> Array:
-        """uint32 `[N, K * bits / 32]`."""
+        """Return the codes, uint32 `[N, K * bits / 32]`."""
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         if copied is None:
             return self._by_rows(words)
         if self.view.nibble_of_column is not None:
-            turn_awq(words, copied.T)
+            transpose_awq(words, copied.T)
         else:
             np.bitwise_xor(words, _SIGNS, out=copied)
         return copied
 
     def _copied_codes(self, words: Array, scratch: Array) -> Array | None:
-        """Where codes go that do not lie as they should; None where they do."""
+        """Return scratch for codes that have to be rearranged; None if they lie as the digest takes them."""
         spec, region = self.spec, self._code_region
         if self.view.nibble_of_column is not None:
             return region.array(scratch, (spec.k // 8, spec.n), "u4").T
@@ -254,11 +254,11 @@ class StoredProjection:
         return Region(0, self.zero_bytes).array(scratch, (self.spec.n, self.spec.num_groups), "u1")
 
     def _zeros(self, stored: Stored, scratch: Array) -> Fields | None:
-        """Zero points from words along N; nothing where they are the constant of a symmetric matrix."""
+        """Unpack zero points from words along N; return no field if they are the constant of a symmetric matrix."""
         spec, words, minus = self.spec, self._zero_words(stored), self._minus
         if spec.symmetric:
             return {} if bool((words == (spec.symmetric_zero - minus) * _ONES[spec.bits]).all()) else None
-        # AutoGPTQ turned a zero point of 0 into ones from its field upwards.
+        # AutoGPTQ transposed_words a zero point of 0 into ones from its field upwards.
         if minus and any_all_ones(words, (1 << 32) - (1 << (32 - 3 * spec.bits))):
             return None
         zeros = self._zero_points(scratch)
@@ -266,7 +266,7 @@ class StoredProjection:
         return {"zeros": zeros}
 
     def _write_zeros(self, stored: Stored, scratch: Array) -> None:
-        """The inverse of `_zeros`."""
+        """Pack zero points into words along N, which inverts `_zeros`."""
         spec, words = self.spec, self._zero_words(stored)
         if spec.symmetric:
             words.fill((spec.symmetric_zero - self._minus) * _ONES[spec.bits])
@@ -274,7 +274,7 @@ class StoredProjection:
             gather_zeros(self._zero_points(scratch), self._zero_shifts, self._minus * _ONES[spec.bits], words)
 
     def _zero_words(self, stored: Stored) -> Array:
-        """uint32 `[G, N * bits / 32]`."""
+        """Return the words of zero points, uint32 `[G, N * bits / 32]`."""
         matrix = self._matrix(stored, "zeros", "u4")
         return matrix if self.view.transposed else matrix.T
 
@@ -288,7 +288,7 @@ class StoredProjection:
         return np.array([self.spec.bits * field for field in fields], np.uint32)
 
     def _by_rows(self, matrix: Array) -> Array:
-        """A stored matrix with its rows along N."""
+        """View a stored matrix with its rows along N."""
         return matrix.T if self.view.transposed else matrix
 
     def _matrix(self, stored: Stored, role: PartRole, dtype: str) -> Array:
@@ -297,14 +297,14 @@ class StoredProjection:
 
     @cached_property
     def _plain_group_index(self) -> Array:
-        """int32 `[K]`, the same for every expert."""
+        """Group index of columns in order, int32 `[K]`: the same for every expert."""
         return (np.arange(self.spec.k) // self.spec.group_size).astype(np.int32)
 
 
 def stored_projection(
     sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Scheme, *, any_order: bool = False
 ) -> StoredProjection | None:
-    """How to read a projection, or None where only the reference path can, as where columns are in activation order.
+    """Describe how to read a projection; None if only the reference path can, as with columns in activation order.
 
     With `any_order` such columns are read as well, and the fields have `index`.
     """

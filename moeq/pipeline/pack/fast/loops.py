@@ -14,7 +14,7 @@ _loops = Loops("moeq.pipeline.pack.fast.stored_loops")
 
 
 def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -> None:
-    """Zero points packed along N, one by one.
+    """Unpack zero points that are packed along N.
 
     Args:
         words: uint32 `[G, W]`, any strides.
@@ -27,7 +27,7 @@ def spread_zeros(words: Array, shifts: Array, mask: int, add: int, out: Array) -
 
 
 def gather_zeros(zeros: Array, shifts: Array, subtract: int, words: Array) -> None:
-    """The inverse of `spread_zeros`.
+    """Pack zero points along N, which inverts `spread_zeros`.
 
     Args:
         zeros: uint8 `[W * len(shifts), G]`.
@@ -38,16 +38,16 @@ def gather_zeros(zeros: Array, shifts: Array, subtract: int, words: Array) -> No
     _loops.gather_zeros(zeros, shifts, np.uint32(subtract), words)
 
 
-def turn_back_awq(turned: Array, words: Array) -> None:
-    """The inverse of `turn_awq`: uint32 `[K / 8, N]` to uint32 `[K, N / 8]`."""
-    _loops.turn_back_awq(turned, words)
+def transpose_awq_back(transposed_words: Array, words: Array) -> None:
+    """Rearrange uint32 `[K / 8, N]` to uint32 `[K, N / 8]`, which inverts `transpose_awq`."""
+    _loops.transpose_awq_back(transposed_words, words)
 
 
-def turn_awq(words: Array, out: Array) -> None:
-    """AWQ's words along N to words along K.
+def transpose_awq(words: Array, out: Array) -> None:
+    """Rearrange AWQ's words along N to words along K.
 
     Args:
         words: uint32 `[K, N / 8]`, K a multiple of 8.
         out: uint32 `[K / 8, N]`, k % 8 selects the nibble (as GPTQ stores codes).
     """
-    _loops.turn_awq(words, out)
+    _loops.transpose_awq(words, out)

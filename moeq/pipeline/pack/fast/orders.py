@@ -23,36 +23,36 @@ from moeq.pipeline.pack.fast.scratch import Array
 
 
 class Order(ABC):
-    """How elements lie in a packed part."""
+    """Order of elements in a packed part."""
 
-    #: Rows in multiples of this can be packed and unpacked by themselves; 0: only all at once.
+    #: Blocks of rows that can be packed by themselves are multiples of this; 0: only all rows at once.
     rows: int = 0
-    #: Rows are gate 0, up 0, gate 1, ... instead of gate rows, then up rows.
+    #: Whether gate and up rows are interleaved instead of gate rows, then up rows.
     interleaved: bool = False
-    #: Rows are up rows, then gate rows.
-    turned: bool = False
-    #: The packed part is the elements.
+    #: Whether up rows come before gate rows.
+    halves_swapped: bool = False
+    #: Whether the packed part is the elements, unchanged.
     in_place: bool = False
-    #: `pack` takes the transpose of a contiguous matrix as well.
+    #: Whether `pack` also takes the transpose of a contiguous matrix.
     transposed: bool = False
-    #: `unpack` needs scratch.
+    #: Whether `unpack` needs scratch.
     needs_spare: bool = False
 
     @abstractmethod
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
-        """Contiguous elements into the bytes of a part, of which they are the rows from `row` on."""
+        """Pack contiguous elements into the bytes of a part, of which they are the rows from `row` on."""
 
     @abstractmethod
     def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
-        """The rows of a part from `row` on into contiguous elements. `spare`: as many bytes of scratch."""
+        """Unpack the rows of a part from `row` on into contiguous elements. `spare`: as many bytes of scratch."""
 
 
 @dataclass(frozen=True)
 class OwnOrder(Order):
-    """The elements' own."""
+    """Keeps the order of the elements."""
 
     interleaved: bool = False
-    turned: bool = False
+    halves_swapped: bool = False
     rows: int = 1
     in_place: bool = True
 
@@ -69,7 +69,7 @@ class OwnOrder(Order):
 
 @dataclass(frozen=True)
 class TransposedOrder(Order):
-    """Columns as rows.
+    """Stores columns as rows.
 
     Attributes:
         element: dtype of what is moved.
@@ -78,8 +78,8 @@ class TransposedOrder(Order):
     element: str
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
-        turned = elements.view(self.element).T
-        transpose.copy(turned, out.view(self.element).reshape(turned.shape))
+        columns = elements.view(self.element).T
+        transpose.copy(columns, out.view(self.element).reshape(columns.shape))
 
     def unpack(self, packed: Array, out: Array, spare: Array, row: int = 0) -> None:
         rows = out.view(self.element)
@@ -88,7 +88,7 @@ class TransposedOrder(Order):
 
 @dataclass(frozen=True)
 class MarlinOrder(Order):
-    """Marlin's weights for 16-bit activations, or moeq's, whose words have their bits permuted."""
+    """Order of Marlin's weights for 16-bit activations, or of moeq's, whose words have their bits permuted."""
 
     bits: int
     interleaved: bool = False
@@ -108,7 +108,7 @@ class MarlinOrder(Order):
 
 @dataclass(frozen=True)
 class HopperOrder(Order):
-    """triton_kernels' weights for Hopper."""
+    """Order of triton_kernels' weights for Hopper."""
 
     interleaved: bool = False
     rows: int = hopper.TILE
@@ -161,7 +161,7 @@ ORDERS: dict[tuple[Arrangement, BitPermutation | None], Order] = {
 
 
 def order_of(part: Part) -> Order | None:
-    """The order of a part's elements; None where 4-bit codes would have to be taken apart."""
+    """Find the order of a part's elements; None if 4-bit codes would have to be taken apart."""
     arrangement = part.arrangement
     if part.field == "codes" and (arrangement, part.rewrite) in ORDERS:
         return ORDERS[arrangement, part.rewrite]
@@ -171,7 +171,7 @@ def order_of(part: Part) -> Order | None:
         if right == rows + columns:
             return OwnOrder()
         if right == ["~" + rows[0], *rows[1:], *columns] and arrangement.has_halves:
-            return OwnOrder(turned=True)
+            return OwnOrder(halves_swapped=True)
         if right == rows[1:] + rows[:1] + columns and arrangement.has_halves:
             return OwnOrder(interleaved=True)
         if right == columns + rows and len(right) == 2:

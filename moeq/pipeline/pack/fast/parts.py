@@ -22,14 +22,14 @@ from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF
 from moeq.pipeline.pack.fast.orders import Order, OwnOrder, order_of
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
-#: Bytes of the rows that are handled at a time.
+#: Bytes of the rows that are packed at once.
 BLOCK = 1 << 19
 
-#: Views of a field, one per projection of the matrix (gate and up, or one); None where a shard holds zeros instead.
+#: Views of a field, one per projection of the matrix (gate and up, or one); None if a shard holds zeros instead.
 Views = Sequence["Array | None"]
 
 
-#: (logical dtype, stored dtype) -> how the wider, exact form is made.
+#: Codecs that widen without a loss, by logical and stored dtype.
 WIDENED: dict[tuple[str, str], Codec] = {("BF16", "F32"): WidenedBf16(), ("F16", "F32"): WidenedF16()}
 
 
@@ -39,8 +39,8 @@ class Rows:
 
     Attributes:
         projection: number of the projection.
-        source: its rows.
-        elements: where they are among the elements.
+        source: rows of the projection.
+        elements: places of these rows among the elements.
     """
 
     projection: int
@@ -49,18 +49,18 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many."""
+        """Number of rows."""
         return int(self.source.stop - self.source.start)
 
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of elements that are handled at a time.
+    """Rows of elements that are packed at once.
 
     Attributes:
-        row: the first.
-        count: how many.
-        rows: which of them belong to projections; the others are filling.
+        row: number of the first row.
+        count: number of rows.
+        rows: rows that belong to projections; the others are filling.
     """
 
     row: int
@@ -69,7 +69,7 @@ class RowBlock:
 
     @cached_property
     def filling(self) -> tuple[slice, ...]:
-        """The rows that belong to none."""
+        """Rows that belong to no projection."""
         free = set(range(self.count)).difference(*(range(self.count)[rows.elements] for rows in self.rows))
         firsts = [row for row in sorted(free) if row - 1 not in free]
         lasts = [row for row in sorted(free) if row + 1 not in free]
@@ -83,15 +83,15 @@ class FastPart:
     Attributes:
         name: part name (`weight`, `scale`, `zero`, `bias`).
         field: the logical field that it holds.
-        order: how its elements lie.
+        order: order of its elements.
         shape: `[rows, columns]` of its elements, zero-filled.
-        dtype: of an element: words of codes, otherwise what a scale, zero point or bias is stored as.
+        dtype: dtype of an element: words of codes, or what a scale, zero point or bias is stored as.
         starts: the first row of each projection.
         step: from one row of a projection to the next.
         filled: rows and columns of each projection that are not zero-filling.
-        widen: how elements get the form that is stored, or None where that is their own.
+        widen: codec of the stored form, or None if elements are stored as they are.
         flip: pattern of bits that are stored inverted, as a byte.
-        dense: each view is contiguous, or the transpose of a contiguous matrix.
+        dense: whether each view is contiguous, or the transpose of a contiguous matrix.
         every: rows of the matrix that share a row of elements (`sampled`).
     """
 
@@ -121,7 +121,7 @@ class FastPart:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Whether projections are packed one by one, as they lie."""
+        """Whether projections are packed one by one, without a copy of their elements."""
         return self.dense and self.is_whole and self.order.transposed
 
     @cached_property
@@ -131,19 +131,19 @@ class FastPart:
 
     @cached_property
     def block(self) -> int:
-        """Rows that are handled at a time."""
+        """Rows that are packed at once."""
         if not self.order.rows:
             return self.shape[0]
         return min(max(BLOCK // self.row_bytes // self.order.rows, 1) * self.order.rows, self.shape[0])
 
     @property
     def element_bytes(self) -> int:
-        """Region for elements."""
+        """Scratch bytes for elements."""
         return 0 if self.is_in_place else self.row_bytes * self.block
 
     @property
     def spare_bytes(self) -> int:
-        """Region for what elements should be, and for what is between."""
+        """Scratch bytes for expected elements and intermediate values."""
         return 0 if self.is_whole and not self.order.needs_spare else self.row_bytes * self.block
 
     @cached_property
@@ -170,13 +170,13 @@ class FastPart:
         return RowBlock(row, count, tuple(found))
 
     def sampled(self, views: Views) -> Views:
-        """The rows that are stored, where several share one: `pack`, `holds` and `fill` take these."""
+        """Return the stored rows if several rows share one: `pack`, `holds` and `fill` take these."""
         if self.every == 1:
             return views
         return [None if view is None else view[:: self.every] for view in views[: len(self.starts)]]
 
     def shares(self, views: Views) -> bool:
-        """Whether rows that share what is stored are alike."""
+        """Return whether rows that share a stored row are equal."""
         return self.every == 1 or all(bool((rows == row).all()) for rows, row in self._shared(views))
 
     def spread(self, views: Views) -> None:
@@ -186,7 +186,7 @@ class FastPart:
                 rows[:] = row
 
     def _shared(self, views: Views) -> Iterator[tuple[Array, Array]]:
-        """Rows that share a stored one, and that."""
+        """Yield rows that share a stored row, with the stored row."""
         sampled = self.sampled(views)
         for number, view in enumerate(views):
             stored = present(sampled[min(number, len(sampled) - 1)])
@@ -217,7 +217,7 @@ class FastPart:
             np.bitwise_xor(out, np.uint8(self.flip), out=out)
 
     def unpack(self, packed: Array, block: RowBlock, region: Region, spare: Region, scratch: Array) -> Array:
-        """A block of elements, in `region` or, where the part holds them as they are, in place."""
+        """Unpack a block of elements into `region`, or view them in place if the part holds them as they are."""
         if self.is_in_place:
             return packed.view(self.dtype).reshape(self.shape)[block.row : block.row + block.count]
         found = region.array(scratch, (block.count, self.shape[1]), self.dtype)
@@ -228,7 +228,7 @@ class FastPart:
         return found
 
     def holds(self, found: Array, block: RowBlock, views: Views, region: Region, scratch: Array) -> bool:
-        """Whether the unpacked elements of a block are exactly the field, filling included. `region` is another one."""
+        """Return whether unpacked elements of a block equal the field, filling included. `region` is free scratch."""
         if self.is_whole and all(view is not None for view in views):
             return all(same(present(views[r.projection]), found[r.elements], r.source.start) for r in block.rows)
         full = not block.filling and found.shape[1] == self.filled[1]
@@ -271,19 +271,19 @@ class FastPart:
 
 
 def present(view: Array | None) -> Array:
-    """A view that is there. Raises ValueError where it is not."""
+    """Return a view that must exist. Raises ValueError if it is None."""
     if view is None:
         raise ValueError("a field that a shard does not hold")
     return view
 
 
 def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
-    """The parts of a packed matrix; those that are beyond these fast paths are missing.
+    """Return the parts of a packed matrix; parts that no fast path handles are missing.
 
     Args:
         layout: the layout.
         spec: the matrix.
-        padded: the same, as it is packed.
+        padded: the matrix with its padding.
     """
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
     if "zero_sign" in layout.extra_tensors(padded):
@@ -292,7 +292,7 @@ def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -
 
 
 def _zero_signs(spec: MatrixSpec, padded: MatrixSpec) -> FastPart:
-    """Which codes are negative zeros: a bit for each."""
+    """Describe the part that has a bit for each code, set for negative zeros."""
     halves = 2 if is_gated_w13(spec) else 1
     return FastPart(
         name="zero_sign",
@@ -340,7 +340,7 @@ def _packed_part(
         order=order,
         shape=(rows, columns // per_element),
         dtype=dtype,
-        starts=starts[::-1] if part.turned or order.turned else starts,
+        starts=starts[::-1] if part.turned or order.halves_swapped else starts,
         step=halves if order.interleaved else 1,
         filled=(filled[0] // halves, filled[1] // per_element),
         widen=widen,

@@ -25,7 +25,6 @@ from moeq.layouts.loops.columns import repeat_columns
 from moeq.layouts.loops.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
-from moeq.pipeline.pack.fast.base import Inputs, Outputs, Proof
 from moeq.pipeline.pack.fast.codecs import Codec, MarlinE5M3
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views, present
@@ -35,46 +34,59 @@ from moeq.pipeline.pack.fast.shared import SharedScale, stored_largest
 #: The order in which the digest takes the fields.
 _FIELDS = ("codes", "scales", "zeros", "global_scale", "bias")
 
-#: Scales as the source has them, where others are written.
+#: Field of the source's scales if rounded ones are written.
 _SOURCE = "source scales"
 
-#: Fields that smaller groups repeat, and what they are called as the source has them.
+#: Fields that smaller groups repeat, and the names of the source's own.
 _GROUPED = {"scales": "stored scales", "zeros": "stored zeros"}
 
 
+#: Stored bytes by projection and part: uint8, flat, each the part of one expert.
+Inputs = Mapping[tuple[StoredName, str], Array]
+
+#: Matrices of every projection by logical field (`moeq.pipeline.pack.fast.formats`).
+Matrices = Sequence[Fields]
+
+#: Packed bytes by part, one mapping per shard: uint8, flat, each one expert's slot.
+Outputs = Sequence[Mapping[str, Array]]
+
+#: Projection and its logical digest, in the order of `moeq.matrix.split_projections`.
+Digests = tuple[tuple[Projection, str], ...]
+
+
 class StoredMatrix(Protocol):
-    """A stored projection as matrices to be read and to be filled: `moeq.pipeline.pack.fast.formats`."""
+    """A stored projection as matrices that are read or filled (`moeq.pipeline.pack.fast.formats`)."""
 
     @property
     def spec(self) -> MatrixSpec:
-        """Its sizes."""
+        """Sizes and types of the matrix."""
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Its parts."""
+        """Parts that are read."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch that it needs."""
+        """Bytes of scratch that `read` needs."""
 
     def read(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
-        """The matrices, or None where a value needs the reference path."""
+        """Return the matrices, or None if a value needs the reference path."""
 
     def blank(self, stored: Mapping[str, Array], scratch: Array) -> Fields:
-        """The matrices to be filled."""
+        """Return the matrices to be filled."""
 
     def finish(self, stored: Mapping[str, Array], scratch: Array) -> None:
         """Write the parts that `blank` did not give in place."""
 
     @property
     def scale_parts(self) -> tuple[str, ...]:
-        """The part that holds the scales, where there is one."""
+        """The part that holds the scales, if there is one."""
 
     def scales(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
-        """The scales alone; None where one is no finite number."""
+        """Return the scales alone; None if one is no finite number."""
 
     def kept(self, stored: Mapping[str, Array], scratch: Array) -> tuple[str, ...]:
-        """Parts that do not follow from what was read."""
+        """Return parts that do not follow from what was read."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +95,10 @@ class ProjectionReader:
 
     Attributes:
         name: the projection, as stored.
-        stored: how it is read.
+        stored: reader of the stored parts.
         holds: the logical projections that it holds, with their specs.
-        interleaved: rows of gate and up alternate.
-        region: scratch of its own.
+        interleaved: whether rows of gate and up are interleaved.
+        region: scratch of this reader.
     """
 
     name: StoredName
@@ -96,13 +108,13 @@ class ProjectionReader:
     region: Region
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """The fields of each logical projection."""
+        """Return the fields of each logical projection."""
         parts = {part: inputs[self.name, part] for part in self.stored.reads}
         fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
         return None if fields is None else self._split(fields)
 
     def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
-        """The fields of each logical projection, to be filled; `finish` does the rest."""
+        """Return the fields of each logical projection, to be filled; `finish` does the rest."""
         parts = {part: stored[self.name, part] for part in self.stored.reads}
         return self._split(self.stored.blank(parts, scratch[self.region.start : self.region.stop]))
 
@@ -112,12 +124,12 @@ class ProjectionReader:
         self.stored.finish(parts, scratch[self.region.start : self.region.stop])
 
     def kept(self, inputs: Inputs, scratch: Array) -> tuple[str, ...]:
-        """Parts that do not follow from what was read."""
+        """Return parts that do not follow from what was read."""
         parts = {part: inputs[self.name, part] for part in self.stored.reads}
         return self.stored.kept(parts, scratch[self.region.start : self.region.stop])
 
     def scales(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """The scales of each logical projection; None where one is no finite number."""
+        """Return the scales of each logical projection; None if one is no finite number."""
         parts = {part: inputs[self.name, part] for part in self.stored.scale_parts}
         fields = self.stored.scales(parts, scratch[self.region.start : self.region.stop])
         return None if fields is None else self._split(fields)
@@ -135,11 +147,11 @@ class ShardPath:
     """The packed parts of one rank.
 
     Attributes:
-        parts: its parts; the first of those that hold a field holds all of it, or all but what the others tell.
-        features: its intermediate features.
-        everything: it holds all of them.
-        first: it is rank 0, which keeps the bias of w2.
-        shared: the global scale, where there is one.
+        parts: packed parts; the first part of a field holds what the others do not.
+        features: intermediate features of the rank.
+        everything: whether the rank holds all of them.
+        first: whether the rank is 0, which keeps the bias of w2.
+        shared: the global scale, if there is one.
     """
 
     parts: tuple[FastPart, ...]
@@ -150,11 +162,11 @@ class ShardPath:
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing has to be known of other experts any more."""
+        """Whether the rank needs no calibration, or has it."""
         return self.shared is None or self.shared.is_known
 
     def with_calibration(self, largest: float) -> ShardPath:
-        """The same for experts whose largest scale that is."""
+        """Return the calibrated form for experts with that largest scale."""
         if self.shared is None or self.shared.is_known:
             return self
         shared = self.shared.with_calibration(largest)
@@ -163,7 +175,7 @@ class ShardPath:
         return replace(self, parts=parts, shared=shared)
 
     def exact(self, spec: MatrixSpec, read: Sequence[Fields]) -> bool:
-        """Whether everything that is stored otherwise than the source has it comes back as it was."""
+        """Return whether everything that is stored in another form comes back unchanged."""
         for part in self.parts:
             views = self.views(part.field, spec, read)
             codec = part.widen
@@ -174,7 +186,7 @@ class ShardPath:
         return self.shared is None or self.shared.exact(read)
 
     def views(self, field: str, spec: MatrixSpec, read: Sequence[Fields]) -> Views:
-        """The shard's part of a field."""
+        """Cut the shard's part out of a field."""
         return [self._cut(field, spec, fields[field]) for fields in read]
 
     def _cut(self, field: str, spec: MatrixSpec, matrix: Array) -> Array | None:
@@ -194,16 +206,18 @@ class ShardPath:
 
 
 @dataclass(frozen=True)
-class ArrangedPath:
+class FastPath:
     """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
+
+    All buffers start at multiples of 8 bytes and belong to the caller; none is kept. Only `rebuild` writes to inputs.
 
     Attributes:
         spec: the logical matrix, in the groups that are written.
         readers: one per stored projection.
         shards: the packed parts of every rank.
         times: groups that are written for one of the source's.
-        repeated: scratch for scales and zero points that are repeated so, for each logical projection.
-        rounds: scales may be rounded to what the layout holds.
+        repeated: scratch for repeated scales and zero points, for each logical projection.
+        rounds: whether scales may be rounded to what the layout holds.
         scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
         elements: scratch for the elements of a part.
         expected: scratch for what they should be, and for intermediate values.
@@ -223,11 +237,20 @@ class ArrangedPath:
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
-        """Projection and part of everything that has to be read."""
+        """Stored projection and part of everything that has to be read."""
         return tuple((reader.name, part) for reader in self.readers for part in reader.stored.reads)
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
-        """See `FastPath.read`."""
+        """View what is stored as matrices. They lie in the inputs and in scratch, both of which have to stay for them.
+
+        Args:
+            inputs: stored bytes of everything in `reads`.
+            scratch: uint8, `scratch_bytes` or more, with any content; the same for `read`, `pack` and `prove`.
+
+        Returns:
+            None if a value needs the reference path, which handles it or says what is wrong. Otherwise packing loses
+            nothing of them, and every source tensor except those of `kept` can be rebuilt from the matrices.
+        """
         if self.calibrates:
             raise ValueError("the largest scale of all local experts has to be known first")  # a bug, not input
         read: list[Fields] = []
@@ -261,11 +284,11 @@ class ArrangedPath:
 
     @property
     def _codec(self) -> Codec | None:
-        """How scales are stored, by every rank alike but for a factor that nothing is rounded for."""
+        """Codec of scales: the same for every rank, except for a factor that rounds nothing."""
         return next(part.widen for part in self.shards[0].parts if part.field == "scales")
 
     def losses(self, read: Sequence[Fields]) -> int:
-        """See `FastPath.losses`."""
+        """Count stored numbers that differ from the source's, over all shards: 0 unless losses are allowed."""
         if _SOURCE not in read[0]:
             return 0
         lost = 0
@@ -276,7 +299,7 @@ class ArrangedPath:
         return lost
 
     def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
-        """See `FastPath.kept`."""
+        """Return stored projection and part of what cannot be rebuilt, after `read` with the same arguments."""
         found = [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
         codec = self._codec if self.rounds else None
         if codec is None:
@@ -289,13 +312,16 @@ class ArrangedPath:
 
     @property
     def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
-        """See `FastPath.calibrates`."""
+        """Projections and parts that `largest` looks at; none if no calibration is needed."""
         if all(shard.is_known for shard in self.shards):
             return ()
         return tuple((reader.name, part) for reader in self.readers for part in reader.stored.scale_parts)
 
     def largest(self, inputs: Inputs, scratch: Array) -> list[float] | None:
-        """See `FastPath.largest`."""
+        """Return the largest scale of one expert, for every shard; None if a scale is no finite number.
+
+        Takes the arguments of `read`, but only what `calibrates` names.
+        """
         read: list[Fields] = []
         for reader in self.readers:
             fields = reader.scales(inputs, scratch)
@@ -309,19 +335,19 @@ class ArrangedPath:
             found.append(float(e4m3_values()[positive]))
         return found
 
-    def with_calibration(self, largest: Sequence[float]) -> ArrangedPath:
-        """See `FastPath.with_calibration`."""
+    def with_calibration(self, largest: Sequence[float]) -> FastPath:
+        """Return this path for experts whose largest scales these are, shard by shard (`Layout.calibrate`)."""
         return replace(
             self, shards=tuple(shard.with_calibration(one) for shard, one in zip(self.shards, largest, strict=True))
         )
 
     def stored_largest(self, outputs: Outputs) -> tuple[float, ...] | None:
-        """See `FastPath.stored_largest`."""
+        """Return the calibration that packed bytes were made with; None if they fit none."""
         found = [stored_largest(packed) for packed in outputs]
         return None if None in found else tuple(one for one in found if one is not None)
 
     def _regrouped(self, number: int, fields: Fields, scratch: Array) -> Fields:
-        """The fields of a projection, with memory for those in smaller groups beside what is stored."""
+        """Add memory for the fields in smaller groups to the stored fields of a projection."""
         found = dict(fields)
         for region, (field, stored) in zip(self.repeated[number], _GROUPED.items(), strict=True):
             if field in fields:
@@ -331,7 +357,7 @@ class ArrangedPath:
         return found
 
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
-        """See `FastPath.pack`."""
+        """Fill the outputs."""
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts:
                 views = part.sampled(shard.views(_packed(part.field, read), self.spec, read))
@@ -340,7 +366,10 @@ class ArrangedPath:
                 shard.shared.fill(read, packed)
 
     def rebuild(self, outputs: Outputs, stored: Inputs, scratch: Array) -> None:
-        """See `FastPath.rebuild`."""
+        """Invert `read` and `pack`: fill the stored bytes of everything in `reads` from packed bytes.
+
+        Packed bytes are not trusted: `read` the result and `prove` it against them.
+        """
         blank = [fields for reader in self.readers for fields in reader.blank(stored, scratch)]
         if self.times > 1:
             blank = [self._regrouped(number, fields, scratch) for number, fields in enumerate(blank)]
@@ -358,8 +387,12 @@ class ArrangedPath:
         for reader in self.readers:
             reader.finish(stored, scratch)
 
-    def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Proof | None:
-        """See `FastPath.prove`."""
+    def prove(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> Digests | None:
+        """Unpack the outputs and compare them with the matrices. Takes nothing from an earlier `pack` but the outputs.
+
+        Returns:
+            The digests; None if the outputs do not hold what the matrices say, bit for bit.
+        """
         held = [projection for reader in self.readers for projection in reader.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
@@ -374,7 +407,7 @@ class ArrangedPath:
             if hashed != field:
                 for digest, fields in zip(digests, read, strict=True):
                     self._feed(digest, fields[hashed], field, scratch)
-        return Proof(tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True)))
+        return tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True))
 
     def _keeps_scales(self, read: Sequence[Fields]) -> bool:
         return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
@@ -382,7 +415,7 @@ class ArrangedPath:
     def _proven(
         self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array
     ) -> Iterator[tuple[int, Array | None]]:
-        """A field as it was unpacked, or as the source has it where that lies more conveniently: the two are equal.
+        """Yield a field as it was unpacked, or the equal rows of the source if they are contiguous there.
 
         Consecutive rows of every projection, with its number; None where a shard does not hold them.
         """
@@ -422,5 +455,5 @@ class ArrangedPath:
 
 
 def _packed(field: str, read: Sequence[Fields]) -> str:
-    """The field that is packed for one: numbers are rounded from the source's, and once."""
+    """Name the field that is packed for a field: numbers are rounded once, from the source's."""
     return _SOURCE if field == "scales" and _SOURCE in read[0] else field

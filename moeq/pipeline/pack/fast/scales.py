@@ -26,11 +26,11 @@ class StoredScales:
     """The scales of a projection.
 
     Attributes:
-        sig: how they are stored.
+        sig: stored dtype and shape.
         spec: the matrix.
-        scheme: how it is encoded.
-        transposed: the stored matrix has its rows along groups.
-        repeated: the format may store one scale for several rows.
+        scheme: encoding of the matrix.
+        transposed: whether the stored matrix has its rows along groups.
+        repeated: whether the format may store one scale for several rows.
     """
 
     sig: PartSig
@@ -48,19 +48,19 @@ class StoredScales:
         return self.spec.n if scale.granularity == "tensor" else scale.group_shape[0]
 
     def fits(self) -> bool:
-        """Whether the shape is that of these rows and groups."""
+        """Return whether the stored shape fits these rows and groups."""
         stored = -(-self.spec.n // self.rows) * self.spec.num_groups
         shaped = self.rows > 1 or bool(self.sig.shape)
         return shaped and self.spec.scale_dtype in EXPONENT and math.prod(self.sig.shape) == stored
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch for scales that do not lie as they should."""
+        """Bytes of scratch for scales that are repeated."""
         width = np.dtype(WIDTH[self.spec.scale_dtype]).itemsize
         return 0 if self.rows == 1 else Region(0, self.spec.n * self.spec.num_groups * width).stop
 
     def read(self, stored: Array, scratch: Array) -> Array | None:
-        """Unsigned integers `[N, G]`; None where one is no finite number."""
+        """Return the scales as unsigned integers `[N, G]`; None if one is no finite number."""
         scales = self._stored(stored)
         if any_all_ones(scales, EXPONENT[self.spec.scale_dtype]):
             return None
@@ -72,7 +72,7 @@ class StoredScales:
         return found
 
     def blank(self, stored: Array, scratch: Array) -> Array:
-        """`[N, G]` to be filled."""
+        """Return memory for the scales, `[N, G]`."""
         if self.rows == 1:
             return self._by_rows(self._stored(stored))
         shape = (self.spec.n, self.spec.num_groups)
@@ -98,8 +98,8 @@ class GlobalScale:
     """The second-level scale of a matrix, a float32 number.
 
     Attributes:
-        sig: how it is stored.
-        divides: what is stored is its reciprocal.
+        sig: stored dtype and shape.
+        divides: whether its reciprocal is stored.
         n: rows of the matrix.
     """
 
@@ -108,20 +108,20 @@ class GlobalScale:
     n: int
 
     def fits(self) -> bool:
-        """Whether it is one number."""
+        """Return whether the scale is one number."""
         return self.sig.dtype == "F32" and math.prod(self.sig.shape) == 1
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch for the number in every row."""
+        """Bytes of scratch for the number in every row."""
         return Region(0, 4 * self.n).stop
 
     def blank(self, scratch: Array) -> Array:
-        """uint32 `[N, 1]`, bits of float32."""
+        """Return memory for the scale in every row: uint32 `[N, 1]`, bits of float32."""
         return Region(0, self.scratch_bytes).array(scratch, (self.n, 1), "u4")
 
     def read(self, stored: Array, scratch: Array) -> Array | None:
-        """The number in every row; None where it is none that can be multiplied with."""
+        """Return the number in every row; None if it cannot be multiplied with."""
         number = stored.view(np.float32)[0]
         if self.divides:
             if not number > 0:
@@ -140,7 +140,7 @@ class GlobalScale:
         stored.view(np.float32)[:] = divisor_of(float(number[0])) if self.divides else number
 
     def is_lost(self, stored: Array, scratch: Array) -> bool:
-        """Whether the stored number does not follow from what was read."""
+        """Return whether the stored number does not follow from what was read."""
         again = np.empty(4, np.uint8)
         self.finish(again, scratch)
         return not np.array_equal(again, stored)

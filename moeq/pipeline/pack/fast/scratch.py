@@ -23,11 +23,11 @@ class Region:
 
     @property
     def stop(self) -> int:
-        """Where the next region may start."""
+        """Start of the next region."""
         return self.start + -(-self.nbytes // _LINE) * _LINE
 
     def array(self, scratch: Array, shape: tuple[int, ...], dtype: str) -> Array:
-        """The first bytes of the region as a contiguous array."""
+        """View the first bytes of the region as a contiguous array."""
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         return scratch[self.start : self.start + size].view(kind).reshape(shape)

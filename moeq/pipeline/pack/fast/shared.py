@@ -15,24 +15,24 @@ from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array
 
-#: Parts of one number.
+#: Names of the parts, which hold one number each.
 _GLOBAL, _FACTOR = "global_scale", "scale_factor"
 
 
 class SharedScale(ABC):
     """The global scale of one rank's matrix, and what is stored with it."""
 
-    #: What the scales are multiplied by.
+    #: Factor that scales are multiplied by.
     factor: float = 1.0
     #: Whether the factor is known.
     is_known: bool = True
 
     def with_calibration(self, largest: float) -> SharedScale:
-        """The same for experts whose largest scale that is."""
+        """Return the calibrated form for experts with that largest scale."""
         return self
 
     def exact(self, read: Sequence[Fields]) -> bool:
-        """Whether all rows of all projections have one global scale, which comes back as it was."""
+        """Return whether all rows of all projections have one global scale, which comes back as it was."""
         bits = {int(one) for fields in read for one in np.unique(fields[_GLOBAL])}
         if len(bits) != 1:
             return False
@@ -46,10 +46,10 @@ class SharedScale(ABC):
 
     @abstractmethod
     def of(self, packed: Mapping[str, Array]) -> np.float32:
-        """The source's global scale from the stored numbers."""
+        """Compute the source's global scale from the stored numbers."""
 
     def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
-        """Whether the stored numbers mean the source's global scale."""
+        """Return whether the stored numbers mean the source's global scale."""
         found = self.of(packed).view(np.uint32)
         return all(bool((fields[_GLOBAL] == found).all()) for fields in read)
 
@@ -60,7 +60,7 @@ class SharedScale(ABC):
 
 
 class PlainScale(SharedScale):
-    """The part `global_scale` as the source has it."""
+    """Stores `global_scale` as the source has it."""
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
         packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
@@ -71,10 +71,10 @@ class PlainScale(SharedScale):
 
 @dataclass(frozen=True)
 class MarlinScale(SharedScale):
-    """The parts `global_scale` and `scale_factor` of one rank.
+    """Stores `global_scale` and `scale_factor` of one rank.
 
     Attributes:
-        layout: the layout, calibrated where it needs that.
+        layout: the layout, calibrated if it needs that.
     """
 
     layout: MarlinNVFP4
@@ -108,13 +108,13 @@ class MarlinScale(SharedScale):
 
 
 def shared_scale(layout: ArrangedLayout) -> SharedScale | None:
-    """How a layout stores the global scale; None where there is none."""
+    """Return how a layout stores the global scale; None if it has none."""
     if isinstance(layout, MarlinNVFP4):
         return MarlinScale(layout)
     return PlainScale() if isinstance(layout, NVFP4Layout) else None
 
 
 def stored_largest(packed: Mapping[str, Array]) -> float | None:
-    """A largest scale that gives the factor that is stored; None where that is no factor."""
+    """Return a largest scale that gives the stored factor; None if the stored number is no factor."""
     factor = float(packed[_FACTOR].view(np.float32)[0])
     return 448.0 / factor if 1 <= factor <= 2.0**20 and math.frexp(factor)[0] == 0.5 else None

@@ -12,10 +12,10 @@ from moeq.schemes.awq import NIBBLE_OF_COLUMN
 _16, _8, _4 = np.uint64(16), np.uint64(8), np.uint64(4)
 _LOW16, _LOW8, _LOW4 = np.uint64(0x0000FFFF0000FFFF), np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0F0F0F0F0F0F0F0F)
 
-#: Words that are turned at once: a cache line of each of 8 rows.
-_TURNED = 16
+#: Words that are transposed at once: a cache line of each of 8 rows.
+_LINE_WORDS = 16
 
-_eight, _rest, _line = scratch(np.uint32, 8), scratch(np.uint32, 8, _TURNED), scratch(np.uint32, 8 * _TURNED)
+_eight, _rest, _line = scratch(np.uint32, 8), scratch(np.uint32, 8, _LINE_WORDS), scratch(np.uint32, 8 * _LINE_WORDS)
 
 
 @loop
@@ -44,11 +44,11 @@ _COLUMN_OF_NIBBLE = tuple(sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__))
 
 
 @loop
-def turn_back_awq(turned, words):  # type: ignore[no-untyped-def]
-    """Transposes 8 x 8 nibbles as `_turn_block` does, a word at a time."""
+def transpose_awq_back(transposed_words, words):  # type: ignore[no-untyped-def]
+    """Transpose 8 x 8 nibbles as `_transpose_block` does, a word at a time."""
     block = _eight()
-    for k in range(turned.shape[0]):
-        line = turned[k]
+    for k in range(transposed_words.shape[0]):
+        line = transposed_words[k]
         for w in range(words.shape[1]):
             for i in range(8):
                 block[i] = line[8 * w + _COLUMN_OF_NIBBLE[i]]
@@ -64,32 +64,32 @@ def turn_back_awq(turned, words):  # type: ignore[no-untyped-def]
 
 @loop
 def _swap(block, first, second, shift, low):  # type: ignore[no-untyped-def]
-    """The high fields of one word against the low fields of another."""
+    """Exchange the high fields of one word with the low fields of another."""
     x, y = block[first], block[second]
     block[first] = (x & low) | ((y & low) << shift)
     block[second] = ((x >> shift) & low) | (y & ~low)
 
 
 @loop
-def turn_awq(words, out):  # type: ignore[no-untyped-def]
-    whole = words.shape[1] // _TURNED * _TURNED
-    rest, turned = _rest(), _line()
+def transpose_awq(words, out):  # type: ignore[no-untyped-def]
+    whole = words.shape[1] // _LINE_WORDS * _LINE_WORDS
+    rest, transposed_words = _rest(), _line()
     for k in range(out.shape[0]):
         block, line = words[8 * k : 8 * k + 8], out[k]
-        for w in range(0, whole, _TURNED):
-            _turn_block(block, w, line[8 * w :])
+        for w in range(0, whole, _LINE_WORDS):
+            _transpose_block(block, w, line[8 * w :])
         if whole < words.shape[1]:
             for j in range(8):
-                for w in range(_TURNED):
+                for w in range(_LINE_WORDS):
                     rest[j, w] = block[j, whole + w] if whole + w < words.shape[1] else uint32(0)
-            _turn_block(rest, 0, turned)
+            _transpose_block(rest, 0, transposed_words)
             for w in range(8 * whole, len(line)):
-                line[w] = turned[w - 8 * whole]
+                line[w] = transposed_words[w - 8 * whole]
 
 
 @loop
-def _turn_block(block, w, line):  # type: ignore[no-untyped-def]
-    """16 words of 8 rows. A transposition of 8 x 8 nibbles: halves of words change places, then bytes, then nibbles."""
+def _transpose_block(block, w, line):  # type: ignore[no-untyped-def]
+    """Transpose 8 x 8 nibbles in 16 words of 8 rows: exchange halves of words, then bytes, then nibbles."""
     a0, a4 = _swapped(load(block[0], w), load(block[4], w), _16, _LOW16)
     a1, a5 = _swapped(load(block[1], w), load(block[5], w), _16, _LOW16)
     a2, a6 = _swapped(load(block[2], w), load(block[6], w), _16, _LOW16)
@@ -117,5 +117,5 @@ def _turn_block(block, w, line):  # type: ignore[no-untyped-def]
 
 @loop
 def _swapped(x, y, shift, low):  # type: ignore[no-untyped-def]
-    """The low fields of both, and the high fields of both."""
+    """Return the low fields of both words, and the high fields of both."""
     return (x & low) | ((y & low) << shift), ((x >> shift) & low) | (y & (low << shift))

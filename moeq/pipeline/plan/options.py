@@ -1,0 +1,89 @@
+"""The options of a conversion: one record for the command line, Python, plans and journals. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypedDict
+
+if TYPE_CHECKING:
+    from moeq.deploy.deployment import Deployment
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Choices that decide the bytes of a conversion, beside its source and its deployment.
+
+    Attributes:
+        layout: id of the layout to write, which a backend of the engine has to read there; None takes what fits best.
+        force_layout: write `layout` even if no backend reads it there; the layout still has to fit the weights.
+        regroup: weights per scale to write; scales and zero points are repeated. None keeps the groups of the source.
+        skip_unfit: copy layers that cannot be converted instead of refusing the checkpoint.
+        allow_lossy: allow layouts that change stored numbers; the manifest counts the changes.
+        no_code: leave out Python files, pickles and `auto_map`; by default everything beside the weights is copied.
+    """
+
+    layout: str | None = None
+    force_layout: bool = False
+    regroup: int | None = None
+    skip_unfit: bool = False
+    allow_lossy: bool = False
+    no_code: bool = False
+
+
+class ConvertKeywords(TypedDict, total=False):
+    """Types of the fields of `ConvertOptions`, for functions that take them as keywords."""
+
+    layout: str | None
+    force_layout: bool
+    regroup: int | None
+    skip_unfit: bool
+    allow_lossy: bool
+    no_code: bool
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Numbers of ranks that experts are divided among.
+
+    Attributes:
+        tp: ranks that share every expert; 1 under expert parallelism, which takes them all.
+        ep: ranks that share the list of experts.
+    """
+
+    tp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def of(cls, tp: int, ep: int) -> Ranks:
+        """Return the ranks of a deployment: expert parallelism keeps experts whole."""
+        return cls(1 if ep > 1 else tp, ep)
+
+
+#: Options that nobody changed, and a single rank.
+DEFAULTS, ONE_RANK = ConvertOptions(), Ranks()
+
+
+@dataclass(frozen=True)
+class Question:
+    """The question that the join of oracle, layouts and checkpoint answers (`moeq.pipeline.plan.decide`).
+
+    Attributes:
+        deployment: where the checkpoint is to run.
+        options: options of the conversion.
+    """
+
+    deployment: Deployment
+    options: ConvertOptions = DEFAULTS
+
+    @property
+    def ranks(self) -> Ranks:
+        """Ranks that experts are divided among."""
+        return Ranks.of(self.deployment.tp, self.deployment.ep)
+
+    def on(self, **deployment: Any) -> Question:
+        """Return the question with other values in its deployment."""
+        return replace(self, deployment=replace(self.deployment, **deployment))
+
+    def opting(self, **options: Any) -> Question:
+        """Return the question with other options."""
+        return replace(self, options=replace(self.options, **options))
