@@ -17,14 +17,13 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import HERE, MOEQ, Run, folder_bytes, make_source, option_parser, run_cases, run_once, set_cache, settle
+from measuring import HERE, MOEQ, Run, folder_bytes, make_source, option_parser, run_cases, run_once
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,6 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
             run, share = run_once(command, source, out, options.cache)
             runs[who].append(run)
             cached.append(share)
-        if turn == 0 and options.trace is not None:
-            trace(name, case, source, scratch, options)
         if turn == 0 and "naive" in runs:
             same = differences(scratch / "convert", scratch / "naive")
         sizes = {who: folder_bytes(scratch / who) for who in runs}
@@ -148,18 +145,6 @@ def run_case(name: str, options: argparse.Namespace, scratch: Path) -> dict[str,
             shutil.rmtree(scratch / who)
     shutil.rmtree(source)
     return summary(name, case, layers, runs, sizes, cached, same)
-
-
-def trace(name: str, case: Case, source: Path, scratch: Path, options: argparse.Namespace) -> None:
-    """A picture of every thread of one more run of each contender, which is not counted."""
-    options.trace.mkdir(parents=True, exist_ok=True)
-    out = scratch / "traced"
-    for who, command in contenders(case, source, out, options.workers, naive=False):
-        set_cache(source, options.cache)
-        settle()
-        picture = options.trace / f"{name}-{options.cache}-{who}.svg"
-        subprocess.run([sys.executable, str(HERE / "thread_trace.py"), str(picture), *command], check=True)
-        shutil.rmtree(out)
 
 
 def summary(name, case, layers, runs, sizes, cached, same) -> dict[str, Any]:
@@ -224,7 +209,6 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     parser = option_parser(__doc__ or "", CASES, gib=2.0, repeat=5)
     parser.add_argument("--no-naive", dest="naive", action="store_false", help="leave out the script of a user")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="draw every thread of one more run of each here")
     options = parser.parse_args()
     rows = run_cases(options, CASES, "moeq.convert-speed/1", run_case, show)
     print(table(rows))

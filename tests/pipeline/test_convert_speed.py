@@ -44,7 +44,7 @@ def test_the_benchmark_measures_every_contender(
     case = convert_speed.Case("tiny", "gptq", 0.002, "marlin-wna16/1")
     monkeypatch.setitem(convert_speed.CASES, "tiny", case)
     monkeypatch.setattr(measuring, "SETTLE_SECONDS", 0)
-    options = argparse.Namespace(gib=0.002, repeat=1, workers=2, cache="warm", naive=True, trace=None)
+    options = argparse.Namespace(gib=0.002, repeat=1, workers=2, cache="warm", naive=True)
     row = convert_speed.run_case("tiny", options, tmp_path)
     assert row["same_bytes_as_naive"] is True
     assert list(row["results"]) == ["cp", "convert", "naive"]
