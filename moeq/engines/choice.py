@@ -1,4 +1,4 @@
-"""Which kernels run the experts inside an engine: moeq's own, or the engine's on the same bytes. No torch."""
+"""Choose the kernels that run the experts inside an engine: moeq's, or the engine's on the same bytes. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from moeq.errors import MoeqError
 Kernels = Literal["auto", "moeq", "engine"]
 KERNELS: tuple[Kernels, ...] = ("auto", "moeq", "engine")
 
-#: Read where the engine's own options say nothing.
+#: Environment variable that applies if the engine's options do not say which kernels.
 VARIABLE = "MOEQ_KERNELS"
 
-#: Errors of an engine's kernels that mean: what was asked for by name cannot be had. No other kernels are the answer.
+#: Error codes of an engine's kernels that concern an explicit option, so that no other kernels may replace them.
 ASKED_FOR = frozenset({"usage.moe-backend", "environment.marlin-input"})
 
 T = TypeVar("T")
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which kernels run a layer.
+    """Choice of the kernels that run a layer.
 
     Attributes:
-        own: moeq's kernels; else the engine's.
-        why: one clause that says what they are, for the log.
+        own: whether they are moeq's kernels, not the engine's.
+        why: clause for the log that says what they are.
     """
 
     own: bool
@@ -35,14 +35,14 @@ class Choice:
 
 
 def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
-    """`auto`, `moeq` or `engine`.
+    """Read which kernels were asked for: `auto`, `moeq` or `engine`.
 
     Args:
-        options: the engine's options for moeq: `{"kernels": ...}`; without that key the environment variable
-            MOEQ_KERNELS is read, and without that it is `auto`.
+        options: the engine's options for moeq: `{"kernels": ...}`. Without that key the environment variable
+            MOEQ_KERNELS decides, and without that the result is `auto`.
 
     Raises:
-        MoeqError: `usage.kernels` for any other value, and for options that there are not.
+        MoeqError: `usage.kernels` for any other value, and for unknown options.
     """
     unknown = sorted(map(str, set(options or {}) - {"kernels"}))
     if unknown:
@@ -56,7 +56,7 @@ def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
 
 
 def outcome(check: Callable[[], T]) -> T | MoeqError:
-    """What `check` returns, or the MoeqError that it raises: a reason, until nothing else is left."""
+    """Call `check` and return its result, or the MoeqError that it raises."""
     try:
         return check()
     except MoeqError as error:
@@ -64,17 +64,18 @@ def outcome(check: Callable[[], T]) -> T | MoeqError:
 
 
 def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: MoeqError | str) -> Choice:
-    """Decide for one layer.
+    """Choose the kernels of one layer.
 
     Args:
-        asked: what was asked for.
-        own: why moeq's kernels cannot run it, or None.
-        slow: why they would be those for any GPU (mma.sync, portable) instead of those made for this one, or None.
-        engine: why the engine's cannot run it, or their name.
+        asked: kernels that were asked for.
+        own: reason why moeq's kernels cannot run it, or None.
+        slow: reason why moeq's kernels would be those for any GPU (mma.sync, portable) instead of those for this GPU,
+            or None.
+        engine: reason why the engine's kernels cannot run it, or their name.
 
     Raises:
-        MoeqError: the reason, where what was asked for cannot be had; both reasons, where nothing runs the layer.
-            Options of the engine count as asked for while none of moeq's kernels is for this GPU.
+        MoeqError: the reason, if the kernels that were asked for cannot run the layer; both reasons, if no kernels can.
+            Options of the engine count as asked for unless moeq has kernels for this GPU.
     """
     if asked == "moeq" and own is not None:
         raise own

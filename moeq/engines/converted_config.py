@@ -1,8 +1,8 @@
-"""What vLLM's and SGLang's quantization config for a converted checkpoint have in common.
+"""Common part of the quantisation configs of converted checkpoints in vLLM and SGLang.
 
-Both engines ask their `QuantizationConfig` the same questions, and both answers hold the source's own config, which
-still decides about every layer outside the experts. Registries and layer classes are the engines' own; they are in
-`vllm/config.py` and `sglang/config.py`.
+Both engines ask their `QuantizationConfig` the same questions. The source's own config, inside of ours, still decides
+about every layer outside the experts. Registries and layer classes differ: see `vllm/config.py` and
+`sglang/config.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class ConvertedQuantization(ABC):
-    """`quantization_config` of a converted checkpoint, with the source's own inside; a mixin.
+    """Mixin for the `quantization_config` of a converted checkpoint, which holds the source's own.
 
     Args:
-        original: the source's quantization config, or None where it had none in `config.json`.
+        original: the source's quantisation config, or None if its `config.json` has none.
 
     Attributes:
-        inner: the engine's config for it, or None.
+        inner: the engine's config of the source's method, or None.
     """
 
     def __init__(self, original: dict[str, Any] | None) -> None:
@@ -39,43 +39,43 @@ class ConvertedQuantization(ABC):
     @staticmethod
     @abstractmethod
     def source_config(original: dict[str, Any]) -> Any:
-        """The engine's config of the source's method. Raises MoeqError `answer.no-backend` without one."""
+        """Make the engine's config of the source's method. Raises MoeqError `answer.no-backend` if it has none."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """From `config.json`."""
+        """Make the config from `config.json`."""
         return cls(config.get("original"))
 
     def get_name(self) -> str:
-        """`moeq`."""
+        """Return `moeq`."""
         return NAME
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Those of the source's method."""
+        """Return the activation dtypes that the source's method supports."""
         import torch
 
         return list(self.inner.get_supported_act_dtypes()) if self.inner else [torch.bfloat16, torch.float16]
 
     @property
     def weight_block_size(self) -> list[int] | None:
-        """Of the layers that are as the source has them: engines allow sizes that such blocks do not divide."""
+        """Block size of the layers outside the experts, for which engines allow sizes that blocks do not divide."""
         found: list[int] | None = getattr(self.inner, "weight_block_size", None)
         return found
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """None: `config.json` says everything."""
+        """Return no names: `config.json` says everything."""
         return []
 
 
 def layer_number(prefix: str) -> int | None:
-    """Number of a layer by its name; None for draft layers of multi-token prediction, which some models count anew."""
+    """Return the number of a layer by its name; None for draft layers, which some models count from 0 again."""
     found = _LAYER.search(prefix)
     return int(found[1]) if found and "mtp" not in prefix else None
 
 
 def source_unread(method: str, engine: str, error: Exception) -> MoeqError:
-    """The error for a source whose layers outside the experts the engine refuses."""
+    """Make the error for a source whose layers outside the experts the engine refuses."""
     return MoeqError(
         "answer.no-backend",
         f"layers outside the experts are still {method}, as the source had them, and {engine} does not read them: "

@@ -1,4 +1,4 @@
-"""Packed experts inside a module that transformers has for a layer's experts. Imported by engines' loaders only."""
+"""Run packed experts inside the module that transformers has for a layer's experts."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from moeq.schemes.dequantize import dequantize
 if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
-#: A layer is prepared for calls of so many tokens at least.
+#: Fewest tokens of a call that a layer is prepared for.
 LEAST_TOKENS = 4096
 
-#: Parameters of the modules that hold experts in transformers.
+#: Names of the parameters of modules that hold experts in transformers.
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}
 STACKS |= {f"{name}_bias" for name in STACKS}
 
 
 class ConvertedExperts:
-    """The experts of one layer: takes the place of a module's weights, and computes its forward pass.
+    """Experts of one layer, which replace a module's weights and compute its forward pass.
 
     Args:
-        module: transformers' module for the experts. It loses its weights and gets parameters that are named and
-            shaped as the stacked tensors of the checkpoint, and this object as its attribute `converted`.
+        module: transformers' module for the experts. Its weights are replaced by parameters with the names and shapes
+            of the checkpoint's stacked tensors, and this object becomes its attribute `converted`.
         entry: the layer in the manifest, written for one rank.
 
     Attributes:
         run_on: `kernels` (`moeq_kernels`), `reference` (float32, dequantising one expert at a time), or `auto`: kernels
-            on a GPU, the reference elsewhere.
+            on a GPU, the reference on a CPU.
 
     Raises:
-        MoeqError: `answer.no-kernel` where the module computes something else between or after its products.
+        MoeqError: `answer.no-kernel` if the module computes more than its products and their activation.
     """
 
     run_on: Literal["auto", "kernels", "reference"] = "auto"
@@ -67,15 +67,15 @@ class ConvertedExperts:
                 empty = torch.empty(entry.num_experts, *spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
                 module.register_parameter(f"{role}_{part}", nn.Parameter(empty, requires_grad=False))
         module.converted = self
-        module._is_hf_initialized = True  # the model's own code would fill what is gone
+        module._is_hf_initialized = True  # the model's own code would fill the deleted weights
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """`[tokens, H]` to `[tokens, H]`: experts `ids` `[tokens, top_k]`, weighted and summed."""
+        """Run experts `ids` `[tokens, top_k]` on `[tokens, H]`, and return their weighted sums `[tokens, H]`."""
         kernels = self.run_on == "kernels" or (self.run_on == "auto" and x.is_cuda)
         return (self._fused if kernels else self._reference)(x, weights, ids)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies prepare for themselves."""
+        """Leave out the prepared layer: a copy prepares its own."""
         return {**self.__dict__, "_prepared": None}
 
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -84,19 +84,20 @@ class ConvertedExperts:
         made = self._prepared
         if made is None or made[0] != key or made[2].max_tokens < tokens or self._moved(made[1]):
             made = (key, self.module.w13_weight.data_ptr(), self._prepare(x, ids.shape[1]))
-            # A layer that is kept holds on to its weights. Offloaded ones are on the device for the time of a call.
+            # A prepared layer holds references to its weights, and offloaded weights leave the device after a call.
             self._prepared = None if getattr(getattr(self.module, "_hf_hook", None), "offload", False) else made
         return made[2](x, weights, ids)
 
     def _moved(self, address: int) -> bool:
-        """Whether the weights are elsewhere now. Not asked in a compiled program, which cannot be traced through a
-        comparison of addresses; what it calls holds on to the weights that it was prepared with.
+        """Return whether the weights are at another address now.
+
+        A compiled program cannot compare addresses; the layer that it calls keeps the weights it was prepared with.
         """
         return not torch.compiler.is_compiling() and bool(self.module.w13_weight.data_ptr() != address)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, x: Tensor, top_k: int) -> PreparedLayer:
-        """For calls of twice as many tokens, and for those of a few thousand at least."""
+        """Prepare the layer for calls of up to twice as many tokens, and at least of LEAST_TOKENS."""
         from moeq_kernels import prepare
 
         specs = {role: self.entry.matrices[role].padded_spec for role in STACKED_ROLES}
@@ -119,7 +120,7 @@ class ConvertedExperts:
         return moe(x, self.expert, weights, ids, self.activation).to(x.dtype)
 
     def expert(self, number: int) -> Expert:
-        """Dequantised weights of one expert."""
+        """Dequantise one expert."""
         linears = {}
         for role in STACKED_ROLES:
             matrices, layout = self.entry.matrices, get_layout(self.entry.layout)
@@ -135,10 +136,10 @@ class ConvertedExperts:
 
 
 def find_activation(module: Any, entry: LayerEntry) -> Activation:
-    """The function between a module's products, found by trying it on numbers.
+    """Find the activation between a module's products by trying it on numbers.
 
     Raises:
-        MoeqError: `answer.no-kernel` where it is none that the kernels know.
+        MoeqError: `answer.no-kernel` if the kernels do not know it.
     """
     random = torch.Generator().manual_seed(0)
     first, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))

@@ -4,11 +4,10 @@
     model = AutoModelForCausalLM.from_pretrained("DST", device_map="cuda")
 
 The import registers the quantisation method `moeq` and the experts implementation `moeq` in transformers' own
-registries. Experts are loaded by transformers as they lie in the files, without repacking, and run in `moeq_kernels` on
-a GPU and as the float32 reference, one expert dequantised at a time, on a CPU. Every model works whose experts go
-through transformers' experts interface (`use_experts_implementation`). Linear layers outside the experts that the
-source had quantised (GPTQ attention, for example) are dequantised while they are loaded; everything else loads as
-transformers does it.
+registries. transformers loads experts without repacking them. They run in `moeq_kernels` on a GPU, and on a CPU as the
+float32 reference, which dequantises one expert at a time. Every model works whose experts use transformers' experts
+interface (`use_experts_implementation`). Linear layers outside the experts that the source had quantised (GPTQ
+attention, for example) are dequantised while they are loaded; transformers loads everything else as usual.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.engines.dense import QuantizedLinear, quantized_linears
 from moeq.engines.experts_module import ConvertedExperts
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open_converted
+from moeq.model.quantized_modules import QuantizedModule, decode, quantized_linears
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
 
 if TYPE_CHECKING:
@@ -50,10 +49,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a layer `[tokens, H]`, where `experts_implementation` is `moeq`.
+    """Run the experts of a layer on `[tokens, H]`, as the experts implementation `moeq`.
 
     Raises:
-        MoeqError: `usage.not-converted` where the checkpoint of the model is none of moeq's.
+        MoeqError: `usage.not-converted` if the model's checkpoint is no conversion.
     """
     converted = getattr(module, "converted", None)
     if converted is None:
@@ -96,14 +95,14 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer("moeq")
 class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts experts that read packed weights in the place of transformers' own, before weights are loaded."""
+    """Quantiser that replaces transformers' experts by packed ones, before weights are loaded."""
 
-    requires_calibration = True  # there is nothing that transformers could quantise on the fly
+    requires_calibration = True  # transformers must not quantise on the fly
 
     def __init__(self, quantization_config: MoeqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.checkpoint: ConvertedCheckpoint | None = None
-        self.linears: list[QuantizedLinear] = []
+        self.linears: list[QuantizedModule] = []
         self.beside: dict[str, torch.dtype] = {}
 
     def _process_model_before_weight_loading(
@@ -130,18 +129,19 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                 )
             ConvertedExperts(module, entry)
             module.config._experts_implementation = IMPLEMENTATION
-        self.linears = quantized_linears(checkpoint, _linears(model), self.quantization_config.original)
+        tensors, declaration = checkpoint.source.tensors.values(), checkpoint.declaration
+        self.linears = list(quantized_linears(tensors, declaration, _linears(model)))
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """One conversion per linear layer that the source had quantised: its tensors become one weight.
+        """Return a conversion for each linear layer that the source had quantised: its tensors become one weight.
 
-        Every transformers 5 asks for these, on its own or from inside `update_weight_conversions` (from 5.8), whose
+        Every transformers 5 asks for these, directly or, from 5.8 on, inside `update_weight_conversions`, whose
         arguments changed in 5.21.
         """
         return [_conversion(self, linear) for linear in self.linears]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        assert self.checkpoint is not None  # transformers calls the two in this order
+        assert self.checkpoint is not None  # the method that runs before loading has set it
         _cast(model, self.beside)
         for _, module in _experts(model):
             device = module.w13_weight.device
@@ -151,7 +151,7 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def dequantize(self, model: Any, *more: Any, **named: Any) -> Any:
-        """Refused: transformers would say that it is not implemented."""
+        """Refuse with a hint, where transformers would say that it is not implemented."""
         raise MoeqError(
             "usage.dequantize",
             "packed experts are not made plain weights again inside transformers",
@@ -159,17 +159,17 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         )
 
     def is_serializable(self) -> bool:
-        """Saving would lose the manifest; copy the folder instead."""
+        """Return False: saving would lose the manifest."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """Packed weights have no gradients."""
+        """Whether the model can be trained: packed weights have no gradients."""
         return False
 
 
 def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
-    """The converted checkpoint that the model's files belong to, and a refusal of models that are not covered."""
+    """Open the converted checkpoint of a model. Raises MoeqError `usage.*` for models that are not covered."""
     if not _experts(model):
         raise MoeqError(
             "usage.unsupported-model",
@@ -179,7 +179,7 @@ def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint
     if not checkpoint_files:
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
     folder = Path(checkpoint_files[0]).parent
-    if not (folder / MANIFEST_NAME).exists():  # a Hub download: transformers fetched only what it knows
+    if not (folder / MANIFEST_NAME).exists():  # transformers downloads only files that it knows
         _download_manifest(model, folder)
     return open_converted(folder)
 
@@ -191,7 +191,7 @@ def _download_manifest(model: Any, folder: Path) -> None:
 
 
 def _experts(model: Any) -> list[tuple[str, Any]]:
-    """Modules that hold a layer's experts, with what the experts interface puts into each."""
+    """Find the modules of experts, by the attributes that the experts interface adds."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -200,10 +200,10 @@ def _experts(model: Any) -> list[tuple[str, Any]]:
 
 
 def _dtypes_beside(model: Any) -> dict[str, torch.dtype]:
-    """Dtype of every floating-point tensor beside the experts (the router), in a model that is not filled yet.
+    """Return the dtype of every floating-point tensor beside the experts (the router), before the model is filled.
 
-    It is the one that the model's code creates the tensor in, or asks transformers for (`_keep_in_fp32_modules_strict`:
-    the bias that corrects the choice of experts).
+    The dtype is that of the created tensor, or the one that the model's code asks transformers for
+    (`_keep_in_fp32_modules_strict`: the bias that corrects the choice of experts).
     """
     plan: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
     found = {}
@@ -218,10 +218,10 @@ def _dtypes_beside(model: Any) -> dict[str, torch.dtype]:
 
 
 def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give tensors the dtypes that transformers gives them in a checkpoint that is not quantised.
+    """Convert tensors to the dtypes that they have in a checkpoint that is not quantised.
 
-    Before 5.21 it leaves tensors of a quantised one that it renames in the dtype of the file, and Mixtral's router is
-    one: a file in another dtype than the model's would fail in the first forward pass.
+    Before 5.21 transformers keeps the file's dtype for tensors of a quantised checkpoint that it renames, such as
+    Mixtral's router. Another dtype than the model's would fail in the first forward pass.
     """
     for name, dtype in dtypes.items():
         module, _, last = name.rpartition(".")
@@ -236,7 +236,7 @@ def _layer_number(name: str) -> int:
 
 
 def _linears(model: Any) -> Mapping[str, tuple[int, int]]:
-    """`(out_features, in_features)` of every linear layer."""
+    """Return `(out_features, in_features)` of every linear layer by name."""
     return {
         name: (module.out_features, module.in_features)
         for name, module in model.named_modules()
@@ -244,26 +244,30 @@ def _linears(model: Any) -> Mapping[str, tuple[int, int]]:
     }
 
 
-def _conversion(quantizer: MoeqQuantizer, linear: QuantizedLinear) -> WeightConverter:
-    sources = [f"{linear.module}.{part}" for part in linear.parts]
-    return WeightConverter(sources, f"{linear.module}.weight", operations=[DequantizeLinear(quantizer, linear)])
+def _conversion(quantizer: MoeqQuantizer, linear: QuantizedModule) -> WeightConverter:
+    sources = [f"{linear.name}.{part}" for part in linear.parts]
+    return WeightConverter(sources, f"{linear.name}.weight", operations=[DequantizeLinear(quantizer, linear)])
 
 
 class DequantizeLinear(ConversionOps):  # type: ignore[misc]
-    """The tensors of one quantised linear layer as its plain weight."""
+    """Conversion of the tensors of one quantised linear layer to a plain weight."""
 
-    def __init__(self, hf_quantizer: MoeqQuantizer, linear: QuantizedLinear) -> None:
+    def __init__(self, hf_quantizer: MoeqQuantizer, linear: QuantizedModule) -> None:
         self.hf_quantizer = hf_quantizer  # transformers leaves the dtypes alone where an operation has one
         self.linear = linear
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DequantizeLinear:
-        return self  # transformers copies converters for every tensor, and there is nothing in here that changes
+        return self  # transformers copies converters for every tensor, and this one has no state
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """`{module}.weight` in the dtype of the model's parameter."""
-        name = f"{self.linear.module}.weight"
+        """Return `{module}.weight` in the dtype of the model's parameter."""
+        from moeq.schemes.dequantize import dequantize
+
+        name, described = f"{self.linear.name}.weight", self.linear.described
         parts = {
             key.rpartition(".")[2]: value[0] if isinstance(value, list) else value for key, value in input_dict.items()
         }
-        weight = self.linear.dequantize(parts)
-        return {name: weight.to(model.get_parameter(name).dtype)}
+        device = next(iter(parts.values())).device
+        on_cpu = {part: tensor.cpu() for part, tensor in parts.items()}
+        weight = dequantize(decode(on_cpu, described.spec, described.scheme, self.linear.name))
+        return {name: weight.to(device, model.get_parameter(name).dtype)}

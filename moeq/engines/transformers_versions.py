@@ -1,19 +1,17 @@
-"""Which versions of transformers `moeq.engines.transformers` works with. Importing this imports no engine."""
+"""Check that the installed transformers works with `moeq.engines.transformers`. Imports no engine."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from moeq.errors import MoeqError
+from packaging.version import Version
 
-#: The oldest version that works. 5.0 reads the number of experts of a Qwen3-MoE from `num_experts` only, which configs
-#: that later versions wrote lack; transformers 4 has no conversions of weights while loading. The newest is not
-#: limited: `docs/reference/tested.md` says what was run.
-OLDEST = (5, 1)
+from moeq.errors import MoeqError
+from moeq.oracle.loaders import TRANSFORMERS_OLDEST
 
 
 def check_version() -> None:
-    """Refuse a transformers that is missing or too old: before it is imported, as what is imported from it is missing.
+    """Refuse a transformers that is missing or too old, before an import from it fails.
 
     Raises:
         MoeqError: `environment.engine-version`.
@@ -22,11 +20,10 @@ def check_version() -> None:
         found = version("transformers")
     except PackageNotFoundError:
         found = ""
-    if not found or tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        oldest = ".".join(map(str, OLDEST))
+    if not found or Version(found).release < Version(TRANSFORMERS_OLDEST).release:
         here = f"this is transformers {found}" if found else "it is not installed here"
         raise MoeqError(
             "environment.engine-version",
-            f"moeq's loader works with transformers {oldest} and newer, and {here}",
-            f"pip install 'transformers>={oldest}'",
+            f"moeq's loader works with transformers {TRANSFORMERS_OLDEST} and newer, and {here}",
+            f"pip install 'transformers>={TRANSFORMERS_OLDEST}'",
         )

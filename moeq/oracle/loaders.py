@@ -47,7 +47,8 @@ TRANSFORMERS_MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "5.1") 
 #: Name of an experts implementation that `config.json` of a conversion asks for and that only the loader's import makes
 #: known. Without it transformers would give the experts random weights and warn; with it, it stops and says this name.
 TRANSFORMERS_GUARD = "moeq (import moeq.engines.transformers before loading)"
-#: The oldest transformers that works (`moeq.engines.transformers_versions`).
+#: Oldest transformers that works. 5.0 reads the number of experts of a Qwen3-MoE from `num_experts` only, which configs
+#: by later versions lack; transformers 4 does not convert weights while it loads them. There is no newest version.
 TRANSFORMERS_OLDEST = "5.1"
 
 

@@ -1,7 +1,7 @@
-"""Converted checkpoints inside SGLang (0.5.23): the quantisation method `moeq`, and the MoE runner of that name.
+"""Serve converted checkpoints in SGLang (0.5.23): the quantisation method `moeq`, and the MoE runner of that name.
 
-Experts are created in their converted shapes, filled with the bytes of this rank from the files, and run in moeq's
-kernels; other layers keep the method that the source's config asks for.
+Experts are created in their converted shapes, filled from the files with the bytes of this rank, and run in moeq's
+kernels. Other layers keep the method that the source's config asks for.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Tokens that a step of the engine may have where its options do not say.
+#: Largest number of tokens in a step of the engine if its options do not say.
 MOST_TOKENS = 16384
 
-#: Values of `--load-format` by which the engine reads a folder's tensors through `load_others`, or none.
+#: Values of `--load-format` with which the engine reads tensors through `load_others`, or reads none.
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 
-#: Why the engine takes no other weights while it runs: a layer says so by its `_derived_weight_cache_error`.
+#: Attribute `_derived_weight_cache_error` of a layer: the reason why the engine takes no new weights while it runs.
 NO_UPDATE = (
     "moeq: converted experts are read from their files when the engine starts; updated weights would not reach them. "
     "Start the engine again with the new folder."
@@ -62,7 +62,7 @@ NO_UPDATE = (
 
 
 def register_config() -> None:
-    """Register method, runner and loader with the engine. Calling it again does nothing."""
+    """Register method, runner and loader with the engine. Further calls have no effect."""
     if NAME in QUANTIZATION_METHODS:
         return
     QUANTIZATION_METHODS[NAME] = MoeqConfig
@@ -78,10 +78,10 @@ def register_config() -> None:
 def load_others(
     load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *more: Any, **named: Any
 ) -> Any:
-    """Around the loading of a model's weights: converted experts are taken out, which their method reads itself.
+    """Wrap the loading of a model's weights: leave out converted experts, which their method reads itself.
 
-    What is left is as the source has it, so while it is loaded the model has the source's config: the engine's classes
-    ask it by name how tensors lie (DeepSeek's joins q_a and kv_a of AWQ by columns).
+    The model has the source's config meanwhile, since the engine's classes ask it how the other tensors are stored
+    (DeepSeek's joins q_a and kv_a of AWQ by columns).
     """
     stacked: set[str] = set()
     configs: list[tuple[Any, MoeqConfig]] = []
@@ -104,7 +104,7 @@ def load_others(
 
 
 def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config: Any, quant_config: Any) -> Any:
-    """Around the engine's question whether shared experts run as one more routed expert: not beside converted ones."""
+    """Wrap the engine's decision to run shared experts as one more routed expert: not beside converted experts."""
     if not isinstance(quant_config, MoeqConfig):
         return resolve(model_class, hf_config, quant_config)
     with get_exec().moe.override(disable_shared_experts_fusion=True):
@@ -112,7 +112,7 @@ def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config
 
 
 class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
-    """moeq's method in SGLang."""
+    """Quantisation config `moeq` in SGLang."""
 
     def __init__(self, original: dict[str, Any] | None) -> None:
         super().__init__(original)
@@ -122,7 +122,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
-        """From `config.json`. What the engine puts beside it is for the source's config as well."""
+        """Make the config from `config.json`. Additions of the engine are for the source's config, too."""
         if not (original := config.get("original")):
             return cls(None)
         return cls(original | {key: config[key] for key in ("packed_modules_mapping", "hf_config") if key in config})
@@ -139,38 +139,38 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of the oldest kernel; the manifest says which GPU it must be."""
+        """Return the compute capability of the oldest GPU with kernels; the manifest says which GPU is needed."""
         return 80
 
     def get_scaled_act_names(self) -> list[str]:
-        """None."""
+        """Return no names: no activation is scaled."""
         return []
 
     @property
     def kv_cache_quant_algo(self) -> str | None:
-        """Of a key-value cache for which the source stores scales."""
+        """KV-cache algorithm if the source stores its scales."""
         return getattr(self.inner, "kv_cache_quant_algo", None)
 
     def update_packed_modules_mapping(self, mapping: dict[str, list[str]]) -> None:
-        """Which layers of the source the model makes one of."""
+        """Pass on which layers of the source the model joins."""
         super().update_packed_modules_mapping(mapping)
         if self.inner is not None:
             self.inner.update_packed_modules_mapping(mapping)
 
     def apply_weight_name_mapper(self, hf_to_sglang_mapper: Any) -> None:
-        """Names in the source's config follow the engine's."""
+        """Rename the modules in the source's config as the engine names them."""
         if self.inner is not None:
             self.inner.apply_weight_name_mapper(hf_to_sglang_mapper)
 
     def can_fuse_shared_expert(self) -> bool:
-        """Shared experts are not converted, so they do not run as one more of those that are."""
+        """Return False: shared experts are not converted, so they cannot run as one more converted expert."""
         return False
 
     def checkpoint(self, draft: bool) -> ConvertedCheckpoint | None:
-        """What the engine serves, opened once; None for draft layers that it serves from the same checkpoint: they are
-        copied unchanged, and some models count them from 0.
+        """Open the served checkpoint once. Raises MoeqError `usage.not-converted`, `source.*`.
 
-        Raises MoeqError `usage.not-converted`, `source.*`.
+        Returns None for draft layers in the same checkpoint: they were copied unchanged, and some models count them
+        from 0.
         """
         where, revision = get_model().model_path, get_model().revision
         if draft:
@@ -183,7 +183,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return self._checkpoint
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Ours for converted experts, the source's for everything else."""
+        """Return moeq's method for converted experts, and the source's for all other layers."""
         if isinstance(layer, FusedMoE) and (number := layer_number(prefix)) is not None:
             checkpoint = self.checkpoint(layer.is_draft)
             if checkpoint is not None and checkpoint.is_packed(number):
@@ -195,23 +195,23 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
 @dataclass
 class MoeqQuantInfo(MoeQuantInfo):  # type: ignore[misc]
-    """What the runner needs of a layer: the layer in the kernels."""
+    """Layer in the kernels, which the runner needs."""
 
     layer: PreparedLayer
 
 
 class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
-    """Runs a layer on tokens as the dispatcher has them."""
+    """Runner of a layer on tokens from the dispatcher."""
 
     @property
     def runner_backend(self) -> MoeRunnerBackendLike:
-        """`moeq`."""
+        """Name of the runner, `moeq`."""
         return resolve_moe_runner_backend(NAME)
 
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: MoeqQuantInfo, runner_config: MoeRunnerConfig, hooks: Any = None
     ) -> StandardCombineInput:
-        """Tokens `[M, H]`, choices with local numbers or -1, to their weighted sums `[M, H]`."""
+        """Run experts, by local number or -1, on tokens `[M, H]`, and return their weighted sums `[M, H]`."""
         x, choices = dispatch_output.hidden_states, dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(choices):
             choices = choices.to_standard()
@@ -219,7 +219,7 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         scale = runner_config.routed_scaling_factor
         if scale is not None and not runner_config.apply_router_weight_on_input:
             weights = weights * scale
-        # A prompt that is not cut into chunks may be longer than what the layer was prepared for.
+        # A prompt that is not cut into chunks may be longer than the layer was prepared for.
         starts = range(0, max(1, x.shape[0]), layer.max_tokens)
         parts = [layer(*(one[start : start + layer.max_tokens] for one in (x, weights, ids))) for start in starts]
         y = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -229,7 +229,7 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """The experts of one layer.
+    """Method for the experts of one layer.
 
     Args:
         checkpoint: the converted checkpoint.
@@ -250,10 +250,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Parameters named and shaped as the converted tensors of this rank.
+        """Create parameters with the names and shapes of the converted tensors of this rank.
 
         Raises:
-            MoeqError: `usage.*`, `answer.no-kernel` where files or kernels do not serve this deployment.
+            MoeqError: `usage.*`, `answer.no-kernel` if files or kernels do not serve this deployment.
         """
         if layer.num_fused_shared_experts:
             raise MoeqError(
@@ -293,14 +293,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         layer._derived_weight_cache_error = NO_UPDATE
 
     def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
-        """The engine's runner around ours."""
+        """Make the engine's runner around moeq's."""
         if moe_runner_config.no_combine:
             raise MoeqError("answer.no-kernel", "moeq's kernels sum a token's experts, and the model asks for each")
         self.config = moe_runner_config
         self.runner = MoeRunner(resolve_moe_runner_backend(NAME), moe_runner_config)
 
     def get_moe_quant_info(self, layer: Any, runner_backend: MoeRunnerBackendLike) -> MoeQuantInfo:
-        """What the engine asks for to run adapters on experts, which there are none of."""
+        """Refuse adapters on experts, for which the engine asks this."""
         raise MoeqError(
             "answer.no-kernel",
             f"layer {self.entry.layer}: moeq's kernels take no adapters on experts, and no others read these bytes",
@@ -326,7 +326,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def prepared(
         self, tensors: Mapping[StackedRole, Mapping[str, torch.Tensor]], gpu: str | None = None
     ) -> PreparedLayer:
-        """The layer in the kernels, for the GPU that its tensors are on or another one by name."""
+        """Prepare the layer for the GPU that holds its tensors, or for another one by name."""
         from moeq_kernels import prepare
 
         return prepare(
@@ -341,16 +341,16 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
-        """The routed experts on the tokens that the dispatcher brought."""
+        """Run the routed experts on the tokens of the dispatcher."""
         assert self.runner is not None  # the engine makes it before it calls
         return self.runner.run(dispatch_output, self.info)
 
 
 def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
-    """Activation of a layer with its constants, as the kernels take them.
+    """Return the kernels' arguments for a layer's activation and its constants.
 
     Raises:
-        MoeqError: `answer.no-kernel` for one that they do not compute.
+        MoeqError: `answer.no-kernel` for an activation that they do not compute.
     """
     if config.is_gated and config.gemm1_alpha is not None:
         beta = 1.0 if config.gemm1_beta is None else config.gemm1_beta
@@ -363,7 +363,7 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
 
 
 def _check_options() -> None:
-    """Raises MoeqError `usage.load-format`, `usage.offload` where experts would not be where the kernels look."""
+    """Raise MoeqError `usage.load-format` or `usage.offload` if experts would not be at the kernels' addresses."""
     asked = get_server_args().load_format
     if asked not in LOAD_FORMATS:
         raise MoeqError(
@@ -381,7 +381,7 @@ def _check_options() -> None:
 
 
 def _most_tokens() -> int:
-    """Tokens of a step at most: a chunk of prompts for every rank of data parallelism, beside what is decoding."""
+    """Return the largest number of tokens in a step: a chunk of prompts for every rank of data parallelism."""
     arguments = get_server_args()
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     more = getattr(arguments, "max_prefill_tokens", None) or 0

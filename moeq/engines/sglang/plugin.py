@@ -1,6 +1,6 @@
-"""Entry point of the SGLang plug-in (`sglang.srt.plugins`). Importing this imports no engine.
+"""Entry point of the SGLang plug-in (`sglang.srt.plugins`). Its import imports no engine.
 
-SGLang calls `register` in every one of its processes, before options are read.
+SGLang calls `register` in each of its processes, before options are read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def register() -> None:
     """Register the quantisation method and the MoE runner `moeq`.
 
     Raises:
-        MoeqError: `environment.engine-version` with another version; the engine logs it and goes on, and refuses a
-            converted checkpoint itself, whose method it then does not know.
+        MoeqError: `environment.engine-version` for another version. The engine logs it, goes on, and refuses converted
+            checkpoints, whose method it then does not know.
     """
     found = version("sglang")
     if found not in ENGINES:

@@ -1,7 +1,6 @@
-"""Which of vLLM's experts read which layout, and how they are set up.
+"""Set up vLLM's own experts for each layout that they read.
 
-The engine's own constructors are called with tensors that already lie as its kernels want them; nothing here changes
-a tensor.
+The engine's constructors get tensors that are already in the order of its kernels; this module changes no tensor.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _wna16_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
 
 
 def _triton_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
-    """The kernel finds a group by division: a single one for each channel is as long as the longer of both products."""
+    """Make the record; the kernel divides by the group size, so a single group is as long as the longer K."""
     spec = weights.w13
     return _grouped_config(tensors, spec, max(spec.k, spec.n // 2) if _channelwise(spec) else spec.group_size, clamp)
 
@@ -77,7 +76,7 @@ def _wna16(reader: VLLM) -> EngineExperts:
 
 
 def _triton_wna16(reader: VLLM) -> EngineExperts:
-    """Use the engine's oracle where it knows these experts."""
+    """Make Triton's experts through the engine's oracle, if that knows them in this version."""
     if hasattr(int_wna16.WNA16MoEBackend, "TRITON"):
         return replace(_wna16(reader), quant_config=_triton_config)
     from moeq.engines.vllm.older_versions import AskableWNA16Experts, triton_kernel
@@ -120,7 +119,7 @@ def _int8(reader: VLLM) -> EngineExperts:
         reader=reader,
         classes=_int8_classes,
         keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
-        # Not through the oracle of 0.26.0, which takes dynamic activation scales for none and would run W8A16.
+        # The oracle of 0.26.0 takes dynamic activation scales for none and would run W8A16.
         quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
             w1_scale=tensors["w13_scale"],
             w2_scale=tensors["w2_scale"],
@@ -134,7 +133,7 @@ def _int8(reader: VLLM) -> EngineExperts:
     )
 
 
-#: Layout id to what makes the experts that read it, in every version.
+#: Functions that make the experts for a layout, in any version, by layout id.
 CONSTRUCTORS: dict[str, Constructor] = {
     "marlin-wna16/1": _wna16,
     "marlin-act-order/1": _act_order,
@@ -147,7 +146,7 @@ CONSTRUCTORS: dict[str, Constructor] = {
 
 
 def _backends() -> Iterator[tuple[str, EngineExperts]]:
-    """Yield what this version reads, as the layouts say (`moeq.layouts.readers`)."""
+    """Yield the layouts that this version reads, by their `readers`, with the experts that read them."""
     for layout, kind in LAYOUTS.items():
         readers = [reader for reader in kind.vllm_readers() if RELEASE in reader.versions]
         if readers:
@@ -155,5 +154,5 @@ def _backends() -> Iterator[tuple[str, EngineExperts]]:
             yield layout, replace(first, instead=tuple(instead))
 
 
-#: Layout id to the experts of this version that read it.
+#: Experts of this version by the id of the layout that they read.
 BACKENDS: dict[str, EngineExperts] = dict(_backends())

@@ -1,5 +1,6 @@
-"""The quantisation config `moeq` inside vLLM: which layers moeq runs, and the source's own method for
-all others. `moeq.engines.vllm.plugin` registers it.
+"""Quantisation config `moeq` in vLLM: moeq's method for converted experts, the source's own for other layers.
+
+`moeq.engines.vllm.plugin` registers it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ if TYPE_CHECKING:
 
 
 def register_config() -> None:
-    """Register the config with the engine. Calling it again does nothing."""
+    """Register the config with the engine. Further calls have no effect."""
     register_quantization_config(NAME)(MoeqConfig)
 
 
 class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
-    """moeq's method in vLLM.
+    """Quantisation config `moeq` in vLLM.
 
     Attributes:
-        checkpoint: what is loaded; None until the engine has said which.
+        checkpoint: checkpoint that is loaded; None until the engine names it.
         opened: its folder or Hub repository, and the revision.
     """
 
@@ -51,7 +52,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         self._plain: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """The engine sends its config to the processes of other ranks, and each opens the checkpoint for itself."""
+        """Leave out the checkpoint: the engine sends its config to the processes of ranks, and each opens it again."""
         return {**self.__dict__, "checkpoint": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Of the oldest kernel; the manifest says which GPU it must be."""
+        """Return the compute capability of the oldest GPU with kernels; the manifest says which GPU is needed."""
         return 75
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
@@ -76,23 +77,23 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         self.opened = (model_name, None if Path(model_name).is_dir() else revision)
         self.checkpoint = open_converted(*self.opened)
         if getattr(hf_config, "_experts_implementation", None) == TRANSFORMERS_GUARD:
-            hf_config._experts_implementation = "eager"  # some classes are transformers'
+            hf_config._experts_implementation = "eager"  # some of the engine's classes are transformers'
         if self.inner is not None:
             self.inner.maybe_update_config(model_name, hf_config=hf_config, revision=revision)
 
     @property
     def kv_cache_scheme(self) -> dict[str, Any] | None:
-        """Of a key-value cache for which the source stores scales: the engine makes one of FP8 then."""
+        """KV-cache scheme if the source stores its scales: the engine then makes an FP8 cache."""
         found: dict[str, Any] | None = getattr(self.inner, "kv_cache_scheme", None)
         return found
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Names in the source's config follow the engine's."""
+        """Rename the modules in the source's config as the engine names them."""
         if self.inner is not None:
             self.inner.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Ours for converted experts, the source's for everything else."""
+        """Return moeq's method for converted experts, and the source's for all other layers."""
         if self.checkpoint is not None:
             config = get_current_vllm_config()
             leave_experts_out(config.model_config, self.checkpoint)
@@ -113,10 +114,10 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return self.inner.get_quant_method(layer, prefix)
 
     def _is_plain(self, part: str) -> bool:
-        """Whether a part of the model, such as its vision tower, has tensors and none of them is quantised.
+        """Return whether a part of the model, such as its vision tower, has tensors and none of them is quantised.
 
-        Ignore lists may be silent about it, since the engine leaves the source's config out there: Kimi-K2.5's class
-        does where it is one of compressed-tensors, which ours is not.
+        Ignore lists may leave such a part out, since the engine gives it no config: Kimi-K2.5's class does so for
+        configs of compressed-tensors, but not for ours.
         """
         if self.checkpoint is None:
             return False
@@ -128,7 +129,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
 
 def _own_options(additional: Any) -> dict[str, Any] | None:
-    """What `--additional-config` says to moeq."""
+    """Return moeq's options in `--additional-config`."""
     found = additional.get("moeq") if isinstance(additional, dict) else None
     if found is not None and not isinstance(found, dict):
         raise MoeqError(
@@ -140,7 +141,7 @@ def _own_options(additional: Any) -> dict[str, Any] | None:
 
 
 def _method_of(original: dict[str, Any]) -> str:
-    """The engine's name of the source's method: all of ModelOpt's are `modelopt`, and each class knows its own."""
+    """Return the engine's name of the source's method; ModelOpt's methods are all `modelopt`, so its classes decide."""
     method = str(original["quant_method"])
     if method != "modelopt":
         return method

@@ -1,8 +1,8 @@
-"""vLLM's experts for x86 CPUs with AMX on bytes that already lie as they want them (0.32.0, 0.33.0).
+"""Set up vLLM's experts for x86 CPUs with AMX on bytes in their own order (0.32.0, 0.33.0).
 
-For int8 weights and for scales of MXFP4 the engine's tensors have the shape of the matrix, the layouts' that of their
-blocks: the same bytes. Scales of int4 and biases are float32 there, after rounding to the dtype of the activations.
-FP8 is with the other floating-point formats (`float_experts.py`).
+For int8 weights and MXFP4 scales the engine's tensors have the shape of the matrix and the layouts' the shape of their
+blocks, with the same bytes. The engine's int4 scales and biases are float32, rounded to the dtype of the activations
+before. FP8 is in `float_experts.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.engines.vllm.engine_experts import (
+    GPT_OSS,
     Clamp,
     Constructor,
     EngineExperts,
@@ -29,11 +30,9 @@ from moeq.engines.vllm.engine_experts import (
 from moeq.errors import MoeqError
 from moeq.layouts.readers import VLLM
 
-_GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
-
 
 def routed_inside(weights: RankWeights) -> str | None:
-    """Why this version's experts are not handed anything, or None."""
+    """Return the reason why the experts of this version are not used, or None."""
     if issubclass(cpu_moe.CPUExpertsInt4, FusedMoEExpertsModular):
         return None
     return "in this version they route tokens themselves, which moeq never ran; vLLM 0.30.0 and newer do not"
@@ -55,7 +54,7 @@ def _in_float32(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 
 def _by_rows(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """Values of a row and what the kernel adds for it: `[experts, N, K + 4]`."""
+    """View weights by rows `[experts, N, K + 4]`: K values, then the four bytes that the kernel adds for the row."""
     for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
         weight = getattr(layer, f"{role}_weight").data.view(torch.int8)
         set_parameter(layer, f"{role}_weight", weight.view(len(weight), spec.n, spec.k + 4))
@@ -107,7 +106,7 @@ def _mxfp4_config(constants: Clamp | None, tensors: Tensors, weights: RankWeight
 
 
 def _row(reader: VLLM, title: str, **more: Any) -> EngineExperts:
-    """No value of `--moe-backend` names these experts. Activations of another dtype end the process."""
+    """Make experts for a CPU, which no value of `--moe-backend` names. Wrong activation dtypes end the process."""
     return EngineExperts(title=f"CPU ({title})", reader=reader, spreads=False, obstacle=routed_inside, **more)
 
 
@@ -116,7 +115,7 @@ def _int4(reader: VLLM) -> EngineExperts:
         reader,
         "int4",
         classes=lambda: [cpu_moe.CPUExpertsInt4],
-        # The only key that the class knows; its kernel subtracts zero points whatever they are.
+        # The class knows this key alone; its kernel subtracts any zero points.
         keys=partial(_unbiased, quant_utils.kInt4Static, None),
         quant_config=_int4_config,
         kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
@@ -156,10 +155,10 @@ def _mxfp4(reader: VLLM, constants: Clamp | None = None) -> EngineExperts:
     )
 
 
-#: Layout id to what makes the experts that read it.
+#: Functions that make the experts for a layout, by layout id.
 CPUS: dict[str, Constructor] = {
     "cpu-amx-int4/1": _int4,
     "cpu-amx-int8/1": _int8,
     "cpu-amx-mxfp4/1": _mxfp4,
-    "cpu-amx-mxfp4-interleaved/1": partial(_mxfp4, constants=_GPT_OSS),
+    "cpu-amx-mxfp4-interleaved/1": partial(_mxfp4, constants=GPT_OSS),
 }

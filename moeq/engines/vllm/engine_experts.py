@@ -1,4 +1,4 @@
-"""What the plug-in says of the engine's own experts for a layout: a row of `moeq.engines.vllm.backends.BACKENDS`."""
+"""Records by which the plug-in describes the engine's own experts for a layout (`moeq.engines.vllm.backends`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from packaging.version import Version
 from torch import nn
 
 from moeq.layouts.readers import VLLM
@@ -17,31 +18,35 @@ from moeq.schemes.base import Scheme
 
 Tensors = dict[str, Any]
 Clamp = dict[str, float | None]
-#: Reads the scales of a layer's static activations; None where the source stores none.
+#: Function that reads the scales of a layer's static activations; it returns None if the source stores none.
 ReadScales = Callable[[], ActivationScales | None]
 
-#: The engine's release, and its numbers, for what it cannot be asked.
-RELEASE = str(vllm.__version__).partition("+")[0]
-VERSION = tuple(map(int, RELEASE.split(".")))
+#: Release of the engine, and its numbers, for differences that its functions do not show.
+RELEASE = Version(vllm.__version__).base_version
+VERSION = Version(vllm.__version__).release
 
 
-#: Name of an attribute of a layer: what its `settle` made beside parameters, for `quant_config`.
+#: Name of the attribute of a layer with the records that `settle` makes for `quant_config`.
 RECORDS = "moeq_records"
 
 
+#: Constants that the engine's method for gpt-oss hands to every kernel, whatever the model's config says.
+GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
+
+
 def takes(function: Callable[..., Any], argument: str) -> bool:
-    """Whether one of the engine's functions has an argument of that name in this version."""
+    """Return whether one of the engine's functions has an argument of that name in this version."""
     return argument in inspect.signature(function).parameters
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """What a rank holds of a layer.
+    """Weights of a layer on one rank.
 
     Attributes:
-        w13: one expert's matrix of the rank, padding included.
-        w2: the same.
-        scheme: how the source encodes it.
+        w13: spec of one expert's w13 on the rank, padding included.
+        w2: spec of one expert's w2 on the rank, padding included.
+        scheme: scheme of the source.
         experts: `(start, stop)` of the rank's experts, as the model counts them.
         activation: the engine's name of the activation function.
     """
@@ -54,16 +59,16 @@ class RankWeights:
 
 
 def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """Nothing is left to be done to the layer."""
+    """Leave the filled layer unchanged."""
 
 
 @dataclass(frozen=True)
 class Trims:
-    """Whose business the padding of the hidden size is, where the layout pads it.
+    """Sides of a kernel that have no padding of the hidden size, in a layout that pads it.
 
     Attributes:
-        tokens: the kernel takes them without it.
-        results: the kernel leaves them without it.
+        tokens: whether the kernel takes tokens without padding.
+        results: whether the kernel returns results without padding.
     """
 
     tokens: bool = False
@@ -72,23 +77,25 @@ class Trims:
 
 @dataclass(frozen=True)
 class EngineExperts:
-    """How vLLM runs one layout.
+    """Description of how vLLM runs one layout.
 
     Attributes:
         title: the engine's name for the backend, as in its log.
-        reader: what the layout says about this backend.
-        classes: its expert classes, best first.
-        keys: `(weight key, activation key)`, in the engine's terms.
-        quant_config: its record of scales, from the layer's tensors and the constants of its activation.
-        kernel: its kernel, from that record, its MoE config, the class, the routing tables and the layer's tensors.
-        settle: gives the filled layer what the engine's own preparation leaves there beside the weights: parameters by
-            the engine's names, sizes after padding. Its last argument reads the scales of static activations.
-        rounds_sizes: hidden and intermediate size are rounded up before weights are made, as the layout pads.
-        trims: whose business the padding of the hidden size is.
+        reader: the layout's record of this backend.
+        classes: function that lists the engine's expert classes, best first.
+        keys: function that gives the engine's `(weight key, activation key)`.
+        quant_config: function that makes the engine's record of scales, from the layer's tensors and the constants of
+            its activation.
+        kernel: function that makes the engine's kernel, from that record, the engine's MoE config, the expert class,
+            the routing tables and the layer's tensors.
+        settle: function that gives the filled layer what the engine's own preparation adds beside weights: parameters
+            by the engine's names, sizes after padding. Its last argument reads the scales of static activations.
+        rounds_sizes: whether hidden and intermediate size are rounded up before weights are made, as the layout pads.
+        trims: sides of the kernel that have no padding.
         marlin_input: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for.
-        spreads: expert-parallel ranks may hold some of the experts.
-        finishes: the expert class is given the filled layer at last.
-        obstacle: why the engine, as it was started, would read the bytes wrongly; None where it would not.
+        spreads: whether expert-parallel ranks may hold some of the experts.
+        finishes: whether the expert class gets the filled layer at the end.
+        obstacle: function that says why the engine, as it was started, would read the bytes wrongly, or None.
         instead: other backends of the engine that read the same bytes, in the engine's order.
     """
 
@@ -114,15 +121,15 @@ class EngineExperts:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """torch dtype names of the activations."""
+        """Names of the activations' dtypes in torch."""
         return tuple(_TORCH_DTYPES[dtype] for dtype in self.reader.dtypes)
 
 
-#: Makes the engine's experts for a backend that reads a layout.
+#: Function that makes the engine's experts from the layout's record of a backend.
 Constructor = Callable[[VLLM], EngineExperts]
 _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def set_parameter(layer: Any, name: str, value: Any) -> None:
-    """A parameter of the layer that takes no gradient; one of that name is replaced."""
+    """Add a parameter without gradient to a layer, in place of one of that name."""
     layer.register_parameter(name, nn.Parameter(value, requires_grad=False))

@@ -1,5 +1,6 @@
-"""Converted experts inside vLLM: created in their converted shapes, filled with the bytes of this
-rank, and run as they are, by moeq's kernels or by the engine's own.
+"""Run converted experts in vLLM, by moeq's kernels or by the engine's own.
+
+Experts are created in their converted shapes and filled from the files with the bytes of this rank.
 """
 
 from __future__ import annotations
@@ -40,23 +41,23 @@ if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
 
 
-#: Parameters that hold scales of weights, by moeq's names.
+#: Names of the parameters that hold scales of weights.
 SCALES = tuple(f"{role}_scale" for role in STACKED_ROLES)
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """The experts of one layer.
+    """Method for the experts of one layer.
 
     Args:
         moe: the engine's record of the layer.
         checkpoint: the converted checkpoint.
         entry: the layer in its manifest.
-        asked: which kernels were asked for.
-        dummy: no weights are read (`--load-format dummy`).
+        asked: kernels that were asked for.
+        dummy: whether no weights are read (`--load-format dummy`).
 
     Raises:
         MoeqError: `answer.no-backend`, `answer.no-kernel`, `environment.gpu-mismatch`, `environment.marlin-input`,
-            `usage.*` where neither moeq's kernels nor this engine's, as it was started, run these bytes rightly.
+            `usage.*` if neither moeq's kernels nor those of the engine, as it was started, run these bytes correctly.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
         choice = choose(asked, own, slow, title)
-        # Without the number of the layer: layers that are alike share a line of the log.
+        # The number of the layer is left out, so that layers of one kind share a line of the log.
         self.choice = replace(choice, why=choice.why.replace(f"layer {entry.layer}: ", ""))
         if not self.choice.own:
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
@@ -92,7 +93,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def title(self) -> str:
-        """What kind of layer this is, the same for all that are alike."""
+        """Description of the layer's kind, without its number."""
         spec, held = self.part.matrices["w2"].spec, self.part.experts
         return (
             f"{held[1] - held[0]} experts of [{spec.n}, {spec.k}], {self.entry.layout} {spec.element}, "
@@ -102,7 +103,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, act_dtype: Any, moe_parallel_config: Any
     ) -> tuple[int, int]:
-        """Sizes that the engine's kernels need rounded up before weights are made, as the layout did."""
+        """Return the sizes, rounded up as the layout pads them if the engine's kernels need that."""
         if self.choice.own or not self.engine.rounds_sizes:
             return hidden_size, intermediate_size_per_partition
         w2 = self.part.matrices["w2"].spec
@@ -115,7 +116,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     @property
     def has_unpadded_output(self) -> bool:
-        """Whether the engine's kernel leaves results without it."""
+        """Whether the engine's kernel returns results without the padding of the hidden size."""
         return not self.choice.own and self.engine.trims.results
 
     def create_weights(
@@ -127,7 +128,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Parameters named and shaped as the converted tensors of this rank."""
+        """Create parameters with the names and shapes of the converted tensors of this rank."""
         held = self.part.experts[1] - self.part.experts[0]
         if num_experts != held:
             raise MoeqError(
@@ -140,9 +141,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
 
     def empty(self, params_dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
-        """Every parameter, `[experts, ...]`, not filled: alike whichever kernels run, so that both compute with the
-        same numbers.
-        """
+        """Allocate every parameter, `[experts, ...]`, equal for both kinds of kernels, which then use equal numbers."""
         specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
         held = self.part.experts[1] - self.part.experts[0]
         parts = empty_parts(self.entry.layout, specs, held, device, params_dtype)
@@ -168,14 +167,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def _activation_scales(self) -> ActivationScales | None:
-        """As the source stores them; ones where nothing is read."""
+        """Read the scales of activations that the source stores; return ones if no weights are read."""
         if not self.dummy:
             return activation_scales(self.checkpoint, self.entry)
         ones = torch.ones(self.entry.num_experts, 2 if self.weights.w13.gated else 1)
         return ActivationScales(ones, ones[:, 0], "input_scale")
 
     def packed(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
-        """The parameters as moeq's kernels take them."""
+        """Build the record of the parameters for moeq's kernels."""
         matrices = self.part.matrices
         parts = {
             role: {part: tensors[f"{role}_{part}"].data for part in matrices[role].stored.tensors}
@@ -184,7 +183,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return kernel_experts(self.entry.layout, {role: matrices[role].spec for role in STACKED_ROLES}, parts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        """The engine's record of scales, zero points and biases; an empty one where it does not run the experts."""
+        """Make the engine's record of scales, zero points and biases; an empty one if moeq runs the experts."""
         if self.choice.own:
             return FUSED_MOE_UNQUANTIZED_CONFIG
         tensors = _as_engine(dict(layer.named_parameters())) | getattr(layer, RECORDS, {})
@@ -199,9 +198,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         shared_experts: Any,
         shared_experts_input: torch.Tensor | None,
     ) -> Any:
-        """The routed experts on the tokens `[M, H]` of this rank."""
+        """Run the routed experts on the tokens `[M, H]` of this rank."""
         kernel = self.moe_kernel
-        assert kernel is not None  # the engine sets it up before it calls
+        assert kernel is not None  # `process_weights_after_loading` has set it
         if self.choice.own and runs_alone(kernel):
             return kernel.fused_experts.run(
                 x, topk_weights, topk_ids, layer.expert_map, layer.apply_router_weight_on_input
@@ -223,7 +222,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def apply_monolithic(
         self, layer: Any, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> Any:
-        """The same where the engine's kernel routes the tokens itself."""
+        """Run the routed experts in a kernel of the engine that routes the tokens itself."""
         kernel = self.moe_kernel
         assert kernel is not None
         sink = {"routing_sink": layer.routing_sink} if takes(kernel.apply_monolithic, "routing_sink") else {}
@@ -245,7 +244,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
 
 def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
-    """What no kernels can make up for."""
+    """Reject deployments that no kernels support."""
     if moe.moe_parallel_config.enable_eplb:
         raise MoeqError(
             "usage.eplb", "converted experts stay on their rank, and EPLB moves experts", "start without --enable-eplb"
@@ -258,10 +257,10 @@ def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
 def _engine_experts(
     moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights, preferred: str
 ) -> tuple[EngineExperts, Any]:
-    """The engine's experts for a layout and its class for them. Raises MoeqError where it would not run them.
+    """Choose the engine's experts for a layout, and its class. Raises MoeqError if it would not run them.
 
-    Of several backends that read the same bytes: those that `--moe-backend` allows, the one that the checkpoint was
-    converted for before the others.
+    Several backends may read the same bytes. `--moe-backend` limits the choice, and the backend that the checkpoint was
+    converted for comes first.
     """
     found = BACKENDS.get(entry.layout)
     if found is None:
@@ -291,7 +290,7 @@ def _engine_experts(
 
 
 def _check_start(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank) -> None:
-    """Options that would make the engine read the bytes wrongly, or not at all."""
+    """Reject options with which the engine would read the bytes wrongly, or not at all."""
     dtype = str(moe.in_dtype).removeprefix("torch.")
     if dtype not in engine.dtypes:
         raise MoeqError(
@@ -315,10 +314,10 @@ def _check_start(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank)
 
 
 def _check_marlin_input(engine: EngineExperts) -> None:
-    """Marlin's weights for 8-bit activations are packed otherwise than for 16-bit ones."""
+    """Check that Marlin gets the kind of activations that its weights are packed for."""
     try:
         found = get_marlin_input_dtype()
-    except ValueError as error:  # not on this GPU
+    except ValueError as error:  # this GPU has no such activations
         raise MoeqError("environment.marlin-input", str(error), "unset VLLM_MARLIN_INPUT_DTYPE") from error
     name = {None: None, torch.int8: "int8", torch.float8_e4m3fn: "fp8"}[found]
     if name != engine.marlin_input:
@@ -332,10 +331,10 @@ def _check_marlin_input(engine: EngineExperts) -> None:
 
 
 def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
-    """The engine's activation of gpt-oss takes gate and up by turns, every other one half after half.
+    """Check the order of gate and up rows: the engine's activation of gpt-oss takes them interleaved, others in halves.
 
-    Which half comes first is the kernel's, and so the layout's; and so is all of it where the kernel applies the
-    activation itself.
+    Kernel and layout agree on which half comes first. If the kernel applies the activation itself, they agree on the
+    whole order.
     """
     order = layout_class(entry.layout).w13_order
     wanted = "interleaved" if moe.activation is MoEActivation.SWIGLUOAI else "gate-up"
@@ -354,7 +353,7 @@ def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
 
 
 def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: Rank, weights: RankWeights) -> Any:
-    """The engine's expert class, by the engine's own judgement."""
+    """Return the engine's expert class that supports the layer, by the engine's own judgement."""
     _check_order(moe, entry, engine)
     _check_start(engine, moe, entry, rank)
     weight, activation = engine.keys(weights)
@@ -375,12 +374,12 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: R
 
 
 def _device() -> str:
-    """This device for `--gpu`."""
+    """Name this device for `--gpu`."""
     return "cpu" if current_platform.is_cpu() else "NAME"
 
 
 def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same memory with exponents of scales by the name that the engine has for them."""
+    """View exponents of scales as the engine's dtype for them."""
     return {
         name: tensor.view(torch.float8_e8m0fnu) if name in SCALES and tensor.dtype == torch.uint8 else tensor
         for name, tensor in tensors.items()

@@ -1,8 +1,8 @@
-"""vLLM's experts for NVFP4, FP8 and MXFP8 on bytes that already lie as they want them.
+"""Set up vLLM's experts for NVFP4, FP8 and MXFP8 on bytes in their own order.
 
-The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/nvfp4.py`, `fp8.py`).
-What its `process_weights_after_loading` leaves on the layer beside converted weights is set here: the scales of static
-activations, reduced as it reduces them, and sizes after padding.
+The engine's own functions make the records of scales and the kernels (`fused_moe/oracle/nvfp4.py`, `fp8.py`). This
+module replaces its `process_weights_after_loading`: it sets the scales of static activations, reduced as the engine
+reduces them, and sizes after padding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.readers import VLLM
 from moeq.load.activation_scales import ActivationScales
 
-#: How the engine's kernel takes stored scales: a view of them.
+#: Function that views stored scales as the engine's kernel takes them.
 Form = Callable[[Any], Any]
 
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
@@ -42,7 +42,7 @@ _FP8_WEIGHTS = {
     "channel": quant_utils.kFp8StaticChannelSym,
     "tensor": quant_utils.kFp8StaticTensorSym,
 }
-#: By granularity, and whether scales are computed while the model runs.
+#: Keys of activations by the granularity of their scales, and whether these are dynamic.
 _FP8_ACTIVATIONS = {
     ("group", True): quant_utils.kFp8Dynamic128Sym,
     ("token", True): quant_utils.kFp8DynamicTokenSym,
@@ -60,27 +60,27 @@ def as_it_is(scale: Any) -> Any:
 
 
 def _one_number(scale: Any) -> Any:
-    """`[experts]` of `[experts, 1]`."""
+    """View scales `[experts, 1]` as `[experts]`."""
     return scale.view(-1)
 
 
-def _all_rows(scale: Any) -> Any:
-    """`[experts * N, K / 32]` of `[experts, N, K / 32]`."""
+def all_rows(scale: Any) -> Any:
+    """View scales `[experts, N, K / 32]` as `[experts * N, K / 32]`."""
     return scale.flatten(0, 1)
 
 
 def exponents(scale: Any) -> Any:
-    """Bytes by the name that the engine has for them."""
+    """View bytes as the engine's dtype of exponents."""
     return scale.view(torch.float8_e8m0fnu)
 
 
 def transposed(scale: Any) -> Any:
-    """Words of four exponents `[experts, N, K / 512]`, rows next to each other in memory."""
+    """View words of four exponents as `[experts, N, K / 512]` with rows contiguous in memory."""
     return scale.mT
 
 
 def named_scales(scale: Form, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """By the engine's names, as its kernel takes them: its warm-up of kernels looks for them there."""
+    """Add scales to the layer by the engine's names, where its warm-up of kernels looks for them."""
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale", scale(getattr(layer, f"{role}_scale").data))
 
@@ -104,7 +104,7 @@ def _nvfp4_keys(weights: RankWeights) -> tuple[Any, Any]:
 
 
 def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp, **more: Any) -> Any:
-    """The engine's tensors of global scales: what its experts multiply in place is what the record holds."""
+    """Make the record from the layer's own tensors of global scales, which the engine's experts multiply in place."""
     limits = _clamped(clamp, "swiglu_alpha", "swiglu_beta")
     if not takes(nvfp4.make_nvfp4_moe_quant_config, "swiglu_alpha"):  # experts take the layer's record's
         limits = {"swiglu_limit": limits["swiglu_limit"]}
@@ -128,7 +128,7 @@ def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, t
 
 
 def _nvfp4_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """By the engine's names, in the same memory."""
+    """Add all scales to the layer by the engine's names, in the same memory."""
     named_scales(as_it_is, layer, weights, scales)
     for role in ("w13", "w2"):
         set_parameter(layer, f"{role}_weight_scale_2", getattr(layer, f"{role}_global_scale").data.view(-1))
@@ -139,8 +139,8 @@ def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: R
     stored = _stored(scales, backend.value)
     start, stop = weights.experts
     everywhere = nvfp4.is_global_sf_supported_for_nvfp4_backend(backend)
-    # The engine's class for ModelOpt loads the scales of all experts for such a backend, that for compressed-tensors
-    # those of its rank.
+    # For such a backend the engine's class for ModelOpt loads the scales of all experts, its class for
+    # compressed-tensors those of its rank.
     held = slice(None) if everywhere and stored.part == "input_scale" else slice(start, stop)
     for role, own in (("w13", stored.w13[held]), ("w2", stored.w2[held])):
         each = own.amax(dim=1) if role == "w13" else own
@@ -150,7 +150,7 @@ def _nvfp4_settled(backend: Any, padded: tuple[str, ...], layer: Any, weights: R
 
 
 def _padded_sizes(layer: Any, weights: RankWeights, padded: tuple[str, ...]) -> None:
-    """What the engine's preparation writes into its record of the layer where it pads."""
+    """Write padded sizes into the engine's record of the layer, as its own preparation does."""
     moe = layer.moe_config
     if "hidden_dim_unpadded" in padded and moe.hidden_dim_unpadded is None:
         moe.hidden_dim_unpadded = moe.hidden_dim
@@ -161,7 +161,7 @@ def _padded_sizes(layer: Any, weights: RankWeights, padded: tuple[str, ...]) -> 
 
 
 def _nvfp4(reader: VLLM, padded: tuple[str, ...] = ()) -> EngineExperts:
-    """Experts for 4-bit activations."""
+    """Make experts for 4-bit activations."""
     backend = nvfp4.NvFp4MoeBackend[reader.backend]
     return EngineExperts(
         title=f"{reader.backend} (NVFP4)",
@@ -175,12 +175,12 @@ def _nvfp4(reader: VLLM, padded: tuple[str, ...] = ()) -> EngineExperts:
 
 
 def _marlin_nvfp4(reader: VLLM) -> EngineExperts:
-    """Experts for weights alone."""
+    """Make experts that quantise weights alone."""
     return replace(_nvfp4(reader), settle=_nvfp4_scales)
 
 
 def _b12x(reader: VLLM) -> EngineExperts:
-    """The engine's class hands what is on the layer to the b12x package, which arranges it once more."""
+    """Make experts whose class hands the layer's tensors to the b12x package, which arranges them once more."""
     row = _nvfp4(reader)
     if not reader.weights_only:
         return replace(row, obstacle=b12x_is_16_bit)
@@ -232,14 +232,14 @@ def _fp8_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, ten
 
 
 def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """One number for all experts of the rank: the largest."""
+    """Set one scale for all experts of the rank: the largest."""
     activation = weights.scheme.activation
     if activation is None or activation.scale.dynamic:
         return
     stored, held = _stored(scales, "FP8"), slice(*weights.experts)
     gate, up = stored.w13[held, 0], stored.w13[held, -1]
-    # The engine's loader keeps the last of the two that it reads, by name. Where they differ it refuses a checkpoint of
-    # compressed-tensors; the larger limits no activation that either would let pass.
+    # The engine's loader keeps the last of the two by name. It refuses a checkpoint of compressed-tensors whose scales
+    # differ; here the larger one clips no activation that either would not.
     refused = (gate != 1) & ((gate - up).abs() > 1e-5)
     checked = weights.scheme.quant_method == "compressed-tensors"
     w13 = torch.where(refused, torch.maximum(gate, up), up) if checked else up
@@ -254,7 +254,7 @@ def _fp8_settled(scale: Form, padded: tuple[str, ...], layer: Any, weights: Rank
 
 
 def _shuffled(scale: Form, dtype: torch.dtype, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """AITER asks the tensors whether they are. Codes of E4M3FNUZ are worth half: scales of activations are doubled."""
+    """Mark weights as shuffled, for which AITER looks. E4M3FNUZ codes are worth half, so activation scales double."""
     _fp8_settled(scale, (), layer, weights, scales)
     for role in ("w13", "w2"):
         weight = getattr(layer, f"{role}_weight")
@@ -289,7 +289,7 @@ def _mxfp8(reader: VLLM, scale: Form = as_it_is, **more: Any) -> EngineExperts:
     return _fp8(reader, scale, title=f"{reader.backend} (MXFP8)", classes=classes, keys=_mxfp8_keys, **more)
 
 
-#: Fields of the engine's record of a layer that its preparation changes.
+#: Fields of the engine's record of a layer that its preparation changes, in two kinds of backends.
 _INTERMEDIATE = ("intermediate_size_per_partition",)
 _ALL = ("hidden_dim_unpadded", "hidden_dim", *_INTERMEDIATE)
 
@@ -299,11 +299,11 @@ def _aiter(scale: Form, dtype: torch.dtype) -> Constructor:
 
 
 def _marlin_fp8(reader: VLLM) -> EngineExperts:
-    """It never quantises activations."""
+    """Make Marlin's experts, which never quantise activations."""
     return _fp8(reader, settle=partial(named_scales, as_it_is))
 
 
-#: Layout id to what makes the experts that read it.
+#: Functions that make the experts for a layout, by layout id.
 FLOATS: dict[str, Constructor] = {
     "marlin-nvfp4/1": _marlin_nvfp4,
     "marlin-nvfp4-fp16/1": _marlin_nvfp4,
@@ -331,7 +331,7 @@ FLOATS: dict[str, Constructor] = {
     "aiter-fp8-channel-fnuz/1": _aiter(as_it_is, _FNUZ),
     "aiter-fp8-tensor/1": _aiter(_one_number, _FN),
     "aiter-fp8-tensor-fnuz/1": _aiter(_one_number, _FNUZ),
-    "aiter-mxfp8/1": partial(_mxfp8, scale=_all_rows, settle=partial(_shuffled, _all_rows, _FN)),
+    "aiter-mxfp8/1": partial(_mxfp8, scale=all_rows, settle=partial(_shuffled, all_rows, _FN)),
     "xpu-fp8-block/1": _fp8,
     "xpu-fp8-tensor/1": partial(_fp8, scale=_one_number),
     "xpu-mxfp8/1": _mxfp8,

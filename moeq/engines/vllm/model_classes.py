@@ -1,6 +1,6 @@
-"""Keeping converted experts away from vLLM's model classes, which would look for the source's tensors.
+"""Keep converted experts away from vLLM's model classes, which would look for the source's tensors.
 
-Experts are filled by their own method, whatever the model: a model class gets all tensors of the checkpoint but those.
+Their own method fills experts, whatever the model. A model class gets all other tensors of the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     Weights = Iterable[tuple[str, Tensor]]
     Load = Callable[[Any, Weights], set[str] | None]
 
-#: Model class to the names of all tensors with converted experts that checkpoints of it hold.
+#: Names of all tensors with converted experts in checkpoints of a model class.
 _STACKED: dict[type, set[str]] = {}
 
 
 def leave_experts_out(model_config: Any, checkpoint: ConvertedCheckpoint) -> None:
-    """Have the class of a model that is about to be built leave the converted experts of its checkpoint alone.
+    """Hide the converted experts of a checkpoint from the class of the model that is about to be built.
 
-    Other checkpoints of that class, in the same process, load as ever. Calling it again does nothing.
+    Other checkpoints of that class still load in the same process. Further calls have no effect.
     """
     if model_config is None:  # a layer without a model
         return
@@ -52,7 +52,7 @@ def _without_experts(kind: Any) -> Load:
             if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
         }
         if any(layer.quant_method.moe_kernel is not None for layer in own.values()):
-            # Nothing in `weights` is for the experts: they would stay as they are beside others that are new.
+            # No tensor in `weights` is for the experts, which would not change while all others do.
             raise MoeqError(
                 "usage.reload",
                 "weights of a converted checkpoint are not loaded a second time into a running engine: its experts "

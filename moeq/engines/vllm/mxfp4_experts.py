@@ -1,8 +1,8 @@
-"""vLLM's experts for MXFP4 on bytes that already lie as they want them.
+"""Set up vLLM's experts for MXFP4 on bytes in their own order.
 
-The records of scales and the kernels are made by the engine's own functions (`fused_moe/oracle/mxfp4.py`). For
-triton_kernels, whose tensors carry their arrangement with them, the engine's own preparation runs on tensors without
-memory (device `meta`), and the stored bytes take the place of what it made.
+The engine's own functions make the records of scales and the kernels (`fused_moe/oracle/mxfp4.py`). Tensors of
+triton_kernels know their arrangement: the engine's own preparation makes them without memory (device `meta`), and the
+stored bytes then become their memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm.model_executor.layers.quantization.utils import mxfp4_utils, quant_uti
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.engines.vllm.engine_experts import (
+    GPT_OSS,
     RECORDS,
     Clamp,
     Constructor,
@@ -26,19 +27,16 @@ from moeq.engines.vllm.engine_experts import (
     Trims,
     set_parameter,
 )
-from moeq.engines.vllm.float_experts import as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
+from moeq.engines.vllm.float_experts import all_rows, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
 from moeq.errors import MoeqError
 from moeq.layouts.readers import VLLM
 
 _WEIGHTS = quant_utils.kMxfp4Static
 _16_BIT, _MXFP8, _MXFP4 = None, quant_utils.kMxfp8Dynamic, quant_utils.kMxfp4Dynamic
 
-#: What the engine's method for gpt-oss hands to every kernel, whatever the model's config says.
-_GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
-
 
 def _config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:
-    limits = _GPT_OSS if weights.activation == "swigluoai" else clamp
+    limits = GPT_OSS if weights.activation == "swigluoai" else clamp
     return mxfp4.make_mxfp4_moe_quant_config(
         backend,
         tensors["w13_weight_scale"],
@@ -56,7 +54,7 @@ def _kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors
 
 
 def _row(reader: VLLM, activation: Any = _16_BIT, **more: Any) -> EngineExperts:
-    """Sizes are rounded up before weights are made."""
+    """Make experts whose sizes are rounded up before weights are made."""
     backend = mxfp4.Mxfp4MoeBackend[reader.backend]
     return EngineExperts(
         **{
@@ -77,7 +75,7 @@ def _row(reader: VLLM, activation: Any = _16_BIT, **more: Any) -> EngineExperts:
 
 
 def _as_e4m3(scale: Any) -> Any:
-    """FlashInfer's name for bytes of scales, which are exponents here too."""
+    """View exponents as e4m3, FlashInfer's dtype for all bytes of scales."""
     return scale.view(torch.float8_e4m3fn)
 
 
@@ -103,8 +101,8 @@ def _trtllm(reader: VLLM) -> EngineExperts:
 
 
 def _aiter_settled(flat: bool, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """AITER asks the tensors whether they are shuffled. Scales of all experts are one matrix for its bf16 kernel."""
-    named_scales(_all_rows if flat else as_it_is, layer, weights, scales)
+    """Mark weights as shuffled, for which AITER looks; its bf16 kernel takes scales of all experts as a matrix."""
+    named_scales(all_rows if flat else as_it_is, layer, weights, scales)
     _wide_biases(layer)
     for role in STACKED_ROLES:
         weight = getattr(layer, f"{role}_weight")
@@ -112,12 +110,8 @@ def _aiter_settled(flat: bool, layer: Any, weights: RankWeights, scales: ReadSca
         weight.is_shuffled = True
 
 
-def _all_rows(scale: Any) -> Any:
-    return scale.flatten(0, 1)
-
-
 def _columns_first(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """The kernel for gfx1250 takes the transposed views `[experts, K, N]` of weights and of tiles of scales."""
+    """Set transposed views `[experts, K, N]` of weights and of tiles of scales, for the kernel of gfx1250."""
     named_scales(transposed, layer, weights, scales)
     _wide_biases(layer)
     for role in STACKED_ROLES:
@@ -129,7 +123,7 @@ def _columns_first(layer: Any, weights: RankWeights, scales: ReadScales) -> None
 
 
 def _swizzled(weights: RankWeights, experts: int) -> dict[str, tuple[Any, Any, Any]]:
-    """What the engine would make of empty weights: values, their record and scales of both matrices."""
+    """Run the engine's preparation on empty weights: values, their record and scales of both matrices."""
     found: dict[str, tuple[Any, Any, Any]] = {}
     for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
         shape = (experts, spec.n, spec.k // 2), (experts, spec.n, spec.num_groups)
@@ -153,14 +147,14 @@ def _other_arrangement(wanted: tuple[str | None, str], weights: RankWeights) -> 
 
 
 def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
-    """The engine's tensors on the stored memory, and its records of scales."""
+    """Make the engine's tensors on the stored memory, and its records of scales."""
     from triton_kernels.matmul_ogs import FlexCtx, PrecisionConfig
 
     records = {}
     for role, (values, flex, scale) in _swizzled(weights, len(layer.w13_weight)).items():
         for made, part in ((values, "weight"), (scale, "scale")):
             _fill(made, getattr(layer, f"{role}_{part}").data, f"{role}_{part}")
-        # Not a parameter any more: the engine's attribute is a tensor of triton_kernels.
+        # The engine's attribute is a tensor of triton_kernels, not a parameter.
         delattr(layer, f"{role}_weight")
         setattr(layer, f"{role}_weight", values)
         flexible = FlexCtx(rhs_data=flex)
@@ -170,7 +164,7 @@ def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 
 def _fill(made: Any, stored: Any, name: str) -> None:
-    """Put stored memory where the engine's preparation has made a tensor without memory."""
+    """Make stored memory the memory of a tensor that the engine's preparation made without."""
     like = made.storage.data
     if like.numel() != stored.numel():
         raise MoeqError(
@@ -188,7 +182,7 @@ def _triton_kernels(values: str | None, scales: str) -> Constructor:
 
 
 def _as_stored(reader: VLLM) -> EngineExperts:
-    """Experts that take the checkpoint's own order. B12X sees the sizes of the model."""
+    """Make experts that read the checkpoint's own order. B12X gets the sizes of the model, without padding."""
     if reader.backend == "XPU":
         return _row(reader)
     if reader.backend == "B12X_MXFP4_BF16":
@@ -199,7 +193,7 @@ def _as_stored(reader: VLLM) -> EngineExperts:
 _marlin = partial(_row, settle=partial(named_scales, exponents))
 _marlin_fp8 = partial(_marlin, title="MARLIN (MXFP4, FP8 activations)", marlin_input="fp8")
 
-#: Layout id to what makes the experts that read it.
+#: Functions that make the experts for a layout, by layout id.
 MXFP4S: dict[str, Constructor] = {
     "marlin-mxfp4/1": _marlin,
     "marlin-mxfp4-interleaved/1": _marlin,

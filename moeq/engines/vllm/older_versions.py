@@ -1,8 +1,8 @@
-"""What earlier releases of vLLM need.
+"""Kernels and expert classes for earlier releases of vLLM.
 
-In 0.26.0 Triton WNA16 experts exist, but no oracle knows them, so they do not say what they support, and nothing builds
-their kernel: they run by way of a function (`FunctionalKernel`). So do its W8A8 experts and those of 0.27, which assert
-that activations are floating-point. Up to 0.29.0 Marlin experts read act-order.
+vLLM 0.26.0 has Triton WNA16 experts, but its oracle does not know them: they do not say what they support, and no
+function builds their kernel. They run through a function (`FunctionalKernel`), and so do the W8A8 experts of 0.26 and
+0.27, which assert that activations are floating-point. Up to 0.29.0 Marlin experts read act-order.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from moeq.layouts.readers import VLLM_VERSIONS
 
 
 class FunctionalExperts(TritonExperts):  # type: ignore[misc]
-    """The same experts by way of a function, which knows nothing of adapters: they would be left out."""
+    """Triton experts that run through a function, which would leave out adapters."""
 
     @staticmethod
     def supports_lora() -> bool:
-        """Never."""
+        """Return False: the function leaves out adapters."""
         return False
 
 
 class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
-    """The same experts with the answers of `TritonExperts`, whose tiles and activations they share."""
+    """Triton WNA16 experts that say what they support: the same as `TritonExperts`, whose tiles they share."""
 
     _supports_current_device = staticmethod(TritonExperts._supports_current_device)
     _supports_no_act_and_mul = staticmethod(TritonExperts._supports_no_act_and_mul)
@@ -46,10 +46,10 @@ class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
 
 
 class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
-    """Calls the engine's function `fused_experts`, as its own WNA16 method does.
+    """Kernel that calls the engine's function `fused_experts`, as its own WNA16 method does.
 
-    The expert classes fail here: those of WNA16 (0.26.0) are given no order of blocks for int4 and few tokens, those of
-    W8A8 refuse int8 activations.
+    The expert classes fail here: those of WNA16 (0.26.0) get no order of blocks for int4 and few tokens, those of W8A8
+    refuse int8 activations.
     """
 
     def apply(
@@ -66,7 +66,7 @@ class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
         shared_experts: Any = None,
         shared_experts_input: Any = None,
     ) -> Any:
-        """The engine's Triton kernels on tensors of this rank; shared experts are the caller's."""
+        """Run the engine's Triton kernels on tensors of this rank; the caller runs shared experts."""
         return fused_experts(
             hidden_states,
             w1,
@@ -82,7 +82,7 @@ class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
 
 
 def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """Raises MoeqError `answer.no-backend` where tokens would have to be sent to other ranks first."""
+    """Make the kernel. Raises MoeqError `answer.no-backend` if tokens would have to be sent to other ranks first."""
     if moe.moe_parallel_config.use_all2all_kernels:
         raise MoeqError(
             "answer.no-backend",
@@ -97,7 +97,7 @@ def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[s
 
 
 def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """Marlin with the columns' groups and order, all of k on this rank."""
+    """Make Marlin's kernel with the groups and the order of columns, and all of K on this rank."""
     return int_wna16.make_wna16_moe_kernel(
         moe_quant_config=config,
         moe_config=moe,
@@ -111,8 +111,9 @@ def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dic
 
 
 def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
-    """Nothing for a matrix of one group, whose columns are as they were: the kernel refuses an order then
-    (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
+    """Return the kernel's arguments for the order of a matrix's columns, without an order for a single group.
+
+    The kernel refuses that (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
     """
     if tensors[f"{role}_scale"].shape[1] == 1:
         return {f"{role}_g_idx": None, f"{role}_g_idx_sort_indices": None}

@@ -1,7 +1,7 @@
-"""moeq's kernels as an expert class of vLLM.
+"""Run moeq's kernels as an expert class of vLLM.
 
-The engine builds its own kernel object around it, so that everything between a router and the experts is the engine's:
-how tokens come from other ranks and go back, shared experts and their stream, buffers that its profiling run sees.
+The engine builds its own kernel object around the class, and thus does everything between router and experts: exchange
+of tokens with other ranks, shared experts and their stream, buffers that its profiling run measures.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
 
-#: The engine's activations as the kernels name them.
+#: Names of the engine's activations in the kernels.
 ACTIVATIONS = {
     MoEActivation.SILU: "silu",
     MoEActivation.GELU: "gelu",
@@ -47,7 +47,7 @@ ACTIVATIONS = {
 
 
 class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
-    """The experts of one layer in moeq's kernels.
+    """Experts of one layer in moeq's kernels.
 
     Args:
         moe_config: the engine's record of the layer.
@@ -55,20 +55,20 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     """
 
     def __init__(self, moe_config: Any, prepared: PreparedLayer) -> None:
-        # Without a scheme: the kernels quantise activations themselves, where the format asks for that.
+        # No scheme, since the kernels quantise activations themselves if the format needs that.
         super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG)
         self.prepared = prepared
-        # One size for all calls, that of the largest need: the engine's buffer never grows after its profiling run.
+        # The largest size for all calls, since the engine's buffer never grows after its profiling run.
         self.workspace_bytes = prepared.workspace_bytes()
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """Always."""
+        """Whether inputs are not quantised: always."""
         return True
 
     @staticmethod
     def activation_format() -> FusedMoEActivationFormat:
-        """Tokens by rows, not batches of experts."""
+        """Return the format of tokens by rows, not of batches by expert."""
         return FusedMoEActivationFormat.Standard
 
     @staticmethod
@@ -91,24 +91,24 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
-        """All-gather and reduce-scatter; the other all-to-all kernels were never run with these experts."""
+        """Return whether tokens are exchanged by all-gather and reduce-scatter; others were never run with moeq."""
         return not moe_parallel_config.use_all2all_kernels or moe_parallel_config.use_ag_rs_all2all_kernels
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
-        """The kernels weight and sum a token's choices."""
+        """Return a no-op: the kernels weight and sum a token's choices."""
         return TopKWeightAndReduceNoOP()
 
     def moe_problem_size(
         self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
-        """Experts, tokens, intermediate size, hidden size, choices of a token."""
+        """Return experts, tokens, intermediate size, hidden size, choices of a token."""
         problem = self.prepared.problem
         return problem.experts, a1.shape[0], problem.intermediate, a1.shape[1], topk_ids.shape[1]
 
     def workspace_shapes(
         self, M: int, N: int, K: int, topk: int, *more: Any, **named: Any
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Buffer of the kernels in the second place: the first is where the engine has the output."""
+        """Return shapes of two buffers and the output; the first is empty, as it shares memory with the output."""
         return (0,), (-(-self.workspace_bytes // self.moe_config.in_dtype.itemsize),), (M, K)
 
     def apply(
@@ -129,7 +129,7 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """The layer: `hidden_states` `[M, H]` to `output` `[M, H]`, weighted and summed."""
+        """Run the layer on `hidden_states` `[M, H]`, with weighted sums in `output` `[M, H]`."""
         if apply_router_weight_on_input:  # the engine has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
         workspace = workspace2.view(torch.uint8)
@@ -143,48 +143,49 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         expert_map: torch.Tensor | None,
         weight_on_input: bool,
     ) -> torch.Tensor:
-        """The layer where tokens neither come from other ranks nor go there: as through the engine's kernel object,
-        which would copy the result once more (0.26.0).
+        """Run the layer if no tokens are exchanged with other ranks.
+
+        The engine's kernel object would copy the result once more (0.26.0).
         """
         if weight_on_input:
             x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
         workspace = None
-        if not current_platform.is_cpu():  # where the engine keeps no buffers
+        if not current_platform.is_cpu():  # on a CPU the engine keeps no buffers
             (workspace,) = current_workspace_manager().get_simultaneous(((self.workspace_bytes,), torch.uint8))
         return self.prepared(x, topk_weights, topk_ids, workspace=workspace, expert_map=expert_map)
 
 
 def runs_alone(kernel: modular_kernel.FusedMoEKernel) -> bool:
-    """Whether tokens neither come from other ranks nor go there."""
+    """Return whether no tokens are exchanged with other ranks."""
     return isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
 
 
 def activation_format(moe: Any) -> FusedMoEActivationFormat:
-    """How tokens come to the experts of a layer."""
+    """Return the format in which tokens reach the experts of a layer."""
     if moe.moe_parallel_config.use_batched_activation_format:
         return FusedMoEActivationFormat.BatchedExperts
     return FusedMoEActivationFormat.Standard
 
 
 def clamp_arguments(moe: Any) -> dict[str, float | None]:
-    """The constants of a layer's SwiGLU, as the engine's records of scales take them."""
+    """Return the constants of a layer's SwiGLU as arguments of the engine's records of scales."""
     return {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
 
 
 def activation_arguments(moe: Any) -> dict[str, Any]:
-    """Activation of a layer with its constants, as the kernels take them."""
+    """Return the kernels' arguments for a layer's activation and its constants."""
     name = ACTIVATIONS[moe.activation]
     if moe.activation is MoEActivation.SWIGLUOAI:  # the engine's kernel has gpt-oss's constants, whatever the config
         return {"activation": name, "alpha": 1.702, "beta": 1.0, "limit": 7.0}
     if moe.activation is MoEActivation.SWIGLUOAI_UNINTERLEAVE:
         alpha = 1.0 if moe.swiglu_alpha is None else moe.swiglu_alpha
         return {"activation": name, "alpha": alpha, "beta": moe.swiglu_beta or 0.0, "limit": moe.swiglu_limit}
-    # Of the others the engine clamps SwiGLU alone.
+    # SwiGLU is the only other activation that the engine clamps.
     return {"activation": name, "limit": moe.swiglu_limit if moe.activation is MoEActivation.SILU else None}
 
 
 def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
-    """Raises MoeqError `answer.no-kernel` or `usage.dtype` where moeq's kernels cannot run a layer."""
+    """Raise MoeqError `answer.no-kernel` or `usage.dtype` if moeq's kernels cannot run a layer."""
     check_kernel(entry, moe.in_dtype, "")
     check_groups(entry, part)
     offload = get_current_vllm_config().offload_config
@@ -200,7 +201,7 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
 
 
 def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
-    """Why these experts, on the device `meta`, would run in kernels for any GPU; None: some are made for this one."""
+    """Return why experts, on device `meta`, would run in kernels for any GPU; None if there are some for this."""
     from moeq_kernels.gpu import GPUS, gpu_of
 
     device = torch.device(moe.device)
@@ -215,7 +216,7 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
 
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
-    """The engine's kernel object with moeq's experts inside, whose kernels are compiled and loaded."""
+    """Make the engine's kernel object around moeq's experts, and compile and load their kernels."""
     prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
     make_ready(prepared, logger)
     prepare = maybe_make_prepare_finalize(
@@ -235,7 +236,7 @@ def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str 
     return prepare(
         packed,
         top_k=moe.experts_per_token,
-        # All-gather brings the tokens of all ranks.
+        # All-gather collects the tokens of all ranks.
         max_tokens=moe.max_num_tokens * parallel.dp_size * parallel.pcp_size,
         dtype=moe.in_dtype,
         hidden_size=moe.hidden_dim,

@@ -1,7 +1,7 @@
-"""Entry point of the vLLM plug-in (`vllm.general_plugins`). Importing this imports no engine.
+"""Entry point of the vLLM plug-in (`vllm.general_plugins`). Its import imports no engine.
 
-vLLM calls `register` in every one of its processes, for every model: it must be quick, may be called twice, and must
-not fail where the engine's version is one that the loader was never run with.
+vLLM calls `register` in each of its processes, for every model. It has to be quick, may be called twice, and must not
+fail with a version of the engine that the loader was never run with.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def wrong_engine(found: str) -> MoeqError:
-    """What a user of another version reads when a converted checkpoint is loaded."""
+    """Make the error that a user of another version sees when a converted checkpoint is loaded."""
     return MoeqError(
         "environment.engine-version",
         f"moeq's plug-in was run with vLLM {version_ranges(VLLM_VERSIONS)}, and this is vLLM {found}: kernels and "
@@ -39,7 +39,7 @@ def _register_refusal(found: str) -> None:
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class Refusal(QuantizationConfig):  # type: ignore[misc]
-        """Raises as soon as a converted checkpoint is opened."""
+        """Config that refuses every converted checkpoint."""
 
         @classmethod
         def from_config(cls, config: dict[str, object]) -> Refusal:
