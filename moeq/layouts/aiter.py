@@ -1,16 +1,20 @@
-"""MXFP4, MXFP8, FP8 and int4 of AITER. Source: AITER e4048607 (`aiter/ops/shuffle.py`), as driven by vLLM 0.33.0."""
+"""AITER: MXFP4, MXFP8, FP8 and int4 on AMD GPUs.
+
+Weights lie in tiles of 16 rows, and scales of E8M0 as `e8m0_shuffle` puts them. Source: AITER e4048607
+(`aiter/ops/shuffle.py`), as vLLM 0.33.0 calls it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
-from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
+from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -18,24 +22,33 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
+# (16, 16): rows in 16s, bytes of K in 32s of two 16s.
+_SHUFFLED = Arrangement("n r16, k u2 x16 b2 -> n k u r x | b")
+_SHUFFLED_BYTES = Arrangement("n r16, k u2 x16 -> n k u r x")
 
-#: (16, 16): rows in 16s, bytes of K in 32s of two 16s.
-SHUFFLED = Arrangement("n r16, k u2 x16 b2 -> n k u r x | b")
+# a16w4: rows in 16s, bytes of K in 64s of four 16s. Tiles of 16 rows of gate and up alternate.
+_A16W4 = Arrangement("n r16, k m4 x16 b2 -> n k m r x | b")
+_A16W4_W13 = Arrangement("h2 n r16, k m4 x16 b2 -> n h k m r x | b")
+_A16W4_BYTES = Arrangement("n r16, k m4 x16 -> n k m r x")
+_A16W4_BYTES_W13 = Arrangement("h2 n r16, k m4 x16 -> n h k m r x")
 
-#: a16w4: rows in 16s, bytes of K in 64s of four 16s; with gate and up, their tiles of 16 rows alternate.
-A16W4 = Arrangement("n r16, k m4 x16 b2 -> n k m r x | b")
-A16W4_GATE_UP = Arrangement("h2 n r16, k m4 x16 b2 -> n h k m r x | b")
+# `e8m0_shuffle`: 32 rows by 8 groups, of gate and up 16 rows each. `n32k4`: 32 rows by 4 groups.
+_E8M0 = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
+_E8M0_W13 = Arrangement("h2 n r16, g u2 q4 -> n g q r u h")
+_N32K4 = Arrangement("n r32, g q4 -> n g r q")
 
-#: `e8m0_shuffle`: 32 rows by 8 groups; with gate and up, 16 rows of each.
-E8M0 = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
-E8M0_GATE_UP = Arrangement("h2 n r16, g u2 q4 -> n g q r u h")
+_INT4_WEIGHT = Arrangement("n r16, k u2 y2 f2 b4 -> n k u r y b | f")
+_INT4_SCALE = Arrangement("n, g s2 -> g n s")
+
+
+# ---------------------------------------------------------------------------------------------------------------- MXFP4
 
 
 class AiterA16W4(MXFP4Layout):
-    """AITER MXFP4 for bf16 activations (a16w4): 16-row tiles of gate and up alternate in w13.
+    """MXFP4 for bf16 activations (a16w4).
 
-    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32 (gate, then up; tiles alternate only in weights
-    and scales). Source: AITER e4048607, `shuffle_weight_a16w4` and `shuffle_scale_a16w4`; vLLM 0.33.0.
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32. Tiles of gate and up alternate in weights and
+    scales; biases are gate, then up. Source: `shuffle_weight_a16w4` and `shuffle_scale_a16w4`.
     """
 
     id = "aiter-a16w4/1"
@@ -48,18 +61,18 @@ class AiterA16W4(MXFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": weight_bytes(spec, by_role(A16W4_GATE_UP, A16W4, spec)),
-            "scale": scale_bytes(spec, by_role(E8M0_GATE_UP, E8M0, spec)),
+            "weight": weight_bytes(spec, by_role(_A16W4_W13, _A16W4, spec)),
+            "scale": scale_bytes(spec, by_role(_E8M0_W13, _E8M0, spec)),
             **bias_as(spec, IDENTITY_SCALE, "F32"),
         }
 
 
 class AiterShuffle(MXFP4Layout):
-    """AITER MXFP4 x MXFP4 (CK): weights shuffled (16, 16), scales by `e8m0_shuffle`.
+    """MXFP4 x MXFP4 (CK): weights shuffled (16, 16), scales by `e8m0_shuffle`.
 
-    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32; w13 rows as loaded (gate, then up). The engine
-    fills scales up to 256 rows over all experts and 8 groups with uninitialised memory, so K must be a multiple of 256
-    here and no padding arises. Source: AITER e4048607; vLLM 0.33.0.
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` float32; w13 is gate rows, then up rows. The engine
+    fills scales up to 256 rows over all experts and to 8 groups with uninitialised memory. K must be a multiple of 256
+    here, so nothing is filled up.
     """
 
     id = "aiter-shuffle/1"
@@ -72,20 +85,17 @@ class AiterShuffle(MXFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": weight_bytes(spec, SHUFFLED),
-            "scale": scale_bytes(spec, E8M0),
+            "weight": weight_bytes(spec, _SHUFFLED),
+            "scale": scale_bytes(spec, _E8M0),
             **bias_as(spec, IDENTITY_SCALE, "F32"),
         }
 
 
-_N32K4 = Arrangement("n r32, g q4 -> n g r q")
-
-
 class AiterGfx1250(MXFP4Layout):
-    """AITER Triton MXFP4 x MXFP4 on gfx1250: values in row order, scales in tiles of 32 rows by 4 groups (n32k4).
+    """MXFP4 x MXFP4 in Triton on gfx1250: values in row order, scales in tiles of 32 rows by 4 groups (n32k4).
 
     `weight` uint8 `[N, K / 2]` (the kernel takes the transposed view), `scale` uint8 `[N / 32, 32 G]`, `bias` float32;
-    w13 rows as loaded. Source: AITER e4048607, `shuffle_scale_n32k4`; vLLM 0.33.0.
+    w13 is gate rows, then up rows. Source: `shuffle_scale_n32k4`.
     """
 
     id = "aiter-gfx1250/1"
@@ -104,15 +114,14 @@ class AiterGfx1250(MXFP4Layout):
         }
 
 
-_INT4_WEIGHT = Arrangement("n r16, k u2 y2 f2 b4 -> n k u r y b | f")
-_INT4_SCALE = Arrangement("n, g s2 -> g n s")
+# ----------------------------------------------------------------------------------------------------------------- int4
 
 
 class AiterInt4(ArrangedLayout):
-    """AITER FlyDSL int4: two's complement codes shuffled (16, 16) as bytes, then eight values packed to four bytes.
+    """int4 for FlyDSL: two's complement codes shuffled (16, 16) as bytes, then eight values packed to four bytes.
 
     Of eight consecutive shuffled values, v0 .. v3 take the low nibbles of four bytes and v4 .. v7 the high ones:
-    `weight` uint8 `[N, K / 2]`. `scale` bf16 `[G / 2, N, 2]`. Source: AITER e4048607, `pack_int8_to_packed_int4`.
+    `weight` uint8 `[N, K / 2]`. `scale` bf16 `[G / 2, N, 2]`. Source: `pack_int8_to_packed_int4`.
     """
 
     id = "aiter-int4/1"
@@ -134,113 +143,99 @@ class AiterInt4(ArrangedLayout):
         }
 
 
-_MXFP8_WEIGHT = Arrangement("n r16, k m4 x16 -> n k m r x")
-_MXFP8_WEIGHT_W13 = Arrangement("h2 n r16, k m4 x16 -> n h k m r x")
-
-#: What the hidden size has to be a multiple of, as the intermediate size is by its groups.
-_HIDDEN = 256
+# ---------------------------------------------------------------------------------------------------------------- MXFP8
 
 
-class AiterMXFP8(ArrangedLayout):
-    """AITER MXFP8 (FlyDSL): bytes in the order of `aiter-a16w4`; 16-row tiles of gate and up alternate in w13.
+class AiterMXFP8(MXFP8Layout):
+    """MXFP8 for FlyDSL: bytes in the order of `aiter-a16w4`; tiles of 16 rows of gate and up alternate in w13.
 
     `weight` F8_E4M3 `[N, K]`, `scale` uint8 `[N, G]`. AITER fills the scales of w2 up to 256 rows, all experts
-    together, and to 8 groups with whatever lies in memory, so here the hidden and the intermediate size have to be
+    together, and to 8 groups with uninitialised memory, so here the hidden and the intermediate size have to be
     multiples of 256. It takes the halves of w13 for gate and up, so there have to be both.
 
-    Source: AITER e4048607 (`shuffle_weight`, `shuffle_scale`); vLLM 0.33.0, `_aiter_ops.py`
-    (`shuffle_mxfp8_moe_weights`).
+    Source: `shuffle_weight`, `shuffle_scale`; vLLM 0.33.0, `_aiter_ops.py` (`shuffle_mxfp8_moe_weights`).
     """
 
     id = "aiter-mxfp8/1"
     title = "AITER MXFP8"
     readers = (VLLM("AITER_MXFP8", "aiter"),)
     source = "AITER e4048607, vLLM 0.33.0"
-    elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with a gate, no bias"
     arch = "gfx950"
     slicing = "I by 256, H by 256"
-    scale_dtypes = ("e8m0",)
-    group_sizes = (32,)
-    channelwise = False
-    biased = False
+    #: Multiple of the hidden size; the groups ask for it of the intermediate size.
+    hidden_multiple: ClassVar[int] = 256
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
         if spec.role == "w13" and not spec.gated:
             found.append(Problem("layout.gate", "its kernel takes the rows of w13 for gate and up"))
-        if spec.role == "w2" and spec.n % _HIDDEN:
-            rest = f"{spec.n} % {_HIDDEN} = {spec.n % _HIDDEN}"
-            found.append(Problem("layout.n-multiple", f"N = {spec.n} is not a multiple of {_HIDDEN} ({rest})"))
+        if spec.role == "w2" and spec.n % self.hidden_multiple:
+            rest = f"{spec.n} % {self.hidden_multiple} = {spec.n % self.hidden_multiple}"
+            message = f"N = {spec.n} is not a multiple of {self.hidden_multiple} ({rest})"
+            found.append(Problem("layout.n-multiple", message))
         return found
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        return SliceRule(_HIDDEN, super().slices(spec).k)
+        return SliceRule(self.hidden_multiple, super().slices(spec).k)
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": fp8_bytes(spec, by_role(_MXFP8_WEIGHT_W13, _MXFP8_WEIGHT, spec)),
-            "scale": scale_bytes(spec, by_role(E8M0_GATE_UP, E8M0, spec)),
+            "weight": fp8_bytes(spec, by_role(_A16W4_BYTES_W13, _A16W4_BYTES, spec)),
+            "scale": scale_bytes(spec, by_role(_E8M0_W13, _E8M0, spec)),
         }
 
 
-#: (16, 16): rows in 16s, K in 32s of two 16s.
-SHUFFLED_BYTES = Arrangement("n r16, k u2 x16 -> n k u r x")
+# ------------------------------------------------------------------------------------------------------------------ FP8
 
-#: Negative zero in E4M3, NaN in E4M3FNUZ.
+#: Code of negative zero in E4M3, and of NaN in E4M3FNUZ.
 NEGATIVE_ZERO = 0x80
 
 
-class _Aiter(Fp8Layout):
+class _AiterFp8(Fp8Layout):
+    """FP8: weights F8_E4M3 `[N, K]` shuffled (16, 16) as bytes, scales as in `fp8.py`; w13 is gate, then up.
+
+    Source: AITER 0.1.7 (`shuffle_weight`, as in e4048607); vLLM 0.33.0, `oracle/fp8.py`.
+    """
+
+    readers = (VLLM("AITER", "aiter"),)
     source = "AITER 0.1.7, vLLM 0.33.0"
     arch = "gfx950"
     slicing = "N by 16, K by 32"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, SHUFFLED_BYTES), "scale": self.scale(spec)}
+        return {"weight": fp8_bytes(spec, _SHUFFLED_BYTES), "scale": self.scale(spec)}
 
 
-class AiterFp8Block(_Aiter):
-    """AITER FP8: weights shuffled (16, 16) as bytes, scales as the engine keeps them (`fp8.py`); w13 is gate, then up.
-
-    * `aiter-fp8-block/1`, `aiter-fp8-channel/1`, `aiter-fp8-tensor/1`: `weight` F8_E4M3 `[N, K]`, for gfx950 (E4M3 as
-      most checkpoints have it).
-    * `aiter-fp8-block-fnuz/1`, `-channel-fnuz/1`, `-tensor-fnuz/1`: for gfx942, whose FP8 has another bias and no
-      negative zero. `weight` uint8, the bytes of E4M3FNUZ: the same bits stand for half the value, so scales are
-      doubled; 0x80 would be NaN and becomes 0. `zero_sign` uint8 `[N, K / 8]` is moeq's own, for the way back: bit k %
-      8 of byte k // 8 says that code k was 0x80.
-
-    Source: AITER 0.1.7 (`shuffle_weight`, as in e4048607); vLLM 0.33.0, `oracle/fp8.py` and `w8a8_utils.py`
-    (`normalize_e4m3fn_to_e4m3fnuz`).
-    """
-
+class AiterFp8Block(_AiterFp8):
     id = "aiter-fp8-block/1"
     title = "AITER FP8, blocks"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
     slicing = "N by 128, K by 128"
     scope = "block"
 
 
-class AiterFp8Channel(_Aiter):
-    """See the module."""
-
+class AiterFp8Channel(_AiterFp8):
     id = "aiter-fp8-channel/1"
     title = "AITER FP8, one scale per channel"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
     scope = "channel"
 
 
-class AiterFp8Tensor(_Aiter):
-    """See the module."""
-
+class AiterFp8Tensor(_AiterFp8):
     id = "aiter-fp8-tensor/1"
     title = "AITER FP8, one scale per matrix"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
     scope = "tensor"
 
 
-class AiterFnuz(_Aiter):
-    """What gfx942 changes in each of them."""
+class AiterFnuz(_AiterFp8):
+    """FP8 for gfx942, whose E4M3FNUZ has another bias than E4M3 and no negative zero.
+
+    `weight` uint8: the same bits stand for half the value, so scales are doubled; 0x80 would be NaN and becomes 0.
+    `zero_sign` uint8 `[N, K / 8]` is moeq's own, for the way back: bit k % 8 of byte k // 8 says that code k was 0x80.
+    Source: vLLM 0.33.0, `w8a8_utils.py` (`normalize_e4m3fn_to_e4m3fnuz`).
+    """
 
     arch = "gfx942"
 
@@ -253,7 +248,7 @@ class AiterFnuz(_Aiter):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         if "zero_sign" in out:
-            out["zero_sign"].copy_(_bits(matrix.codes == NEGATIVE_ZERO))
+            out["zero_sign"].copy_(_packed_bits(matrix.codes == NEGATIVE_ZERO))
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
@@ -268,7 +263,7 @@ class AiterFnuz(_Aiter):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         matrix = super().unpack(parts, spec)
-        signed = _flags(parts["zero_sign"])
+        signed = _unpacked_bits(parts["zero_sign"])
         wrong = int((matrix.codes[signed] != 0).sum())
         if wrong:
             text = f"{self.id}: zero_sign names {wrong} codes of {spec.role} that are not 0"
@@ -297,39 +292,33 @@ class AiterFnuz(_Aiter):
 
 
 class AiterFp8BlockFnuz(AiterFnuz, AiterFp8Block):
-    """See the module."""
-
     id = "aiter-fp8-block-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), blocks"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
 
 
 class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
-    """See the module."""
-
     id = "aiter-fp8-channel-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per channel"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
 
 
 class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
-    """See the module."""
-
     id = "aiter-fp8-tensor-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per matrix"
-    readers = (VLLM("AITER", "aiter"),)
+    readers = _AiterFp8.readers
 
 
-def _bits(flags: Tensor) -> Tensor:
-    """uint8 `[N, K / 8]` of booleans `[N, K]`, the first in the lowest bit."""
+def _packed_bits(flags: Tensor) -> Tensor:
+    """Return uint8 `[N, K / 8]` of booleans `[N, K]`, the first in the lowest bit."""
     import torch
 
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
     return (flags.view(flags.shape[0], -1, 8) * weights).sum(dim=2, dtype=torch.uint8)
 
 
-def _flags(octets: Tensor) -> Tensor:
-    """The inverse of `_bits`."""
+def _unpacked_bits(octets: Tensor) -> Tensor:
+    """Invert `_packed_bits`."""
     import torch
 
     return ((octets.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten(1).bool()

@@ -1,6 +1,6 @@
-"""Layouts that are index maps: every part of the packed matrix is one `Arrangement` of one tensor of the logical one.
+"""Layouts that are index maps: every part of the packed matrix is an `Arrangement` of one logical tensor.
 
-A subclass says in `parts` which part is which arrangement; packing, unpacking, shapes, slices and the checks of sizes
+A subclass says in `parts` which part is which arrangement. Packing, unpacking, shapes, slices and the checks of sizes
 and types follow from that.
 """
 
@@ -33,7 +33,7 @@ Field = Literal["codes", "scales", "zeros", "bias"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch dtype of a safetensors dtype name."""
+    """Return the torch dtype of a safetensors dtype name."""
     import torch
 
     names = {
@@ -67,8 +67,8 @@ class Part:
         group: input features per column, for the arithmetic of slices (scales: the group size; codes: 1).
         rewrite: permutation of the bits of every finished word, or None.
         flip: bits of each element that are stored inverted (8 makes int4 codes two's complement).
-        rows: output features per row (scales of blocks: 128; of a whole matrix: all), which share what is stored.
-        turned: the halves of the rows change places before they are filled up and arranged.
+        rows: output features that share a stored row (scales of blocks: 128; of a whole matrix: all).
+        halves_swapped: the halves of the rows change places before they are filled up and arranged.
     """
 
     field: Field
@@ -81,7 +81,7 @@ class Part:
     rewrite: BitPermutation | None = None
     flip: int = 0
     rows: int = 1
-    turned: bool = False
+    halves_swapped: bool = False
 
     @property
     def spec(self) -> TensorSpec:
@@ -97,15 +97,15 @@ class ArrangedLayout(Layout):
     """A layout given by `parts`.
 
     Subclasses set, besides what `Layout` asks for:
-        scale_dtypes: stored scale dtypes it can hold.
+        scale_dtypes: stored scale dtypes that fit.
         group_sizes: group sizes its kernel reads; empty for any. One scale per channel is `channelwise`.
         channelwise: whether one scale per output channel is possible.
         zero_points, act_order, biased: whether such matrices can be held.
         n_multiple: what rows (per half of `w13`) must be a multiple of.
         k_multiple: what columns must be a multiple of.
-        exact_scales: least and greatest scale besides 0, as unsigned integers, that are kept as they are; None: all.
-        rearranges: packing only moves bits (within `exact_scales`), so that the fast path may do it. Found out here
-            from what a subclass overrides, unless it says so itself.
+        exact_scales: least and greatest scale besides 0, as unsigned integers, that keep their value; None: all.
+        rearranges: packing only moves bits (within `exact_scales`), so the fast path may do it. Derived from what a
+            subclass overrides, unless the subclass sets it.
     """
 
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
@@ -126,10 +126,10 @@ class ArrangedLayout(Layout):
 
     @abstractmethod
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        """The parts of one packed expert. Called only for specs without `problems`."""
+        """Return the parts of one packed expert. Called only for specs without `problems`."""
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        """Stored tensors that are not an arrangement of a logical one."""
+        """Return the stored tensors that are not an arrangement of a logical one."""
         return {}
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
@@ -197,7 +197,7 @@ class ArrangedLayout(Layout):
         )
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        """The elements `[rows, columns]` that a part arranges: the logical tensor, unless a layout recodes it."""
+        """Return the elements `[rows, columns]` that a part arranges: the logical tensor, or what it is recoded to."""
         part = self.parts(matrix.spec)[name]
         tensor: Tensor = getattr(matrix, part.field)
         if part.field == "zeros":
@@ -208,7 +208,7 @@ class ArrangedLayout(Layout):
         return tensor if part.field == "codes" or as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        """The inverse of `encode`, from the words of `unpack_words`."""
+        """Invert `encode`, from the words of `unpack_words`."""
         part = self.parts(spec)[name]
         if part.field == "codes":
             return elements.view(torch_dtype("U8"))
@@ -230,7 +230,7 @@ class ArrangedLayout(Layout):
         return sum(changed(before, after) for _, before, after in self._recoded(matrix))
 
     def _recoded(self, matrix: QuantizedMatrix) -> Iterator[tuple[Field, Tensor, Tensor]]:
-        """Logical tensors that are stored as other values, flat, and what comes back of them."""
+        """Yield logical tensors that are stored as other values, flat, and what unpacking gives for them."""
         for name, part in self.parts(matrix.spec).items():
             if self.recodes(part, matrix.spec):
                 before: Tensor = getattr(matrix, part.field)
@@ -238,7 +238,7 @@ class ArrangedLayout(Layout):
                 yield part.field, before.reshape(-1), self.decode(name, words, matrix.spec).reshape(-1)
 
     def _measured(self, matrix: QuantizedMatrix) -> str:
-        """How far numbers are rounded: ` (scales by at most 0.2 %)`; nothing where some become quite other numbers."""
+        """Say how far numbers are rounded, ` (scales by at most 0.2 %)`; empty where one changes by 100 % or more."""
         moved = []
         for field, before, after in self._recoded(matrix):
             if before.is_floating_point() and changed(before, after):
@@ -250,12 +250,12 @@ class ArrangedLayout(Layout):
         return f" ({', '.join(f'{field} by at most {100 * largest:.2g} %' for field, largest in moved)})"
 
     def logical_shape(self, field: Field, spec: MatrixSpec) -> tuple[int, int]:
-        """Size of a logical tensor as a matrix."""
+        """Return the size of a logical tensor as a matrix."""
         columns = {"codes": spec.k, "scales": spec.num_groups, "zeros": spec.num_groups, "bias": 1}
         return spec.n, columns[field]
 
     def element_shape(self, part: Part, spec: MatrixSpec) -> tuple[int, int]:
-        """Size of what a part holds, as a matrix."""
+        """Return the size of what a part holds, as a matrix."""
         rows, columns = self.logical_shape(part.field, spec)
         return -(-rows // part.rows), columns
 
@@ -307,7 +307,7 @@ class ArrangedLayout(Layout):
         n: tuple[int, int],
         k: tuple[int, int],
     ) -> dict[str, Tensor]:
-        """The arranged parts of `slice_parts`, without its checks."""
+        """Cut the arranged parts as `slice_parts` does, without its checks."""
         wanted = self.parts(shard)
         cut = {}
         for name, part in self.parts(spec).items():
@@ -328,7 +328,7 @@ class ArrangedLayout(Layout):
         return cut
 
     def shard_spec(self, spec: MatrixSpec, n: tuple[int, int], k: tuple[int, int]) -> MatrixSpec:
-        """The spec of a slice. Raises MoeqError `usage.illegal-slice` where it is none."""
+        """Return the spec of a slice. Raises MoeqError `usage.illegal-slice` where `slices` does not allow it."""
         rule, half = self.slices(spec), spec.n // (2 if is_gated_w13(spec) else 1)
         for axis, (start, stop), size, unit in (("N", n, half, rule.n), ("K", k, spec.k, rule.k)):
             whole = (start, stop) == (0, size)
@@ -358,7 +358,7 @@ def is_gated_w13(spec: MatrixSpec) -> bool:
 def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
     """Pack a matrix `[rows, columns]` into one stored tensor, zero-filling where the layout pads inside."""
     words = flat_words(out, part)
-    if part.turned:
+    if part.halves_swapped:
         elements = elements.roll(len(elements) // 2, dims=0)
     pack_words(part.arrangement, _zero_fill(elements, part), part.bits, words)
     if part.flip:
@@ -370,7 +370,7 @@ def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
 
 
 def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `arrange`: codes, or words of `part.bits` bits, `[rows, columns]`."""
+    """Invert `arrange`: return codes, or words of `part.bits` bits, `[rows, columns]`."""
     words = flat_words(packed.contiguous(), part)
     if part.rewrite is not None:
         words = part.rewrite.inverse.apply_(words.clone())
@@ -380,14 +380,14 @@ def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
         found = found ^ part.flip  # a new tensor: `found` may be a view of the caller's
     halves = 2 if part.arrangement.has_halves else 1
     kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]].reshape(shape)
-    return kept.roll(shape[0] // 2, dims=0) if part.turned else kept
+    return kept.roll(shape[0] // 2, dims=0) if part.halves_swapped else kept
 
 
 def _zero_fill(elements: Tensor, part: Part) -> Tensor:
     rows, columns = part.padded(*elements.shape)
     if (rows, columns) == tuple(elements.shape):
         return elements
-    # Gate and up apart: where an engine fills up interleaved rows at their end, half of that belongs to each.
+    # Fill gate and up apart: where an engine fills up interleaved rows at their end, half of that belongs to each.
     halves = 2 if part.arrangement.has_halves else 1
     old = elements.reshape(halves, -1, elements.shape[1])
     filled = elements.new_zeros((halves, rows // halves, columns))
@@ -396,22 +396,22 @@ def _zero_fill(elements: Tensor, part: Part) -> Tensor:
 
 
 def flat_words(tensor: Tensor, part: Part) -> Tensor:
-    """A stored tensor as the words of its arrangement."""
+    """View a stored tensor as the words of its arrangement."""
     return tensor.view(-1).view(word_dtype(part.bits * part.arrangement.fields_per_word))
 
 
 def changed(before: Tensor, after: Tensor) -> int:
-    """How many values differ in their bits."""
+    """Count the values that differ in their bits."""
     width = word_dtype(8 * before.element_size())
     return int((before.contiguous().view(width) != after.contiguous().view(width)).sum())
 
 
-#: Floats that hold neither all numbers of each other nor those of float32.
+#: 16-bit floats: neither holds all numbers of the other, nor those of float32.
 _HALVES = ("F16", "BF16")
 
 
 def logical_dtype(part: Part, spec: MatrixSpec) -> str:
-    """safetensors dtype of the scales or the bias that a part holds."""
+    """Return the safetensors dtype of the logical scales or bias that a part holds."""
     return STORED_DTYPE[(spec.bias_dtype or "") if part.field == "bias" else spec.scale_dtype]
 
 
@@ -454,14 +454,14 @@ def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
 
 
 def _multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
-    """What rows (per half) and columns must be multiples of, so that every index map applies."""
+    """Return what rows (per half) and columns must be multiples of, so that every index map applies."""
     n, k = layout.n_multiple, layout.k_multiple
     halves = 2 if is_gated_w13(spec) else 1
     for part in layout.parts(spec).values():
         rows, columns = part.arrangement.row_multiple, part.arrangement.column_multiple
         per_half = 2 if part.arrangement.has_halves else 1
         if part.pad[0] % rows:
-            # Where halves lie one after the other, only their sum has to divide, but each is cut and read alone.
+            # Where halves are stacked, only their sum has to divide, but each half is cut and read alone.
             n = math.lcm(n, rows // per_half if halves == 2 else rows)
         if part.field == "codes" and part.pad[1] % columns:
             k = math.lcm(k, columns)

@@ -92,12 +92,12 @@ class Arrangement:
 
     @cached_property
     def row_multiple(self) -> int:
-        """What the number of rows must be a multiple of."""
+        """Number that divides the number of rows."""
         return math.prod(digit.radix or 1 for digit in self.rows)
 
     @cached_property
     def column_multiple(self) -> int:
-        """What the number of columns must be a multiple of."""
+        """Number that divides the number of columns."""
         return math.prod(digit.radix or 1 for digit in self.columns)
 
     @cached_property
@@ -107,7 +107,7 @@ class Arrangement:
         return math.prod(radix[digit.name] for digit in self.fields)
 
     def radices(self, rows: int, columns: int) -> dict[str, int]:
-        """Radix of every digit for a matrix of that size. Raises ValueError where a size does not divide."""
+        """Return the radix of every digit for a matrix of that size. Raises ValueError where a size does not divide."""
         found = {}
         for digits, size, multiple in (
             (self.rows, rows, self.row_multiple),
@@ -119,7 +119,7 @@ class Arrangement:
         return found
 
     def spread(self, matrix: Tensor) -> Tensor:
-        """View of a `[rows, columns]` matrix with one axis per word digit, then one per field digit."""
+        """View a `[rows, columns]` matrix with one axis per word digit, then one per field digit."""
         radix = self.radices(*matrix.shape)
         order = [digit.name for digit in (*self.rows, *self.columns)]
         placed = (*self.words, *self.fields)
@@ -128,7 +128,7 @@ class Arrangement:
         return view.flip(reverse) if reverse else view
 
     def gather(self, placed: Tensor, rows: int, columns: int) -> Tensor:
-        """The `[rows, columns]` matrix of which `placed`, in the axes of `spread`, is the arrangement."""
+        """Return the `[rows, columns]` matrix of which `placed`, in the axes of `spread`, is the arrangement."""
         right = (*self.words, *self.fields)
         reverse = [axis for axis, digit in enumerate(right) if digit.reversed]
         if reverse:
@@ -138,7 +138,7 @@ class Arrangement:
         return placed.permute(order).reshape(rows, columns)
 
     def word_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Radices of the word digits."""
+        """Return the radices of the word digits."""
         radix = self.radices(rows, columns)
         return tuple(radix[digit.name] for digit in self.words)
 
@@ -148,12 +148,12 @@ class Arrangement:
         return self.rows[0] == Digit("h", 2)
 
     def narrow(self, words: Tensor, shape: tuple[int, int], block: Block, halves: int = 1) -> Tensor:
-        """The packed words that hold a block of the matrix, as they lie, flat.
+        """Return the packed words that hold a block of the matrix, in their stored order, flat.
 
         Args:
             words: packed words of the whole matrix, in any shape.
             shape: `(rows, columns)` of the whole matrix.
-            block: what to keep; rows count within each half where there are two.
+            block: the part to keep; rows count within each half where there are two.
             halves: 2 where the rows are two stacked matrices that are cut alike (gate and up), else 1.
         """
         radix = self.radices(*shape)

@@ -1,4 +1,7 @@
-"""NVFP4 of the b12x package and of FlashInfer's b12x kernels."""
+"""NVFP4 for the b12x package and for FlashInfer's b12x kernels.
+
+`weight`, `scale` and `global_scale` are as in `nvfp4.py`, in the order of rows.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +25,10 @@ _E4M3_MAX = 448.0
 
 
 class B12xNVFP4(TiledNVFP4):
-    """B12X NVFP4: what vLLM hands to the b12x package, and how `flashinfer-b12x-nvfp4/1` differs in its scales.
+    """What vLLM hands to the b12x package for 4-bit activations; the package makes its own copy from that.
 
-    `weight`, `scale` and `global_scale` as in `nvfp4.py`, in the order of rows.
-
-    * `b12x-nvfp4/1`: 4-bit activations, gate rows, then up rows. `b12x-nvfp4-a16/1`: 16-bit ones, up rows, then gate
-      rows. Both round the intermediate size up to 64 (128 without a gate). The b12x package makes its own copy from
-      these.
-    * `flashinfer-b12x-nvfp4/1`: as `flashinfer-cutlass-nvfp4`, but its class multiplies the scales by the global scale
-      and rounds them to E4M3, and the global scale becomes 1. That changes numbers, so it is refused unless losses are
-      allowed: where products are subnormal E4M3 numbers, by 9 percent of a projection's norm (example checkpoints of
-      the tests).
-
-    Source: vLLM 0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`) and `flashinfer_b12x_moe.py`
-    (`process_weights_after_loading`).
+    w13 is gate rows, then up rows. The intermediate size is rounded up to 64, without a gate to 128. Source: vLLM
+    0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`).
     """
 
     id = "b12x-nvfp4/1"
@@ -46,7 +39,7 @@ class B12xNVFP4(TiledNVFP4):
 
 
 class B12xNVFP4A16(TiledNVFP4):
-    """16-bit activations (see the module)."""
+    """What vLLM hands to the b12x package for 16-bit activations: w13 is up rows, then gate rows."""
 
     id = "b12x-nvfp4-a16/1"
     title = "B12X NVFP4, 16-bit activations"
@@ -57,7 +50,13 @@ class B12xNVFP4A16(TiledNVFP4):
 
 
 class FlashInferB12xNVFP4(TiledNVFP4):
-    """FlashInfer's kernels (see the module)."""
+    """FlashInfer's b12x kernels: as `flashinfer-cutlass-nvfp4/1`, with the global scale inside the scales.
+
+    The engine's class multiplies the scales by the global scale and rounds them to E4M3; the global scale becomes 1.
+    That changes numbers, so it is refused unless losses are allowed: where products are subnormal E4M3 numbers, by
+    9 percent of a projection's norm (example checkpoints of the tests). Source: vLLM 0.33.0, `flashinfer_b12x_moe.py`
+    (`process_weights_after_loading`).
+    """
 
     id = "flashinfer-b12x-nvfp4/1"
     title = "FlashInfer B12X NVFP4"
@@ -92,7 +91,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
         ArrangedLayout.pack_into(trusting, self._baked(matrix), out)
 
     def _baked(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """The matrix with the gate's global scale in its scales, and 1 in its place."""
+        """Return the matrix with the gate's global scale in its scales, and 1 as its global scale."""
         import torch
 
         shared = global_scale_of(matrix)

@@ -1,8 +1,8 @@
 """What a layout is: how one kernel wants the bytes of one expert's matrix, and how to get the matrix back.
 
-A layout is one file with one `Layout` subclass: descriptor, `pack`, `unpack`, constraints and legal slices together,
-so that they cannot drift apart. `pack` takes the logical matrix of *one* expert; a converted checkpoint stacks the
-results along a leading expert axis.
+A layout is one `Layout` subclass in the file of the library whose kernels own the bytes: descriptor, `pack`, `unpack`,
+constraints, legal slices and readers together. `pack` takes the logical matrix of *one* expert; a converted checkpoint
+stacks the results along a leading expert axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Parts a packed matrix may consist of. `moeq.json` and the converted tensors use these names as suffixes.
+#: Parts that a packed matrix may consist of. `moeq.json` and the converted tensors use these names as suffixes.
 #: `global_scale` multiplies a whole matrix, and `scale_factor` is what the scales were multiplied by; `permutation` and
 #: `group_index` belong to act-order; `compensation` holds the sums that integer CPU kernels subtract;
 #: `zero_sign` says which zeros were negative.
@@ -86,8 +86,8 @@ class PaddingRule:
         hidden: multiple of the hidden size: columns of `w13`, rows of `w2`.
         whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
         midpoint: codes are padded with the symmetric zero point instead of code 0.
-        ungated: multiple of the intermediate size where experts have no gate; 0: the same as with one.
-        same_scale: rows that are added take the scale of their half instead of 0: the matrix has one for all rows.
+        ungated: multiple of the intermediate size where experts have no gate; 0: the multiple with a gate.
+        same_scale: added rows take the scale of their half instead of 0, because the matrix has one for all rows.
     """
 
     intermediate: int = 1
@@ -98,7 +98,7 @@ class PaddingRule:
     same_scale: bool = False
 
     def padded(self, intermediate: int, group: int | None, *, gated: bool = True) -> int:
-        """The intermediate size of a rank, rounded up; `group` codes share a scale, None for one per channel."""
+        """Return the intermediate size of a rank, rounded up; `group` codes share a scale, None for one per channel."""
         multiple = self.intermediate if gated else self.ungated or self.intermediate
         if self.whole_groups and group:
             multiple = math.lcm(multiple, group)
@@ -106,7 +106,7 @@ class PaddingRule:
 
     @property
     def title(self) -> str:
-        """For tables: `I to 64 and whole groups`."""
+        """Text for tables: `I to 64 and whole groups`."""
         parts = []
         if self.intermediate > 1 or self.whole_groups:
             parts.append(f"I to {self.intermediate}" + (" and whole groups" if self.whole_groups else ""))
@@ -134,7 +134,7 @@ class Layout(ABC):
         padding: how sizes are rounded up before packing.
         w13_order: how the gate and up rows of `w13` lie in the packed result.
         lossy: what is lost for some inputs, or None where packing is always exact.
-        lossy_as_engine: what is written then is, bit for bit, what the engine makes of the checkpoint itself.
+        lossy_as_engine: lossy bytes are, bit for bit, what the engine makes of the checkpoint itself.
         calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
         readers: the kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
     """
@@ -164,22 +164,22 @@ class Layout(ABC):
 
     @abstractmethod
     def problems(self, spec: MatrixSpec) -> list[Problem]:
-        """Every reason why a matrix of this (already padded) spec cannot be packed; empty when it can."""
+        """Return every reason why a matrix of this (already padded) spec cannot be packed; empty when it can."""
 
     @abstractmethod
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        """Legal slices of the packed matrix."""
+        """Return the legal slices of the packed matrix."""
 
     @abstractmethod
     def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        """Shape and dtype of each part of one packed expert, by part name. Needs no torch."""
+        """Return shape and dtype of each part of one packed expert, by part name. Needs no torch."""
 
     @abstractmethod
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-        """Packed parts of one expert, shaped as `tensors` says. Raises MoeqError where `problems` is not empty."""
+        """Return the packed parts of one expert, shaped as `tensors` says. Raises MoeqError where there are `problems`."""
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        """`pack` into buffers of the caller, shaped as `tensors` says, so that their memory can be reused.
+        """Pack into buffers of the caller, shaped as `tensors` says, whose memory can be reused.
 
         A part for which `out` has no buffer is skipped.
         """
@@ -188,7 +188,7 @@ class Layout(ABC):
                 out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
-        """What this layout must know of every local expert before it packs one; None where it needs nothing.
+        """Return what this layout must know of every local expert before it packs one; None where it needs nothing.
 
         Two passes: `found = max(layout.calibrate(expert) for every local expert of w13 or w2)`, then
         `layout.with_calibration(found).pack(...)`, for w13 and w2 apart. The result depends on which experts are
@@ -197,17 +197,18 @@ class Layout(ABC):
         return None
 
     def with_calibration(self, found: float) -> Self:
-        """This layout, knowing the largest `calibrate` of the local experts."""
+        """Return this layout with the largest `calibrate` of the local experts."""
         return type(self)(allow_lossy=self.allow_lossy, calibration=found)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        """Stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
+        """Count the stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
         return 0
 
     def rounds(self, spec: MatrixSpec) -> bool:
         """Whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
 
-        What fits is kept, and the first value that does not is `usage.lossy`: headers cannot tell whether there is one.
+        Values that fit are kept, and the first that does not fit is `usage.lossy`: headers cannot tell whether there is
+        one.
         """
         return False
 
@@ -223,7 +224,7 @@ class Layout(ABC):
 
     @classmethod
     def how_to_allow(cls) -> str:
-        """What a user may do where numbers would change."""
+        """Say what a user may do where numbers would change."""
         same = (
             "the numbers that the engine itself makes of this checkpoint at every start; "
             if cls.lossy_as_engine
@@ -233,4 +234,4 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
-        """The exact inverse of `pack`."""
+        """Invert `pack` exactly."""

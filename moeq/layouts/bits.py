@@ -17,7 +17,7 @@ _CHUNK = 1 << 18
 
 @dataclass(frozen=True)
 class BitPermutation:
-    """`places[i]` is where bit i of a word goes."""
+    """A permutation of bits: bit i of a word goes to `places[i]`."""
 
     places: tuple[int, ...]
 
@@ -31,7 +31,7 @@ class BitPermutation:
 
     @cached_property
     def inverse(self) -> BitPermutation:
-        """The inverse permutation."""
+        """Inverse permutation."""
         places = [0] * 32
         for source, target in enumerate(self.places):
             places[target] = source
@@ -61,7 +61,7 @@ class BitPermutation:
 
 
 def _mul_free() -> tuple[int, ...]:
-    """Byte j of the word feeds four bits to each half-word: low nibble to the low half, high nibble to the high one."""
+    """Send the low nibble of every byte to the low half-word, and the high nibble to the high one."""
     places = [0] * 32
     for byte in range(4):
         last = byte == 3
@@ -79,10 +79,10 @@ MUL_FREE = BitPermutation(_mul_free())
 
 
 def _moeq_mxfp4() -> tuple[int, ...]:
-    """Of nibbles 0, 1, 2 and 3 mantissa, both bits of the exponent, and sign; 4 to 7 go 16 bits further."""
+    """Place mantissa, both exponent bits and sign of nibbles 0, 1, 2 and 3; nibbles 4 to 7 go 16 bits further."""
     ends = ((6, 7, 8, 15), (0, 1, 2, 9), (3, 4, 5, 12), (30, 26, 27, 29))
     return tuple((end + 16 * half) % 32 for half in range(2) for nibble in ends for end in nibble)
 
 
-#: Eight e2m1 codes of a Marlin word as `moeq-mxfp4/1` has them (see `moeq.layouts.moeq`).
+#: Eight e2m1 codes of a Marlin word in the order of `moeq-mxfp4/1` (`moeq.layouts.moeq`).
 MOEQ_MXFP4 = BitPermutation(_moeq_mxfp4())

@@ -1,4 +1,8 @@
-"""Layouts of vLLM's CPU kernels (x86 with AMX)."""
+"""int4, int8, MXFP4 and FP8 for vLLM's CPU kernels (x86 with AMX): blocks of 32 rows.
+
+Source: vLLM 0.33.0. Golden bytes: `convert_weight_packed`, `convert_weight_packed_scale_zp` and `convert_scale_packed`
+of 0.32.0.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +31,12 @@ _SUM_BYTES = 128
 
 
 class CpuAmxInt4(ArrangedLayout):
-    """CPU (AMX) int4: blocks of 32 rows by B = min(group size, 128) codes, each followed by its row sums.
+    """int4: blocks of 32 rows by B = min(group size, 128) codes, each followed by its row sums.
 
     `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the
     block's columns; `scale` float32 `[N / 32, G, 32]`; `zero` int8 `[N / 32, G, 32]`, 8 everywhere where symmetric;
-    `bias` float32. vLLM adds one to every zero point that is not AWQ's, which is right for GPTQ v1 files and for the 7
+    `bias` float32. vLLM adds one to every zero point that is not AWQ's. That is right for GPTQ v1 files and for the 7
     that it makes up for symmetric ones, so moeq's zero points (as they count) are the stored ones.
-
-    Source: vLLM 0.33.0, CPU experts (int4). Golden bytes: `convert_weight_packed_scale_zp` of vLLM 0.32.0.
     """
 
     id = "cpu-amx-int4/1"
@@ -127,7 +129,7 @@ def _block(spec: MatrixSpec) -> int:
 
 
 def _sums(matrix: QuantizedMatrix) -> Tensor:
-    """int32 `[N / 32, K / B, 32]`: the sum of `code - zero` over each block."""
+    """Return int32 `[N / 32, K / B, 32]`: the sum of `code - zero` over each block."""
     import torch
 
     spec, block = matrix.spec, _block(matrix.spec)
@@ -146,11 +148,11 @@ _SUM_BYTES = 128
 
 
 class CpuAmxInt8(ArrangedLayout):
-    """CPU (AMX) int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
+    """int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
 
     `weight` uint8 `[N / 32, 32 (K + 4)]`: int8 values, then 32 int32 `128 * sum over K` (activations are offset by
     128); `scale` float32 `[N, 1]`, `bias` float32. The sums run over all of K, so nothing can be cut along K.
-    Source: vLLM 0.33.0, `CPUExpertsInt8`. Golden bytes: `convert_weight_packed` of vLLM 0.32.0.
+    Source: `CPUExpertsInt8`.
     """
 
     id = "cpu-amx-int8/1"
@@ -221,14 +223,9 @@ _MXFP4_SCALE_PAIRS = Arrangement("h2 n r16, g -> n g r h")
 
 
 class CpuAmxMXFP4(MXFP4Layout):
-    """CPU (AMX) MXFP4: blocks of 32 rows; byte column c of a block holds the 64 codes of its rows, 32 apart in one
-    byte.
+    """MXFP4: byte column c of a block holds the 64 codes of its rows, 32 apart in one byte.
 
-    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, G, 32]`, `bias` float32. The rows of a gated w13 are those of
-    gate, then those of up; in `cpu-amx-mxfp4-interleaved/1` they lie by turns, which vLLM's kernel wants for gpt-oss.
-
-    Source: vLLM 0.33.0, CPU experts (MXFP4). Golden bytes: `convert_weight_packed` and `convert_scale_packed` of
-    0.32.0.
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, G, 32]`, `bias` float32; w13 is gate rows, then up rows.
     """
 
     id = "cpu-amx-mxfp4/1"
@@ -251,7 +248,7 @@ class CpuAmxMXFP4(MXFP4Layout):
 
 
 class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
-    """w13 rows interleaved."""
+    """MXFP4 with interleaved w13 rows, which vLLM's kernel wants for gpt-oss."""
 
     id = "cpu-amx-mxfp4-interleaved/1"
     title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
@@ -263,11 +260,10 @@ _FP8_WEIGHT = Arrangement("n r32, k b2 -> n k r b")
 
 
 class CpuAmxFp8(Fp8Layout):
-    """CPU (AMX) FP8 with 16-bit activations: blocks of 32 rows, two columns together.
+    """FP8 with 16-bit activations: two columns together. `weight` F8_E4M3 `[N, K]`; `scale` `[N / 128, K / 128]`.
 
-    `weight` F8_E4M3 `[N, K]`; `scale` float32 `[N / 128, K / 128]` as stored. Source: vLLM 0.33.0, `CPUExpertsFp8`,
-    whose `convert_weight_packed` and kernel are `csrc/cpu/sgl-kernels/gemm.cpp` and `gemm_fp8.cpp`. Golden bytes: the
-    operator of vLLM 0.32.0.
+    Source: `CPUExpertsFp8`, whose `convert_weight_packed` and kernel are `csrc/cpu/sgl-kernels/gemm.cpp` and
+    `gemm_fp8.cpp`.
     """
 
     id = "cpu-amx-fp8/1"

@@ -1,4 +1,4 @@
-"""MXFP4 and NVFP4 of vLLM's CUTLASS kernels."""
+"""MXFP4 and NVFP4 for vLLM's own CUTLASS kernels: weights in the order of rows, scales in 128 x 4 tiles."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from moeq.matrix import MatrixSpec
 
 
 class CutlassMXFP4(MXFP4Layout):
-    """CUTLASS MXFP4 x MXFP4 of vLLM (SM100): weights as they are, scales in 128 x 4 tiles.
+    """MXFP4 x MXFP4: `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` as stored.
 
-    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]`, `bias` as stored; w13 is gate rows, then up rows.
-    Source: vLLM 0.33.0, `oracle/mxfp4.py` (CUTLASS_MXFP4_MXFP4).
+    w13 is gate rows, then up rows. Source: vLLM 0.33.0, `oracle/mxfp4.py` (CUTLASS_MXFP4_MXFP4).
     """
 
     id = "cutlass-mxfp4/1"
@@ -36,15 +35,11 @@ class CutlassMXFP4(MXFP4Layout):
 
 
 class CutlassNVFP4(TiledNVFP4):
-    """CUTLASS NVFP4 x NVFP4: weights in the order of rows, scales in 128 x 4 tiles (`nvfp4.py`).
+    """NVFP4 x NVFP4 for vLLM's CUTLASS kernel, and for FlashInfer CuteDSL in batches.
 
-    * `cutlass-nvfp4/1`: gate rows, then up rows. vLLM's own CUTLASS kernel, and FlashInfer CuteDSL in batches.
-    * `flashinfer-cutlass-nvfp4/1`: up rows, then gate rows. FlashInfer CUTLASS.
-
-    Tiles are laid over gate and up together, so a half must be a multiple of 64 rows: the engine pads none where there
-    is a gate. Without one it pads to 128.
-
-    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_fi_or_cutlass`).
+    w13 is gate rows, then up rows. Tiles are laid over gate and up together, so a half must be a multiple of 64 rows:
+    the engine pads none where there is a gate. Without one it pads to 128. Source: vLLM 0.33.0,
+    `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_fi_or_cutlass`).
     """
 
     id = "cutlass-nvfp4/1"

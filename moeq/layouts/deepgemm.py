@@ -1,4 +1,7 @@
-"""FP8, MXFP8 and MXFP4 of DeepGEMM."""
+"""FP8, MXFP8 and MXFP4 for DeepGEMM: weights `[N, K]` as they lie, scales that are powers of two.
+
+Source: DeepGEMM 54e2261 (`transform_sf_into_required_layout`), as vLLM 0.33.0 calls it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, arrange, changed
+from moeq.layouts.arranged import STORED_DTYPE, Part, arrange, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.fp8 import BLOCK, PLAIN, Fp8Layout, fp8_bytes
+from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -25,6 +28,19 @@ _WORDS = Arrangement("n, g q4 -> g n | q")
 
 
 class _DeepGemm(Fp8Layout):
+    """FP8 with blocks of 128 x 128, whose scales become powers of two.
+
+    Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per
+    block the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3.
+    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random
+    weights: 2.6 percent of a matrix's norm, as much again as the first rounding to E4M3
+    (tests/layouts/test_fp8_native.py). The logarithm is a CPU's here; where a GPU rounds that of a number next to a
+    power of two otherwise, a block may differ.
+
+    Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
+    `deep_gemm.py` (`per_block_cast_to_fp8`).
+    """
+
     source = "vLLM 0.33.0, DeepGEMM 54e2261"
     scale_dtypes = ("e8m0", "f32", "bf16", "f16")
     scope = "block"
@@ -50,24 +66,7 @@ class _DeepGemm(Fp8Layout):
 
 
 class DeepGemmFp8Sm90(_DeepGemm):
-    """DeepGEMM FP8 with blocks of 128 x 128: weights `[N, K]` as they lie, scales that are powers of two.
-
-    * `deepgemm-fp8-sm90/1`: `scale` float32 `[N / 128, K / 128]`.
-    * `deepgemm-fp8-sm100/1`: `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled), repeated for every row:
-      word (g // 4, n) holds the exponent of group g in byte g % 4. The kernel takes the transposed view.
-
-    Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per
-    block the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3.
-    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random
-    weights: 2.6 percent of a matrix's norm, as much again as the first rounding to E4M3
-    (tests/layouts/test_fp8_native.py). The logarithm is a CPU's here; where a GPU rounds that of a number next to a
-    power of two otherwise, a block may differ.
-
-    * `deepgemm-mxfp8/1`: MXFP8, its exponents packed as in `deepgemm-fp8-sm100`; exact.
-
-    Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
-    `deep_gemm.py` (`per_block_cast_to_fp8`); DeepGEMM 54e2261, `transform_sf_into_required_layout`.
-    """
+    """FP8 on SM90: `scale` float32 `[N / 128, K / 128]`."""
 
     id = "deepgemm-fp8-sm90/1"
     title = "DeepGEMM FP8, blocks, power-of-two scales in float32"
@@ -76,7 +75,7 @@ class DeepGemmFp8Sm90(_DeepGemm):
     slicing = "N by 128, K by 128"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, PLAIN), "scale": self.scale(spec)}
+        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": self.scale(spec)}
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale" or matrix.spec.scale_dtype != "e8m0":
@@ -95,7 +94,7 @@ class DeepGemmFp8Sm90(_DeepGemm):
 
 
 class DeepGemmFp8Sm100(_DeepGemm):
-    """See the module."""
+    """FP8 on SM100: `scale` as in `_packed_exponents`, repeated for every row of a block."""
 
     id = "deepgemm-fp8-sm100/1"
     title = "DeepGEMM FP8, blocks, packed E8M0 scales"
@@ -104,7 +103,7 @@ class DeepGemmFp8Sm100(_DeepGemm):
     slicing = "N by 128, K by 512"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, PLAIN), "scale": _words(spec)}
+        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": _packed_exponents(spec)}
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale" or matrix.spec.scale_dtype == "e8m0":
@@ -126,34 +125,32 @@ class DeepGemmFp8Sm100(_DeepGemm):
         super().check_values(matrix)
 
 
-class DeepGemmMXFP8(ArrangedLayout):
-    """See the module."""
+class DeepGemmMXFP8(MXFP8Layout):
+    """MXFP8: `scale` as in `_packed_exponents`; exact."""
 
     id = "deepgemm-mxfp8/1"
     title = "DeepGEMM MXFP8"
     readers = (VLLM("DEEPGEMM", "deep_gemm"),)
     source = "vLLM 0.33.0, DeepGEMM 54e2261"
-    elements = ("e4m3",)
-    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
     arch = "SM100, SM120"
     slicing = "N by 4, K by 128"
-    scale_dtypes = ("e8m0",)
-    group_sizes = (32,)
-    channelwise = False
-    biased = False
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, PLAIN), "scale": _words(spec)}
+        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": _packed_exponents(spec)}
 
 
-def _words(spec: MatrixSpec) -> Part:
-    """int32 `[G / 4, N]`, zero-filled: the exponents of four groups to a word."""
+def _packed_exponents(spec: MatrixSpec) -> Part:
+    """Return the part of scales int32 `[G / 4, N]`, both rounded up to 4 and zero-filled.
+
+    Word (g // 4, n) holds the exponent byte of group g in byte g % 4. The kernel takes the transposed view,
+    `[N, G / 4]` with strides (1, N).
+    """
     shape = (-(-spec.num_groups // 4), -(-spec.n // 4) * 4)
     return Part("scales", _WORDS, shape, "I32", 8, pad=(4, 4), group=spec.group_size)
 
 
 def requantised(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The matrix under power-of-two scales per block of 128 x 128, as vLLM makes them.
+    """Return the matrix under power-of-two scales per block of 128 x 128, as vLLM makes them.
 
     Args:
         matrix: E4M3 codes `[N, K]`, both multiples of 128, scales alike within a block; E8M0 scales are kept.
@@ -173,16 +170,8 @@ def requantised(matrix: QuantizedMatrix) -> QuantizedMatrix:
     return replace(matrix, spec=replace(spec, scale_dtype="f32"), codes=codes, scales=rows)
 
 
-_WORDS = Arrangement("n, g q4 -> g n | q")
-
-
 class DeepGemmMXFP4(MXFP4Layout):
-    """DeepGEMM MXFP4 (SM100): weights as they are, four exponent bytes to a word, words along N.
-
-    `weight` uint8 `[N, K / 2]`; `scale` int32 `[G / 4, N]` (both rounded up to 4, zero-filled): word (g // 4, n) holds
-    group g in byte g % 4. The kernel takes its transpose, the `[N, G / 4]` view with strides (1, N). `bias` as stored.
-    Source: DeepGEMM 54e2261, packed UE8M0 scales; vLLM 0.33.0.
-    """
+    """MXFP4: `weight` uint8 `[N, K / 2]`, `scale` as in `_packed_exponents`, `bias` as stored."""
 
     id = "deepgemm-mxfp4/1"
     title = "DeepGEMM MXFP4"
@@ -194,9 +183,8 @@ class DeepGemmMXFP4(MXFP4Layout):
     k_multiple = 2
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        shape = (-(-spec.num_groups // 4), -(-spec.n // 4) * 4)
         return {
             "weight": weight_bytes(spec, IDENTITY),
-            "scale": Part("scales", _WORDS, shape, "I32", 8, pad=(4, 4), group=spec.group_size),
+            "scale": _packed_exponents(spec),
             **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
         }

@@ -1,4 +1,10 @@
-"""Layouts of FlashInfer: its TRTLLM, CUTLASS and CuteDSL kernels. Source: FlashInfer 0.7.2 as driven by vLLM 0.33.0."""
+"""FlashInfer: its TRTLLM, CUTLASS and CuteDSL kernels for MXFP4, NVFP4, MXFP8, FP8 and int4.
+
+The TRTLLM kernels read rows shuffled for an epilogue tile of 128: new row 32 a + 8 d + e holds row 32 a + 4 e + d. w13
+rows are first paired up 0, gate 0, up 1, gate 1, ..., so there the last bit of d tells gate from up.
+
+Source: FlashInfer 0.7.2, as vLLM 0.33.0 calls it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule
 from moeq.layouts.bits import MUL_FREE
-from moeq.layouts.fp8 import Fp8Layout, fp8_bytes, has_two_scales, to_larger_scale
+from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes, has_two_scales, to_larger_scale
 from moeq.layouts.mxfp4 import (
     IDENTITY,
     IDENTITY_SCALE,
@@ -24,7 +30,7 @@ from moeq.layouts.mxfp4 import (
     scale_bytes,
     weight_bytes,
 )
-from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale, nvfp4_weight
+from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -32,33 +38,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Row numbers alone, for tiles of 128 and (unused by vLLM) for others.
+# TRTLLM's shuffled rows: of numbers alone, of codes two to a byte, of scales in 128 x 4 tiles.
 ROWS_128 = Arrangement("n e8 d4, k -> n d e k")
-ROWS_OTHER = Arrangement("n e8 d2, k -> n d e k")
+ROWS_128_W13 = Arrangement("h2 n e8 d2, k -> n d ~h e k")
+_SHUFFLED = Arrangement("n e8 d4, k b2 -> n d e k | b")
+_SHUFFLED_W13 = Arrangement("h2 n e8 d2, k b2 -> n d ~h e k | b")
+_SCALE = Arrangement("n y4 e8 d4, c x4 -> n c d e y x")
+_SCALE_W13 = Arrangement("h2 n y4 e8 d2, c x4 -> n c d ~h e y x")
 
-#: Weights, two codes to a byte.
-SHUFFLED = Arrangement("n e8 d4, k b2 -> n d e k | b")
-SHUFFLED_W13 = Arrangement("h2 n e8 d2, k b2 -> n d ~h e k | b")
+# TRTLLM's blocks of 128 bytes of K: of codes two to a byte in shuffled rows, of bytes in rows shuffled in 16s.
+_BLOCK_MAJOR = Arrangement("n e8 d4, k j128 b2 -> k n d e j | b")
+_BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 b2 -> k n d ~h e j | b")
+_BLOCK_MAJOR_BYTES = Arrangement("n e8 d2, k j128 -> k n d e j")
+_BLOCK_MAJOR_BYTES_W13 = Arrangement("h2 n e8 d2, k j128 -> k ~h n d e j")
 
-#: Weights in blocks of 128 bytes of K.
-BLOCK_MAJOR = Arrangement("n e8 d4, k j128 b2 -> k n d e j | b")
-BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 b2 -> k n d ~h e j | b")
+# CUTLASS on SM90. Byte columns split as k (32 bytes), m v (the MMA step of 8 bytes), j, x; rows as n (16), o, r.
+_SM90_WEIGHT = Arrangement("n o2 r8, k m2 v2 j2 x4 b2 -> n v r k m x | j o b")
+_SM90_WEIGHT_W13 = Arrangement("h2 n o2 r8, k m2 v2 j2 x4 b2 -> ~h n v r k m x | j o b")
+_SM90_SCALE = Arrangement("n y4 z16, c x4 -> n c z y x")
+_SM90_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> ~h n c z y x")
 
-#: Scales: shuffled rows, then the 128 x 4 tile.
-SCALE = Arrangement("n y4 e8 d4, c x4 -> n c d e y x")
-SCALE_W13 = Arrangement("h2 n y4 e8 d2, c x4 -> n c d ~h e y x")
+_CUTEDSL_WEIGHT_W13 = Arrangement("h2 n r64, k b2 -> n ~h r k | b")
+_CUTEDSL_SCALE_W13 = Arrangement("h2 n y2 z32, c x4 -> n c z ~h y x")
 
-#: Biases.
-BIAS = ROWS_128
-BIAS_W13 = Arrangement("h2 n e8 d2, k -> n d ~h e k")
+_SOURCE = "vLLM 0.33.0, FlashInfer 0.7.2"
+
+
+# ---------------------------------------------------------------------------------------------------------------- MXFP4
 
 
 class TrtllmMXFP4(MXFP4Layout):
-    """FlashInfer TRTLLM MXFP4, for bf16 and for MXFP8 activations alike (the same bytes).
+    """TRTLLM MXFP4: the same bytes for bf16 and for MXFP8 activations.
 
-    `weight` uint8 `[N, K / 2]` with shuffled rows, w13 rows paired up, gate first (`flashinfer.py`); `scale` uint8 `[N,
-    G]`, shuffled and in 128 x 4 tiles; `bias` float32 in the order of the rows. gpt-oss's interleaved rows give the
-    same result as separate gate and up. Source: vLLM 0.33.0, `oracle/mxfp4.py`; FlashInfer 0.7.2.
+    `weight` uint8 `[N, K / 2]` with shuffled rows; `scale` uint8 `[N, G]`, shuffled and in 128 x 4 tiles; `bias`
+    float32 in the order of the rows. gpt-oss's interleaved rows give the same result as separate gate and up. Source:
+    vLLM 0.33.0, `oracle/mxfp4.py`.
     """
 
     id = "trtllm-mxfp4/1"
@@ -69,7 +83,7 @@ class TrtllmMXFP4(MXFP4Layout):
             "FLASHINFER_TRTLLM_MXFP4_MXFP8", "flashinfer_trtllm_afp8", since="0.27.0", dtypes=("bf16",), activates=True
         ),
     )
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 128"
     padding = PaddingRule(intermediate=128, hidden=256)
@@ -77,26 +91,19 @@ class TrtllmMXFP4(MXFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": weight_bytes(spec, by_role(SHUFFLED_W13, SHUFFLED, spec)),
-            "scale": scale_bytes(spec, by_role(SCALE_W13, SCALE, spec)),
-            **bias_as(spec, by_role(BIAS_W13, BIAS, spec), "F32"),
+            "weight": weight_bytes(spec, by_role(_SHUFFLED_W13, _SHUFFLED, spec)),
+            "scale": scale_bytes(spec, by_role(_SCALE_W13, _SCALE, spec)),
+            **bias_as(spec, by_role(ROWS_128_W13, ROWS_128, spec), "F32"),
         }
 
 
-# Byte columns split as k (32 bytes), m v (the MMA step of 8 bytes), j, x; rows as n (16), o (octet), r.
-_SM90_WEIGHT = Arrangement("n o2 r8, k m2 v2 j2 x4 b2 -> n v r k m x | j o b")
-_SM90_WEIGHT_W13 = Arrangement("h2 n o2 r8, k m2 v2 j2 x4 b2 -> ~h n v r k m x | j o b")
-_SM90_SCALE = Arrangement("n y4 z16, c x4 -> n c z y x")
-_SM90_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> ~h n c z y x")
-
-
 class FlashInferCutlassBF16(MXFP4Layout):
-    """FlashInfer CUTLASS MXFP4 for bf16 activations (SM90 only).
+    """CUTLASS MXFP4 for bf16 activations (SM90 only).
 
-    w13 rows are up, then gate. Weights are interleaved for the mixed-input tensor-core tile, four bytes to a 32-bit
-    word, and the bits of each word are permuted for a decoding without multiplication tables (`bits.MUL_FREE`):
-    `weight` uint8 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16.
-    Source: FlashInfer 0.7.2, SM90 mixed-input MoE GEMM and `prepare.py`; vLLM 0.33.0.
+    w13 is up rows, then gate rows. Weights are interleaved for the mixed-input tensor-core tile, four bytes to a 32-bit
+    word, and the bits of each word are permuted so that no table is needed to decode them (`bits.MUL_FREE`): `weight`
+    uint8 `[N, K / 2]`. `scale` uint8 `[N / 64, K / 128, 16, 16]`, `bias` bf16. Source: SM90 mixed-input MoE GEMM and
+    `prepare.py`.
     """
 
     id = "flashinfer-cutlass-mxfp4-bf16/1"
@@ -104,7 +111,7 @@ class FlashInferCutlassBF16(MXFP4Layout):
     readers = (
         VLLM("FLASHINFER_CUTLASS_MXFP4_BF16", "flashinfer_cutlass", since="0.29.0", dtypes=("bf16",), activates=True),
     )
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     arch = "SM90"
     slicing = "N by 64, K by 128"
     padding = PaddingRule(intermediate=128, hidden=128)
@@ -125,16 +132,16 @@ class FlashInferCutlassBF16(MXFP4Layout):
 
 
 class FlashInferCutlassMXFP8(MXFP4Layout):
-    """FlashInfer CUTLASS MXFP4 for MXFP8 activations (SM100 and newer, SM120).
+    """CUTLASS MXFP4 for MXFP8 activations (SM100 and newer, SM120).
 
-    w13 rows are up, then gate; bytes stay. `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]` in 128 x 4 tiles, `bias`
-    bf16. Source: vLLM 0.33.0, `oracle/mxfp4.py`; FlashInfer 0.7.2.
+    w13 is up rows, then gate rows; bytes stay. `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N, G]` in 128 x 4 tiles,
+    `bias` bf16. Source: vLLM 0.33.0, `oracle/mxfp4.py`.
     """
 
     id = "flashinfer-cutlass-mxfp4-mxfp8/1"
     title = "FlashInfer CUTLASS MXFP4, MXFP8 activations"
     readers = (VLLM("FLASHINFER_CUTLASS_MXFP4_MXFP8", "flashinfer_cutlass_afp8", dtypes=("bf16",), activates=True),)
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     arch = "SM100 and newer, SM120"
     slicing = "N by 128, K by 128"
     padding = PaddingRule(intermediate=128, hidden=128)
@@ -151,20 +158,22 @@ class FlashInferCutlassMXFP8(MXFP4Layout):
         }
 
 
+# ---------------------------------------------------------------------------------------------------------------- NVFP4
+
+
 class TrtllmNVFP4(NVFP4Layout):
-    """FlashInfer TRTLLM NVFP4: shuffled rows, w13 rows paired up, gate (`flashinfer.py`), scales in 128 x 4 tiles.
+    """TRTLLM NVFP4: shuffled rows, scales in 128 x 4 tiles.
 
-    `weight`, `scale` and `global_scale` as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
-    gate), the hidden size to 256; with one activation scale per token and without a gate the engine rounds it up to
-    512, which is no layout of moeq.
-
-    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_static_weights_for_trtllm_fp4_moe`); FlashInfer 0.7.2.
+    `weight`, `scale` and `global_scale` are as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
+    gate), the hidden size to 256. With one activation scale per token and without a gate the engine rounds it up to
+    512, for which moeq has no layout. Source: vLLM 0.33.0, `flashinfer_fp4_moe.py`
+    (`prepare_static_weights_for_trtllm_fp4_moe`).
     """
 
     id = "trtllm-nvfp4/1"
     title = "FlashInfer TRTLLM NVFP4"
     readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
     padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
@@ -172,29 +181,23 @@ class TrtllmNVFP4(NVFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": nvfp4_weight(spec, by_role(SHUFFLED_W13, SHUFFLED, spec)),
-            "scale": nvfp4_scale(spec, by_role(SCALE_W13, SCALE, spec)),
+            "weight": weight_bytes(spec, by_role(_SHUFFLED_W13, _SHUFFLED, spec)),
+            "scale": nvfp4_scale(spec, by_role(_SCALE_W13, _SCALE, spec)),
         }
 
 
-_CUTEDSL_WEIGHT_W13 = Arrangement("h2 n r64, k b2 -> n ~h r k | b")
-_CUTEDSL_SCALE_W13 = Arrangement("h2 n y2 z32, c x4 -> n c z ~h y x")
-
-
 class CuteDslNVFP4(NVFP4Layout):
-    """FlashInfer CuteDSL NVFP4: 64 rows of up and 64 of gate in turns, scales in 128 x 4 tiles.
+    """CuteDSL NVFP4: blocks of 64 up rows and 64 gate rows alternate, scales in 128 x 4 tiles.
 
-    `weight`, `scale` and `global_scale` as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
+    `weight`, `scale` and `global_scale` are as in `nvfp4.py`. The intermediate size is rounded up to 64 (128 without a
     gate), the hidden size to 256; before 0.32.0 the engine rounds neither. The kernel takes the scales as a view of
-    these bytes.
-
-    Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_flashinfer_cutedsl`).
+    these bytes. Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` (`prepare_nvfp4_moe_layer_for_flashinfer_cutedsl`).
     """
 
     id = "flashinfer-cutedsl-nvfp4/1"
     title = "FlashInfer CuteDSL NVFP4"
     readers = (VLLM("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", since="0.32.0"),)
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
     padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
@@ -202,13 +205,13 @@ class CuteDslNVFP4(NVFP4Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": nvfp4_weight(spec, by_role(_CUTEDSL_WEIGHT_W13, IDENTITY, spec)),
+            "weight": weight_bytes(spec, by_role(_CUTEDSL_WEIGHT_W13, IDENTITY, spec)),
             "scale": nvfp4_scale(spec, by_role(_CUTEDSL_SCALE_W13, TILE_128X4, spec)),
         }
 
 
 class FlashInferCutlassNVFP4(TiledNVFP4):
-    """See the module."""
+    """CUTLASS NVFP4 x NVFP4: as `cutlass-nvfp4/1`, but w13 is up rows, then gate rows."""
 
     id = "flashinfer-cutlass-nvfp4/1"
     title = "FlashInfer CUTLASS NVFP4"
@@ -218,28 +221,24 @@ class FlashInferCutlassNVFP4(TiledNVFP4):
     w13_order = "up-gate"
 
 
-class TrtllmMXFP8(ArrangedLayout):
-    """FlashInfer TRTLLM MXFP8: shuffled rows, w13 rows paired up, gate (`flashinfer.py`), scales in 128 x 4 tiles.
+# ---------------------------------------------------------------------------------------------------------------- MXFP8
+
+
+class TrtllmMXFP8(MXFP8Layout):
+    """TRTLLM MXFP8: shuffled rows, scales in 128 x 4 tiles.
 
     `weight` F8_E4M3 `[N, K]`; `scale` uint8 `[N, G]`. The engine rounds the intermediate size up to 128 and the hidden
-    size to 256, with scales of 1 where moeq fills up with 0, so here they have to be such multiples already.
-
-    Source: vLLM 0.33.0, `flashinfer_utils.py` (`_shuffle_mxfp8_moe_weights`); FlashInfer 0.7.2.
+    size to 256 with scales of 1, where moeq fills up with 0. So both have to be such multiples here. Source: vLLM
+    0.33.0, `flashinfer_utils.py` (`_shuffle_mxfp8_moe_weights`).
     """
 
     id = "trtllm-mxfp8/1"
     title = "FlashInfer TRTLLM MXFP8"
     readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
-    elements = ("e4m3",)
-    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    source = _SOURCE
     arch = "SM100 family"
     slicing = "I by 128, H by 256"
     w13_order = "up-gate"
-    scale_dtypes = ("e8m0",)
-    group_sizes = (32,)
-    channelwise = False
-    biased = False
     n_multiple = 128
     k_multiple = 128
 
@@ -259,23 +258,25 @@ class TrtllmMXFP8(ArrangedLayout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": fp8_bytes(spec, by_role(BIAS_W13, ROWS_128, spec)),
-            "scale": scale_bytes(spec, by_role(SCALE_W13, SCALE, spec)),
+            "weight": fp8_bytes(spec, by_role(ROWS_128_W13, ROWS_128, spec)),
+            "scale": scale_bytes(spec, by_role(_SCALE_W13, _SCALE, spec)),
         }
 
+
+# ------------------------------------------------------------------------------------------------------------------ FP8
 
 #: What the engine raises smaller scales of blocks to.
 LEAST = 1e-10
 
-#: Rows shuffled in 16s, in blocks of 128 bytes of K.
-_BLOCK_MAJOR = Arrangement("n e8 d2, k j128 -> k n d e j")
-_BLOCK_MAJOR_W13 = Arrangement("h2 n e8 d2, k j128 -> k ~h n d e j")
-
 
 class RaisedBlocks(Fp8Layout):
-    """Base of the layouts with blocks."""
+    """FP8 in blocks: `weight` F8_E4M3 and `scale` float32 `[N / 128, K / 128]`, up rows, then gate rows.
 
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    The engine raises scales below 1e-10 to that, which is lossy. Source: vLLM 0.33.0, `flashinfer_utils.py`
+    (`prepare_fp8_moe_layer_for_fi`).
+    """
+
+    source = _SOURCE
     slicing = "N by 128, K by 128"
     w13_order = "up-gate"
     scope = "block"
@@ -291,22 +292,7 @@ class RaisedBlocks(Fp8Layout):
 
 
 class FlashInferCutlassFp8Block(RaisedBlocks):
-    """FlashInfer FP8 x FP8: up rows before gate rows; TRTLLM's also shuffled (`flashinfer.py`).
-
-    `weight` F8_E4M3 and `scale` float32 (`fp8.py`).
-
-    * `flashinfer-cutlass-fp8-block/1` (SM90): `weight` `[N, K]`, `scale` `[N / 128, K / 128]`, both up, then gate.
-    * `trtllm-fp8-block/1`: `weight` `[K / 128, N, 128]`, rows shuffled in 16s, blocks of 128 bytes of K outermost;
-      `scale` `[N / 128, K / 128]`. Both are up, then gate.
-    * `flashinfer-cutlass-fp8-tensor/1`: `weight` `[N, K]` up, then gate; `scale` `[1]`.
-    * `trtllm-fp8-tensor/1`: `weight` `[N, K]`, rows shuffled in 32s, w13 rows paired up, gate; `scale` `[1]`.
-
-    With blocks the engine raises scales below 1e-10 to that, which is lossy; with one scale it rounds the intermediate
-    size up to 16 (128 without a gate), and gate and up that have a scale each are requantised to the larger, which is
-    lossy.
-
-    Source: vLLM 0.33.0, `flashinfer_utils.py` (`prepare_fp8_moe_layer_for_fi`); FlashInfer 0.7.2.
-    """
+    """CUTLASS FP8 in blocks (SM90): `weight` `[N, K]`."""
 
     id = "flashinfer-cutlass-fp8-block/1"
     title = "FlashInfer CUTLASS FP8, blocks"
@@ -319,7 +305,7 @@ class FlashInferCutlassFp8Block(RaisedBlocks):
 
 
 class TrtllmFp8Block(RaisedBlocks):
-    """See the module."""
+    """TRTLLM FP8 in blocks: `weight` `[K / 128, N, 128]`, rows shuffled in 16s, blocks of 128 bytes of K outermost."""
 
     id = "trtllm-fp8-block/1"
     title = "FlashInfer TRTLLM FP8, blocks"
@@ -327,14 +313,21 @@ class TrtllmFp8Block(RaisedBlocks):
     arch = "SM100 family"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        weight = fp8_bytes(spec, by_role(_BLOCK_MAJOR_W13, _BLOCK_MAJOR, spec), (spec.k // 128, spec.n, 128))
+        weight = fp8_bytes(
+            spec, by_role(_BLOCK_MAJOR_BYTES_W13, _BLOCK_MAJOR_BYTES, spec), (spec.k // 128, spec.n, 128)
+        )
         return {"weight": weight, "scale": self.scale(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec))}
 
 
 class OneScale(Fp8Layout):
-    """Base of the layouts with one scale per matrix, whose sizes the engine rounds up by one rule."""
+    """FP8 with one scale per matrix: `weight` F8_E4M3 `[N, K]`, `scale` float32 `[1]`, up rows before gate rows.
 
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    The engine rounds the intermediate size up to 16 (128 without a gate). Gate and up that have a scale each are
+    requantised to the larger, which is lossy. Source: vLLM 0.33.0, `flashinfer_utils.py`
+    (`prepare_fp8_moe_layer_for_fi`).
+    """
+
+    source = _SOURCE
     padding = PaddingRule(intermediate=16, ungated=128, same_scale=True)
     w13_order = "up-gate"
     scope = "tensor"
@@ -362,7 +355,7 @@ class OneScale(Fp8Layout):
 
 
 class FlashInferCutlassFp8Tensor(OneScale):
-    """See the module."""
+    """CUTLASS FP8 with one scale per matrix: up rows, then gate rows."""
 
     id = "flashinfer-cutlass-fp8-tensor/1"
     title = "FlashInfer CUTLASS FP8, one scale per matrix"
@@ -376,7 +369,7 @@ class FlashInferCutlassFp8Tensor(OneScale):
 
 
 class TrtllmFp8Tensor(OneScale):
-    """See the module."""
+    """TRTLLM FP8 with one scale per matrix: rows shuffled in 32s."""
 
     id = "trtllm-fp8-tensor/1"
     title = "FlashInfer TRTLLM FP8, one scale per matrix"
@@ -385,20 +378,23 @@ class TrtllmFp8Tensor(OneScale):
     slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, by_role(BIAS_W13, ROWS_128, spec)), "scale": self.scale(spec)}
+        return {"weight": fp8_bytes(spec, by_role(ROWS_128_W13, ROWS_128, spec)), "scale": self.scale(spec)}
+
+
+# ----------------------------------------------------------------------------------------------------------------- int4
 
 
 class TrtllmMxInt4(ArrangedLayout):
-    """FlashInfer TRTLLM MxInt4: symmetric int4 in groups of 32 with bf16 scales.
+    """TRTLLM MxInt4: symmetric int4 in groups of 32 with bf16 scales.
 
-    Codes become two's complement (`code xor 8`), rows are shuffled (`flashinfer.py`), K is cut in blocks of 256 codes:
-    `weight` uint8 `[K / 256, N, 128]`; `scale` bf16, flat `[N * G]`, shuffled and in 128 x 4 tiles. H and I must be
-    multiples of 256. Source: vLLM 0.33.0, `flashinfer_mxint4_moe.py`; FlashInfer 0.7.2.
+    Codes become two's complement (`code xor 8`), rows are shuffled, K is cut in blocks of 256 codes: `weight` uint8
+    `[K / 256, N, 128]`; `scale` bf16, flat `[N * G]`, shuffled and in 128 x 4 tiles. H and I must be multiples of 256.
+    Source: vLLM 0.33.0, `flashinfer_mxint4_moe.py`.
     """
 
     id = "trtllm-mxint4/1"
     title = "FlashInfer TRTLLM MxInt4"
-    source = "vLLM 0.33.0, FlashInfer 0.7.2"
+    source = _SOURCE
     elements = ("int4",)
     schemes = "int4 symmetric in groups of 32 with bf16 scales, no bias"
     arch = "SM100 family"
@@ -412,7 +408,7 @@ class TrtllmMxInt4(ArrangedLayout):
     k_multiple = 256
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        weight, scale = by_role(BLOCK_MAJOR_W13, BLOCK_MAJOR, spec), by_role(SCALE_W13, SCALE, spec)
+        weight, scale = by_role(_BLOCK_MAJOR_W13, _BLOCK_MAJOR, spec), by_role(_SCALE_W13, _SCALE, spec)
         shape = (spec.k // 256, spec.n, 128)
         return {
             "weight": Part("codes", weight, shape, "U8", 4, flip=8),

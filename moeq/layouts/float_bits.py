@@ -14,7 +14,7 @@ BIAS = 127
 
 
 def numbers_of(bits: Array, dtype: str) -> Array:
-    """float32 numbers, exact, of unsigned integers that hold the bits of `f32`, `bf16`, `f16`, `e8m0` or `e4m3`."""
+    """Return the exact float32 numbers of unsigned integers with the bits of `f32`, `bf16`, `f16`, `e8m0` or `e4m3`."""
     if dtype == "e8m0":
         return _e8m0_values()[bits]
     if dtype == "e4m3":
@@ -25,9 +25,9 @@ def numbers_of(bits: Array, dtype: str) -> Array:
 
 
 def bits_of(numbers: Array, dtype: str) -> Array:
-    """The inverse of `numbers_of`, but for `e4m3`: the nearest number of the dtype, ties to even.
+    """Return the bits of the nearest number of the dtype (not `e4m3`), ties to even.
 
-    Exponents of what is no power of two are 255, which is no number.
+    Numbers that are no power of two become exponent 255 of `e8m0`, which is no number.
     """
     if dtype == "e8m0":
         mantissa, exponent = np.frexp(numbers)

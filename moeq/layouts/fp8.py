@@ -1,16 +1,16 @@
-"""What the layouts of FP8 weights for FP8 activations share: one E4M3 byte per code, float32 scales as the engine keeps
-them: per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]`) or per matrix (`[1]`).
+"""Layouts of FP8 weights for FP8 activations: one E4M3 byte per code, float32 scales as the engine keeps them.
 
-Which of the three a checkpoint has, its sizes do not tell; every layout holds one of them, and packing is refused where
-the scales of a block, or of a matrix, are not one number. w13 has one scale per matrix for gate and up together. Where
-a checkpoint has two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's
-GPUs. AMD's and Intel's operators were not read; their layouts refuse such a checkpoint.
+Scales are per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]`) or per matrix (`[1]`). The sizes
+of a checkpoint do not tell which of the three it has. Every layout holds one of them, and packing is refused where the
+scales of a block, or of a matrix, differ. w13 has one scale per matrix for gate and up together. Where a checkpoint has
+two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's GPUs. AMD's and
+Intel's operators were not read; their layouts refuse such a checkpoint.
 
-With one scale per matrix the engine also takes its weights through float16 and back to E4M3. That gives every code back
+With one scale per matrix the engine also converts its weights to float16 and back to E4M3. That gives every code back
 for scales from 2**-15 (all codes tried); below, subnormal codes are lost, and above 146 the largest overflow. The codes
 here are the checkpoint's.
 
-Scales of activations are no part of a matrix; they stay what the source has.
+Scales of activations are no part of a matrix; they stay as they are in the source.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ BLOCK = 128
 #: Largest E4M3 number.
 _MAX = 448.0
 
-#: Bytes and scales as they are, and with up before gate.
-PLAIN = IDENTITY_SCALE
-UP_GATE = Arrangement("h2 n, k -> ~h n k")
-
 Scope = Literal["block", "channel", "tensor"]
 _SCHEMES: dict[Scope, str] = {
     "block": "fp8 (e4m3 codes), one scale per block of 128 x 128, no bias",
@@ -48,7 +44,7 @@ _SCHEMES: dict[Scope, str] = {
 
 
 class Fp8Layout(ArrangedLayout):
-    """Base of the layouts; subclasses set `scope`, what shares a scale."""
+    """FP8 weights. Subclasses set `scope`, what shares a scale."""
 
     source = "vLLM 0.33.0"
     elements = ("e4m3",)
@@ -73,10 +69,15 @@ class Fp8Layout(ArrangedLayout):
             found.append(Problem("layout.group-size", f"groups of {spec.group_size}; it holds one scale per {what}"))
         return found
 
-    def scale(self, spec: MatrixSpec, arrangement: Arrangement = PLAIN, shape: tuple[int, ...] | None = None) -> Part:
-        """float32 scales; `arrangement` and `shape` for blocks and channels, `[N / 128, K / 128]` or `[N, 1]` else."""
+    def scale(
+        self, spec: MatrixSpec, arrangement: Arrangement = IDENTITY_SCALE, shape: tuple[int, ...] | None = None
+    ) -> Part:
+        """Return the part of the float32 scales.
+
+        `arrangement` and `shape` are for blocks and channels; the default shape is `[N / 128, K / 128]` or `[N, 1]`.
+        """
         if self.scope == "tensor":
-            return Part("scales", PLAIN, (1,), "F32", 32, group=spec.group_size, rows=spec.n)
+            return Part("scales", IDENTITY_SCALE, (1,), "F32", 32, group=spec.group_size, rows=spec.n)
         rows = BLOCK if self.scope == "block" else 1
         shape = shape or (spec.n // rows, spec.num_groups)
         return Part("scales", arrangement, shape, "F32", 32, group=spec.group_size, rows=rows)
@@ -105,8 +106,20 @@ class Fp8Layout(ArrangedLayout):
         )
 
 
+class MXFP8Layout(ArrangedLayout):
+    """MXFP8 weights: E4M3 codes with an E8M0 scale byte per 32 of them, no bias."""
+
+    source = "vLLM 0.33.0"
+    elements = ("e4m3",)
+    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
+    scale_dtypes = ("e8m0",)
+    group_sizes = (32,)
+    channelwise = False
+    biased = False
+
+
 def has_two_scales(matrix: QuantizedMatrix) -> bool:
-    """Whether gate and up have one scale each, and not the same."""
+    """Whether gate and up have one scale each that differ."""
     if not is_gated_w13(matrix.spec) or matrix.spec.num_groups > 1:
         return False
     gate, up = matrix.scales.reshape(2, -1)
@@ -114,7 +127,7 @@ def has_two_scales(matrix: QuantizedMatrix) -> bool:
 
 
 def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """The matrix under the larger of two scales, as vLLM makes it on an NVIDIA GPU.
+    """Return the matrix under the larger of its two scales, as vLLM makes it on an NVIDIA GPU.
 
     Codes times their scale in float16 (a scale that is a tensor of its own is rounded to float16 first), times the
     float32 reciprocal of the larger scale in float32, limited to what E4M3 holds (NaN becomes 448), rounded to nearest
@@ -132,7 +145,7 @@ def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
 
 
 def fp8_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...] | None = None) -> Part:
-    """F8_E4M3 `[N, K]` unless said otherwise."""
+    """Return the part of the codes: F8_E4M3 `[N, K]` unless `shape` says otherwise."""
     return Part("codes", arrangement, shape or (spec.n, spec.k), "F8_E4M3", 8)
 
 

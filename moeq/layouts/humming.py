@@ -1,15 +1,8 @@
-"""Humming, as far as it can be made without the GPU it is for: 16-bit activations on SM75 to SM90.
+"""int4, int8 and MXFP4 for Humming, as far as its bytes can be made without the GPU they are for.
 
-Weights are Marlin's map, scales its group order (single order for one scale per channel), biases its single order, zero
-points its 8-bit-activation order. Everything else about Humming depends on the GPU or on the data: native-dequant mode
-(SM100 and newer), the packed-K mode, W4A8 exponent clamping, tuned padding. One such dependency reaches this mode:
-where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. Calibration finds that, and
-packing refuses.
-
-* `humming-wna16/1`: int4 / int8, symmetric or with int4 zero points.
-* `humming-mxfp4-fp16/1`: MXFP4 with fp16 parameters: scale bytes become `clamp(exponent - 112, 0, 30) * 8`, the
-  high byte of the fp16 power of two. Exponents outside 112 .. 142 are lost. Scales lie in the group order without
-  Marlin's 0, 2, 1, 3.
+That is 16-bit activations on SM75 to SM90. Weights are Marlin's map, scales its group order (single order for one scale
+per channel), biases its single order, zero points its 8-bit-activation order. Everything else about Humming depends on
+the GPU or on the data: native-dequant mode (SM100 and newer), the packed-K mode, W4A8 exponent clamping, tuned padding.
 
 Source: humming-kernels 0.1.19 (`transform.py` and the repack kernel).
 """
@@ -21,7 +14,17 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import Part
 from moeq.layouts.base import PaddingRule, SliceRule
-from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, ZERO_A8, bias_part, scale_part, weight_part, zero_part
+from moeq.layouts.marlin.maps import (
+    GROUPED,
+    SINGLE,
+    WEIGHT,
+    ZERO_A8,
+    bias_part,
+    scale_part,
+    weight_part,
+    whole_groups,
+    zero_part,
+)
 from moeq.layouts.marlin.wna16 import MarlinWNA16
 from moeq.layouts.mxfp4 import MXFP4Layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -31,7 +34,11 @@ if TYPE_CHECKING:
 
 
 class HummingWNA16(MarlinWNA16):
-    """Integer weights (see the module)."""
+    """int4 and int8, symmetric or with int4 zero points.
+
+    Where code 0 never occurs in all local experts, Humming stores sign and magnitude instead. Calibration finds that,
+    and packing refuses.
+    """
 
     id = "humming-wna16/1"
     title = "Humming, 16-bit activations, SM75 to SM90"
@@ -62,7 +69,11 @@ class HummingWNA16(MarlinWNA16):
 
 
 class HummingMXFP4Fp16(MXFP4Layout):
-    """MXFP4 with fp16 parameters (see the module)."""
+    """MXFP4 with fp16 parameters.
+
+    Scale bytes become `clamp(exponent - 112, 0, 30) * 8`, the high byte of the fp16 power of two. Exponents outside
+    112 .. 142 are lost. Scales lie in the group order without Marlin's 0, 2, 1, 3.
+    """
 
     id = "humming-mxfp4-fp16/1"
     title = "Humming MXFP4, fp16 parameters, SM75 to SM90"
@@ -76,11 +87,10 @@ class HummingMXFP4Fp16(MXFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
-        return parts | ({} if spec.bias_dtype is None else {"bias": bias_part(spec)})
+        return parts | bias_part(spec)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        rule = super().slices(spec)
-        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+        return whole_groups(super().slices(spec), spec)
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" or super().recodes(part, spec)

@@ -1,4 +1,4 @@
-"""MXFP4 of moeq's own kernels."""
+"""MXFP4 for moeq's own kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from moeq.layouts.mxfp4 import refuse_exponents_above
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
-#: Greatest exponent byte.
+#: Greatest exponent byte that the kernels decode.
 GREATEST = 188
 
 
 class MoeqMXFP4(MarlinMXFP4):
-    """MXFP4 for moeq's own kernels: Marlin's parts, with the bits of every 32-bit word of codes in another order.
+    """Marlin's MXFP4 for bf16 activations, with the bits of every 32-bit word of codes in another order.
 
     Parts are those of `marlin-mxfp4/1`. Three of the four codes in each half of a word have sign and magnitude as far
     apart as in a bf16. One mask takes them from the word itself, from the word shifted left by three bits, and from the

@@ -1,4 +1,4 @@
-"""What the MXFP4 layouts share: e2m1 codes two to a byte, e8m0 scales of 32 codes, the 128 x 4 scale tile.
+"""MXFP4 in all libraries: e2m1 codes two to a byte, e8m0 scales of 32 codes, the 128 x 4 scale tile.
 
 In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is the nibble of a byte.
 """
@@ -25,31 +25,31 @@ class MXFP4Layout(ArrangedLayout):
 
 
 def weight_bytes(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """uint8 `[N, K / 2]`: the arrangement ends in two nibbles per byte."""
+    """Return the part of the codes: uint8 `[N, K / 2]`. The arrangement ends in two nibbles per byte."""
     return Part("codes", arrangement, (spec.n, spec.k // 2), "U8", 4)
 
 
 def scale_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ...] | None = None) -> Part:
-    """One byte per group; `[N, G]` unless said otherwise."""
+    """Return the part of the scales: one byte per group, `[N, G]` unless `shape` says otherwise."""
     return Part("scales", arrangement, shape or (spec.n, spec.num_groups), "U8", 8, group=spec.group_size)
 
 
 def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str) -> dict[str, Part]:
-    """The bias `[N]` in a fixed dtype, or nothing where there is none."""
+    """Return the part of the bias, `[N]` in a fixed dtype; empty where the matrix has none."""
     if spec.bias_dtype is None:
         return {}
     return {"bias": Part("bias", arrangement, (spec.n,), dtype, {"F32": 32, "BF16": 16, "F16": 16}[dtype])}
 
 
 def refuse_exponents_above(greatest: int, matrix: QuantizedMatrix, why: str, hint: str) -> None:
-    """Raises `usage.scale-range` where a scale's exponent byte is larger."""
+    """Raise MoeqError `usage.scale-range` if a scale's exponent byte is larger than `greatest`."""
     largest = int(matrix.scales.max())
     if largest > greatest:
         raise MoeqError("usage.scale-range", f"{why}; {matrix.spec.role} has {largest}", hint)
 
 
 def by_role(w13: Arrangement, plain: Arrangement, spec: MatrixSpec) -> Arrangement:
-    """The arrangement with gate and up where the matrix has both, the plain one elsewhere."""
+    """Return the arrangement for gate and up where the matrix has both, else the plain one."""
     return w13 if is_gated_w13(spec) else plain
 
 

@@ -1,4 +1,4 @@
-"""What the NVFP4 layouts share: e2m1 codes two to a byte, e4m3 scales of 16 codes in 128 x 4 tiles, a global scale.
+"""NVFP4 in all libraries: e2m1 codes two to a byte, e4m3 scales of 16 codes in 128 x 4 tiles, a global scale.
 
 Parts of one expert: `weight` uint8 `[N, K / 2]`, low nibble first; `scale` F8_E4M3, zero-filled to whole tiles;
 `global_scale` float32 `[1]`, the checkpoint's as a multiplier. Only the order of rows differs between kernels.
@@ -7,7 +7,7 @@ The kernels have one global scale for gate and up. Where a checkpoint has two, t
 which changes the up projection; packing is refused then unless losses are allowed.
 
 Scales of activations (`input_scale`) are no part of a matrix: engines read them from the checkpoint and multiply the
-global scale by them after this. They stay what the source has, among what is kept for the way back.
+global scale by them later. They stay as they are in the source and are kept for the way back.
 
 Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` and `nvfp4_utils.py` (`swizzle_blockscale`).
 """
@@ -22,7 +22,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, changed, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import SliceRule, TensorSpec
-from moeq.layouts.mxfp4 import TILE_128X4, TILE_128X4_UP_GATE
+from moeq.layouts.mxfp4 import IDENTITY, TILE_128X4, TILE_128X4_UP_GATE, UP_GATE, weight_bytes
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class NVFP4Layout(ArrangedLayout):
     group_sizes = (GROUP,)
     channelwise = False
     biased = False
-    rearranges = True  # but for the global scale, which the fast path knows
+    rearranges = True  # all but the global scale, which the fast path knows
     lossy = "where gate and up have different global scales, up gets the gate's"
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
@@ -86,20 +86,16 @@ class TiledNVFP4(NVFP4Layout):
     n_multiple = 64
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        turned = self.w13_order == "up-gate" and is_gated_w13(spec)
-        weight = _UP_GATE if turned else _PLAIN
+        up_first = self.w13_order == "up-gate" and is_gated_w13(spec)
+        weight = UP_GATE if up_first else IDENTITY
         # A tile that holds rows of both halves cannot be arranged half by half.
-        scale = replace(nvfp4_scale(spec, TILE_128X4), turned=turned)
-        if turned and not _straddles(spec):
+        scale = replace(nvfp4_scale(spec, TILE_128X4), halves_swapped=up_first)
+        if up_first and not _straddles(spec):
             scale = nvfp4_scale(spec, TILE_128X4_UP_GATE)
-        return {"weight": nvfp4_weight(spec, weight), "scale": scale}
+        return {"weight": weight_bytes(spec, weight), "scale": scale}
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(None, None) if is_gated_w13(spec) and _straddles(spec) else super().slices(spec)
-
-
-_PLAIN = Arrangement("n, k b2 -> n k | b")
-_UP_GATE = Arrangement("h2 n, k b2 -> ~h n k | b")
 
 
 def _straddles(spec: MatrixSpec) -> bool:
@@ -107,13 +103,8 @@ def _straddles(spec: MatrixSpec) -> bool:
     return bool(spec.n // 2 % TILE[0])
 
 
-def nvfp4_weight(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """uint8 `[N, K / 2]`."""
-    return Part("codes", arrangement, (spec.n, spec.k // 2), "U8", 4)
-
-
 def nvfp4_scale(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """F8_E4M3 `[N, G]`, both rounded up to whole tiles."""
+    """Return the part of the scales: F8_E4M3 `[N, G]`, both rounded up to whole tiles."""
     rows, groups = (-(-size // unit) * unit for size, unit in zip((spec.n, spec.num_groups), TILE, strict=True))
     # Halves are whole tiles where they are arranged apart, so that nothing has to be filled between them.
     pad = (1 if arrangement.has_halves else TILE[0], TILE[1])
@@ -121,7 +112,7 @@ def nvfp4_scale(spec: MatrixSpec, arrangement: Arrangement) -> Part:
 
 
 def global_scale_of(matrix: QuantizedMatrix) -> Tensor:
-    """float32 `[N]`. Raises MoeqError `source.missing-part`."""
+    """Return float32 `[N]`. Raises MoeqError `source.missing-part`."""
     if matrix.global_scale is None:
         raise MoeqError("source.missing-part", f"{matrix.spec.role}: the global scale of NVFP4 is missing")
     return matrix.global_scale

@@ -1,4 +1,4 @@
-"""Rounding sizes up to what a layout needs, before packing, with its cost known beforehand.
+"""Rounding sizes up to what a layout needs, before packing, with the cost known beforehand.
 
 Gate and up are padded apart (zero rows after each half), as is w2's K: zero codes, zero scales and zero zero points.
 A zero code is not the value zero, but it never counts: with groups, the padded scales are zero; with one scale per
@@ -48,11 +48,11 @@ class PaddingPlan:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is padded at all."""
+        """Whether anything is padded."""
         return self.extra_bytes > 0
 
     def pad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """The padded matrix; the matrix itself where its size stays.
+        """Return the padded matrix, or the matrix itself where its size stays.
 
         Raises:
             MoeqError: `usage.padding-act-order` where act-order columns would have to be padded.
@@ -73,7 +73,7 @@ class PaddingPlan:
         return replace(padded, scales=_extended(matrix.scales[:, 0], halves, after.n).unsqueeze(1))
 
     def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """The exact inverse of `pad`."""
+        """Invert `pad` exactly."""
         before, after = self._specs(matrix.spec)
         return matrix if before == after else _resized(matrix, before)
 
@@ -82,9 +82,9 @@ class PaddingPlan:
 
 
 def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan:
-    """How a layout pads an expert whose w13 and w2 have these specs.
+    """Plan how a layout pads an expert whose w13 and w2 have these specs.
 
-    The caller checks `layout.problems` of the padded specs; this only rounds sizes.
+    The caller checks `layout.problems` of the padded specs; here sizes are only rounded.
     """
     rule = layout.padding
     halves = 2 if is_gated_w13(w13) else 1
@@ -100,14 +100,14 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
 
 
 def logical_bytes(spec: MatrixSpec) -> int:
-    """Bytes of the numbers of a matrix, tightly packed: codes, scales, zero points, bias."""
+    """Return the bytes of the numbers of a matrix, tightly packed: codes, scales, zero points, bias."""
     per_group = _SCALE_BITS[spec.scale_dtype] + (0 if spec.symmetric else spec.bits)
     bits = spec.n * (spec.k * spec.bits + spec.num_groups * per_group)
     return bits // 8 + spec.n * (_SCALE_BITS[spec.bias_dtype] // 8 if spec.bias_dtype else 0)
 
 
 def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:
-    """The matrix cut or filled up to the sizes of `spec`, each half of a gated w13 apart: with `code`, else zeros."""
+    """Cut or fill up the matrix to the sizes of `spec`, each half of a gated w13 apart, with `code` or zeros."""
     halves = 2 if is_gated_w13(spec) else 1
 
     def resize(tensor: Tensor, columns: int | None, fill: int = 0) -> Tensor:
@@ -132,7 +132,7 @@ def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> Quanti
 
 
 def _extended(scales: Tensor, halves: int, rows: int) -> Tensor:
-    """Scales `[N]` of whole matrices for other sizes: added rows take the scale of their half."""
+    """Resize the scales `[N]` of whole matrices: added rows take the scale of their half."""
     old = scales.reshape(halves, -1)
     if rows // halves <= old.shape[1]:
         return old[:, : rows // halves].flatten()
@@ -142,7 +142,7 @@ def _extended(scales: Tensor, halves: int, rows: int) -> Tensor:
 
 
 def _zero_bytes(tensor: Tensor, shape: list[int]) -> Tensor:
-    """Zeros of a one-byte dtype; torch cannot fill every float8 type directly."""
+    """Return zeros of a one-byte dtype; torch cannot fill every float8 type directly."""
     import torch
 
     return torch.zeros(shape, dtype=torch.uint8).view(tensor.dtype)

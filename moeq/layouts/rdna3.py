@@ -1,4 +1,4 @@
-"""int4 of vLLM's RDNA3 kernels."""
+"""int4 for vLLM's RDNA3 kernel (ExLlama shuffle)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALE = Arrangement("n, g -> g n")
 
 
 class Rdna3Int4(ArrangedLayout):
-    """RDNA3 int4 (ExLlama shuffle): K-first words whose even k fill the low half and odd k the high half.
+    """int4 words along K, whose even k fill the low half and odd k the high half.
 
     `weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel
     adds one). Symmetric groups only. Source: vLLM 0.33.0 (RDNA3 WNA16), ExLlamaV2 shuffle.

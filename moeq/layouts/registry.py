@@ -1,4 +1,4 @@
-"""Layouts by id. Importing this, and the layouts it names, needs no torch, so that the oracle can describe them."""
+"""Layouts by id. Importing them needs no torch, so the oracle can describe them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LayoutFacts:
 
 
 def layout_class(layout_id: str) -> type[Layout]:
-    """The class of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
+    """Return the class of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
         raise MoeqError("usage.unknown-layout", f"no layout is called '{layout_id}'", f"known layouts: {known}")
@@ -110,7 +110,7 @@ def layout_class(layout_id: str) -> type[Layout]:
 
 
 def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
-    """The layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
+    """Return the layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
 
     Raises:
         MoeqError: `usage.unknown-layout`, naming the known ones.
@@ -119,7 +119,7 @@ def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
 
 
 def layout_facts() -> Iterator[LayoutFacts]:
-    """The support table, one row per layout."""
+    """Yield the support table, one row per layout."""
     for kind in LAYOUTS.values():
         yield LayoutFacts(
             id=kind.id,

@@ -1,4 +1,12 @@
-"""MXFP4 of triton_kernels."""
+"""MXFP4 for triton_kernels, generation 3.5.1, as vendored in vLLM 0.33.0.
+
+Shapes are those of the memory, contiguous, one expert; the kernel takes the transposed view. w13 rows are interleaved
+(gate 0, up 0, gate 1, ...), as the SwiGLU epilogue reads pairs, and biases are float32. Newer generations of
+triton_kernels pad more; these ids mean generation 3.5.1.
+
+vLLM 0.33.0 interleaves the last dimension, not the rows, of models other than gpt-oss on this backend, which does not
+fit the kernel; moeq writes interleaved rows for every model.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +33,12 @@ from moeq.matrix import MatrixSpec
 
 
 class TritonKernelsLayout(MXFP4Layout):
-    """Base of the layouts of triton_kernels."""
-
     source = "triton_kernels 3.5.1 (vLLM 0.33.0)"
     padding = PaddingRule(intermediate=64)
     w13_order = "interleaved"
 
     def bias(self, spec: MatrixSpec) -> dict[str, Part]:
-        """float32 `[N]` in row order."""
+        """Return the part of the bias: float32 `[N]` in row order."""
         return bias_as(spec, by_role(INTERLEAVED_ROWS, IDENTITY_SCALE, spec), "F32")
 
 
@@ -42,12 +48,11 @@ HOPPER_WEIGHT_W13 = Arrangement("h2 n o2 r4, k m4 j2 x4 b2 -> n r k h x m | j o 
 
 
 class TritonKernelsHopper(TritonKernelsLayout):
-    """triton_kernels MXFP4 on Hopper (SM90).
+    """SM90: scales for 8 warps, as in vLLM.
 
     `weight` uint8 `[N / 4, 2 K]` (`HopperMXValueLayout`; N is filled up to 16 and K to 64), the bits of each 32-bit
     word permuted as in `bits.MUL_FREE`. `scale` uint8 `[N / 32, 32 G]` (`HopperMXScaleLayout`; N is filled up to 32
-    times the number of warps and G to 4). The scale order depends on the number of warps: 8 in vLLM, 4 in the `-w4` id.
-    Source: triton_kernels 3.5.1 (vLLM 0.33.0).
+    times the number of warps and G to 4).
     """
 
     id = "triton-kernels-hopper/1"
@@ -82,8 +87,6 @@ class TritonKernelsHopper(TritonKernelsLayout):
 
 
 class TritonKernelsHopper4(TritonKernelsHopper):
-    """Scales for 4 warps."""
-
     id = "triton-kernels-hopper-w4/1"
     title = "triton_kernels MXFP4, Hopper, 4 warps"
     readers = (MOEQ(),)
@@ -96,11 +99,11 @@ _BLACKWELL_SCALE_W13 = Arrangement("h2 n y4 z16, c x4 -> n c z h y x")
 
 
 class TritonKernelsBlackwell(TritonKernelsLayout):
-    """triton_kernels MXFP4 on Blackwell (SM100, SM120).
+    """SM100 and SM120: values in row order, scales in 128 x 4 tiles.
 
     `weight` uint8 `[N, K / 2]`, K filled up to 256 (`BlackwellMXValueLayout`: no permutation); `scale` uint8 `[N / 128,
-    G / 4, 2, 256]` in 128 x 4 tiles, N filled up to 128 and G to 8 (`BlackwellMXScaleLayout`; the kernel takes all
-    experts as `[1, E N / 128, G / 4, 2, 256]`). Source: triton_kernels 3.5.1 (vLLM 0.33.0).
+    G / 4, 2, 256]`, N filled up to 128 and G to 8 (`BlackwellMXScaleLayout`; the kernel takes all experts as
+    `[1, E N / 128, G / 4, 2, 256]`).
     """
 
     id = "triton-kernels-blackwell/1"
@@ -124,11 +127,10 @@ _CDNA4_SCALE_W13 = Arrangement("h2 n o2 r8, g u2 q4 -> n g q r h u o")
 
 
 class TritonKernelsCDNA4(TritonKernelsLayout):
-    """triton_kernels MXFP4 on CDNA4 (gfx950): values in row order, scales for its matrix cores.
+    """gfx950: values in row order, scales for its matrix cores.
 
-    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, 32 G]` (`CDNA4MXScaleLayout`), `bias` float32. vLLM takes this
-    scale order only for TP up to 2 and the plain one (`mxfp4-identity/1` with interleaved rows) beyond. Source:
-    triton_kernels 3.5.1 (vLLM 0.33.0).
+    `weight` uint8 `[N, K / 2]`, `scale` uint8 `[N / 32, 32 G]` (`CDNA4MXScaleLayout`). vLLM takes this scale order only
+    for TP up to 2 and the plain one (`mxfp4-identity/1` with interleaved rows) beyond.
     """
 
     id = "triton-kernels-cdna4/1"

@@ -1,4 +1,4 @@
-"""Layouts of vLLM's own Triton kernels."""
+"""int4 and int8 for vLLM's own Triton kernels, in the order of rows and columns."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_BYTES = Arrangement("n, k -> n k")
 _ZERO_PAIRS = Arrangement("n p2, g -> n g | p")
 
 
 class TritonWNA16(ArrangedLayout):
-    """The Triton WNA16 MoE kernel (vLLM's `moe_wna16` loader and the TRITON backend of its WNA16 oracle).
+    """WNA16: the `moe_wna16` loader, and the TRITON backend of the WNA16 oracle.
 
     `weight` uint8 `[N, K / 2]`, even k in the low nibble (int8: `[N, K]`, offset by 128); `scale` `[N, G]` as stored;
     `zero` uint8 `[N / 2, G]`, even n in the low nibble (int8: `[N, G]`), absent where symmetric. No bias.
@@ -46,7 +45,7 @@ class TritonWNA16(ArrangedLayout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         four = spec.bits == 4
         shape = (spec.n, spec.k // 2 if four else spec.k)
-        parts = {"weight": Part("codes", IDENTITY if four else _BYTES, shape, "U8", spec.bits)}
+        parts = {"weight": Part("codes", IDENTITY if four else IDENTITY_SCALE, shape, "U8", spec.bits)}
         dtype = STORED_DTYPE[spec.scale_dtype]
         parts["scale"] = Part("scales", IDENTITY_SCALE, (spec.n, spec.num_groups), dtype, 16, group=spec.group_size)
         if not spec.symmetric:
@@ -73,11 +72,8 @@ class TritonWNA16(ArrangedLayout):
         return (zeros & ((1 << matrix.spec.bits) - 1)).to(torch.uint8)
 
 
-_BYTES = Arrangement("n, k -> n k")
-
-
 class Int8W8A8(ArrangedLayout):
-    """int8 weights and int8 activations in vLLM's Triton kernel: the checkpoint's own order.
+    """int8 weights and int8 activations.
 
     `weight` int8 `[N, K]` (the signed value: code minus 128), `scale` float32 `[N, 1]`, `bias` as stored. w13 is gate
     rows, then up rows. Source: vLLM 0.33.0, `compressed_tensors_moe` (W8A8 int8).
@@ -95,7 +91,7 @@ class Int8W8A8(ArrangedLayout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         parts = {
-            "weight": Part("codes", _BYTES, (spec.n, spec.k), "I8", 8, flip=0x80),
+            "weight": Part("codes", IDENTITY_SCALE, (spec.n, spec.k), "I8", 8, flip=0x80),
             "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
         }
         if spec.bias_dtype is not None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 #: Elements from which the compiled loops are used.
 COMPILED_FROM = 1 << 18
 
-#: Elements from which loops are used that have been compiled before: calling them takes no longer than importing torch.
+#: Elements from which cached loops are used: calling them takes no longer than importing torch.
 CACHED_FROM = 0
 
 
@@ -45,7 +45,7 @@ def have_cached() -> bool:
 
 
 def word_dtype(bits: int) -> torch.dtype:
-    """The torch dtype that holds words of 8, 16 or 32 bits."""
+    """Return the torch dtype that holds words of 8, 16, 32 or 64 bits."""
     import torch
 
     return {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
@@ -99,7 +99,7 @@ def unpack_words(
     *,
     compiled: bool | None = None,
 ) -> Tensor:
-    """The exact inverse of `pack_words`.
+    """Invert `pack_words` exactly.
 
     Args:
         words: packed words of any shape.
@@ -130,7 +130,7 @@ def unpack_words(
 
 
 def take_columns(codes: Tensor, order: Tensor) -> Tensor:
-    """uint8 `[N, K]` with column `order[i]` at place i."""
+    """Return uint8 `[N, K]` with column `order[i]` at place i."""
     import torch
 
     if not use_compiled(codes.numel()):
@@ -143,7 +143,7 @@ def take_columns(codes: Tensor, order: Tensor) -> Tensor:
 
 
 def block_sums(codes: Tensor, block: int) -> Tensor:
-    """int32 `[N, K / block]` sums of consecutive uint8 codes."""
+    """Return int32 `[N, K / block]` sums of consecutive uint8 codes."""
     import torch
 
     n, k = codes.shape
@@ -157,12 +157,12 @@ def block_sums(codes: Tensor, block: int) -> Tensor:
 
 
 def use_compiled(elements: int) -> bool:
-    """Whether a job of that size is worth the compiled loops, and they are there."""
+    """Whether a job of that size is worth the compiled loops, and they are available."""
     return elements >= COMPILED_FROM and have_numba()
 
 
 def use_cached(elements: int) -> bool:
-    """Whether loops are worth trying for a job of that size as far as they are in the cache."""
+    """Whether a job of that size is worth the loops that are in the cache."""
     return elements >= CACHED_FROM and have_cached()
 
 

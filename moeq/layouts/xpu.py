@@ -1,22 +1,21 @@
-"""Layouts of Intel's XPU kernels."""
+"""int4, FP8, MXFP8 and MXFP4 for Intel's XPU kernels. Source: vLLM 0.33.0."""
 
 from __future__ import annotations
 
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.fp8 import BLOCK, Fp8Layout, fp8_bytes
+from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_bytes, weight_bytes
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec
 
 
 class IdentityMXFP4(MXFP4Layout):
-    """MXFP4 in the checkpoint's own order: XPU, B12X and emulation.
+    """MXFP4 in the checkpoint's own order, for XPU, B12X and emulation.
 
     `weight` uint8 `[N, K / 2]`, low nibble first, `scale` uint8 `[N, G]`, `bias` as stored; w13 is gate rows, then up
-    rows.
-    Source: vLLM 0.33.0, `oracle/mxfp4.py`.
+    rows. Source: vLLM 0.33.0, `oracle/mxfp4.py`.
     """
 
     id = "mxfp4-identity/1"
@@ -40,17 +39,13 @@ class IdentityMXFP4(MXFP4Layout):
         }
 
 
-TRANSPOSED = Arrangement("n, k -> k n")
+_TRANSPOSED = Arrangement("n, k -> k n")
 
 
 class XpuFp8Tensor(Fp8Layout):
-    """Intel XPU FP8 and MXFP8: weights and scales transposed; w13 columns are gate, then up.
+    """FP8 with one scale per matrix: `weight` F8_E4M3 `[K, N]`, `scale` float32 `[1]`.
 
-    * `xpu-fp8-tensor/1`: `weight` F8_E4M3 `[K, N]`, `scale` float32 `[1]`.
-    * `xpu-fp8-block/1`: `weight` likewise, `scale` float32 `[K / 128, N / 128]`.
-    * `xpu-mxfp8/1`: `weight` likewise, `scale` uint8 `[K / 32, N]`.
-
-    Source: vLLM 0.33.0, `xpu_moe.py` (`prepare_fp8_moe_layer_for_xpu`).
+    w13 columns are gate, then up. Source: vLLM 0.33.0, `xpu_moe.py` (`prepare_fp8_moe_layer_for_xpu`).
     """
 
     id = "xpu-fp8-tensor/1"
@@ -61,11 +56,11 @@ class XpuFp8Tensor(Fp8Layout):
     scope = "tensor"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": self.scale(spec)}
+        return {"weight": fp8_bytes(spec, _TRANSPOSED, (spec.k, spec.n)), "scale": self.scale(spec)}
 
 
 class XpuFp8Block(Fp8Layout):
-    """See the module."""
+    """FP8 in blocks: as `xpu-fp8-tensor/1`, but `scale` is float32 `[K / 128, N / 128]`."""
 
     id = "xpu-fp8-block/1"
     title = "XPU FP8, blocks"
@@ -75,38 +70,30 @@ class XpuFp8Block(Fp8Layout):
     scope = "block"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        scale = self.scale(spec, TRANSPOSED, (spec.num_groups, spec.n // BLOCK))
-        return {"weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)), "scale": scale}
+        scale = self.scale(spec, _TRANSPOSED, (spec.num_groups, spec.n // BLOCK))
+        return {"weight": fp8_bytes(spec, _TRANSPOSED, (spec.k, spec.n)), "scale": scale}
 
 
-class XpuMXFP8(ArrangedLayout):
-    """See the module."""
+class XpuMXFP8(MXFP8Layout):
+    """MXFP8: `weight` F8_E4M3 `[K, N]`, `scale` uint8 `[K / 32, N]`; w13 columns are gate, then up."""
 
     id = "xpu-mxfp8/1"
     title = "XPU MXFP8"
     readers = (VLLM("XPU", "xpu"),)
-    source = "vLLM 0.33.0"
-    elements = ("e4m3",)
-    schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
     arch = "Intel XPU"
     slicing = "N by 1, K by 32"
-    scale_dtypes = ("e8m0",)
-    group_sizes = (32,)
-    channelwise = False
-    biased = False
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {
-            "weight": fp8_bytes(spec, TRANSPOSED, (spec.k, spec.n)),
-            "scale": scale_bytes(spec, TRANSPOSED, (spec.num_groups, spec.n)),
+            "weight": fp8_bytes(spec, _TRANSPOSED, (spec.k, spec.n)),
+            "scale": scale_bytes(spec, _TRANSPOSED, (spec.num_groups, spec.n)),
         }
 
 
 class XpuWNA16(ArrangedLayout):
-    """Intel XPU int4: the canonical order of checkpoints.
+    """int4 in the checkpoint's own order: `weight` uint8 `[N, K / 2]`, low nibble first; `scale` `[N, G]` as stored.
 
-    `weight` uint8 `[N, K / 2]`, low nibble first; `scale` `[N, G]` as stored. The backend drops zero points, so there
-    is no place for them. Source: vLLM 0.33.0, `XPUExpertsWNA16`.
+    The backend drops zero points, so the layout has no place for them. Source: vLLM 0.33.0, `XPUExpertsWNA16`.
     """
 
     id = "xpu-wna16/1"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeq.layouts import flashinfer
 from moeq.layouts.arranged import Part, arrange
+from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Layout
 from moeq.layouts.mxfp4 import TILE_128X4
 from moeq.layouts.registry import LAYOUTS, get_layout
@@ -149,7 +150,7 @@ def wna16(name: str) -> tuple[Tensor, Tensor]:
 
 
 def flashinfer_rows(name: str) -> tuple[Tensor, Tensor]:
-    order = flashinfer.ROWS_128 if name == "rows.tile128" else flashinfer.ROWS_OTHER
+    order = flashinfer.ROWS_128 if name == "rows.tile128" else Arrangement("n e8 d2, k -> n d e k")
     return pack_words(order, torch.arange(256)[:, None], 64), tensors("flashinfer")[name]
 
 

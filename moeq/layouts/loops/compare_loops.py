@@ -6,7 +6,7 @@ import numpy as np
 from numba import uint64
 
 from moeq.layouts.loops.compiler import loop
-from moeq.layouts.loops.transpose_loops import SIDE, load_turned
+from moeq.layouts.loops.transpose_loops import SIDE, load_transposed
 from moeq.layouts.loops.vectors import LANES, is_blank, load, zeros
 
 
@@ -52,7 +52,7 @@ def word_columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
     for k in range(0, whole_k, SIDE):
         for n in range(0, whole_n, SIDE):
-            low, high = load_turned(columns, first + n, k)
+            low, high = load_transposed(columns, first + n, k)
             for i in range(LANES):
                 found = found | (low[i] ^ load(rows[n + i], k)) | (high[i] ^ load(rows[n + LANES + i], k))
     rest = columns_differ(columns[whole_k:], first, rows[:, whole_k:])

@@ -10,7 +10,7 @@ SIDE = 16
 
 
 @loop
-def load_turned(columns, n, k):  # type: ignore[no-untyped-def]
+def load_transposed(columns, n, k):  # type: ignore[no-untyped-def]
     """The transpose of 16 x 16 words of 32 bits, `columns[k : k + 16, n : n + 16]`: rows n to n + 7, rows n + 8 on."""
     a, b, c, d = _pair(columns, n, k), _pair(columns, n, k + 2), _pair(columns, n, k + 4), _pair(columns, n, k + 6)
     e, f, g, h = (
@@ -35,7 +35,7 @@ def turn_words(columns, rows):  # type: ignore[no-untyped-def]
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
     for k in range(0, whole_k, SIDE):
         for n in range(0, whole_n, SIDE):
-            low, high = load_turned(columns, n, k)
+            low, high = load_transposed(columns, n, k)
             store_each(rows, n, k, low)
             store_each(rows, n + LANES, k, high)
     turn(columns[whole_k:], rows[:, whole_k:])

@@ -1,16 +1,6 @@
-"""FP8 on Marlin, 16-bit activations: the 8-bit weight map of `marlin-wna16` over E4M3 bytes.
+"""FP8 and MXFP8 on Marlin, 16-bit activations: the 8-bit weight map of `marlin-wna16` over E4M3 bytes.
 
 Parts of one expert: `weight` int32 `[K / 16, 4 N]`, `scale` `[G, N]`, `bias` `[N]`.
-
-* `marlin-fp8/1` and `marlin-fp8-fp16/1`: one scale per block, output channel or tensor. Blocks become groups along K
-  (their scale repeated for every row), a scale per tensor becomes one per channel. Scales lie in the grouped order
-  where there are several along K, else in the single order, in the dtype of the parameters. The kernel widens E4M3 by
-  moving bits, which leaves the exponent bias out, so scales are stored times 2**120 (bf16) or 2**8 (fp16). float32
-  scales that are no bf16 (fp16) numbers are rounded as the engine rounds them: lossy, so refused unless allowed.
-* `marlin-mxfp8/1`: exponent bytes per 32 codes in the order of `marlin-mxfp4`; exact. bf16 parameters only.
-
-Where gate and up have different scales per tensor, the engine requantises both to the larger; here each keeps its own,
-which the kernel reads as any scale per channel.
 
 Source: vLLM 0.33.0, `marlin_utils_fp8.py` (`prepare_fp8_moe_layer_for_marlin`, `prepare_mxfp8_moe_layer_for_marlin`).
 """
@@ -22,8 +12,16 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule, SliceRule
-from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, scale_part, weight_part
-from moeq.layouts.marlin.mxfp4 import MX_GROUPED, MX_SINGLE
+from moeq.layouts.marlin.maps import (
+    GROUPED,
+    MX_GROUPED,
+    MX_SINGLE,
+    SINGLE,
+    WEIGHT,
+    scale_part,
+    weight_part,
+    whole_groups,
+)
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 
 
 class _MarlinBytes(ArrangedLayout):
-    """What the FP8 and MXFP8 layouts share."""
-
     source = "vLLM 0.33.0"
     elements = ("e4m3",)
     arch = "SM75 and newer"
@@ -44,13 +40,20 @@ class _MarlinBytes(ArrangedLayout):
     params: ClassVar[str] = "BF16"
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        rule = super().slices(spec)
-        # With one group scales have another order, which is not a slice of the usual one.
-        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinFp8(_MarlinBytes):
-    """FP8 under bf16 parameters (see the module)."""
+    """FP8 for bf16 parameters: one scale per block, output channel or tensor.
+
+    Blocks become groups along K (their scale repeated for every row), a scale per tensor becomes one per channel. Where
+    gate and up have different scales per tensor, the engine requantises both to the larger; here each keeps its own,
+    which the kernel reads as any scale per channel.
+
+    Scales lie in the grouped order where there are several along K, else in the single order, in the dtype of the
+    parameters. The kernel widens E4M3 by moving bits, which leaves the exponent bias out, so scales are stored times
+    2**120. Scales that are no bf16 numbers are rounded as the engine rounds them: lossy, so refused unless allowed.
+    """
 
     id = "marlin-fp8/1"
     title = "Marlin FP8, bf16 parameters"
@@ -105,7 +108,7 @@ class MarlinFp8(_MarlinBytes):
 
 
 class MarlinFp8Fp16(MarlinFp8):
-    """FP8 under fp16 parameters (see the module)."""
+    """FP8 for fp16 parameters: scales are stored times 2**8 and rounded to fp16."""
 
     id = "marlin-fp8-fp16/1"
     title = "Marlin FP8, fp16 parameters"
@@ -116,7 +119,7 @@ class MarlinFp8Fp16(MarlinFp8):
 
 
 class MarlinMXFP8(_MarlinBytes):
-    """MXFP8 under bf16 parameters (see the module)."""
+    """MXFP8 for bf16 parameters: exponent bytes per 32 codes in the order of `marlin-mxfp4`; exact."""
 
     id = "marlin-mxfp8/1"
     title = "Marlin MXFP8, bf16 parameters"
@@ -135,13 +138,13 @@ class MarlinMXFP8(_MarlinBytes):
 
 
 def _numbers(matrix: QuantizedMatrix) -> Tensor:
-    """Scales as numbers `[N, G]`."""
+    """Return the scales as numbers `[N, G]`."""
     exponents = matrix.spec.scale_dtype == "e8m0"
     return (matrix.scales.double() - 127).exp2() if exponents else matrix.scales
 
 
 def _exponent_bytes(numbers: Tensor) -> Tensor:
-    """uint8 E8M0 of powers of two; 255 where a number is none."""
+    """Return the uint8 E8M0 of powers of two; 255 where a number is no power of two."""
     import torch
 
     mantissa, exponent = torch.frexp(numbers)

@@ -1,4 +1,4 @@
-"""Index maps that the layouts of the Marlin family share. Source: vLLM 0.33.0 (`marlin_utils`, Marlin's kernels).
+"""Index maps and parts of the Marlin layouts. Source: vLLM 0.33.0 (`marlin_utils`, Marlin's kernels).
 
 A tile is 16 (K) by 64 (N) codes, read by a warp of 32 lanes. In the patterns, `r` is the lane's column within an octet
 and `p` its pair of k; a word holds k, k + 1 (`q`), k + 8 (`h`) and, for 4 bits, columns 8 apart (`o`).
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import SliceRule
+from moeq.layouts.mxfp4 import bias_as
 from moeq.matrix import MatrixSpec
 
 #: Weights for 16-bit activations, by bits.
@@ -16,11 +18,15 @@ WEIGHT = {
     8: Arrangement("n c4 o2 r8, k h2 p4 q2 -> k n r p c o | q h"),
 }
 
-#: Several groups along K: columns in 64s, octets transposed.
+#: Scales of several groups along K: columns in 64s, octets transposed.
 GROUPED = Arrangement("n o8 r8, g -> g n r o")
 
-#: One scale per channel, and every bias: columns in 32s.
+#: Scales per channel, and every bias: columns in 32s.
 SINGLE = Arrangement("n a4 b4 c2, g -> g n b a c")
+
+#: Scale bytes of MXFP4, NVFP4 and MXFP8: within four columns in the order 0, 2, 1, 3.
+MX_GROUPED = Arrangement("n o2 s2 t2 r8, g -> g n r o t s")
+MX_SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
 
 #: Zero points, by bits.
 ZERO = {
@@ -41,23 +47,30 @@ ZERO_A8 = {
 
 
 def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """int32 `[K / 16, N * 16 * bits / 32]`."""
+    """Return the part of the codes: int32 `[K / 16, N * 16 * bits / 32]`."""
     return Part("codes", arrangement, (spec.k // 16, spec.n * spec.bits // 2), "I32", spec.bits)
 
 
 def scale_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """`[G, N]` in the stored dtype."""
+    """Return the part of the scales: `[G, N]` in the stored dtype."""
     dtype = STORED_DTYPE[spec.scale_dtype]
     return Part("scales", arrangement, (spec.num_groups, spec.n), dtype, DTYPE_BITS[dtype], group=spec.group_size)
 
 
 def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """int32 `[G, N * bits / 32]`."""
+    """Return the part of the zero points: int32 `[G, N * bits / 32]`."""
     shape = (spec.num_groups, spec.n * spec.bits // 32)
     return Part("zeros", arrangement, shape, "I32", spec.bits, group=spec.group_size)
 
 
-def bias_part(spec: MatrixSpec) -> Part:
-    """`[N]` in the stored dtype, always in the single order."""
-    dtype = STORED_DTYPE[spec.bias_dtype or ""]
-    return Part("bias", SINGLE, (spec.n,), dtype, 32 if dtype == "F32" else 16)
+def bias_part(spec: MatrixSpec) -> dict[str, Part]:
+    """Return the part of the bias, `[N]` in the stored dtype and the single order; empty where the matrix has none."""
+    return {} if spec.bias_dtype is None else bias_as(spec, SINGLE, STORED_DTYPE[spec.bias_dtype])
+
+
+def whole_groups(rule: SliceRule, spec: MatrixSpec) -> SliceRule:
+    """Return the rule for layouts that arrange a single group of scales unlike several.
+
+    A slice of one group would be packed in the single order, which is no slice of the grouped order.
+    """
+    return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)

@@ -1,14 +1,5 @@
 """MXFP4 on Marlin: the 4-bit weight map of `marlin-wna16`, one exponent byte per 32 codes.
 
-Parts of one expert: `weight` int32 `[K / 16, 2 N]`, `scale` uint8 `[K / 32, N]`, `bias` `[N]` in the parameters' dtype.
-Scales lie in the group order and, within four, in the order 0, 2, 1, 3.
-
-* `marlin-mxfp4/1`: bf16 parameters; every exponent byte is kept.
-* `marlin-mxfp4-fp16/1`: fp16 parameters. Exponent bytes below 103 become 0 and above 142 become 255 (fp16's range), so
-  packing is refused where that happens unless it is allowed. vLLM's kernel decodes e8m0 scales for bf16 only.
-* `marlin-mxfp4-fp8act/1`: fp8 activations: 32 x 32 tiles, single scale order without the 0, 2, 1, 3; bytes are stored
-  plus 6 (249 is the largest that can be).
-
 vLLM keeps gpt-oss's w13 rows interleaved (gate 0, up 0, gate 1, ...), because its activation reads pairs: those are
 the `-interleaved` ids. SGLang de-interleaves them and so takes the plain ids.
 
@@ -22,16 +13,22 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.layouts.arranged import Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, SliceRule, W13Order
-from moeq.layouts.marlin.maps import SINGLE, WEIGHT, WEIGHT_A8, scale_part, weight_part
+from moeq.layouts.marlin.maps import (
+    MX_GROUPED,
+    MX_SINGLE,
+    SINGLE,
+    WEIGHT,
+    WEIGHT_A8,
+    scale_part,
+    weight_part,
+    whole_groups,
+)
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
 from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-MX_GROUPED = Arrangement("n o2 s2 t2 r8, g -> g n r o t s")
-MX_SINGLE = Arrangement("n a2 u2 b4 c2, g -> g n b a c u")
 
 # The same maps on row 2 i + h of the interleaved matrix: its lowest row digit is h, so each map's lowest row digit
 # (r or c) gives its last bit to h.
@@ -43,7 +40,11 @@ _SINGLE_A8_PAIRS = Arrangement("h2 n a4 b4, g -> g n b a h")
 
 
 class MarlinMXFP4(MXFP4Layout):
-    """bf16 parameters (see the module)."""
+    """MXFP4 for bf16 parameters: every exponent byte is kept.
+
+    `weight` int32 `[K / 16, 2 N]`, `scale` uint8 `[K / 32, N]`, `bias` `[N]` in the parameters' dtype. Scales lie in
+    the group order and, within four, in the order 0, 2, 1, 3.
+    """
 
     id = "marlin-mxfp4/1"
     title = "Marlin MXFP4, bf16 parameters"
@@ -67,14 +68,10 @@ class MarlinMXFP4(MXFP4Layout):
         return {"weight": weight_part(spec, weight), "scale": scale_part(spec, scale), **bias}
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        rule = super().slices(spec)
-        # With one group scales have another order, which is not a slice of the usual one.
-        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinMXFP4Interleaved(MarlinMXFP4):
-    """bf16 parameters, w13 rows interleaved (gpt-oss on vLLM)."""
-
     id = "marlin-mxfp4-interleaved/1"
     title = "Marlin MXFP4, bf16 parameters, gate and up interleaved (gpt-oss on vLLM)"
     readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ())
@@ -82,7 +79,10 @@ class MarlinMXFP4Interleaved(MarlinMXFP4):
 
 
 class MarlinMXFP4Fp16(MarlinMXFP4):
-    """fp16 parameters: exponents outside fp16's range saturate."""
+    """MXFP4 for fp16 parameters: exponent bytes below 103 become 0 and above 142 become 255 (fp16's range).
+
+    vLLM's kernel decodes E8M0 scales for bf16 only.
+    """
 
     id = "marlin-mxfp4-fp16/1"
     title = "Marlin MXFP4, fp16 parameters"
@@ -103,15 +103,16 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
 
 
 class MarlinMXFP4Fp16Interleaved(MarlinMXFP4Fp16):
-    """fp16 parameters, w13 rows interleaved."""
-
     id = "marlin-mxfp4-fp16-interleaved/1"
     title = "Marlin MXFP4, fp16 parameters, gate and up interleaved (gpt-oss on vLLM)"
     w13_order = "interleaved"
 
 
 class MarlinMXFP4Fp8Act(MarlinMXFP4):
-    """fp8 activations (see the module)."""
+    """MXFP4 for fp8 activations: 32 x 32 tiles, single scale order without the 0, 2, 1, 3.
+
+    Exponent bytes are stored plus 6, so 249 is the largest.
+    """
 
     id = "marlin-mxfp4-fp8act/1"
     title = "Marlin MXFP4, bf16 parameters, fp8 activations"
@@ -147,8 +148,6 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
 
 
 class MarlinMXFP4Fp8ActInterleaved(MarlinMXFP4Fp8Act):
-    """fp8 activations, w13 rows interleaved."""
-
     id = "marlin-mxfp4-fp8act-interleaved/1"
     title = "Marlin MXFP4, fp8 activations, gate and up interleaved (gpt-oss on vLLM)"
     readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),)

@@ -28,17 +28,14 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
-from moeq.layouts.marlin.maps import SINGLE, WEIGHT, weight_part
-from moeq.layouts.marlin.mxfp4 import MX_GROUPED, MX_SINGLE
+from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
 from moeq.layouts.mxfp4 import bias_as
+from moeq.layouts.nvfp4 import GROUP, global_scale_of
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-#: Codes that share a scale.
-GROUP = 16
 
 #: Largest E4M3 number.
 _E4M3_MAX = 448.0
@@ -48,7 +45,7 @@ _SHIFT, _LEAST = 7, 2.0
 
 
 class MarlinNVFP4(ArrangedLayout):
-    """bf16 parameters (see the module)."""
+    """NVFP4 for bf16 parameters."""
 
     id = "marlin-nvfp4/1"
     title = "Marlin NVFP4, bf16 parameters"
@@ -98,15 +95,15 @@ class MarlinNVFP4(ArrangedLayout):
             out["scale_factor"].fill_(self.factor)
 
     def _shifted(self, matrix: QuantizedMatrix) -> Tensor:
-        """The global scale as it is stored, float32 `[1]`."""
-        return _global_scale(matrix)[:1] * 2.0**self.exponent / self.factor
+        """Return the global scale as it is stored, float32 `[1]`."""
+        return global_scale_of(matrix)[:1] * 2.0**self.exponent / self.factor
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(None, None)
 
     @property
     def factor(self) -> float:
-        """The power of two, from the largest scale of the local experts."""
+        """Power of two, from the largest scale of the local experts."""
         largest = self.calibration or 0.0
         return 2.0 ** math.floor(math.log2(_E4M3_MAX / largest)) if 0 < largest < _E4M3_MAX else 1.0
 
@@ -126,7 +123,7 @@ class MarlinNVFP4(ArrangedLayout):
     def _check_global(self, matrix: QuantizedMatrix) -> None:
         import torch
 
-        shared = float(_global_scale(matrix)[0])
+        shared = float(global_scale_of(matrix)[0])
         if not bool(torch.isfinite(self._shifted(matrix)).all()):
             raise MoeqError(
                 "usage.scale-range",
@@ -139,7 +136,7 @@ class MarlinNVFP4(ArrangedLayout):
         return part.field == "scales" or super().recodes(part, spec)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        stored = _global_scale(matrix)
+        stored = global_scale_of(matrix)
         return super().losses(matrix) + changed(stored, stored[:1].expand_as(stored))
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
@@ -170,7 +167,7 @@ class MarlinNVFP4(ArrangedLayout):
 
 
 class MarlinNVFP4Fp16(MarlinNVFP4):
-    """fp16 parameters: no common factor (see the module)."""
+    """NVFP4 for fp16 parameters: no common factor."""
 
     id = "marlin-nvfp4-fp16/1"
     title = "Marlin NVFP4, fp16 parameters"
@@ -186,7 +183,7 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
 
     @property
     def factor(self) -> float:
-        """Always 1: the engine rescales nothing for fp16."""
+        """The number 1: the engine rescales nothing for fp16."""
         return 1.0
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
@@ -195,10 +192,3 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
     def check_values(self, matrix: QuantizedMatrix) -> None:
         self._check_global(matrix)
         ArrangedLayout.check_values(self, matrix)
-
-
-def _global_scale(matrix: QuantizedMatrix) -> Tensor:
-    """float32 `[N]`. Raises MoeqError `source.missing-part`."""
-    if matrix.global_scale is None:
-        raise MoeqError("source.missing-part", f"{matrix.spec.role}: the global scale of NVFP4 is missing")
-    return matrix.global_scale

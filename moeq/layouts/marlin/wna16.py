@@ -1,4 +1,4 @@
-"""int4 and int8 on Marlin."""
+"""int4 and int8 on Marlin: 16-bit activations, act-order, and 8-bit activations."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from moeq.layouts.marlin.maps import (
     bias_part,
     scale_part,
     weight_part,
+    whole_groups,
     zero_part,
 )
 from moeq.layouts.readers import MOEQ, VLLM
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 
 
 class MarlinWNA16(ArrangedLayout):
-    """Marlin with 16-bit activations: int4 and int8 weights, symmetric or with zero points.
+    """int4 and int8 weights for 16-bit activations, symmetric or with zero points.
 
-    Parts of one expert: `weight` int32 `[K / 16, 2 N]` (int8: `[K / 16, 4 N]`), `scale` `[G, N]` in the stored dtype,
-    `zero` int32 `[G, N * bits / 32]`, `bias` `[N]`. int8 codes are offset by 128 and zero points are stored as they
-    count (GPTQ's minus one is undone by the scheme). Batched Marlin reads the same bytes.
+    `weight` int32 `[K / 16, 2 N]` (int8: `[K / 16, 4 N]`), `scale` `[G, N]` in the stored dtype, `zero` int32
+    `[G, N * bits / 32]`, `bias` `[N]`. int8 codes are offset by 128 and zero points are stored as they count (GPTQ's
+    minus one is undone by the scheme). Batched Marlin reads the same bytes.
 
     Scales lie in the grouped order where the matrix has several groups along K, and in the single order where it has
     one; that is what the kernel reads. vLLM 0.33.0's own loader picks the order for w13 by comparing the group size
-    with the intermediate size instead of K, so it packs w13 in the single order, which its kernel then reads as
+    with the intermediate size instead of K. So it packs w13 in the single order, which its kernel then reads as
     grouped, whenever the group size is at least the intermediate size per rank.
 
     Source: vLLM 0.33.0, `marlin_utils.py`, the Marlin repack kernels and `marlin_template.h`; SGLang 0.5.23 uses the
@@ -63,24 +64,20 @@ class MarlinWNA16(ArrangedLayout):
         parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, ZERO[spec.bits])
-        if spec.bias_dtype is not None:
-            parts["bias"] = bias_part(spec)
-        return parts
+        return parts | bias_part(spec)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        rule = super().slices(spec)
-        # A slice of a single group would be packed in the single order, which no slice of the grouped order is.
-        return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)
+        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinActOrder(ArrangedLayout):
-    """Marlin with act-order (GPTQ `desc_act`): rows of K sorted by their group.
+    """int4 and int8 with act-order (GPTQ `desc_act`): rows of K sorted by their group.
 
     `permutation` (int32 `[K]`) is the stable argsort of the group of each input column; packed row i holds column
     `permutation[i]`, and `group_index` (int32 `[K]`) is the sorted group. Weights are then the plain Marlin map and
     scales the group order. Engines sort with an unstable argsort, so rows of one group may come in another order than
-    theirs: moeq's packing is an equivalent of an engine's own, not always its bytes; within one group any order means
-    the same.
+    theirs: moeq's packing is equivalent to an engine's own, not always the same bytes; within one group any order
+    means the same.
 
     A projection of a single group, beside others that have more, is in order as it is: its permutation is the identity.
     Along K nothing can be cut: a shard's columns may use any group, so each rank keeps all scales and the shard's rows
@@ -95,7 +92,6 @@ class MarlinActOrder(ArrangedLayout):
     schemes = "gptq int4 and int8 with act-order, symmetric"
     arch = "SM75 and newer (SM75: fp16 only)"
     slicing = "N by 64; none along K"
-    padding = PaddingRule()
     act_order = True
     n_multiple = 64
     k_multiple = 16
@@ -103,7 +99,7 @@ class MarlinActOrder(ArrangedLayout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
-        return parts | ({} if spec.bias_dtype is None else {"bias": bias_part(spec)})
+        return parts | bias_part(spec)
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         vector = TensorSpec((spec.k,), "I32")
@@ -153,13 +149,14 @@ class MarlinActOrder(ArrangedLayout):
 
 
 def _order(matrix: QuantizedMatrix) -> Tensor:
+    """Return the columns sorted by their group."""
     import torch
 
     return torch.argsort(_groups(matrix), stable=True)
 
 
 def _groups(matrix: QuantizedMatrix) -> Tensor:
-    """The group of each column."""
+    """Return the group of each column."""
     import torch
 
     if matrix.group_index is not None:
@@ -174,7 +171,11 @@ _STEPS = 4096
 
 
 class _MarlinA8(ArrangedLayout):
-    """What both kinds share."""
+    """8-bit activations: tiles of 32 x 32 codes, scales in the single order.
+
+    Zero points lie in the order of 16-bit activations without its interleave. Source: vLLM 0.33.0, `marlin_utils.py`
+    and the repack and `marlin_int4_fp8_preprocess` kernels.
+    """
 
     source = "vLLM 0.33.0"
     padding = PaddingRule(intermediate=64, whole_groups=True)
@@ -186,26 +187,17 @@ class _MarlinA8(ArrangedLayout):
         parts = {"weight": weight_part(spec, WEIGHT_A8[spec.bits]), "scale": scale_part(spec, SINGLE)}
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
-        if spec.bias_dtype is not None:
-            parts["bias"] = bias_part(spec)
-        return parts
+        return parts | bias_part(spec)
 
 
 class MarlinInt8Act(_MarlinA8):
-    """Marlin with 8-bit activations: tiles of 32 x 32 codes, single scale order, recoded scales.
+    """int4 and int8 weights for int8 activations.
 
-    `marlin-wna16-int8act/1` (int8 activations, int4 or int8 weights). With several groups along K, scales become
-    `round(s / max * 4096)` in the scale dtype, kept as int16 bits in that dtype, and `global_scale` (float32, one per
-    expert, all equal) is `max / 4096`. `max` runs over all local experts of the tensor, so packing takes two passes
-    (`Layout.calibrate`), differs between EP and TP degrees, and cannot be sliced. The rounding loses scale bits, so it
-    must be allowed. With one scale per channel the scales stay as they are.
-
-    `marlin-wna16-fp8act/1` (fp8 e4m3 activations, int4 weights). Codes are rewritten around the zero point z as
-    `q - z if q >= z else 15 - q`, and scales are multiplied by 512 in their own dtype: exact in bf16, and in fp16 up to
-    127. The engine pads after rewriting: symmetric codes are therefore padded with 8, which is rewritten to 0.
-
-    Zero points lie in the order of 16-bit activations without its interleave. Source: vLLM 0.33.0, `marlin_utils.py`
-    and the repack and `marlin_int4_fp8_preprocess` kernels.
+    With several groups along K, scales become `round(s / max * 4096)` in the scale dtype, kept as int16 bits in that
+    dtype, and `global_scale` (float32, one per expert, all equal) is `max / 4096`. `max` runs over all local experts of
+    the tensor, so packing takes two passes (`Layout.calibrate`), differs between EP and TP degrees, and cannot be
+    sliced. The rounding loses scale bits, so it must be allowed. With one scale per channel the scales stay as they
+    are.
     """
 
     id = "marlin-wna16-int8act/1"
@@ -257,7 +249,7 @@ class MarlinInt8Act(_MarlinA8):
         return (steps * (self._largest() / _STEPS)).to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
-        """Codes and zero points exactly; group scales as rounded."""
+        """Return codes and zero points exactly, and group scales as they were rounded."""
         if spec.num_groups == 1:
             return super().unpack(parts, spec)
         knowing = MarlinInt8Act(calibration=float(parts["global_scale"][0]) * _STEPS)
@@ -265,7 +257,12 @@ class MarlinInt8Act(_MarlinA8):
 
 
 class MarlinFp8Act(_MarlinA8):
-    """int4 weights for fp8 activations (see the module)."""
+    """int4 weights for fp8 (E4M3) activations.
+
+    Codes are rewritten around the zero point z as `q - z if q >= z else 15 - q`, and scales are multiplied by 512 in
+    their own dtype: exact in bf16, and in fp16 up to 127. The engine pads after rewriting: symmetric codes are
+    therefore padded with 8, which is rewritten to 0.
+    """
 
     id = "marlin-wna16-fp8act/1"
     title = "Marlin, fp8 activations"
@@ -301,7 +298,7 @@ class MarlinFp8Act(_MarlinA8):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         if spec.symmetric:
-            # The rewrite undoes itself but for the top bit of each code, before and after.
+            # The rewrite is its own inverse on all bits but the top one of each code, before and after.
             words = parts["weight"] ^ _TOP_BITS
             return super().unpack({**parts, "weight": _around_midpoint_(words).bitwise_xor_(_TOP_BITS)}, spec)
         matrix = super().unpack(parts, spec)
@@ -317,7 +314,7 @@ _TOP_BITS, _LOW_BITS = 0x88888888 - (1 << 32), 0x11111111
 
 
 def _around_midpoint_(words: Tensor) -> Tensor:
-    """`_around` the zero point 8 for the eight codes of each int32 word, in place.
+    """Apply `_around` with zero point 8 to the eight codes of each int32 word, in place.
 
     8 .. 15 lose their top bit and 0 .. 7 are inverted: every bit flips, and the lower three flip back where the top one
     was set. Returns the words.
@@ -327,10 +324,10 @@ def _around_midpoint_(words: Tensor) -> Tensor:
 
 
 def _around(codes: Tensor, zero: Tensor) -> Tensor:
-    """Codes counted from their zero point: up from 0 at or above it, down from 15 below. Codes and zeros are uint8."""
+    """Return uint8 codes counted from their uint8 zero point: up from 0 at or above it, down from 15 below it."""
     return (codes - zero).where(codes >= zero, 15 - codes)
 
 
 def _back(rewritten: Tensor, zero: Tensor) -> Tensor:
-    """The inverse: codes at or above the zero point were rewritten to 0 .. 15 - zero."""
+    """Invert `_around`: codes at or above the zero point were rewritten to 0 .. 15 - zero."""
     return (rewritten + zero).where(rewritten <= 15 - zero, 15 - rewritten)

@@ -340,7 +340,7 @@ def _packed_part(
         order=order,
         shape=(rows, columns // per_element),
         dtype=dtype,
-        starts=starts[::-1] if part.turned or order.halves_swapped else starts,
+        starts=starts[::-1] if part.halves_swapped or order.halves_swapped else starts,
         step=halves if order.interleaved else 1,
         filled=(filled[0] // halves, filled[1] // per_element),
         widen=widen,
