@@ -176,7 +176,7 @@ class Layout(ABC):
 
     @abstractmethod
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-        """Return the packed parts of one expert, shaped as `tensors` says. Raises MoeqError where there are `problems`."""
+        """Return the packed parts of one expert, shaped as `tensors` says. Raises MoeqError if there are `problems`."""
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         """Pack into buffers of the caller, shaped as `tensors` says, whose memory can be reused.

@@ -50,8 +50,8 @@ class MOEQ:
     Attributes:
         backend: value of `--backend` that asks for it; None where the oracle never chooses it, because the bytes are
             made for an engine's kernel.
-        keeps_16_bit: it runs activations in 16 bits even where the checkpoint asks for 8 or 4, and the layout turns
-            scales of whole blocks and tensors into scales of groups and channels.
+        keeps_16_bit: activations run in 16 bits even where the checkpoint asks for 8 or 4, and the layout turns scales
+            of whole blocks and tensors into scales of groups and channels.
     """
 
     backend: str | None = None

@@ -1,4 +1,4 @@
-"""Compiled loops of the layouts. Import only after `moeq.layouts.words.have_numba` has said yes.
+"""Compiled loops of the layouts. Import them only after `moeq.layouts.words.have_numba` has returned True.
 
-`<name>.py` is what others call, `<name>_loops.py` the loops, in numba; `native` runs them, `compiler` compiles them.
+Others call `<name>.py`; the loops are in `<name>_loops.py`, for numba. `native` runs them, `compiler` compiles them.
 """

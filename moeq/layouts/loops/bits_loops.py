@@ -1,4 +1,4 @@
-"""The loop of `moeq.layouts.loops.bits`."""
+"""Loop of `moeq.layouts.loops.bits`."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
     Args:
         source: uint32 `[K * bits / 32, N]`, the first code of a word in its lowest bits.
         order: int64 `[K]`, the source of each code, each of 0 .. K - 1.
-        bits: of a code, 4 or 8.
-        out: as `source`.
+        bits: bits of a code, 4 or 8.
+        out: uint32, shaped as `source`.
     """
     _loops.take_codes(source, order, bits, out)
 
@@ -49,7 +49,7 @@ def took_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
 
 
 def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
-    """int32 `[N, K / block]` sums of consecutive uint8 codes."""
+    """Fill `out`, int32 `[N, K / block]`, with sums of consecutive uint8 codes."""
     _loops.block_sums(codes.numpy(), block, out.numpy())
 
 
@@ -64,7 +64,7 @@ def all_in(table: Array, source: Array) -> bool:
 
 
 def negative_zeros(words: Array, out: Array) -> None:
-    """Which bytes are 0x80: bit i of `out[n, k]` says it of byte `8 k + i` of row n.
+    """Mark the bytes that are 0x80: bit i of `out[n, k]` stands for byte `8 k + i` of row n.
 
     Args:
         words: uint32 `[N, 2 K]`, the first byte in the lowest bits.
@@ -74,17 +74,17 @@ def negative_zeros(words: Array, out: Array) -> None:
 
 
 def are_negative_zeros(words: Array, flags: Array) -> bool:
-    """Whether that is what `negative_zeros` makes of the words."""
+    """Whether the flags are what `negative_zeros` makes of the words."""
     return bool(_loops.are_negative_zeros(words, flags))
 
 
 def add_negative_zeros(flags: Array, words: Array) -> None:
-    """Set the highest bit of the bytes that the flags name; arguments as of `negative_zeros`."""
+    """Set the highest bit of the bytes that the flags mark. Arguments as for `negative_zeros`."""
     _loops.add_negative_zeros(flags, words)
 
 
 def without(byte: int, source: Array, out: Array) -> None:
-    """`out = source` with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
+    """Copy with 0 in place of a byte: uint8 `[N, K]`, rows contiguous."""
     _loops.without(np.uint8(byte), source, out)
 
 

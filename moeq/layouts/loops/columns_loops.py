@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.columns`."""
+"""Loops of `moeq.layouts.loops.columns`."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ def without(byte, source, out):  # type: ignore[no-untyped-def]
             filled[k] = np.uint8(0) if row[k] == byte else row[k]
 
 
-#: The highest bit of each of four bytes, and all others.
+#: Highest bits of four bytes, and all other bits.
 _HIGH, _LOW = np.uint32(0x80808080), np.uint32(0x7F7F7F7F)
 
 
 @loop
 def _negative(word):  # type: ignore[no-untyped-def]
-    """The bytes that are 0x80; of another byte a bit is left after that is taken off, or carries one up."""
+    """Return the highest bit of every byte that is 0x80.
+
+    Every other byte differs from 0x80 in some bit, which stays set or carries into the highest one.
+    """
     other = word ^ _HIGH
     return np.uint32(~(((other & _LOW) + _LOW) | other | _LOW))
 

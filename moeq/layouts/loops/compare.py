@@ -39,7 +39,7 @@ def is_zero(matrix: Array) -> bool:
 
 
 def any_all_ones(words: Array, mask: int) -> bool:
-    """Whether any of the contiguous unsigned words has every bit of the mask: how floats spell NaN and infinity."""
+    """Whether any of the contiguous unsigned words has every bit of the mask: how floats encode NaN and infinity."""
     return bool(_loops.all_ones(words.reshape(-1), words.dtype.type(mask)))
 
 

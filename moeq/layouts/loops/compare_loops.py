@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.compare`."""
+"""Loops of `moeq.layouts.loops.compare`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moeq.layouts.loops.vectors import LANES, is_blank, load, zeros
 
 @loop
 def octets_differ(left, right):  # type: ignore[no-untyped-def]
-    """Rows of bytes that are contiguous each."""
+    """Compare rows of bytes; each row is contiguous."""
     found, odd = zeros(), 0
     width = right.shape[1]
     for n in range(right.shape[0]):
         for k in range(0, width - 63, 64):
             found = found | (load(left[n], k) ^ load(right[n], k))
-        if width >= 64:  # the last bytes, some of them for the second time
+        if width >= 64:  # the last 64 bytes, which overlap those before
             found = found | (load(left[n], width - 64) ^ load(right[n], width - 64))
         else:
             for k in range(width):
@@ -47,7 +47,7 @@ def elements_differ(left, right):  # type: ignore[no-untyped-def]
 
 @loop
 def word_columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
-    """The transpose of a matrix of 32-bit words."""
+    """Compare with the transpose of a matrix of 32-bit words."""
     found = zeros()
     whole_n, whole_k = rows.shape[0] // SIDE * SIDE, rows.shape[1] // SIDE * SIDE
     for k in range(0, whole_k, SIDE):
@@ -61,7 +61,7 @@ def word_columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
 
 @loop
 def columns_differ(columns, first, rows):  # type: ignore[no-untyped-def]
-    """A transpose, in squares that stay in the first-level cache."""
+    """Compare with a transpose, in squares that stay in the first-level cache."""
     found = uint64(0)
     for n in range(0, rows.shape[0], SIDE):
         for k in range(0, rows.shape[1], SIDE):

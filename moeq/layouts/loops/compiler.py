@@ -1,4 +1,4 @@
-"""Compiles loops, with numba. Nothing imports this but loops, and what runs one that is not in the cache.
+"""Compilation of loops with numba. Only loops import this module, and what runs a loop that is not in the cache.
 
 A loop becomes a function of C that depends on nothing but the C library, so that its object code can be loaded without
 numba, whose import takes longer than most of what moeq starts with (`moeq.layouts.loops.native` calls and keeps it).
@@ -25,10 +25,10 @@ from moeq.layouts.loops.target import Kind, target_machine
 _OPTIONS = {"boundscheck": False, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 loop = njit(**_OPTIONS)
 
-#: The same of floats that may be added in any order, as many at once as the processor can, and of which none is NaN.
+#: Declares a loop of floats that may be added in any order, several at once, and of which none is NaN.
 loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "nnan", "nsz"})
 
-#: What compiled loops may call: LLVM turns copies and fills into these.
+#: Functions that compiled loops may call: LLVM turns copies and fills into these.
 _C_LIBRARY = {"memcpy", "memmove", "memset"}
 
 _WORD = ir.IntType(64)
@@ -42,8 +42,8 @@ class Compiled(NamedTuple):
 
     Attributes:
         function: calls it in this process.
-        code: its object code; None where that needs numba's runtime, since the loop raises, allocates, or calls what is
-            not inlined. What it raises is printed and ignored.
+        code: its object code; None where it needs numba's runtime, because the loop raises, allocates, or calls a
+            function that is not inlined. Exceptions are printed and ignored.
     """
 
     function: Callable[[bytes], int]
@@ -54,9 +54,9 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
     """Compile a loop for arguments of these kinds.
 
     Args:
-        module: where the loop is.
-        name: what it is called there.
-        kinds: its arguments.
+        module: the loop's module.
+        name: its name there.
+        kinds: kinds of its arguments.
         symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
             `moeq.layouts.loops.native` spells them, the result is the loop's, and 0 where it returns none.
     """
@@ -76,7 +76,7 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
 
 
 def scratch(dtype: type, *shape: int) -> Callable[..., Any]:
-    """A function that gives a contiguous array on the stack, of a few KiB, at a multiple of 64 bytes."""
+    """Return a function that gives a contiguous array on the stack, of a few KiB, aligned to 64 bytes."""
     kind = types.Array(from_dtype(np.dtype(dtype)), len(shape), "C")
 
     @intrinsic
@@ -101,7 +101,7 @@ def _numba_type(kind: Kind) -> Any:
 
 
 def _arguments(kinds: Sequence[Any]) -> Any:
-    """A function of the words of an argument list (`moeq.layouts.loops.native`) that gives the arguments."""
+    """Return a function from the words of an argument list (`moeq.layouts.loops.native`) to the arguments."""
     together = types.Tuple(kinds)
 
     @intrinsic
@@ -123,14 +123,14 @@ def _arguments(kinds: Sequence[Any]) -> Any:
 
 
 def _load(builder: Any, address: Any, count: int) -> list[Any]:
-    """So many words from an address on."""
+    """Load `count` words from an address on."""
     convert = builder.bitcast if isinstance(address.type, ir.PointerType) else builder.inttoptr
     start = convert(address, _WORD.as_pointer())
     return [builder.load(builder.gep(start, [ir.Constant(_WORD, place)])) for place in range(count)]
 
 
 def _view(context: Any, builder: Any, kind: Any, data: Any, shape: Sequence[Any], strides: Sequence[Any]) -> Any:
-    """An array over memory that nothing counts references to."""
+    """Return an array over memory without reference counts."""
     array = context.make_array(kind)(context, builder)
     convert = builder.bitcast if isinstance(data.type, ir.PointerType) else builder.inttoptr
     array.data = convert(data, array.data.type)
@@ -144,7 +144,7 @@ def _view(context: Any, builder: Any, kind: Any, data: Any, shape: Sequence[Any]
 
 
 def _number(result):  # type: ignore[no-untyped-def]
-    """What a loop returns, as the result of a function of C. Only compiled code calls it."""
+    """Turn what a loop returns into the result of a function of C. Only compiled code calls it."""
     raise NotImplementedError
 
 

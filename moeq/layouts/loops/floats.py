@@ -1,4 +1,4 @@
-"""Quantised matrices as floats or FP8 blocks, every value rounded once, and how far that is from them, in numba.
+"""Quantised matrices as floats or FP8 blocks, every value rounded once, and the distance to them, in compiled loops.
 
 Values are the products that `moeq.schemes.dequantize` defines: scale times code (less the zero point), exact in
 float64, rounded to float32. They are written by a table of codes. The comparison takes them from the bits of the codes
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 _loops = Loops("moeq.layouts.loops.floats_loops")
 
-#: What can be written as floats, and its number in the loops.
+#: Elements that can be written as floats, and their numbers in the loops.
 ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}
 
 
@@ -35,7 +35,7 @@ class Coded:
         zeros: uint8 `[N, G]`, zero points of integers; zeros for floats.
         scales: float64 `[N, G]`.
         index: int32 `[K]`, the group of each column.
-        run: columns that are known to have one group: as many from each multiple of it on.
+        run: columns from each multiple of this number on that have one group.
     """
 
     element: str
@@ -72,15 +72,15 @@ class Measured:
 
 
 def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:
-    """Two matrices' changes as those of one of so many rows, which alternate or follow each other.
+    """Join the changes of two matrices to those of one with `rows` rows, interleaved or stacked.
 
-    None where neither was measured. Raises ValueError where only one was.
+    Returns None where neither was measured. Raises ValueError where only one was.
     """
     known = [half for half in halves if half is not None]
     if not known:
         return None
     if len(known) < len(halves):
-        raise ValueError("only one of two halves was measured")  # a bug: what the other adds is not known
+        raise ValueError("only one of two halves was measured")  # a bug: the other half's change is unknown
     places = [
         ((2 * row + half if interleaved else row + half * rows // 2, column), change)
         for half, change in enumerate(known)
@@ -125,19 +125,19 @@ def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bo
     """Compare floats with the matrix, number by number.
 
     Args:
-        matrix: what they should be.
+        matrix: the numbers that they should be.
         found: uint16 `[N, K]`, rows contiguous.
         block: rows and columns that count as a block.
-        binary16: they are no bfloat16.
+        binary16: the floats are binary16, not bfloat16.
 
     Returns:
-        The change; of 0 numbers where all are equal (0.0 and -0.0 are). None where a number is not finite.
+        The change, with 0 numbers where all are equal (0.0 equals -0.0). None where a number is not finite.
     """
     return _measured(_loops.measure_rows, (*_by_bits(matrix), int(binary16), found), len(matrix.index), block)
 
 
 def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:
-    """`measure` of a matrix of other codes that are to mean the same numbers."""
+    """Compare with a matrix of other codes that should mean the same numbers, as `measure` does."""
     return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), len(matrix.index), block)
 
 
@@ -153,7 +153,7 @@ def _measured(loop: Loop, sides: Sequence[Any], columns: int, block: tuple[int, 
 
 
 def _by_table(matrix: Coded) -> tuple[Any, ...]:
-    """A matrix for the loops that write: with a table of codes."""
+    """Return the arguments of a matrix for the loops that write, with a table of codes."""
     table = _table(matrix.element)
     codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
     ends = (np.arange(len(matrix.index)) // matrix.run + 1) * matrix.run
@@ -161,12 +161,12 @@ def _by_table(matrix: Coded) -> tuple[Any, ...]:
 
 
 def _by_bits(matrix: Coded) -> tuple[Any, ...]:
-    """A matrix for the loops that compare."""
+    """Return the arguments of a matrix for the loops that compare."""
     return matrix.codes.view(np.uint8), ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, matrix.scales
 
 
 def _table(element: str) -> Array:
-    """float32: what each code means, integers before their zero point is subtracted."""
+    """Return float32: the meaning of each code, integers before their zero point is subtracted."""
     if element == "e2m1":
         return E2M1
     return e4m3_values() if element == "e4m3" else np.arange(1 << int(element[3:]), dtype=np.float32)

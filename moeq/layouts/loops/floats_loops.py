@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.floats`, a row at a time."""
+"""Loops of `moeq.layouts.loops.floats`, a row at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NORMAL8, _REBIAS8, _ROUND8, _20, _24 = (np.uint32(n) for n in (0x3C800000, 960,
 _STEP8, _STEP8_BITS = np.float32(2.0**14), np.uint32(0x46800000)
 
 
-#: float32 bits, but for the sign, of what is no finite number.
+#: Least float32 bits without the sign that are no finite number.
 _NOT_FINITE = np.uint32(0x7F800000)
 
 
@@ -28,7 +28,7 @@ _NOT_FINITE = np.uint32(0x7F800000)
 def round_rows(codes, bits, table, zeros, index, ends, scales, binary16, numbers, bits_of, out):  # type: ignore[no-untyped-def]
     """Fill rows: values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
 
-    `numbers`, float32 `[1, K]`, is room for a row, and `bits_of` the same as uint32.
+    `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is the same memory as uint32.
     """
     for n in range(out.shape[0]):
         _look_up(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
@@ -37,7 +37,7 @@ def round_rows(codes, bits, table, zeros, index, ends, scales, binary16, numbers
 
 @loop
 def _look_up(codes, bits, table, zeros, index, ends, scales, first, values):  # type: ignore[no-untyped-def]
-    """float32 values of a row from column `first` on, as many as there is room for."""
+    """Fill `values` with the float32 values of a row from column `first` on."""
     start, end = first, first + len(values)
     while start < end:
         scale, zero = scales[index[start]], np.float64(zeros[index[start]])
@@ -52,7 +52,7 @@ def _look_up(codes, bits, table, zeros, index, ends, scales, first, values):  # 
 def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_of, out, powers):  # type: ignore[no-untyped-def]
     """Fill FP8 blocks, and int64 `[ceil(N / 128), ceil(K / 128)]` with the exponents of their scales.
 
-    `numbers`, float32 `[128, 128]`, is room for a block, and `bits_of` the same as uint32.
+    `numbers`, float32 `[128, 128]`, holds a block, and `bits_of` is the same memory as uint32.
 
     Returns:
         Whether every value is finite.
@@ -89,7 +89,7 @@ def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_o
 
 @loop
 def _power(top):  # type: ignore[no-untyped-def]
-    """The least exponent of a normal power of two under which a magnitude, as bits of float32, fits 448."""
+    """Return the least exponent of a normal power of two under which a magnitude (float32 bits) fits 448."""
     if top == 0:
         return 0
     above = np.int64((top & np.uint32(0x7FFFFF)) > np.uint32(0x600000))  # 448 is 1.75 * 2**8
@@ -104,7 +104,7 @@ def _scale(numbers, factor):  # type: ignore[no-untyped-def]
 
 @loop
 def _round_e4m3(numbers, out):  # type: ignore[no-untyped-def]
-    """Magnitudes of 448 at most to nearest even, from bits of float32."""
+    """Round magnitudes of at most 448 to nearest even, from bits of float32."""
     for k in range(len(out)):
         number = numbers[k] & _REST
         normal = ((number + _ROUND8 + (number >> _20 & _1)) >> _20) - _REBIAS8
@@ -181,7 +181,7 @@ def measure_codes(  # type: ignore[no-untyped-def]
     counts,
     touched,
 ):
-    """The same of a matrix of other codes: `found` to `factors` are of it what `codes` to `scales` are."""
+    """Compare with a matrix of other codes, whose arguments are `found` to `factors`."""
     top = np.uint32(0)
     start = 0
     while start < found.shape[0]:
@@ -196,7 +196,7 @@ def measure_codes(  # type: ignore[no-untyped-def]
 
 @loop
 def _compare_row(n, width, numbers, bits_of, sums, counts, touched):  # type: ignore[no-untyped-def]
-    """Add what changed in row n, and give the largest magnitude of both sides as bits."""
+    """Add the changes in row n; return the largest magnitude of both sides as bits."""
     values, read, top = numbers[0], numbers[1], np.uint32(0)
     for k in range(len(values)):
         top = max(top, np.uint32(bits_of[0, k] & _REST))
@@ -239,7 +239,7 @@ def _add_squares(values, read, sums):  # type: ignore[no-untyped-def]
 
 @loop
 def _decode(codes, element, zeros, index, run, scales, values):  # type: ignore[no-untyped-def]
-    """float32 values of a row, from its bytes. `element`: 4 and 8 for integers, 21 for E2M1, 43 for E4M3."""
+    """Fill the float32 values of a row from its bytes. `element`: 4 and 8 for integers, 21 for E2M1, 43 for E4M3."""
     start = 0
     while start < len(index):
         scale, stop = scales[index[start]], min(start + run, len(index))

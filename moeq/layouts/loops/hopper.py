@@ -24,7 +24,7 @@ _loops = Loops("moeq.layouts.loops.hopper_loops")
 
 
 def pack(words: Words, out: Words, row: int = 0) -> None:
-    """Pack rows of codes (of a gated w13: gate 0, up 0, gate 1, ...).
+    """Pack rows of codes; rows of a gated w13 are gate 0, up 0, gate 1, ...
 
     Args:
         words: uint64 `[N, K / 16]`, contiguous; N a multiple of 16, K of 64.
@@ -35,5 +35,5 @@ def pack(words: Words, out: Words, row: int = 0) -> None:
 
 
 def unpack(packed: Words, out: Words, row: int = 0) -> None:
-    """The inverse of `pack`, into contiguous `out` uint64 `[N, K / 16]`."""
+    """Invert `pack`, into contiguous `out` uint64 `[N, K / 16]`."""
     _loops.unpack(packed, row // TILE, out)

@@ -1,16 +1,16 @@
 """Marlin's weights from rows of packed codes, and back, in compiled loops.
 
-A row of codes is stored as it is hashed: two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte.
+A row of codes has two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte.
 Eight bytes of a row are one 64-bit word here, so a word holds 16 codes of 4 bits or 8 of 8 bits. A tile is 16 columns
 by 64 rows: 64 such words (two sets of 64 for 8 bits) become 64 (128) 64-bit words of the packed matrix. Rows r, r + 8,
-r + 16, ... of a tile end up together, so its words are transposed, eight by eight; what is left is an order of bytes.
+r + 16, ... of a tile end up together, so its words are transposed, eight by eight; then bytes are reordered.
 
 Rows are read and written a cache line at a time, all rows before the next line, so that packed rows of tiles grow side
 by side (a whole row of tiles is longer than a page, and jumping from one to the next was half as fast). GPTQ stores the
-transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`): it is read as it lies, which is faster still. Unpacking is the inverse
+transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`): it is read in that order, which is faster yet. Unpacking is the inverse
 map written on its own, so that comparing its result with the source tells more than packing twice would.
 
-Equal bit for bit to packing from codes by `moeq.layouts.marlin.WEIGHT` (tested).
+Equal bit for bit to packing from codes by `moeq.layouts.marlin.maps.WEIGHT` (tested).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pack(words: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = 
         bits: 4 or 8.
         out: uint32 `[K / 16, M * bits / 2]`, contiguous; M is N or more: gate and up of a w13 are packed side by side.
         row: output feature of `out` at which these rows start, a multiple of 64.
-        permuted: 4 bits only: the bits of each word are permuted as `moeq-mxfp4/1` has them.
+        permuted: for 4 bits only: the bits of each word are permuted as in `moeq-mxfp4/1`.
     """
     rows = bool(words.flags.c_contiguous)
     given = words.view(np.uint64) if rows else words.T
@@ -50,7 +50,7 @@ def pack(words: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = 
 
 
 def unpack(packed: Words, bits: int, out: Words, row: int = 0, *, permuted: bool = False) -> None:
-    """The inverse of `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
+    """Invert `pack`, into contiguous `out` uint32 `[N, K * bits / 32]`."""
     source, target = packed.view(np.uint64), out.view(np.uint64)
     if bits == 4:
         _loops.unpack4(source, row, target, int(permuted))

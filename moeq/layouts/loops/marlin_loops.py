@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.marlin`."""
+"""Loops of `moeq.layouts.loops.marlin`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _row, _block, _pair = scratch(np.uint64, ROWS), scratch(np.uint64, LANES, ROWS),
 
 @loop
 def _take_rows(rows, n, k, count, block):  # type: ignore[no-untyped-def]
-    """Columns k to k + count of 64 rows."""
+    """Load columns k to k + count of 64 rows."""
     for j in range(0, ROWS, LANES):
         if count == LANES:
             store_each(block, 0, j, load_square(rows, n + j, k))
@@ -55,7 +55,7 @@ def _put_rows(block, n, k, count, rows):  # type: ignore[no-untyped-def]
 
 @loop
 def _take_columns(first, second, n, words):  # type: ignore[no-untyped-def]
-    """32-bit words of 64 rows, low and high."""
+    """Load 32-bit words of 64 rows, low and high."""
     for j in range(0, ROWS, 2 * LANES):
         low, high = load(first, n + j), load(second, n + j)
         store(words, j, zip_low(low, high))
@@ -78,14 +78,14 @@ _permuted, _restored = permute_bits(MOEQ_MXFP4.steps), permute_bits(MOEQ_MXFP4.i
 
 @loop
 def _merged(x, y):  # type: ignore[no-untyped-def]
-    """Words of two rows -> their even and their odd columns: k in the low nibbles, k + 8 in the high ones."""
+    """Split words of two rows into even and odd columns: k in the low nibbles, k + 8 in the high ones."""
     first, second = (x & _LOW) | (y << _32), (x >> _32) | (y & _HIGH)
     return (first & _EVEN) | ((second & _EVEN) << _4), ((first >> _4) & _EVEN) | (second & _ODD)
 
 
 @loop
 def _split(even, odd):  # type: ignore[no-untyped-def]
-    """The inverse: the words of both rows."""
+    """Invert the split: return the words of both rows."""
     first = (even & _EVEN) | ((odd & _EVEN) << _4)
     second = ((even >> _4) & _EVEN) | (odd & _ODD)
     return (first & _LOW) | (second << _32), (first >> _32) | (second & _HIGH)
@@ -105,7 +105,7 @@ def _tile4(words, packed, at, permuted):  # type: ignore[no-untyped-def]
 
 @loop
 def _words4(packed, at, words, permuted):  # type: ignore[no-untyped-def]
-    """The inverse of `_tile4`."""
+    """Invert `_tile4`."""
     a, b, c, d = load(packed, at), load(packed, at + 8), load(packed, at + 16), load(packed, at + 24)
     e, f, g, h = load(packed, at + 32), load(packed, at + 40), load(packed, at + 48), load(packed, at + 56)
     if permuted:
@@ -187,14 +187,14 @@ _gather8_low, _gather8_high = (
 
 @loop
 def _square(words):  # type: ignore[no-untyped-def]
-    """The transpose of 64 words."""
+    """Transpose 64 words."""
     first = load(words, 0), load(words, 8), load(words, 16), load(words, 24)
     return transposed(*first, load(words, 32), load(words, 40), load(words, 48), load(words, 56))
 
 
 @loop
 def _tile8(low, high, packed, at):  # type: ignore[no-untyped-def]
-    """One tile of k 0 .. 7 (`low`) and 8 .. 15 (`high`)."""
+    """Pack a tile of k 0 .. 7 (`low`) and 8 .. 15 (`high`)."""
     lows, highs = _square(low), _square(high)
     for r in range(LANES):
         store(packed, at + 16 * r, _deal8_low(lows[r], highs[r]))
@@ -203,7 +203,7 @@ def _tile8(low, high, packed, at):  # type: ignore[no-untyped-def]
 
 @loop
 def _words8(packed, at, scratch, low, high):  # type: ignore[no-untyped-def]
-    """The inverse of `_tile8`."""
+    """Invert `_tile8`."""
     for r in range(LANES):
         first, second = load(packed, at + 16 * r), load(packed, at + 16 * r + LANES)
         store(scratch[0], LANES * r, _gather8_low(first, second))

@@ -1,10 +1,10 @@
-"""Runs loops as machine code, which numba compiles once (`moeq.layouts.loops.compiler`) and a cache keeps.
+"""Machine code of loops, which numba compiles once (`moeq.layouts.loops.compiler`) and a cache keeps.
 
 Importing numba takes longer than all the rest of a start, so loops that are in the cache are loaded without it. The
 cache is a folder of object files: `NUMBA_CACHE_DIR` where that is set, else `__pycache__` beside this file, else, where
-that cannot be written to, a folder of the user's. A file counts only where nobody can have written it who could not
-have written this file as well, and where it begins with the digest of the rest and of what the rest depends on: the
-sources, the versions of what compiled them, the processor. Everything else is compiled again, and replaced.
+that cannot be written to, a folder of the user's. A file is used only if nobody can have written it who could not have
+written this file as well, and if it begins with the digest of the rest and of what the rest depends on: the sources,
+the versions of what compiled them, the processor. All other files are compiled again and replaced.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from moeq.layouts.loops.target import Kind, processor, target_machine
 
 _DIGEST_BYTES = 32
 
-#: Of numpy's `ndarray.flags.num`: C order, Fortran's order, aligned, writeable.
+#: Bits of numpy's `ndarray.flags.num`: C order, Fortran's order, aligned, writeable.
 _FLAGS = 0x1 | 0x2 | 0x100 | 0x400
 
 _INTEGER = np.dtype(np.int64)
 
-#: Modules of moeq that a source imports where it is imported.
+#: Imports of moeq's modules at the top of a source.
 _IMPORTS = re.compile(r"^from (moeq(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 
 _lock = RLock()
-_here = local()  # what the present thread may do
+_here = local()  # what the current thread may do
 
 _address = ctypes.pythonapi.PyCapsule_GetPointer
 _address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
@@ -65,10 +65,10 @@ def only_cached() -> Iterator[None]:
 
 
 class Loop:
-    """A loop, to be called with arrays and integers; results arrive as integers, also where the loop returns a bool.
+    """A loop that is called with arrays and integers. Results are integers, also where the loop returns a bool.
 
-    Machine code is given 64 bits for each argument: the number, or the address of what numpy's array interface for C
-    says of the array. It runs without the interpreter's lock.
+    Machine code takes 64 bits for each argument: the number, or the address of the array's `PyArrayInterface`. It runs
+    without the interpreter's lock.
     """
 
     def __init__(self, module: str, name: str) -> None:
@@ -77,7 +77,7 @@ class Loop:
         self._compiled: dict[tuple[Any, ...], Callable[[bytes], int]] = {}
 
     def __call__(self, *arguments: Any) -> int:
-        # Some loops take no longer than a dozen lines of Python.
+        # Kept short: some loops take no longer than a dozen lines of Python.
         key: list[Any] = []
         words, kept = [], []
         for argument in arguments:
@@ -122,7 +122,7 @@ def _kind(argument: Any) -> Kind:
 
 
 def available() -> bool:
-    """Whether loops can be run: they can be compiled, or have been with all that is installed now as it is."""
+    """Whether loops can be run: they can be compiled, or the cache has some for what is installed now."""
     if find_spec("numba") is None:
         return False
     if cached():
@@ -135,13 +135,13 @@ def available() -> bool:
 
 
 def cached() -> bool:
-    """Whether loops have been compiled with all that is installed now as it is. Needs no numba."""
+    """Whether the cache has loops for what is installed now. Needs no numba."""
     folder = cache_folder()
     return folder is not None and any(folder.glob(f"*.{_environment_digest()}.o"))
 
 
 def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
-    """The machine code of a loop, from the cache or compiled now."""
+    """Return the machine code of a loop, from the cache or compiled now."""
     spelled = " ".join(kind.spell() for kind in kinds)
     about = "\n".join((module, name, spelled, _environment(), _source_digest(module)))
     symbol = f"moeq_{blake3(f'{module}.{name} {spelled}'.encode()).hexdigest()[:16]}"
@@ -167,7 +167,7 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path | None:
-    """Where object files are; None where nothing can be kept."""
+    """Return the folder of the object files; None where no folder can be written to."""
     folders = [Path(__file__).parent / "__pycache__"]
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     if home.is_absolute():
@@ -183,8 +183,8 @@ def cache_folder() -> Path | None:
 
 
 def _read(path: Path, about: str) -> bytes | None:
-    """The object code in a file of the cache; None where there is none, or none to be run."""
-    # Of a pipe that somebody put there, opening waits for nothing.
+    """Return the object code in a file of the cache; None where it is missing or must not be run."""
+    # Opening must not wait if somebody put a pipe there.
     with suppress(OSError), open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or (hasattr(os, "getuid") and not _trusted(found)):
@@ -201,7 +201,7 @@ def _trusted(found: os.stat_result) -> bool:
 
 
 def _write(path: Path, about: str, code: bytes) -> None:
-    """Keep object code. Where that fails, it is compiled again next time."""
+    """Write object code to the cache. If that fails, it is compiled again next time."""
     with suppress(OSError):
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0o600
         try:
@@ -226,7 +226,7 @@ def _digest(text: str) -> str:
 
 @lru_cache(maxsize=1)
 def _environment() -> str:
-    """What compiles, and for which processor."""
+    """Return the versions of what compiles, and the processor."""
     versions = sys.version, np.__version__, llvmlite.__version__, version("numba")
     return "\n".join((*versions, llvm.get_process_triple(), *processor()))
 
@@ -238,7 +238,7 @@ def _environment_digest() -> str:
 
 @lru_cache(maxsize=16)
 def _source_digest(module: str) -> str:
-    """Of the source of a module and of everything of moeq that it imports, since constants are compiled in."""
+    """Digest the source of a module and all of moeq that it imports, since constants are compiled in."""
     sources: dict[Path, bytes] = {}
     _add_sources(module, sources)
     return blake3(b"\0".join(sources.values())).hexdigest()

@@ -10,7 +10,7 @@ from moeq.layouts.arrangement import Arrangement
 
 @lru_cache(maxsize=64)
 def of_bytes(arrangement: Arrangement) -> Arrangement | None:
-    """The same arrangement of byte columns, where a word keeps each even and odd code together in one byte."""
+    """Return the arrangement for byte columns, if a word keeps each even and odd code together in one byte."""
     last = arrangement.columns[-1]
     if not arrangement.fields or last.radix != 2 or arrangement.fields[-1] != replace(last, radix=0):
         return None
@@ -22,9 +22,9 @@ def of_bytes(arrangement: Arrangement) -> Arrangement | None:
 
 @lru_cache(maxsize=64)
 def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
-    """The same arrangement of 2 or 4 neighbouring codes as one, and how many, where bytes of two codes lie so.
+    """Return the arrangement for 2 or 4 neighbouring codes taken as one, and that number, if the codes stay neighbours.
 
-    Two codes of a byte come from elsewhere then, so whole lanes of bytes are shifted and merged at once.
+    The two codes of a byte come from different places then, so whole lanes of bytes are shifted and merged at once.
     """
     last, word = arrangement.columns[-1], arrangement.words[-1]
     if arrangement.fields_per_word != 2 or last.radix not in (2, 4) or word != replace(last, radix=0):
@@ -38,11 +38,11 @@ def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
 
 @lru_cache(maxsize=256)
 def over_words(arrangement: Arrangement, columns: int, width: int) -> tuple[Arrangement, int]:
-    """The same arrangement of neighbouring elements that stay neighbours, and bytes of them that can be moved as one.
+    """Return the arrangement for runs of elements that stay neighbours, and the bytes that can be moved as one.
 
     Args:
-        arrangement: of whole elements, one to a word.
-        columns: of the matrix.
+        arrangement: arrangement of whole elements, one to a word.
+        columns: columns of the matrix.
         width: bytes of an element.
     """
     last, word = arrangement.columns[-1], arrangement.words[-1]

@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.recode`."""
+"""Loops of `moeq.layouts.loops.recode`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moeq.layouts.loops.recode import BLOCK, GROUP_BYTES, GROUPS, HIGHEST, LOWES
 #: Exponents of scales of blocks that are proven. Beyond, float32 ends, and so does what its operations keep.
 _LEAST_SCALE, _GREATEST_SCALE = -100, 110
 
-#: No group of a block holds anything but zeros.
+#: Largest exponent of a block whose groups hold only zeros.
 _EMPTY = -(1 << 15)
 
 _1, _2, _4, _6, _7, _8, _12, _15, _16, _24 = (np.uint64(count) for count in (1, 2, 4, 6, 7, 8, 12, 15, 16, 24))
@@ -19,7 +19,7 @@ _HALF, _ONE, _TWO = (np.uint64(bit * 0x1111111111111111) for bit in (1, 2, 4))
 
 
 def _in_each(width: int, *fields: int) -> tuple[np.uint64, ...]:
-    """Words that hold a number in each field of so many bits."""
+    """Repeat a number in each field of `bits` bits of a word."""
     ones = sum(1 << place for place in range(0, 64, width))
     return tuple(np.uint64(field * ones) for field in fields)
 
@@ -42,7 +42,7 @@ _NORMAL, _NORMAL_LEAST, _NORMAL_GREATEST = -5, 2, 252
 
 @loop
 def _used(words, row, group):  # type: ignore[no-untyped-def]
-    """floor(log2) of the largest magnitude of a group, four words of eight codes; -2 where all are zero."""
+    """Return floor(log2) of the largest magnitude of a group, four words of eight codes; -2 where all are zero."""
     either = double = np.uint64(0)
     for j in range(4 * group, 4 * group + 4):
         word = np.uint64(words[row, j])
@@ -59,7 +59,7 @@ def _used(words, row, group):  # type: ignore[no-untyped-def]
 
 @loop
 def _spread8(word):  # type: ignore[no-untyped-def]
-    """Eight codes of 32 bits, one to a byte."""
+    """Spread eight codes of 32 bits, one to a byte."""
     word = np.uint64(word)
     word = (word | word << _16) & _PAIRS8
     word = (word | word << _8) & _BYTES8
@@ -68,7 +68,7 @@ def _spread8(word):  # type: ignore[no-untyped-def]
 
 @loop
 def _spread16(word):  # type: ignore[no-untyped-def]
-    """Four codes of 16 bits, one to 16 bits."""
+    """Spread four codes of 16 bits, one to 16 bits."""
     word = np.uint64(word)
     word = (word | word << _24) & _BYTES16
     return (word | word << _12) & _CODES16
@@ -117,7 +117,7 @@ def _to_e4m3_by_table(codes, row, group, out, table, line):  # type: ignore[no-u
 
 @loop
 def _row_of(difference, largest):  # type: ignore[no-untyped-def]
-    """The row of the tables for a difference of exponents. Beyond all rows nothing but zeros can be held."""
+    """Return the row of the tables for a difference of exponents. Beyond all rows only zeros can be held."""
     if largest == -2 or difference < LOWEST or difference > HIGHEST:
         return ZEROS
     return difference - LOWEST
@@ -125,7 +125,7 @@ def _row_of(difference, largest):  # type: ignore[no-untyped-def]
 
 @loop
 def _scale_bits(exponent, scales):  # type: ignore[no-untyped-def]
-    """2**exponent as E8M0, or as a normal float32 number."""
+    """Return 2**exponent as E8M0, or as a normal float32 number."""
     if scales.itemsize == 1:
         return exponent + BIAS
     return (exponent + BIAS) << 23
@@ -133,7 +133,7 @@ def _scale_bits(exponent, scales):  # type: ignore[no-untyped-def]
 
 @loop
 def _exponent_of(bits, scales):  # type: ignore[no-untyped-def]
-    """The inverse of `_scale_bits`; what is no such number becomes one that nothing but zeros is held under."""
+    """Invert `_scale_bits`; other numbers become an exponent under which only zeros are held."""
     if scales.itemsize == 1:
         return np.int64(bits) - BIAS
     if bits & np.uint32(0x807FFFFF) or bits == 0:
@@ -143,7 +143,7 @@ def _exponent_of(bits, scales):  # type: ignore[no-untyped-def]
 
 @loop
 def _wrong8(words, found, start, constant):  # type: ignore[no-untyped-def]
-    """What is wrong with the normal E4M3 numbers of a group: bits that differ, or that no code has."""
+    """Return the bits of a group's normal E4M3 numbers that differ, or that no code has; 0 where all are right."""
     wrong = np.uint64(0)
     for j in range(start, start + 4):
         number = found[j]
@@ -160,7 +160,7 @@ def _wrong8(words, found, start, constant):  # type: ignore[no-untyped-def]
 
 @loop
 def _wrong16(words, found, start, constant):  # type: ignore[no-untyped-def]
-    """What is wrong with the normal bfloat16 numbers of a group: bits that differ, or that no code has."""
+    """Return the bits of a group's normal bfloat16 numbers that differ, or that no code has; 0 where all are right."""
     wrong = np.uint64(0)
     for j in range(start, start + 8):
         number = found[j]
@@ -216,7 +216,7 @@ def to_bf16(words, codes, exponents, out, table):  # type: ignore[no-untyped-def
 
 @loop
 def holds_bf16(words, codes, exponents, found, values):  # type: ignore[no-untyped-def]
-    """By table, numbers are compared as bits of float32; infinite ones are none of these."""
+    """Compare by table as bits of float32; infinite numbers equal none of them."""
     wrong = np.uint64(0)
     for row in range(codes.shape[0]):
         for group in range(exponents.shape[1]):

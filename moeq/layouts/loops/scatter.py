@@ -1,4 +1,4 @@
-"""One compiled pass over any `Arrangement`: a table for the fixed digits, two loops for the free ones."""
+"""Packing by any `Arrangement` in one compiled pass: a table for the fixed digits, two loops for the free ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moeq.layouts.loops.native import Loops
 Array = np.ndarray[Any, Any]
 
 _loops = Loops("moeq.layouts.loops.scatter_loops")
-#: By fields of a word.
+#: Packing loops by fields of a word.
 _PACK = {1: _loops.pack1, 2: _loops.pack2, 4: _loops.pack4, 8: _loops.pack8}
 
-#: Dtypes of several codes as one.
+#: Dtypes of 2 and 4 codes taken as one.
 _LANES = {2: np.uint16, 4: np.uint32}
 
 #: Smallest table worth a loop of its own; smaller ones take in part of the free column digit.
@@ -68,7 +68,7 @@ def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> Non
 
 
 def _widened(arrangement: Arrangement, elements: Array, words: Array) -> tuple[Arrangement, Array, Array]:
-    """The same with as many neighbouring elements at once as stay neighbours, where memory is aligned for them."""
+    """Take elements that stay neighbours as one, as far as memory is aligned for that."""
     wide, width = nibbles.over_words(arrangement, elements.shape[1], elements.itemsize)
     if width == elements.itemsize or elements.ctypes.data % width or words.ctypes.data % width:
         return arrangement, elements, words

@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.scatter`."""
+"""Loops of `moeq.layouts.loops.scatter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loops are compiled for: kinds of arguments, and this machine's processor."""
+"""Targets of compiled loops: kinds of arguments, and this machine's processor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 
 
 class Kind(NamedTuple):
-    """What machine code has to know of an argument.
+    """Facts about an argument that machine code depends on.
 
     Attributes:
-        dtype: of its elements, or of itself.
+        dtype: dtype of the elements, or of the number.
         ndim: dimensions of an array.
-        layout: `C` (contiguous), `F` (its transpose is) or `A` (anything); None for a number.
+        layout: `C` (contiguous), `F` (its transpose is contiguous) or `A` (any strides); None for a number.
         aligned: elements lie at multiples of their size.
         writeable: the loop may write to it.
     """
@@ -27,18 +27,18 @@ class Kind(NamedTuple):
     writeable: bool = True
 
     def spell(self) -> str:
-        """All of it in a word."""
+        """Spell all fields as one word."""
         return f"{self.dtype.str}{self.ndim}{self.layout}{self.aligned:d}{self.writeable:d}"
 
 
 @lru_cache(maxsize=1)
 def processor() -> tuple[str, str]:
-    """LLVM's name of it, and its features."""
+    """Return LLVM's name of the processor, and its features."""
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
 def target_machine() -> Any:
-    """LLVM's code generator for this processor; a new one, since whoever compiles or loads with it owns it."""
+    """Return a new code generator for this processor: whoever compiles or loads with it owns it."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     name, features = processor()

@@ -14,7 +14,7 @@ _loops = Loops("moeq.layouts.loops.transpose_loops")
 
 
 def copy(source: Array, out: Array) -> None:
-    """`out[:] = source`, both `[rows, columns]` of one dtype, whatever their strides."""
+    """Copy `source` to `out`, both `[rows, columns]` of one dtype, with any strides."""
     if not source.flags.f_contiguous or source.flags.c_contiguous:
         np.copyto(out, source)
     elif source.itemsize == 4 and out.strides[1] == 4:
@@ -24,7 +24,7 @@ def copy(source: Array, out: Array) -> None:
 
 
 def copy_any(source: Array, out: Array) -> None:
-    """`copy`, where `out` as well may be the transpose of contiguous rows, or some rows of that."""
+    """Copy as `copy` does, where `out` as well may be the transpose of contiguous rows, or some rows of that."""
     if out.strides[0] == out.itemsize != out.strides[1]:
         source, out = source.T, out.T
     copy(source, out)

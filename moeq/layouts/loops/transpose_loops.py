@@ -1,4 +1,4 @@
-"""The loops of `moeq.layouts.loops.transpose`."""
+"""Loops of `moeq.layouts.loops.transpose`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIDE = 16
 
 @loop
 def load_transposed(columns, n, k):  # type: ignore[no-untyped-def]
-    """The transpose of 16 x 16 words of 32 bits, `columns[k : k + 16, n : n + 16]`: rows n to n + 7, rows n + 8 on."""
+    """Load the transpose of 32-bit words `columns[k : k + 16, n : n + 16]`: rows n to n + 7, then n + 8 to n + 15."""
     a, b, c, d = _pair(columns, n, k), _pair(columns, n, k + 2), _pair(columns, n, k + 4), _pair(columns, n, k + 6)
     e, f, g, h = (
         _pair(columns, n, k + 8),
@@ -25,7 +25,7 @@ def load_transposed(columns, n, k):  # type: ignore[no-untyped-def]
 
 @loop
 def _pair(columns, n, k):  # type: ignore[no-untyped-def]
-    """Columns k and k + 1 side by side: of rows n to n + 7, and of rows n + 8 to n + 15."""
+    """Load columns k and k + 1 side by side: of rows n to n + 7, and of rows n + 8 to n + 15."""
     first, second = load(columns[k], n), load(columns[k + 1], n)
     return zip_low(first, second), zip_high(first, second)
 

@@ -25,7 +25,7 @@ _QUAD = ir.VectorType(ir.IntType(64), 4)
 
 
 class Vector(types.Type):  # type: ignore[misc]
-    """The type of eight 64-bit words."""
+    """Type of eight 64-bit words."""
 
     def __init__(self) -> None:
         super().__init__(name="moeq.vector")
@@ -41,7 +41,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 
 
 def _pointer(context: Any, builder: Any, types_: Any, values: Any, kind: Any) -> Any:
-    """Address of `array[index]`, the first two of the values."""
+    """Return the address of `array[index]`, the first two of the values."""
     array = context.make_array(types_[0])(context, builder, values[0])
     index = context.cast(builder, values[1], types_[1], types.intp)
     return builder.bitcast(builder.gep(array.data, [index]), kind.as_pointer())
@@ -53,7 +53,7 @@ def _indices(lanes: tuple[int, ...]) -> ir.Constant:
 
 @intrinsic
 def load(typing, array, index):  # type: ignore[no-untyped-def]
-    """64 bytes of a one-dimensional contiguous array from `array[index]` on."""
+    """Load 64 bytes of a one-dimensional contiguous array from `array[index]` on."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         pointer = _pointer(context, builder, signature.args, values, _WORDS)
@@ -64,7 +64,7 @@ def load(typing, array, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_two(typing, first, second, index):  # type: ignore[no-untyped-def]
-    """32 bytes from `first[index]` on, then 32 bytes from `second[index]` on."""
+    """Load 32 bytes from `first[index]` on, then 32 bytes from `second[index]` on."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         halves = []
@@ -78,7 +78,7 @@ def load_two(typing, first, second, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store(typing, array, index, vector):  # type: ignore[no-untyped-def]
-    """`load` the other way round."""
+    """Store 64 bytes at `array[index]`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         pointer = _pointer(context, builder, signature.args, values, _WORDS)
@@ -90,7 +90,7 @@ def store(typing, array, index, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-def]
-    """`load_two` the other way round."""
+    """Store 32 bytes at `first[index]` and 32 bytes at `second[index]`."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         for array in (0, 1):
@@ -104,7 +104,7 @@ def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-
 
 @intrinsic
 def zeros(typing):  # type: ignore[no-untyped-def]
-    """Eight zeros."""
+    """Return eight zeros."""
     return _vector(), lambda context, builder, signature, values: ir.Constant(_WORDS, [0] * LANES)
 
 
@@ -132,22 +132,22 @@ def _permutation(kind: ir.VectorType, lanes: tuple[int, ...]) -> Callable[..., A
 
 
 def pick_words(*lanes: int) -> Callable[..., Any]:
-    """A function of two vectors: eight of their sixteen words."""
+    """Return a function of two vectors that picks eight of their sixteen words."""
     return _permutation(_WORDS, lanes)
 
 
 def pick_halves(*lanes: int) -> Callable[..., Any]:
-    """The same of their thirty-two 32-bit words."""
+    """Return a function of two vectors that picks sixteen of their thirty-two 32-bit words."""
     return _permutation(_HALVES, lanes)
 
 
 def pick_bytes(*lanes: int) -> Callable[..., Any]:
-    """The same of their 128 bytes."""
+    """Return a function of two vectors that picks 64 of their 128 bytes."""
     return _permutation(_BYTES, lanes)
 
 
 def permute_bits(steps: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
-    """A function of a vector: the bits of each 32-bit word by the steps of a `moeq.layouts.bits.BitPermutation`."""
+    """Return a function that permutes the bits of each 32-bit word by the steps of a `BitPermutation`."""
 
     @intrinsic
     def permuted(typing, vector):  # type: ignore[no-untyped-def]
@@ -167,7 +167,7 @@ def permute_bits(steps: tuple[tuple[int, int], ...]) -> Callable[..., Any]:
 
 
 def _define(function: Callable[..., Any], name: str) -> None:
-    """An operator between vectors, or between a vector and a word that stands for eight equal ones."""
+    """Define an operator between vectors, or between a vector and a word that stands for eight equal ones."""
 
     @intrinsic
     def with_vector(typing, left, right):  # type: ignore[no-untyped-def]
@@ -197,7 +197,7 @@ _define(operator.xor, "xor")
 _define(operator.lshift, "shl")
 _define(operator.rshift, "lshr")
 
-#: The 32-bit words of two vectors in turns: of their first halves, and of their second halves.
+#: Interleave the 32-bit words of two vectors: of their first halves, and of their second halves.
 zip_low = pick_halves(*(lane + 16 * which for lane in range(8) for which in range(2)))
 zip_high = pick_halves(*(8 + lane + 16 * which for lane in range(8) for which in range(2)))
 
@@ -208,7 +208,7 @@ _fours_0, _fours_1 = pick_words(0, 1, 2, 3, 8, 9, 10, 11), pick_words(4, 5, 6, 7
 
 @loop
 def transposed(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
-    """Eight vectors -> eight vectors: of the first words, of the second, ..."""
+    """Transpose eight vectors into vectors of the first words, of the second words, ..."""
     a, b, c, d = _ones_0(a, b), _ones_1(a, b), _ones_0(c, d), _ones_1(c, d)
     e, f, g, h = _ones_0(e, f), _ones_1(e, f), _ones_0(g, h), _ones_1(g, h)
     a, b, c, d = _twos_0(a, c), _twos_0(b, d), _twos_1(a, c), _twos_1(b, d)
@@ -219,7 +219,7 @@ def transposed(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
 
 @loop
 def load_square(rows, n, k):  # type: ignore[no-untyped-def]
-    """The transpose of `rows[n : n + 8, k : k + 8]`, whose rows are contiguous: a vector for each k."""
+    """Load the transpose of `rows[n : n + 8, k : k + 8]`, whose rows are contiguous: a vector for each k."""
     first = load(rows[n], k), load(rows[n + 1], k), load(rows[n + 2], k), load(rows[n + 3], k)
     second = load(rows[n + 4], k), load(rows[n + 5], k), load(rows[n + 6], k), load(rows[n + 7], k)
     return transposed(*first, *second)
@@ -227,7 +227,7 @@ def load_square(rows, n, k):  # type: ignore[no-untyped-def]
 
 @loop
 def store_each(rows, n, k, vectors):  # type: ignore[no-untyped-def]
-    """Eight vectors to `rows[n : n + 8]`, from column k on."""
+    """Store eight vectors to `rows[n : n + 8]`, from column k on."""
     store(rows[n], k, vectors[0])
     store(rows[n + 1], k, vectors[1])
     store(rows[n + 2], k, vectors[2])
