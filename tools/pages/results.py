@@ -1,0 +1,363 @@
+"""What was measured and run where, from the result files of the benchmarks.
+
+Any file that is added or removed changes the pages and nothing else. A file of a kind that is not known here is listed
+with its device and versions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pages.tables import NOTE, ROOT, cell, table
+
+FOLDERS = (ROOT / "examples" / "bench" / "results", ROOT / "kernels" / "bench" / "results")
+MODELS = {
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "mixtral-8x7b": "Mixtral-8x7B",
+    "qwen3-512-experts": "512 experts of Qwen3-Next-80B",
+}
+FORMATS = {"gptq": "int4", "int4": "int4", "mxfp4": "MXFP4", "w8a8": "W8A8", "mxfp4-fp8": "MXFP4, e4m3 activations"}
+FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-w8a8": "FP8, blocks"}
+
+Run = dict[str, Any]
+
+
+def runs() -> list[tuple[Path, Run]]:
+    """Return every result file with what is in it, the newest first."""
+    paths = [path for folder in FOLDERS for path in folder.glob("*.json")]
+    return [(path, _read(path)) for path in sorted(paths, key=_order)]
+
+
+def _read(path: Path) -> Run:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {"rows": found}
+
+
+def _order(path: Path) -> tuple[str, str]:
+    day = re.match(r"\d{4}-\d\d-\d\d", path.name)
+    newest = "".join(chr(255 - ord(char)) for char in day[0]) if day else "~"
+    return newest, path.name
+
+
+# ------------------------------------------------------------------------------------------------ serving
+
+
+def is_serving(run: Run) -> bool:
+    """Say whether a run is one of `serve.py` with moeq's kernels on a GPU."""
+    rows = run.get("rows")
+    return isinstance(rows, list) and any(row.get("name") == "converted:moeq" for row in rows) and "arguments" in run
+
+
+def serving(columns: tuple[str, ...]) -> str:
+    """Return the table of served models: tokens a second with moeq's kernels, against the engine's best in that run."""
+    kept: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for _, run in runs():
+        if not is_serving(run):
+            continue
+        asked = run["arguments"]
+        key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]))
+        if key in kept:
+            continue
+        figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
+        ours = figures.pop("converted:moeq")
+        peers = {name: row for name, row in figures.items() if not name.startswith("converted")}
+        cells = [_beside(ours, list(peers.values()), column) for column in columns]
+        kept[key] = (_served(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
+    head = ("`vllm serve`", "against", *(_column(name) for name in columns), "command")
+    return table(head, sorted(kept.values()))
+
+
+def _medians(figures: Run) -> Run:
+    return {name: statistics.median(values) for name, values in figures.items()}
+
+
+def _beside(ours: Run, peers: list[Run], column: str) -> str:
+    if column not in ours:
+        return "–"
+    best = max((peer[column] for peer in peers if column in peer), default=None)
+    return f"{ours[column]:,.0f}" + (f" ({ours[column] / best:.2f} x)" if best else "")
+
+
+def _column(name: str) -> str:
+    users = name.removeprefix("c = ")
+    return name if users == name else f"{users} user" + ("s" if users != "1" else "")
+
+
+def _served(run: Run) -> str:
+    asked = run["arguments"]
+    server = _server(run)
+    parallel = [f"TP {size}" for size in re.findall(r"--tensor-parallel-size (\d+)", server)]
+    if "--enable-expert-parallel" in server and parallel:
+        parallel = [parallel[0].replace("TP", "EP")]
+    name = MODELS.get(asked["model"], asked["model"])
+    gpu = run["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+    return ", ".join([f"{name} {FORMATS.get(asked['format'], asked['format'])}", gpu, *parallel])
+
+
+def _server(run: Run) -> str:
+    """Return the options that went to every server, which some files hold as text."""
+    server = run["arguments"]["server"]
+    return " ".join(json.loads(server.replace("'", '"')) if isinstance(server, str) else server)
+
+
+def serve_command(run: Run) -> str:
+    """Return the command line of a run of `serve.py`."""
+    asked = {name: value for name, value in run["arguments"].items() if value not in (None, "None", False, "False")}
+    words = ["python examples/bench/serve.py", "--model", asked["model"], "--format", asked["format"]]
+    rows = asked["row"]
+    for row in json.loads(rows.replace("'", '"')) if isinstance(rows, str) else rows:
+        words += ["--row", row]
+    for name in ("rounds", "users", "backend", "layers", "gpu", "kv_gib"):
+        if name in asked:
+            words += [f"--{name.replace('_', '-')}", shlex.quote(str(asked[name]))]
+    words += [f"--{name.replace('_', '-')}" for name in ("default_graphs", "together") if name in asked]
+    server = _server(run)
+    return " ".join([*words, *(["--", server] if server else [])])
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+def kernels(only: tuple[str, ...] = ()) -> str:
+    """Return the table of kernels beside peers: of each format, GPU and peer the newest run."""
+    rows: list[tuple[str, ...]] = []
+    beside: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for path, run in runs():
+        if not str(run.get("schema", "")).startswith("moeq-kernels.peers/"):
+            continue
+        where = run["device"].removeprefix("NVIDIA ").partition(" ")[0]
+        for name, ratios in _ratios(run).items():
+            title = FORMATS.get(name, name)
+            title += " in layout `moeq-mxfp4/1`" if name in path.stem and name == "mxfp4" else ""
+            peers = _peers(run, name)
+            if (only and name not in only) or beside[title, where] & peers:
+                continue
+            beside[title, where] |= peers
+            rows.append((title, where, ", ".join(sorted(peers)), *_sum(ratios), _peers_command(name, peers)))
+    head = ("kernels", "GPU", "against the best of", "faster in", "mean speed-up", "command, in `kernels/`")
+    return table(head, sorted(rows))
+
+
+def _peers(run: Run, name: str) -> set[str]:
+    return {peer for one in run["cells"] if one["format"] == name for peer in one["contenders"]} - {"moeq"}
+
+
+def _sum(ratios: list[float]) -> tuple[str, str]:
+    mean = math.exp(statistics.fmean(map(math.log, ratios)))
+    return f"{sum(ratio > 1 for ratio in ratios)} of {len(ratios)} cells", f"{mean:.2f} x"
+
+
+def _peers_command(name: str, peers: set[str]) -> str:
+    return f"`python -m bench.peers run --formats {name} --contenders {','.join(['moeq', *sorted(peers)])}`"
+
+
+def _ratios(run: Run) -> dict[str, list[float]]:
+    """Return by format, for every cell with a right peer, the time of the best peer over ours; cold weights."""
+    found: dict[str, list[float]] = {}
+    for one in run["cells"]:
+        times = {
+            name: row["cold"]["us"]
+            for name, row in one["contenders"].items()
+            if row.get("status") == "right" and "cold" in row
+        }
+        ours = times.pop("moeq", None)
+        if ours and times:
+            found.setdefault(one["format"], []).append(min(times.values()) / ours)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ loading
+
+
+def loading() -> str:
+    """Return the table of load times: the engine's repack, the plug-in, and `load_experts`."""
+    rows = []
+    for _, run in runs():
+        if not str(run.get("schema", "")).startswith("moeq.startup/"):
+            continue
+        for row in run["rows"]:
+            way = row.get("road") or row.get("loader")
+            base = next(
+                one
+                for one in run["rows"]
+                if one["model"] == row["model"]
+                and one["cold"] == row["cold"]
+                and (one.get("road") or one.get("loader")) == "engine"
+            )
+            total = row["median"]["total"]
+            device = "CPU" if run["device"] == "cpu" else run["device"].removeprefix("NVIDIA ")
+            rows.append(
+                (
+                    MODELS.get(row["model"], row["model"]),
+                    device,
+                    f"{run['layers']}",
+                    "disk" if row["cold"] else "page cache",
+                    {
+                        "engine": "source, by the engine",
+                        "converted": "`moeq.load_experts`",
+                        "plug-in": "converted, plug-in",
+                    }[way],
+                    f"{total:.2f} s",
+                    f"{total / base['median']['total']:.2f} x",
+                )
+            )
+    return table(("model", "device", "layers", "files in", "way", "time", "of the engine's"), rows)
+
+
+# ------------------------------------------------------------------------------------------------ everything
+
+
+def tested_page() -> str:
+    """Return the page of everything that was run, from all result files."""
+    rows = []
+    for path, run in runs():
+        day = run.get("date") or path.name[:10]
+        rows.append(
+            (
+                str(day) if re.match(r"\d{4}-", str(day)) else "",
+                _what(run, path),
+                _device(run),
+                _versions(run),
+                _outcome(run),
+                f"`{path.relative_to(ROOT)}`",
+            )
+        )
+    intro = (
+        "One row for each result file in the repository: what ran, on which machine and versions, and how it ended.\n"
+        "What has no row was not run. The folders' README files have the commands."
+    )
+    parts = ["# What was run where", NOTE, intro, table(("date", "what", "on", "versions", "outcome", "file"), rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+_KINDS = {
+    "moeq.engine-generate": "whole models generating in vLLM, compared with float32 transformers",
+    "moeq.engine-options": "options of vLLM, tokens compared",
+    "moeq.serve-options": "options of `vllm serve` over HTTP, tokens compared",
+    "moeq.engine-check": "layers in vLLM's kernels, compared with float32",
+    "moeq.startup": "load times of layers",
+    "moeq.convert-speed": "`moeq convert` against `cp`",
+    "moeq.transcode-speed": "`moeq transcode` against `cp`",
+    "moeq.transcode-generate": "source and transcoded checkpoint generating in vLLM",
+    "moeq.command-startup": "start of every command",
+    "moeq.torture-results": "kills and power cuts while converting",
+    "moeq.attacks": "kills, injected faults and fuzzing",
+    "moeq.pack-speed": "speed of the fast path",
+    "moeq-kernels.peers": "kernels beside other libraries'",
+    "moeq-kernels.sanitizer": "kernels under compute-sanitizer",
+    "moeq-kernels.sanitizer-runs": "kernels under compute-sanitizer",
+}
+
+
+def _what(run: Run, path: Path) -> str:
+    if is_serving(run) or {"arguments", "rows", "compared"} <= set(run):
+        return f"`vllm serve`, {_served(run)}"
+    kind = str(run.get("schema", "")).partition("/")[0]
+    return _KINDS.get(kind) or re.sub(r"^\d{4}-\d\d-\d\d-", "", path.stem).replace("-", " ")
+
+
+def _device(run: Run) -> str:
+    machine = run.get("machine")
+    named = machine.get("processor") if isinstance(machine, dict) else machine
+    found = run.get("device") or run.get("gpu") or named or ""
+    cores = f", {machine['cores']} cores" if isinstance(machine, dict) and "cores" in machine else ""
+    return cell(f"{found}{cores}") if isinstance(found, str) else ""
+
+
+def _versions(run: Run) -> str:
+    flat = {**run, **(run.get("versions") or {})} if isinstance(run.get("versions"), dict) else run
+    names = ("vllm", "sglang", "transformers", "torch", "triton")
+    return ", ".join(f"{name} {flat[name]}" for name in names if isinstance(flat.get(name), str))
+
+
+def _outcome(run: Run) -> str:
+    for told in _OUTCOMES:
+        text = told(run)
+        if text:
+            return text
+    return ""
+
+
+def _right(run: Run) -> str:
+    """Count rows that say whether they are right."""
+    rows = run.get("rows")
+    if not isinstance(rows, list) or not rows:
+        return ""
+    for key in ("right", "ok"):
+        said = [row[key] for row in rows if isinstance(row, dict) and key in row]
+        if said:
+            refused = sum("refused" in row for row in rows)
+            return f"{sum(map(bool, said))} of {len(said)} right" + (f", {refused} refused" if refused else "")
+    return ""
+
+
+def _answers(run: Run) -> str:
+    """Count the answers of rows that compare tokens."""
+    rows = run.get("rows")
+    answers = (
+        [row["answer"] for row in rows if isinstance(row, dict) and "answer" in row] if isinstance(rows, list) else []
+    )
+    counts = {answer: answers.count(answer) for answer in dict.fromkeys(map(str, answers))}
+    shown = sorted(counts.items(), key=lambda row: -row[1])[:4]
+    more = len(answers) - sum(count for _, count in shown)
+    return cell(
+        ", ".join([*(f"{count} x {answer[:40]}" for answer, count in shown), *([f"{more} others"] if more else [])])
+    )
+
+
+def _speedups(run: Run) -> str:
+    """Sum up cells beside peers, or served rows."""
+    if str(run.get("schema", "")).startswith("moeq-kernels.peers/"):
+        told = [f"{name}: {sum(r > 1 for r in found)} of {len(found)} faster" for name, found in _ratios(run).items()]
+        return "; ".join(told)
+    if is_serving(run):
+        figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
+        ours = figures.pop("converted:moeq", {})
+        peers = [row for name, row in figures.items() if not name.startswith("converted")]
+        ratios = [
+            ours[name] / best
+            for name in ours
+            if (name.startswith("c = ") or name == "prefill")
+            and (best := max((p[name] for p in peers if name in p), default=0))
+        ]
+        return f"{min(ratios):.2f} to {max(ratios):.2f} x of the engine's best" if ratios else ""
+    return ""
+
+
+def _ratio_to_cp(run: Run) -> str:
+    """Sum up conversions beside `cp`."""
+    cases = run.get("cases")
+    if not isinstance(cases, list):
+        return ""
+    ratios = [case.get("ratio") or case.get("results", {}).get("moeq", {}).get("ratio") for case in cases]
+    known = [ratio for ratio in ratios if isinstance(ratio, (int, float))]
+    return f"{min(known):.2f} to {max(known):.2f} x the time of `cp`" if known else ""
+
+
+def _counted(run: Run) -> str:
+    """Sum up runs that count what broke, and rows without a verdict."""
+    if "kills" in run and "fuzz" in run:
+        return f"{run['kills']['kills']:,} kills, {run['fuzz']['executions']:,} inputs: {run['kills']['broken']} broken"
+    if isinstance(run.get("tools"), list):
+        return ", ".join(f"{tool['tool']}: {tool['errors']} errors" for tool in run["tools"])
+    rows = next(
+        (
+            run[name]
+            for name in ("rows", "cells", "cases", "runs", "commands")
+            if isinstance(run.get(name), (list, dict))
+        ),
+        None,
+    )
+    return f"{len(rows):,} rows" if rows else ""
+
+
+_OUTCOMES: tuple[Callable[[Run], str], ...] = (_speedups, _right, _answers, _ratio_to_cp, _counted)
