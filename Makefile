@@ -16,15 +16,15 @@ unexport PYTHONDONTWRITEBYTECODE
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-slow lint fuzz fuzz-minute night crash gpu-test compile-matrix clean
+.PHONY: demo test test-slow lint pages site fuzz fuzz-minute night crash gpu-test compile-matrix clean
 
-# The environment is rebuilt when what it holds changes. torch goes first and pinned: asked for by range, pip would take
-# the newest build with several gigabytes of GPU libraries.
-$(STAMP): pyproject.toml constraints.txt
+# The environment is rebuilt when what it holds changes. torch goes first: PyPI's build for Linux brings 2.5 GiB of GPU
+# libraries, so the script looks for one for CPUs and says which it takes.
+$(STAMP): pyproject.toml constraints.txt tools/install_torch.py
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "moeq needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[kernels,fast,transformers,ray,dev]'
+	$(BIN)/python tools/install_torch.py constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[kernels,transformers,ray,dev,docs]'
 	@touch $(STAMP)
 
 demo: $(STAMP)
@@ -42,6 +42,13 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Every generated page and block; `make site` builds the documentation into site/.
+pages: $(STAMP)
+	$(BIN)/python tools/pages/generate.py
+
+site: $(STAMP)
+	$(BIN)/mkdocs build --strict --quiet
 
 # Parsers of strangers' files, fed by coverage where atheris has a wheel (Linux, CPython), else by random damage; then
 # every wrong type in every document.
@@ -80,4 +87,4 @@ $(VENV)/triton-%:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
 
 clean:
-	rm -rf $(VENV) $(DEMO) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEMO) site .pytest_cache .mypy_cache .ruff_cache

@@ -1,15 +1,14 @@
-"""The transcript in the README: `python tools/pages/demo.py` runs its three commands and writes what they print."""
+"""The transcript in README: three commands on a small checkpoint, and what they print."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
+from pages.tables import ROOT
 
 SOURCE = "tests/data/checkpoints/gptq-int4-g32-qwen3moe"
 COMMANDS = (
@@ -18,9 +17,16 @@ COMMANDS = (
     ("run-check", "demo-output", "--source", SOURCE),
 )
 
+#: Lines that matter to somebody who reads README, by how they begin.
+SHOWN = (
+    ("  scheme", "  verdict", "  convert", "  loads in"),
+    ("wrote", "  proof"),
+    ("  digests", "  kernels", "ok"),
+)
+
 
 def run(folder: Path) -> list[str]:
-    """What each command prints, in an empty folder."""
+    """Return what each command prints, in an empty folder."""
     (folder / "tests").symlink_to(ROOT / "tests")
     program = [sys.executable, "-c", "from moeq.cli.app import main; main()"]
     return [
@@ -29,23 +35,16 @@ def run(folder: Path) -> list[str]:
     ]
 
 
-def shortened(report: str) -> str:
-    """`run-check`'s report with two of its products, without the map of errors and the tolerances."""
-    lines = report.splitlines()
-    table = [number for number, line in enumerate(lines) if line.endswith("  ok")]
-    return "\n".join([*lines[: table[1] + 1], "  ...", lines[-1], ""])
+def transcript() -> str:
+    """Run the commands and return the block of README."""
+    with tempfile.TemporaryDirectory() as folder:
+        return shortened(run(Path(folder)))
 
 
-def transcript(printed: list[str]) -> str:
-    """The block between the markers."""
-    inspected, converted, checked = printed
-    shown = (inspected, converted, shortened(checked))
-    blocks = [f"$ moeq {' '.join(command)}\n{text}" for command, text in zip(COMMANDS, shown, strict=True)]
-    return f"{BEGIN}\n\n```console\n" + "\n".join(blocks) + f"```\n\n{END}"
-
-
-if __name__ == "__main__":
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    with tempfile.TemporaryDirectory() as scratch:
-        block = transcript(run(Path(scratch)))
-    README.write_text(before + block + rest.partition(END)[2], encoding="utf-8")
+def shortened(printed: list[str]) -> str:
+    """Return what was printed, cut to the lines that matter, without the time that the check took."""
+    blocks = []
+    for command, text, begins in zip(COMMANDS, printed, SHOWN, strict=True):
+        lines = [line for line in text.splitlines() if line.startswith(begins)]
+        blocks.append("\n".join([f"$ moeq {' '.join(command)}", *lines]))
+    return "```console\n" + re.sub(r", [\d.]+ s$", "", "\n\n".join(blocks)) + "\n```"

@@ -171,7 +171,3 @@ def draw(graph: Graph) -> str:
         )
         lines.append(f'<text x="{x:g}" y="{y + 5:g}" text-anchor="middle" font-size="14">{node}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-if __name__ == "__main__":
-    PICTURE.write_text(draw(area_graph()))

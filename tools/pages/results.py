@@ -28,6 +28,9 @@ MODELS = {
 FORMATS = {"gptq": "int4", "int4": "int4", "mxfp4": "MXFP4", "w8a8": "W8A8", "mxfp4-fp8": "MXFP4, e4m3 activations"}
 FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-w8a8": "FP8, blocks"}
 
+#: Models of README's table.
+_BRIEF = ("qwen3-30b-a3b", "gpt-oss-20b")
+
 Run = dict[str, Any]
 
 
@@ -57,15 +60,18 @@ def is_serving(run: Run) -> bool:
     return isinstance(rows, list) and any(row.get("name") == "converted:moeq" for row in rows) and "arguments" in run
 
 
-def serving(columns: tuple[str, ...]) -> str:
-    """Return the table of served models: tokens a second with moeq's kernels, against the engine's best in that run."""
+def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
+    """Return the table of served models: tokens a second with moeq's kernels, against the engine's best in that run.
+
+    A brief one has no model of a second size and no expert parallelism.
+    """
     kept: dict[tuple[str, ...], tuple[str, ...]] = {}
     for _, run in runs():
         if not is_serving(run):
             continue
         asked = run["arguments"]
         key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]))
-        if key in kept:
+        if key in kept or (brief and (asked["model"] not in _BRIEF or "EP" in _served(run))):
             continue
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
         ours = figures.pop("converted:moeq")
@@ -127,8 +133,8 @@ def serve_command(run: Run) -> str:
 # ------------------------------------------------------------------------------------------------ kernels
 
 
-def kernels(only: tuple[str, ...] = ()) -> str:
-    """Return the table of kernels beside peers: of each format, GPU and peer the newest run."""
+def kernels(only: tuple[str, ...] = (), *, brief: bool = False) -> str:
+    """Return the table of kernels: the newest run of each format, GPU and peer; a brief one is beside Humming."""
     rows: list[tuple[str, ...]] = []
     beside: dict[tuple[str, str], set[str]] = defaultdict(set)
     for path, run in runs():
@@ -139,6 +145,8 @@ def kernels(only: tuple[str, ...] = ()) -> str:
             title = FORMATS.get(name, name)
             title += " in layout `moeq-mxfp4/1`" if name in path.stem and name == "mxfp4" else ""
             peers = _peers(run, name)
+            if brief and "humming" not in peers:
+                continue
             if (only and name not in only) or beside[title, where] & peers:
                 continue
             beside[title, where] |= peers

@@ -23,8 +23,10 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("\\[", "[").replace("|", "\\|").replace("<", "&lt;")
 
 
-def replace_block(page: str, name: str, block: str) -> str:
+def replace_block(page: str, name: str, block: str, gap: str = "\n\n") -> str:
     """Return the page with the text between `<!-- NAME:begin -->` and `<!-- NAME:end -->` replaced.
+
+    `gap` is what stands between a marker and the text: the site needs an empty line, GitHub none.
 
     Raises:
         ValueError: there are no such markers.
@@ -34,7 +36,7 @@ def replace_block(page: str, name: str, block: str) -> str:
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"no {begin} ... {end} in the text")
-    return f"{before}{begin}\n\n{block}\n\n{end}{after}"
+    return f"{before}{begin}{gap}{block}{gap}{end}{after}"
 
 
 def block(page: str, name: str) -> str:

@@ -5,7 +5,6 @@ It takes about a minute. Sources of which tests/data has no checkpoint are trans
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ from pathlib import Path
 from moeq.errors import MoeqError
 from moeq.transcode.target_formats import TARGETS
 from moeq.transcode.transcode import check, transcode
+from pages.tables import DOCS, NOTE, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "how-to" / "transcode.md"
+PAGE = DOCS / "reference" / "transcode-matrix.md"
 CHECKPOINTS = ROOT / "tests" / "data" / "checkpoints"
-BEGIN, END = "<!-- matrix: python tools/pages/transcode_matrix.py -->\n", "<!-- end of matrix -->"
 
 #: Sources that are made here: name, from which checkpoint, to which target.
 MADE = (
@@ -31,7 +29,7 @@ REASONS = {"usage.target": "–", "usage.act-order": "order", "answer.zero-point
 
 
 def rows(folder: Path) -> Iterator[str]:
-    """Lines of the table. `folder` is for sources that are made."""
+    """Yield the lines of the table. `folder` is for sources that are made."""
     yield "| from | " + " | ".join(f"`{target}`" for target in TARGETS) + " |"
     yield "| --- |" + " --- |" * len(TARGETS)
     for path in sorted(path for path in CHECKPOINTS.iterdir() if path.is_dir()):
@@ -42,12 +40,12 @@ def rows(folder: Path) -> Iterator[str]:
 
 
 def row(title: str, source: Path) -> str:
-    """One source to every target."""
+    """Return one source to every target."""
     return f"| {title} | " + " | ".join(cell(source, target) for target in TARGETS) + " |"
 
 
 def cell(source: Path, target: str) -> str:
-    """`exact`; how many blocks are not, and the largest relative change of a projection; or why it is refused."""
+    """Return `exact`, or how many blocks are not with the largest relative change, or why it is refused."""
     try:
         found = check(source, target)
     except MoeqError as error:
@@ -58,19 +56,14 @@ def cell(source: Path, target: str) -> str:
     return f"{blocks:,} blocks, {worst:.1e}"
 
 
-def page(text: str, table: str) -> str:
-    """The page with this table in its place."""
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table + END + rest.split(END)[1]
-
-
-def main() -> int:
-    """Write the page."""
+def matrix_page() -> str:
+    """Return docs/reference/transcode-matrix.md."""
+    intro = (
+        "What `moeq transcode SRC --to TARGET --check-only` says of every checkpoint of the tests. `N blocks, x`: so\n"
+        "many blocks are not exact, and x is the largest change of a projection relative to its norm; writing them\n"
+        "takes `--allow-lossy`. `–`: the target does not store such weights. `order`: columns in activation order.\n"
+        "`zeros`: zero points of 0."
+    )
     with tempfile.TemporaryDirectory() as folder:
-        table = "".join(f"{line}\n" for line in rows(Path(folder)))
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        lines = "\n".join(rows(Path(folder)))
+    return "\n\n".join(["# Every checkpoint to every target", NOTE, intro, lines]) + "\n"
