@@ -18,14 +18,6 @@ PYPI = (
     'nvidia-cudnn-cu13==9.20.0.48; platform_system == "Linux"',
 )
 CPU = ("filelock", "typing-extensions>=4.10.0", "setuptools", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec")
-    "filelock",
-    "typing-extensions>=4.10.0",
-    "setuptools",
-    "sympy>=1.13.3",
-    "networkx>=2.5.1",
-    "jinja2",
-    "fsspec>=0.8.5",
-)
 
 
 def test_builds_with_gpu_libraries_are_told_by_their_requirements() -> None:

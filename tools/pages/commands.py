@@ -18,7 +18,7 @@ _VALUES: dict[object, str] = {int: "INTEGER", float: "NUMBER", Path: "PATH"}
 def commands_page() -> str:
     """Return the page of all commands: what each does, its arguments, options and examples."""
     summary = table(("command", ""), [(f"[`moeq {name}`](#moeq-{name})", row.help) for name, row in COMMANDS.items()])
-    parts = ["# Commands", NOTE + "\n" + summary, *(_command(name) for name in COMMANDS)]
+    parts = ["# Commands", NOTE, summary, *(_command(name) for name in COMMANDS)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from moeq.layouts.registry import NOT_OFFLINE, layout_facts
-from moeq.oracle.loaders import VLLM_LAYOUTS, version_ranges
+from moeq.layouts.registry import NOT_OFFLINE, layout_class, layout_facts
+from moeq.oracle.loaders import version_ranges
 from moeq.schemes.registry import FORMATS, get_format
 from moeq_kernels.capabilities import CAPABILITIES
 from pages.tables import NOTE, cell, table
@@ -21,7 +21,7 @@ def formats_page() -> str:
         (f"`{found.id}`", cell(found.title), "yes" if found.refusal is None else f"no: {found.refusal}")
         for found in map(get_format, FORMATS)
     ]
-    return f"# Checkpoint formats\n\n{NOTE}\n{table(('format', 'how it stores weights', 'converted'), rows)}\n"
+    return f"# Checkpoint formats\n\n{NOTE}\n\n{table(('format', 'how it stores weights', 'converted'), rows)}\n"
 
 
 def layouts_page() -> str:
@@ -51,11 +51,9 @@ def layouts_page() -> str:
 
 
 def _engine(layout: str) -> str:
-    """Name the backend of vLLM that reads a layout, and the versions."""
-    if layout not in VLLM_LAYOUTS:
-        return ""
-    backend, versions, _ = VLLM_LAYOUTS[layout]
-    return f"`{backend}`, {version_ranges(versions)}"
+    """Name the backends of vLLM that read a layout, their values of `--moe-backend`, and the versions."""
+    readers = layout_class(layout).vllm_readers()
+    return "; ".join(f"{reader.backend} (`{reader.option}`), {version_ranges(reader.versions)}" for reader in readers)
 
 
 def summary() -> str:
