@@ -8,7 +8,6 @@ from typing import Any
 import typer
 
 from moeq.cli.app import COMMANDS, build
-from moeq.cli.examples import EXAMPLES
 from pages.tables import NOTE, cell, table
 
 #: How help names the value of an option by its type.
@@ -29,8 +28,7 @@ def _command(name: str) -> str:
     parts = [f"## moeq {name}", _sentence(command.help or "")]
     if rows:
         parts.append(table(("argument or option", "", "default"), rows))
-    if EXAMPLES.get(name):
-        parts.append("\n".join(f"    moeq {name} {example}".rstrip() for example in EXAMPLES[name]))
+    parts.append("\n".join(f"    moeq {name} {example}".rstrip() for example in COMMANDS[name].examples))
     return "\n\n".join(parts)
 
 
