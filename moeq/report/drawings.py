@@ -33,7 +33,7 @@ class Text(NamedTuple):
     kind: str = "tick"
 
 
-class Cell(NamedTuple):
+class Square(NamedTuple):
     """A square in the colour of a level of the heat map; its title is shown while hovering."""
 
     x: str
@@ -58,7 +58,7 @@ class Drawing:
     height: float
     title: str
     texts: tuple[Text, ...] = ()
-    cells: tuple[Cell, ...] = ()
+    cells: tuple[Square, ...] = ()
     paths: tuple[Path, ...] = ()
 
 
@@ -79,14 +79,14 @@ def heat_drawing(chart: HeatMap) -> Drawing:
     return Drawing(width, height, title, tuple(texts), tuple(_heat_cells(chart, size)))
 
 
-def _heat_cells(chart: HeatMap, size: float) -> Iterator[Cell]:
+def _heat_cells(chart: HeatMap, size: float) -> Iterator[Square]:
     side = f"{size - (1 if size > 6 else 0):.1f}"
     for row, layer in enumerate(chart.layers):
         for column, expert in enumerate(chart.experts):
             level = chart.level(row, column)
             if level is not None:
                 title = f"layer {layer} expert {expert}: {chart.values[row][column]:.3g} of the bound"
-                yield Cell(f"{_LEFT + size * column:.1f}", f"{_TOP + size * row:.1f}", side, level, title)
+                yield Square(f"{_LEFT + size * column:.1f}", f"{_TOP + size * row:.1f}", side, level, title)
 
 
 def heat_legend() -> list[Drawing]:
@@ -94,7 +94,7 @@ def heat_legend() -> list[Drawing]:
     levels = []
     for level, limit in enumerate((*LIMITS, None)):
         words = f"≤ {limit:g}" if limit is not None else "beyond the bound"
-        cell, text = Cell("0", "2", "14", level), Text("19", "14", words)
+        cell, text = Square("0", "2", "14", level), Text("19", "14", words)
         levels.append(Drawing(34 + 7 * len(words), 20, f"level {level} of the heat map", (text,), (cell,)))
     return levels
 
