@@ -121,7 +121,7 @@ def fp8_block(name: str, n: int, k: int) -> Iterator[Tensor]:
 
 
 def fp8_block_f32(name: str, n: int, k: int) -> Iterator[Tensor]:
-    """The same with float32 scales, as DeepSeek stores them."""
+    """Store FP8 blocks with float32 scales, as DeepSeek does."""
     yield Tensor(f"{name}.weight", "F8_E4M3", (n, k), CODES_E4M3)
     yield Tensor(f"{name}.weight_scale_inv", "F32", (ceil(n / 128), ceil(k / 128)), SCALES_F32)
 

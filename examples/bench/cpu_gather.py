@@ -25,7 +25,7 @@ def write_package(folder: Path) -> None:
 
 
 def register() -> None:
-    """Called by the engine in each of its processes."""
+    """Register the functions; the engine calls this in each of its processes."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator.all_gatherv = all_gatherv
@@ -46,7 +46,7 @@ def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = 
 
 
 def reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = 0, sizes: list[int] | None = None) -> torch.Tensor:
-    """The sum over all ranks of rows `[sum(sizes), ...]`: this rank's `[sizes[rank], ...]`."""
+    """Sum the rows `[sum(sizes), ...]` of all ranks; return this rank's `[sizes[rank], ...]`."""
     assert dim == 0
     sizes = sizes or [input_.shape[0] // self.world_size] * self.world_size
     total = input_.float()

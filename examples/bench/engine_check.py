@@ -55,7 +55,7 @@ PROJECTIONS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
 #: Parts of gpt-oss's stacked tensors in the files, and what the engine's model class renames them to.
 GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight", "scales": "weight_scale", "bias": "bias"}
 
-#: Of the model's config the engine's MXFP4 method asks one thing here: whether the user overrides activations.
+#: Model config of which the engine's MXFP4 method asks one thing: whether the user overrides activations.
 UNASKED = SimpleNamespace(quantization_config=None)
 
 
@@ -78,7 +78,7 @@ def error_of(y: Tensor, truth: Tensor) -> float:
 
 
 def activation_of(checkpoint: Any) -> Activation:
-    """What the model computes between the products."""
+    """Compute what the model does between the products."""
     return Activation(checkpoint.info.activation, limit=float(checkpoint.source.config.get("swiglu_limit") or 7.0))
 
 
@@ -107,7 +107,7 @@ def cases(source: Any) -> list[Case]:
 
 
 def rounded_expert(x: Tensor, one: Expert, activation: Activation, weights: Tensor, int8: bool) -> Tensor:
-    """An expert's weighted output, rounded to bf16 wherever the engine's kernels hand a tensor on.
+    """Compute an expert's weighted output, rounded to bf16 wherever the engine's kernels hand a tensor on.
 
     With int8, rows go into the products as int8 codes times a scale each, and weights as they are.
     """
@@ -211,7 +211,7 @@ def triton(experts: Any, activation: Activation) -> Implementation:
 
 
 def kernel_implementation(converted: Path) -> Implementation:
-    """moeq's loader, the engine's function."""
+    """Return moeq's loader, the engine's function."""
     experts = moeq.load_experts(converted, LAYER, device=DEVICE)
     activation = activation_of(moeq.open(converted))
     if experts.w13_order == "interleaved" and activation.name == "silu":
@@ -220,7 +220,7 @@ def kernel_implementation(converted: Path) -> Implementation:
 
 
 def engine_layer(checkpoint: Any, number: int, method: Any, backend: str = "auto") -> Any:
-    """The engine's own expert layer with a quantisation config, empty."""
+    """Make the engine's own expert layer with a quantisation config, empty."""
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -262,7 +262,7 @@ def is_gpt_oss(checkpoint: Any) -> bool:
 
 
 def plug_in_method(checkpoint: Any) -> Any:
-    """moeq's method, as the engine makes it for a converted folder, with the engine's kernels."""
+    """Return moeq's method, as the engine makes it for a converted folder, with the engine's kernels."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     from moeq.engines.vllm import plugin
@@ -276,13 +276,13 @@ def plug_in_method(checkpoint: Any) -> Any:
 
 
 def plug_in_layer(checkpoint: Any, number: int, method: Any) -> Any:
-    """The engine's layer with moeq's method, which fills it when the engine has it process its weights."""
+    """Make the engine's layer with moeq's method, which fills it when the engine processes its weights."""
     with torch.device(DEVICE):
         return engine_layer(checkpoint, number, method)
 
 
 def source_method(checkpoint: Any) -> Any:
-    """The engine's own method for a source."""
+    """Make the engine's own method for a source."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     config = checkpoint.source.config["quantization_config"]
@@ -291,7 +291,7 @@ def source_method(checkpoint: Any) -> Any:
 
 
 def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor]) -> Any:
-    """The engine's layer with the source's method, filled as the engine fills it."""
+    """Make the engine's layer with the source's method, filled as the engine fills it."""
     from vllm.config import get_current_vllm_config
 
     int8 = checkpoint.source.config["quantization_config"].get("format") == "int-quantized"
@@ -309,7 +309,7 @@ def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str]
 
 
 def load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """What the engine's model class does with the experts of gpt-oss on one rank."""
+    """Arrange the experts of gpt-oss on one rank as the engine's model class does."""
     for name, tensor in tensors:
         projection, _, part = name.rpartition("_")
         parameter = getattr(layer, f"{GPT_OSS[projection]}_{GPT_OSS[part]}")
@@ -319,19 +319,19 @@ def load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 def applied(layer: Any) -> Implementation:
-    """The engine's method of a filled layer, set up."""
+    """Set up the engine's method of a filled layer."""
     layer.quant_method.process_weights_after_loading(layer)
     return lambda x, weights, ids: layer.quant_method.apply(layer, x, weights, ids, None, None)
 
 
 def plug_in_implementation(converted: Path) -> Implementation:
-    """The engine's layer with moeq's method."""
+    """Run the engine's layer with moeq's method."""
     checkpoint = moeq.open(converted)
     return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint)))
 
 
 def engine_implementation(source: Path) -> Implementation:
-    """The engine's layer with the source's method."""
+    """Run the engine's layer with the source's method."""
     checkpoint = moeq.open(source)
     return applied(source_layer(checkpoint, LAYER, source_method(checkpoint), checkpoint.source.read))
 
@@ -380,7 +380,7 @@ def text(row: dict[str, Any]) -> str:
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """The engine's operators loaded, and the context in which it builds and runs layers."""
+    """Load the engine's operators and enter the context in which it builds and runs layers."""
     if DEVICE == "cuda":
         import vllm._C_stable_libtorch
         import vllm._moe_C_stable_libtorch  # noqa: F401

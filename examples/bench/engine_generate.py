@@ -77,7 +77,7 @@ class Reference:
         self.folder = folder
 
     def load(self, dtype: torch.dtype) -> Any:
-        """The model. Raises what transformers raises."""
+        """Load the model. Raises what transformers raises."""
         from transformers import AutoModelForCausalLM, DeepseekV3Config
 
         import moeq.engines.transformers  # noqa: F401 - registers the quantisation method `moeq`
@@ -93,12 +93,12 @@ class Reference:
 
     @cached_property
     def bf16_error(self) -> float:
-        """Of the model in bf16."""
+        """Errors of the model in bf16."""
         bf16 = _logits(self.load(torch.bfloat16), PROMPT)[:-1].log_softmax(-1)
         return error_of(bf16, _logits(self.model, PROMPT)[:-1].log_softmax(-1))
 
     def judge(self, found: Generated, source: Generated | None) -> dict[str, Any]:
-        """An engine's answer, and that of the engine on the checkpoint that was converted, where it gave one."""
+        """Judge an engine's answer beside the one on the checkpoint that was converted, where there is one."""
         said = len(PROMPT) - 1
         logits = _logits(self.model, PROMPT + found.tokens)[:-1]
         error, gap = error_of(found.prompt, logits[:said].log_softmax(-1)), gap_of(logits[said:], found.tokens)
@@ -118,7 +118,7 @@ def _logits(model: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def conversions(source: Path, layouts: Iterable[str], gpu: str, scratch: Path) -> Iterator[tuple[str, Path]]:
-    """A checkpoint in every one of the layouts that holds it, with rows as its activation takes them."""
+    """Convert a checkpoint to every layout that holds it, with rows in its activation's order."""
     from moeq.layouts.registry import layout_class
 
     order = "interleaved" if moeq.open(source).info.activation == "swigluoai" else "gate-up"
@@ -130,7 +130,7 @@ def conversions(source: Path, layouts: Iterable[str], gpu: str, scratch: Path) -
 
 
 def rows_of(source: Path, converted: dict[str, Path], ways: list[str], engines: Engines, pool: Any) -> Iterator[Any]:
-    """What came of one checkpoint."""
+    """Run one checkpoint and return its rows."""
     work = [("-", source, "source")] if "source" in ways else []
     work += [(layout, folder, way) for layout, folder in converted.items() for way in ways if way != "source"]
     answers: list[Answer] = list(pool.map(lambda one: engines.ask(one[1], [PROMPT], NEW, **WAYS[one[2]]), work))

@@ -87,7 +87,7 @@ class Option:
     """A way to start an engine.
 
     Attributes:
-        arguments: of the engine, beside or instead of the usual ones.
+        arguments: engine arguments beside or instead of the usual ones.
         environment: variables of its process.
         sleeps: at this level, and wakes, before the prompts are asked for once more.
         adapter: with a random adapter on the projections of `attention`, or on those of the `experts`.
@@ -174,7 +174,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """As the results have it."""
+        """Name of the row in the results."""
         return f"{self.checkpoint}: {self.option}: {self.kernels}"
 
 
@@ -269,7 +269,7 @@ class Model:
 
 
 def row_of(job: Job, answer: Answer, seconds: float) -> dict[str, Any]:
-    """What is kept of a process."""
+    """Return the part of a process's answer that is kept."""
     row: dict[str, Any] = {"seconds": round(seconds, 1)}
     lines = {re.sub(r"^.*?\] ", "", line).strip() for line in answer.log.splitlines()}
     row["said"] = sorted({found[0][:300] for line in lines if (found := SAID.search(line))})[:10]

@@ -1,6 +1,4 @@
-"""What scripts that generate with vLLM share: engines in processes of their own, greedy tokens and all
-log-probabilities.
-"""
+"""Generation with vLLM: engines in processes of their own, greedy tokens and all log-probabilities."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Generated:
         tokens: the greedy tokens.
         prompt: log-probabilities of every token after each token of the prompt but the last,
             `[prompt - 1, vocabulary]`.
-        new: the same for each greedy token, `[tokens, vocabulary]`.
+        new: log-probabilities at each greedy token, `[tokens, vocabulary]`.
     """
 
     tokens: list[int]
@@ -76,7 +74,7 @@ def generate(
 
 
 def start(folder: Path, **more: Any) -> Any:
-    """An `LLMEngine` on a folder, small. `more`: arguments of the engine beside or instead of those."""
+    """Start a small `LLMEngine` on a folder; `more` are engine arguments beside or instead of the usual ones."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -96,7 +94,7 @@ def start(folder: Path, **more: Any) -> Any:
 def said(
     engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None, *, whole: bool = True
 ) -> list[Generated]:
-    """What an engine makes of prompts that it gets together.
+    """Generate from prompts that the engine gets together.
 
     Args:
         engine: as `start` returns it.
@@ -125,7 +123,7 @@ def said(
 
 
 def outputs(engine: Any, prompts: Sequence[Sequence[int]], new: int, lora: Any = None, **wanted: int) -> list[Any]:
-    """The engine's records of its answers, one for each prompt. `wanted`: which log-probabilities come with them."""
+    """Return the engine's records of its answers, one per prompt, with the `wanted` log-probabilities."""
     from vllm.sampling_params import SamplingParams
 
     asked = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True, **wanted)
@@ -170,13 +168,13 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         anew: bool = False,
     ) -> Answer:
-        """What `work` returns in a process of its own.
+        """Return the result of `work` in a process of its own.
 
         Args:
             work: a function that can be pickled.
             limit: seconds after which the process is ended [none].
             environment: variables of that process.
-            anew: it imports vLLM itself, which reads some variables while it is imported.
+            anew: whether the process imports vLLM itself, which reads some variables while it is imported.
         """
         context = multiprocessing.get_context("spawn") if anew else self.context
         with tempfile.NamedTemporaryFile("w+", errors="replace") as log:

@@ -39,7 +39,7 @@ print("torch imported" if "torch" in sys.modules else "torch not imported")
 
 
 def write_checkpoint(folder: Path) -> None:
-    """The whole synthetic checkpoint, a file per layer, holes for values."""
+    """Write the synthetic checkpoint: a file per layer, holes for values."""
     size = make_checkpoint.Size(LAYERS, shard_bytes=20 << 30)
     make_checkpoint.write_checkpoint(folder, MODEL, "ct-int4", size, sparse=True)
 

@@ -20,7 +20,7 @@ MATTERS = 10.0
 
 
 def reference(folder: Path, floats: Path) -> nn.Module:
-    """The model in float32 in transformers, with the source's dequantised numbers.
+    """Load the model in float32 in transformers, with the source's dequantised numbers.
 
     Args:
         folder: the source.
@@ -99,7 +99,7 @@ class Reference:
         return cls(model, prompts, wanted, bf16, without)
 
     def error(self, found: list[Generated]) -> float:
-        """Of an engine's log-probabilities of the prompts."""
+        """Errors of an engine's log-probabilities of the prompts."""
         import torch
 
         return error_of(torch.cat([one.prompt for one in found]), self.wanted)

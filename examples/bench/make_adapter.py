@@ -10,13 +10,13 @@ import torch
 
 
 def write_adapter(source: Path, folder: Path, which: str, rank: int = 8) -> None:
-    """A random adapter in PEFT's files.
+    """Write a random adapter in PEFT's files.
 
     Args:
-        source: a checkpoint whose attention is not quantised.
-        folder: where to; it is created.
-        which: projections of `attention`, or of the `experts` of models that name them as Qwen3-MoE does.
-        rank: of the adapter.
+        source: checkpoint whose attention is not quantised.
+        folder: folder of the adapter, which is created.
+        which: `attention`, or `experts` of models that name them as Qwen3-MoE does.
+        rank: rank of the adapter.
     """
     from safetensors import safe_open
     from safetensors.torch import save_file

@@ -172,7 +172,7 @@ class Size:
     shard_bytes: int = 4 << 30
 
     def of(self, model: Model) -> Model:
-        """The model cut to this size. Layers without experts at its start come on top of `layers`."""
+        """Cut the model to this size; layers without experts at its start come on top of `layers`."""
         vocab = self.vocab or max(64, model.vocab * self.layers // (model.layers - model.dense) // 64 * 64)
         return replace(
             model, layers=self.layers + model.dense, num_experts=self.experts or model.num_experts, vocab=vocab

@@ -124,7 +124,7 @@ LIKE = {"kimi_k2": "deepseek_v3"}
 
 
 def family_config(model_type: str, **more: Any) -> Any:
-    """transformers' config of a small model of the family. `more`: keys beside or instead of what makes it small."""
+    """Make a small config of the family; `more` are keys beside or instead of those that make it small."""
     from transformers import AutoConfig
 
     model_type = LIKE.get(model_type, model_type)
@@ -160,7 +160,7 @@ def write_family(
         act_order: GPTQ: columns of down projections in activation order.
         gain: how much larger than usual the inputs of experts are [1, or what the format's codes need].
         draft: a layer for multi-token prediction behind the last one, in bf16, as GLM-4.5 and DeepSeek-V3 name it.
-        seed: of all random values.
+        seed: seed of all random values.
         sizes: keys of the config.
     """
     gain = _GAIN.get(kind, 1.0) if gain is None else gain
@@ -219,7 +219,7 @@ def _unstacked(plain: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.T
 
 
 def _draft(plain: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-    """The last layer again, with what joins a hidden state and the next token before it."""
+    """Repeat the last layer as an MTP layer, with the tensors that join a hidden state and the next token."""
     import torch
 
     number = max(int(name.split(".")[2]) for name in plain if name.startswith("model.layers."))
@@ -248,7 +248,7 @@ def _is_quantised(name: str, tensor: torch.Tensor, *, attention: bool) -> bool:
 
 
 def _stored(name: str, tensor: torch.Tensor) -> Tensor:
-    """A tensor as it is."""
+    """Store a tensor as it is."""
     import torch
 
     data = tensor.contiguous().view(torch.uint8).flatten().numpy()
@@ -257,7 +257,7 @@ def _stored(name: str, tensor: torch.Tensor) -> Tensor:
 
 
 def _projection(module: str, tensor: torch.Tensor, kind: Format, *, act_order: bool) -> Iterator[Tensor]:
-    """The random parts of a projection."""
+    """Draw the parts of a projection."""
     assert kind.projection is not None
     n, k = tensor.shape
     for part in kind.projection(module, n, k):
@@ -281,7 +281,7 @@ def _stacked(name: str, experts: int, k: int, n: int) -> Iterator[Tensor]:
 
 
 def _quantization(config: dict[str, Any], plain: list[str], *, act_order: bool) -> dict[str, Any]:
-    """The format's config, which names what is not quantised."""
+    """Return the format's config, which names the modules that are not quantised."""
     method = config["quant_method"]
     if method == "gptq":
         return config | {"dynamic": {f"-:^{name}$".replace(".", "[.]"): {} for name in plain}, "desc_act": act_order}

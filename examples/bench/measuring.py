@@ -54,7 +54,7 @@ def measure(command: list[str], log: Path) -> Run:
 
 
 def synced(command: list[str], folder: Path) -> list[str]:
-    """The command, then a sync of every file in the folder it wrote."""
+    """Run the command, then sync every file in the folder that it wrote."""
     return ["sh", "-c", '"$@" && exec sync "$0"/*', str(folder), *command]
 
 
@@ -109,7 +109,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Describe the machine."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -127,7 +127,7 @@ def machine() -> dict[str, Any]:
 
 
 def option_parser(text: str, cases: Iterable[str], *, gib: float, repeat: int) -> argparse.ArgumentParser:
-    """The options that the benchmarks have in common."""
+    """Return the parser of the options that all these benchmarks have."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=list(cases), action="append", help="[all]")
     parser.add_argument("--gib", type=float, default=gib, help=f"size of each checkpoint [{gib:g}]")

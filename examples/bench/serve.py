@@ -95,7 +95,7 @@ class Row:
 
 
 def row_of(name: str, port: int, source: Path, converted: Path) -> Row:
-    """A row by its name."""
+    """Return a row by its name."""
     kind, _, kernels = name.partition(":")
     if kind != "converted":
         return Row(name, port, source, [] if name == "auto" else ["--moe-backend", name])
@@ -129,7 +129,7 @@ class Server:
             prompt: the first one [random].
 
         Raises:
-            RuntimeError: it ended; the message holds the end of its log.
+            RuntimeError: the server ended; the message holds the end of its log.
         """
         row, peak = self.row, 0
         while not self.healthy():
@@ -198,7 +198,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def body_of(prompt: list[int], new: int, **more: Any) -> bytes:
-    """A request for exactly that many new tokens."""
+    """Return a request for exactly that many new tokens."""
     request = {"model": "m", "prompt": prompt, "max_tokens": new, "ignore_eos": True, "temperature": 0, **more}
     return json.dumps(request).encode()
 
@@ -301,7 +301,7 @@ def compared(one: list[list[tuple[str, float]]], other: list[list[tuple[str, flo
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A tokenizer with a word for every id: the engine wants one, prompts do not use it."""
+    """Write a tokenizer with a word for every id; the engine wants one, prompts do not use it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -340,7 +340,7 @@ def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
 
 
 def table(rows: list[Row], users: Sequence[int]) -> str:
-    """The medians as Markdown, each with its ratio to the best row of the engine's own on the source."""
+    """Write the medians as Markdown, each with its ratio to the engine's best row on the source."""
     measured = [f"c = {count}" for count in users] + ["prefill", "p50 ms", "p99 ms"]
     measured = [what for what in measured if all(what in row.figures for row in rows)]
     facts = ["weights", "answer", *(["peak GiB"] if ON_GPU else [])]
@@ -420,7 +420,7 @@ def main() -> None:
 
 
 def started(servers: list[Server], facts: dict[str, Any], *, alone: bool) -> list[Row]:
-    """The rows of those that answer; a backend that this machine cannot run is a fact of the table."""
+    """Return the rows of the servers that answer; a backend that this machine cannot run becomes a fact."""
     rows = []
     for server in servers:
         try:

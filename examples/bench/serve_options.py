@@ -48,7 +48,7 @@ FAILED = re.compile(r"(?:^|\s)([\w.]*(?:Error|Exception)\b(?:: .*|$))")
 
 
 def kernels(which: str) -> list[str]:
-    """The option for moeq's choice of kernels."""
+    """Return the option that chooses moeq's kernels."""
     return ["--additional-config", json.dumps({"moeq": {"kernels": which}})]
 
 
@@ -57,10 +57,10 @@ class Option:
     """A way to start a server.
 
     Attributes:
-        arguments: of its command line.
+        arguments: arguments of the server's command line.
         environment: variables beside those of all.
         then: what is asked of it before the prompts.
-        gathers: with the plug-in of `cpu_gather.py`.
+        gathers: whether the plug-in of `cpu_gather.py` is needed.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Option:
 
 
 def post(port: int, path: str) -> None:
-    """A request without a body. Raises RuntimeError for any answer but 200."""
+    """Send a request without a body. Raises RuntimeError for any answer but 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request("POST", path)
     answer = connection.getresponse()
@@ -153,7 +153,7 @@ def served(folder: Path, option: Option, log: Path, port: int, shared: list[str]
 
 
 def why(log: str) -> str | None:
-    """What a server that ended says: moeq's sentence, else the first error of a process."""
+    """Return why a server ended: moeq's sentence, else the first error of a process."""
     lines = log.splitlines()
     pairs = ((FAILED.search(line), after.strip()) for line, after in zip(lines, [*lines[1:], ""], strict=True))
     # What is wrong with an argument, and what helps, is in the line after.

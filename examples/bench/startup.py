@@ -85,7 +85,7 @@ class Stopwatch:
 
 
 def watch_reading() -> Stopwatch:
-    """A stopwatch on every read of weights from here on."""
+    """Time every read of weights from here on."""
     watch = Stopwatch(READ_INTO)
     Source.read_into = lambda *args: watch(*args)  # type: ignore[method-assign]
     return watch
@@ -146,7 +146,7 @@ class Worker:
             self.first = self.load(cold=False)
 
     def load(self, cold: bool) -> dict[str, float]:
-        """Times and memory. Raises StopIteration where it ends instead."""
+        """Return times and memory. Raises StopIteration where the process ends instead."""
         cache(self.place, cold)
         self.process.stdin.write(json.dumps([str(self.place), self.layout]) + "\n")
         self.process.stdin.flush()
@@ -157,7 +157,7 @@ class Worker:
         return json.loads(next(line for line in self.process.stdout if line.startswith("{")))
 
     def complaint(self) -> str:
-        """The last line that it wrote before it ended."""
+        """Return the last line that the process wrote before it ended."""
         self.errors.seek(0)
         return self.errors.read().strip().rpartition("\n")[2]
 
@@ -333,7 +333,7 @@ def main() -> None:
 
 
 def prepare(name: str, layers: int, folder: Path, layout: str, gpu: str) -> None:
-    """A source and its conversion."""
+    """Write a source and its conversion."""
     started = time.perf_counter()
     source, converted = folder / "source", folder / "converted"
     make_checkpoint.write_checkpoint(source, MODELS[name], MODELS[name].formats[0], make_checkpoint.Size(layers))

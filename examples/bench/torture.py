@@ -48,7 +48,7 @@ class Tally:
 
     Attributes:
         kills: processes killed before they were done.
-        late: of those, killed when the final folder already stood.
+        late: deaths after the final folder was in place.
         outlived: processes that finished before their death came.
         damages: files damaged as by a power cut.
         rounds: conversions brought to an end and compared.
@@ -134,7 +134,7 @@ class Torture:
         return killed
 
     def check_looks(self) -> None:
-        """Nothing looks finished that is not."""
+        """Check that no unfinished folder looks finished."""
         if self.out.exists():
             self.compare(self.out)
         if self.partial.exists() and opens(self.partial):

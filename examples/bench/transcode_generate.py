@@ -1,4 +1,4 @@
-"""Source and transcoded checkpoint in vLLM itself, without any plug-in: do both generate the same?
+"""Compare what source and transcoded checkpoint generate in vLLM, without any plug-in.
 
     python examples/bench/transcode_generate.py --out results.json [--source NAME ...]
 
@@ -65,7 +65,7 @@ class Pair:
         to: the target.
         options: further arguments of `transcode`.
         tp: tensor parallelism of both engines.
-        source_tp: of the source's engine, where it is another one.
+        source_tp: tensor parallelism of the source's engine, where it differs.
     """
 
     to: str
@@ -108,7 +108,7 @@ _MORE: dict[str, dict[str, Any]] = dict.fromkeys(("deepseek_v2", "deepseek_v3", 
 
 
 def _family(family: str, kind: str, *pairs: Pair, targets: tuple[str, ...] | None = None, **more: Any) -> Source:
-    """A random model of a family in a format."""
+    """Write a random model of a family in a format."""
     sizes = _SIZES | _MORE.get(family, {}) | more.pop("sizes", {})
     words = [word for word in ("attention", "act_order") if more.get(word)]
     name = "-".join([family, kind, *words, *more.pop("tags", ())])
@@ -172,7 +172,7 @@ def pairs_of(source: Source, only: Collection[str]) -> Iterator[Pair]:
 
 
 def verdict_of(folder: Path, engine: str, tp: int) -> dict[str, Any]:
-    """What `moeq oracle` says of a folder on this machine: whether the engine takes it, with what."""
+    """Ask `moeq oracle` whether the engine takes a folder on this machine, and with what."""
     gpu = detect_gpu() or detect_cpu()
     said = moeq.decide(moeq.open(folder), moeq.Deployment(gpu=gpu, tp=tp, engine=engine))
     error = None if said.error is None else said.error.text

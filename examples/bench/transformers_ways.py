@@ -60,7 +60,7 @@ Greedy = Callable[[torch.Tensor, int], tuple[list[int], torch.Tensor]]
 
 
 def _generate(model: Any, ids: torch.Tensor, new: int, **more: Any) -> tuple[list[int], torch.Tensor]:
-    """transformers' own `generate`."""
+    """Run transformers' own `generate`."""
     kept = {"output_logits": True, "return_dict_in_generate": True}
     found = model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, **kept, **more)
     return found.sequences[0, ids.shape[1] :].tolist(), torch.cat(found.logits)
@@ -77,7 +77,7 @@ def _by_generate(model: Any) -> Greedy:
 
 
 def _stepwise(model: Any, step: Any, ids: torch.Tensor, new: int) -> tuple[list[int], torch.Tensor]:
-    """A static cache, the prompt as it is, and each token by `step`: from a token's id to its logits `[1, 1, V]`."""
+    """Generate with a static cache; `step` turns a token's id into its logits `[1, 1, V]`."""
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=ROOM)

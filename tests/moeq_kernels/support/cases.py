@@ -147,7 +147,7 @@ def random_floats(shape: tuple[int, int, int], dtype: torch.dtype, generator: to
 
 
 def pack(layout: str, element: str, matrix: Quantised) -> PackedMatrix:
-    """Packs random codes in a layout."""
+    """Pack codes in a layout."""
     n, k = matrix.values.shape[1:]
     parts = PARTS[layout, element](matrix)
     bias = matrix.bias
@@ -282,11 +282,11 @@ class Recipe:
         layout, element: a key of PARTS.
         experts, hidden, intermediate: sizes.
         group_size, zero_points: integers only; the format decides otherwise.
-        dtype: of scales and biases (and of unquantised weights).
+        dtype: type of scales and biases, and of unquantised weights.
         order, activation, limit: as in `reference.Layer`.
         bias: whether there are biases.
-        seed: of the random numbers.
-        activation_dtype: as of `PackedMatrix`.
+        seed: seed of the random numbers.
+        activation_dtype: attribute of `PackedMatrix`.
     """
 
     layout: str = "marlin-wna16/1"
@@ -306,7 +306,7 @@ class Recipe:
 
 
 def make_layer(recipe: Recipe, device: torch.device | str = "cpu") -> tuple[PackedExperts, Layer]:
-    """The layer of a recipe: packed, and as plain numbers."""
+    """Make the layer of a recipe: packed, and as plain numbers."""
     generator = torch.Generator(device=device).manual_seed(recipe.seed)
     rows = recipe.intermediate if recipe.order == "ungated" else 2 * recipe.intermediate
     w13 = _random(recipe, rows, recipe.hidden, generator)
@@ -347,7 +347,7 @@ def _random(recipe: Recipe, n: int, k: int, generator: torch.Generator) -> Quant
 
 
 def as_stored(matrix: Quantised, fmt: Format) -> Quantised:
-    """The matrix with its scales rounded as a layout with 16-bit scales rounds them."""
+    """Round the scales of a matrix as layouts with 16-bit scales do."""
     if fmt.scale_dtypes not in (("bfloat16",), ("float16",)):
         return matrix
     dtype: torch.dtype = getattr(torch, fmt.scale_dtypes[0])
@@ -378,7 +378,7 @@ def route(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Routed:
-    """Standard normal inputs and uniform routing without replacement."""
+    """Draw standard normal tokens and distinct experts, all as likely."""
     generator = torch.Generator(device=device).manual_seed(seed + 1000)
     x = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype)
     logits = torch.rand(tokens, experts, generator=generator, device=device)
@@ -387,7 +387,7 @@ def route(
 
 
 def meta_matrix(layout: str, element: str, experts: int, n: int, k: int, group: int) -> PackedMatrix:
-    """A matrix of these sizes that takes no memory."""
+    """Make a matrix of these sizes that takes no memory."""
     fmt = find_format(layout, element)
     order = fmt.single_order if group in (-1, k) else fmt.group_order
     groups = 1 if group in (-1, k) else -(-k // group)
@@ -406,7 +406,7 @@ def meta_experts(
     element: str = "int4",
     group: int = 128,
 ) -> PackedExperts:
-    """A layer of these sizes that takes no memory."""
+    """Make a layer of these sizes that takes no memory."""
     return PackedExperts(
         meta_matrix(layout, element, experts, 2 * intermediate, hidden, group),
         meta_matrix(layout, element, experts, hidden, intermediate, group),

@@ -1,4 +1,4 @@
-"""One comparison: the kernels' result against the truth, and the error that 16-bit arithmetic is allowed."""
+"""Comparison of a kernel's result with the float32 reference, beside the error of 16-bit arithmetic."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """error / plain_error; 1 where both are exact."""
+        """Quotient of `error` and `plain_error`; 1 where both are exact."""
         return self.error / self.plain_error if self.plain_error else float(self.error > 0) * float("inf") + 1.0
 
     @property
@@ -44,7 +44,7 @@ def compare(
     expert_map: Tensor | None = None,
     **options: object,
 ) -> Comparison:
-    """Runs the kernels and the references on one input."""
+    """Run the kernels and the references on one input."""
     y = fused_moe(
         routed.x,
         packed,

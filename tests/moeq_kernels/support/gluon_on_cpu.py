@@ -1,4 +1,4 @@
-"""Runs Gluon kernels on a CPU: the same device code, with torch in place of the compiler.
+"""Run Gluon kernels on a CPU: the same device code, with torch in place of the compiler.
 
 The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
 nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
@@ -60,7 +60,7 @@ class Pointer:
         return self
 
     def load(self, mask: Any = None, other: Any = 0) -> Value:
-        """What is there; `other` where the mask does not hold."""
+        """Load the elements; `other` where the mask does not hold."""
         places = value(self.offset)
         there = value(True if mask is None else mask).expand(torch.broadcast_shapes(places.shape, value(mask).shape)
                                                              if mask is not None else places.shape)  # fmt: skip
@@ -72,7 +72,7 @@ class Pointer:
         return value(found)
 
     def store(self, content: Any, mask: Any = None) -> None:
-        """Writes where the mask holds."""
+        """Store where the mask holds."""
         content = value(content)
         there = value(True if mask is None else mask).expand(content.shape)
         places = value(self.offset).expand(content.shape)[there]
@@ -128,7 +128,7 @@ class Box:
         self.area, self.block, self.dtype = area, block, Dtype(area.dtype)
 
     def load(self, place: list[Any]) -> Tensor:
-        """The block there."""
+        """Return the block at these offsets."""
         found = torch.zeros(self.block, dtype=self.area.dtype)
         starts = [int(one) for one in place]
         ends = [min(start + size, have) for start, size, have in zip(starts, self.block, self.area.shape, strict=True)]
@@ -185,7 +185,7 @@ class Barriers:
 
 
 def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any = True) -> None:
-    """A copy of the copy engine."""
+    """Copy as the copy engine does."""
     if pred:
         _seen("copy", target, bar, target.memory.numel() * target.memory.itemsize)
         target.memory.copy_(box.load(place))
@@ -193,7 +193,7 @@ def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any 
 
 
 def reinterpret(shared: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
-    """The same memory as another type and shape."""
+    """View the memory as another type and shape."""
     return Shared(shared.memory.view(-1).view(torch.uint8).view(_torch(dtype)).view(shape))
 
 
@@ -233,7 +233,7 @@ class Language:
     def inline_asm_elementwise(
         self, text: str, constraints: str, given: Any, dtypes: Any, pure: bool, pack: int
     ) -> Any:
-        """A PTX text; of those that take an address, one adds 1 there and the other reads."""
+        """Run a PTX text; of the two that take an address, one adds 1 there and the other reads."""
         if given and isinstance(given[0], Pointer):
             return self.atomic_add(given[0], 1, "relaxed") if "atom." in text else given[0].load()
         return inline_asm(text, constraints, tuple(given), dtypes, pure, pack)
@@ -346,7 +346,7 @@ LANGUAGE = Language()
 
 
 def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async: bool = False) -> Value:
-    """wgmma with its right operand in shared memory, and the left one there or in registers."""
+    """Run wgmma with its right operand in shared memory, and the left one there or in registers."""
     for operand in (a, b):
         if isinstance(operand, Shared):
             _seen("product", operand)
@@ -355,13 +355,13 @@ def warpgroup_mma(a: Any, b: Shared, acc: Value, use_acc: bool = True, is_async:
 
 
 def warpgroup_mma_wait(number: int, deps: tuple[Value, ...]) -> Any:
-    """What waited for."""
+    """Return the operands that were waited for."""
     _seen("products", number=number)
     return deps[0] if len(deps) == 1 else deps
 
 
 def mma(a: Tensor, b: Tensor, acc: Value) -> Value:
-    """acc + a @ b: of 16-bit numbers in float32, of int8 exactly, of e4m3 as Hopper's tensor cores add them."""
+    """Return acc + a @ b: of 16-bit numbers in float32, of int8 exactly, of e4m3 as Hopper's tensor cores add them."""
     if a.dtype == torch.int8:
         return value(acc + (a.double() @ b.double()).to(acc.dtype))
     if a.dtype == torch.float8_e4m3fn:
@@ -445,7 +445,7 @@ def _module(name: str) -> _Module:
 
 
 def run_all(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> None:
-    """Launches in order: those of Gluon kernels here, others in Triton's interpreter."""
+    """Run launches in order: Gluon kernels here, others in Triton's interpreter."""
     for launch in launches:
         if isinstance(launch.function, GluonJITFunction):
             run(launch, roots)

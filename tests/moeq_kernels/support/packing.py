@@ -1,4 +1,4 @@
-"""Packs random codes into kernel layouts with torch, on any device, for tests and benchmarks of the kernels.
+"""Pack codes into kernel layouts with torch, on any device, for tests and benchmarks of the kernels.
 
 Written from the closed forms of the layouts (element by element, "which code does this field of this word hold"),
 not from the reshapes that the device code uses, so that a mistake in one does not hide in the other. Products use

@@ -30,7 +30,7 @@ def run_family(
     plan: Any = None,
     dependent: bool = True,
 ) -> Tensor:
-    """y `[M, H]` by that family's kernels, which have to support the layer; plan None is what the family chooses."""
+    """Return y `[M, H]` by that family's kernels, which have to support the layer; plan None leaves it the choice."""
     known = None if expert_map is None else expert_map.numel()
     tokens, top_k = topk_ids.shape
     layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family=family, plan=plan, dependent=dependent)
@@ -38,7 +38,7 @@ def run_family(
 
 
 def pretend(name: str) -> None:
-    """Plans, compiles and runs for another NVIDIA GPU from now on: its PTX, which the driver assembles for this one.
+    """Plan, compile and run for another NVIDIA GPU from now on: the driver assembles its PTX for this GPU.
 
     So code for sm_80 runs on a GPU of sm_90, where no older one is at hand. Multiprocessors are counted as they are.
     """
@@ -55,27 +55,27 @@ def pretend(name: str) -> None:
 
 
 def hopper_moe(*given: Any, **options: Any) -> Tensor:
-    """By the Hopper kernels for 16-bit activations."""
+    """Run the Hopper kernels for 16-bit activations."""
     return run_family("hopper-w4a16", *given, **options)
 
 
 def hopper_int8_moe(*given: Any, **options: Any) -> Tensor:
-    """By the Hopper kernels for W8A8."""
+    """Run the Hopper kernels for W8A8."""
     return run_family("hopper-w8a8", *given, **options)
 
 
 def hopper_fp8_moe(*given: Any, **options: Any) -> Tensor:
-    """By the Hopper kernels for e4m3 x e4m3."""
+    """Run the Hopper kernels for e4m3 x e4m3."""
     return run_family("hopper-fp8", *given, **options)
 
 
 def portable_moe(*given: Any, **options: Any) -> Tensor:
-    """By the portable kernels."""
+    """Run the portable kernels."""
     return run_family("portable", *given, **options)
 
 
 def quantize(x: Tensor, static_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """int8 codes `[R, K]` and float32 scales `[R]` of rows, by the portable kernel."""
+    """Quantise rows by the portable kernel: int8 codes `[R, K]` and float32 scales `[R]`."""
     roots = {"x": x.contiguous(), "codes": torch.empty_like(x, dtype=torch.int8), "scales": x.new_empty(len(x)).float()}
     areas = {name: Area.like(name, tensor) for name, tensor in roots.items()}
     static = None

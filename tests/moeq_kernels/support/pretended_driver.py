@@ -59,7 +59,7 @@ int cuGraphDestroy(void *graph) { return 0; }
 
 
 def driver(folder: Path, more: str = "") -> ctypes.CDLL:
-    """The library, with more functions in C if wanted, loaded under the driver's name."""
+    """Build the library, with more functions in C if wanted, and load it under the driver's name."""
     (folder / "driver.c").write_text(DRIVER + more)
     library = folder / "libcuda.so.1"
     build = ["gcc", "-O2", "-shared", "-fPIC", "-w", folder / "driver.c", "-o", library, "-Wl,-soname,libcuda.so.1"]
@@ -68,7 +68,7 @@ def driver(folder: Path, more: str = "") -> ctypes.CDLL:
 
 
 def take_cpu(layer: Any) -> None:
-    """Makes a layer that was planned on `meta` take tensors of the CPU and launch through the stand-in."""
+    """Make a layer that was planned on `meta` take tensors of the CPU and launch through the stand-in."""
     import torch
 
     from moeq_kernels import prepared
@@ -81,7 +81,7 @@ def take_cpu(layer: Any) -> None:
 
 
 def pretend_cuda() -> None:
-    """What prepared calls ask torch about the current device, answered without one."""
+    """Answer without a device what prepared calls ask torch about the current one."""
     import contextlib
 
     import torch

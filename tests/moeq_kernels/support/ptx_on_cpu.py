@@ -1,4 +1,4 @@
-"""Runs PTX texts of device code on tensors, instruction by instruction, with rounding as the instructions have it."""
+"""Run PTX texts of device code on tensors, instruction by instruction, with the rounding of each instruction."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def inline_asm(text: str, constraints: str, given: tuple[Value, ...], dtypes: Any, pure: bool, pack: int) -> Any:
-    """A PTX text on `pack` neighbouring elements at a time, which lie in registers of 32 bits."""
+    """Run a PTX text on `pack` neighbouring elements at a time, which share 32-bit registers."""
     if ".f32" in text:
         return {"ex2": torch.exp2, "rcp": torch.reciprocal}[text[:3]](given[0])
     if text.startswith(("fence", "shfl")):  # lanes of a warp have the same here

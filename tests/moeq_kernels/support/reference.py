@@ -122,7 +122,7 @@ def relative_error(actual: Tensor, truth: Tensor) -> float:
 
 
 def worst_row(actual: Tensor, truth: Tensor) -> float:
-    """The largest error of a row `[.., H]`, over its norm or (where more) that of rows in the square mean.
+    """Return the largest error of a row `[.., H]`, over its norm or the rows' square mean, whichever is larger.
 
     In `relative_error` many good rows hide a few wrong numbers.
     """

@@ -1,4 +1,4 @@
-"""compute-sanitizer over the kernels, on tiny layers: memory, what was never written, races in shared memory, barriers.
+"""Run compute-sanitizer over the kernels, on tiny layers: memory, uninitialised reads, shared memory, barriers.
 
     python -m support.sanitizer --out results.json [--seconds 120]
 
@@ -30,7 +30,7 @@ TOKENS = (1, 70)
 
 @dataclass(frozen=True)
 class Call:
-    """Something to run: its name, a function of the number of tokens, and those numbers."""
+    """A call to run: its name, a function of the number of tokens, and those numbers."""
 
     name: str
     run: Any
@@ -38,7 +38,7 @@ class Call:
 
 
 def calls(only: tuple[str, ...]) -> Iterator[Call]:
-    """Every format whose name contains one of `only`, then every kernel of the Hopper plans, for such layers."""
+    """Yield every format whose name contains one of `only`, then every kernel of the Hopper plans for such layers."""
     import torch
 
     from moeq_kernels import PackedExperts, fused_moe
@@ -110,7 +110,7 @@ def run_calls(seconds: float, only: tuple[str, ...]) -> int:
 
 
 def run_tool(tool: str, seconds: float, only: str) -> subprocess.Popen[str]:
-    """The tool over this script."""
+    """Start the tool over this script."""
     script = [sys.executable, "-m", "support.sanitizer", "--calls", "--seconds", str(seconds), "--only", only]
     command = ["compute-sanitizer", "--tool", tool, "--print-limit", "400", "--launch-timeout", "120", *script]
     # The caching allocator would hand out parts of large blocks, and accesses beyond a part would not be noticed.
@@ -119,7 +119,7 @@ def run_tool(tool: str, seconds: float, only: str) -> subprocess.Popen[str]:
 
 
 def dispatches(block: str) -> bool:
-    """Whether a reported race is the hand-over to specialised warps, which Triton makes and the tool misreads.
+    """Return whether a reported race is Triton's hand-over to specialised warps, which the tool misreads.
 
     The default warps write what the others are to do, all meet at a barrier, the others read it, all meet again:
     both barriers are of all threads, but at different instructions. Triton gives that code source lines of the kernel
@@ -133,7 +133,7 @@ def dispatches(block: str) -> bool:
 
 @cache
 def hand_over_lines(file: str, kernel: str) -> frozenset[int]:
-    """Lines of `kernel`, in the module of that name, that stand for Triton's hand-over to specialised warps only.
+    """Return the lines of `kernel` that stand for Triton's hand-over to specialised warps only.
 
     These are its decorator and `def`, its calls of `warp_specialize`, which merely name functions, and the `if`s over
     compile-time constants around them. A kernel without such a call has none.
@@ -149,7 +149,7 @@ def hand_over_lines(file: str, kernel: str) -> frozenset[int]:
 
 
 def _hand_overs(node: ast.AST) -> Iterator[set[int]]:
-    """Lines of each call of `warp_specialize` below node, with those of the `if`s around it."""
+    """Yield the lines of each call of `warp_specialize` below a node, with those of the `if`s around it."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call) and ast.unparse(child.func) == "gl.warp_specialize":
             assert child.end_lineno is not None
@@ -165,7 +165,7 @@ def _names(expression: ast.expr) -> Iterator[ast.Name]:
 
 
 def summary(tool: str, output: str, code: int | None) -> dict[str, Any]:
-    """What a tool said."""
+    """Summarise what a tool said."""
     blocks = re.split(r"^=========\s*$", output, flags=re.MULTILINE)
     reported = [
         block for block in blocks if re.search(r"^========= (Error|Warning|Invalid|Uninit|Barrier)", block, re.M)
@@ -187,7 +187,7 @@ def summary(tool: str, output: str, code: int | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Command line; exits 1 where a tool found something or did not finish."""
+    """Run the command line; the exit code is 1 where a tool found an error or did not finish."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--tools", default=",".join(TOOLS))

@@ -1,4 +1,4 @@
-"""Compiles every Hopper kernel ahead of time with the triton that is installed, and reads the machine code.
+"""Compile every Hopper kernel ahead of time with the installed triton, and read the machine code.
 
     python -m support.compile.hopper [--trimmed] [--out results.json] [PREFIX ...]
 
@@ -35,7 +35,7 @@ TRIMMED = {
 
 
 def main() -> int:
-    """A line for each case."""
+    """Run the command line, which prints one line per case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trimmed", action="store_true")
     parser.add_argument("--out", type=Path, help="JSON: what the innermost loops with wgmma hold, and local memory")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def counts(sass: str) -> dict[str, Any]:
-    """Instructions and wgmma of each main loop; loads and stores of local memory in the whole kernel."""
+    """Count instructions and wgmma of each main loop, and accesses of local memory in the whole kernel."""
     loops = main_loops(sass)
     local = sum(one.operation.startswith(("LDL", "STL")) for one in instructions(sass).values())
     return {"instructions": [len(one) for one in loops], "wgmma": [sum(map(is_wgmma, one)) for one in loops],

@@ -1,4 +1,4 @@
-"""Compiles every kernel configuration for every target, ahead of time, with one or several versions of triton.
+"""Compile every kernel configuration for every target, ahead of time, with one or several versions of triton.
 
     PYTHONPATH=kernels:tests/moeq_kernels python -m support.compile.matrix                      # the installed triton
     pip install --target /tmp/t36 --no-deps triton==3.6.0
@@ -23,7 +23,7 @@ from support.compile.portable import TARGETS, compile_case, full_matrix, trimmed
 
 
 def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
-    """Compiles with the triton of this process."""
+    """Compile with the triton of this process."""
     import triton
 
     cases = trimmed_matrix() if trimmed else full_matrix()
@@ -50,7 +50,7 @@ def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
 
 
 def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, object]:
-    """The same in a child process that finds the triton in `folder` first."""
+    """Compile in a child process that finds the triton in `folder` first."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
     command = [
@@ -70,7 +70,7 @@ def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, o
 
 
 def write(path: Path, documents: list[dict[str, object]]) -> None:
-    """A JSON array with one line per outcome, to keep diffs readable."""
+    """Write a JSON array with one line per outcome, to keep diffs readable."""
     parts = []
     for document in documents:
         head = json.dumps({key: value for key, value in document.items() if key != "outcomes"})[:-1]
@@ -80,7 +80,7 @@ def write(path: Path, documents: list[dict[str, object]]) -> None:
 
 
 def main() -> int:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", type=Path, action="append", help="folder of another triton (may be repeated)")
     parser.add_argument("--targets", nargs="*", default=[*TARGETS], choices=[*TARGETS])

@@ -1,4 +1,4 @@
-"""Compiling the `mma.sync` products ahead of time for all NVIDIA architectures and reading them; needs no GPU.
+"""Compile the `mma.sync` products ahead of time for all NVIDIA architectures, and read the machine code.
 
     python -m support.compile.mma [--formats nvfp4] [--targets sm_80] [--out results.json]
 
@@ -51,7 +51,7 @@ TOKENS = (4, 96, 200, 2000)
 
 
 def problem(name: str, target: str) -> Problem:
-    """A layer of 32 experts in that format."""
+    """Make a layer of 32 experts in that format."""
     layout, element, group, zeros, scale_dtype, dtype, bias = FORMATS[name]
     fmt = find_format(layout, element)
     meta = partial(torch.empty, device="meta")
@@ -102,7 +102,7 @@ def check(name: str, target: str, tokens: int) -> list[Outcome]:
 
 
 def main() -> int:
-    """A line for each build."""
+    """Run the command line, which prints one line per build."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trimmed", action="store_true", help="one tile for each format and architecture")
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=FORMATS)

@@ -1,4 +1,4 @@
-"""Compiling every kernel ahead of time, without a GPU, and reading what came out.
+"""Compile every kernel ahead of time, without a GPU, and read the result.
 
 Triton compiles for any target it has a backend for; torch's meta tensors stand in for the weights. What is checked:
 the kernel compiles, uses no local memory (spilled registers) inside a loop, fits the target's shared memory, and on
@@ -49,10 +49,10 @@ class Case:
         layout, element, group_size: the weights; empty layout for kernels that read none.
         rows: average rows per expert, which decides the tile.
         epilogue: `halves` or `interleaved` (gate and up), `down`, or a kernel name: `quantize_rows`, `sum_choices`.
-        activation: of the gate-up product.
-        dtype: of x.
+        activation: activation of the gate-up product.
+        dtype: type of x.
         zero_points, bias: which optional parts there are.
-        activation_dtype: as of `PackedMatrix`.
+        activation_dtype: attribute of `PackedMatrix`.
     """
 
     name: str
@@ -163,7 +163,7 @@ def _zero_point_options(fmt: Format, base: Case) -> list[Case]:
 
 
 def compile_case(case: Case, target: str) -> Outcome:
-    """Compiles one case. A compiler error is an Outcome with a problem, not an exception.
+    """Compile one case. A compiler error is an Outcome with a problem, not an exception.
 
     Raises KernelEnvironmentError where triton is missing or interpreted.
     """
@@ -181,7 +181,7 @@ def compile_case(case: Case, target: str) -> Outcome:
 
 
 def launch_of(case: Case, target: str = "sm_90") -> Launch:
-    """The launch that a layer of Qwen3-30B-A3B's size would make."""
+    """Return the launch that a layer of Qwen3-30B-A3B's size makes."""
     area = partial(Area.of, "workspace")
     if case.epilogue == "quantize_rows_e4m3":  # in groups of 128
         case = replace(case, layout="fp8-block-identity/1", element="e4m3", activation_dtype="fp8")
@@ -277,7 +277,7 @@ def _text(compiled: Any) -> str:
 
 
 def _tool(name: str) -> str:
-    """A CUDA binary tool that comes with triton. Raises KernelEnvironmentError where it does not."""
+    """Find a CUDA binary tool that comes with triton. Raises KernelEnvironmentError where there is none."""
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

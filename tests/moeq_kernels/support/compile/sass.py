@@ -1,4 +1,4 @@
-"""Reading Hopper machine code: is a register of a wgmma that still runs overwritten, and what do loops contain?
+"""Read Hopper machine code: registers that are overwritten while a wgmma still reads them, and contents of loops.
 
 wgmma reads its left operand from registers while later instructions already run. Nothing in the hardware stops those
 from overwriting the registers; the compiler must wait first. Triton's own pipelining (before 3.9) and ptxas (before
@@ -41,7 +41,7 @@ class Hazard:
 
 
 def disassemble(cubin: bytes) -> str:
-    """The machine code of a build, by the `nvdisasm` that triton brings.
+    """Disassemble a build with the `nvdisasm` that triton brings.
 
     Before 3.9, triton's own text of it (`asm["sass"]`) ends after 4096 instructions.
     """
@@ -78,7 +78,7 @@ def loops(sass: str) -> list[tuple[int, int]]:
 
 
 def main_loops(sass: str) -> list[list[Instruction]]:
-    """The innermost loops that hold wgmma instructions.
+    """Return the innermost loops that hold wgmma instructions.
 
     Blocks that ptxas moved behind a loop (waiting longer than usual) also branch back into it; a span that overlaps a
     shorter one is not counted.
@@ -93,7 +93,7 @@ def main_loops(sass: str) -> list[list[Instruction]]:
 
 
 def problems(sass: str, *, registers: bool = True) -> list[str]:
-    """What a build of these kernels must not have; empty where it is good.
+    """List what a build of these kernels must not have; empty where it is good.
 
     Left operands come from registers that nothing overwrites too early (or, without `registers`, all from shared
     memory); loops move no data between lanes and hold no spilled registers or round trips through shared memory.
@@ -123,13 +123,13 @@ def is_wgmma(one: Instruction) -> bool:
 
 
 def left_registers(one: Instruction) -> set[int]:
-    """Registers of a wgmma's left operand; none where it is in shared memory."""
+    """Return the registers of a wgmma's left operand; none where it is in shared memory."""
     match = re.match(r"R(\d+)", one.operands[1]) if is_wgmma(one) and len(one.operands) > 1 else None
     return set(range(int(match[1]), int(match[1]) + 4)) if match else set()
 
 
 def hazards(sass: str) -> list[Hazard]:
-    """Writes to left-operand registers of a wgmma that no wait has retired yet; every loop is walked twice."""
+    """List writes to a wgmma's left operand before a wait retires it; every loop is walked twice."""
     found: set[Hazard] = set()
     groups: list[list[tuple[int, set[int]]]] = []
     current: list[tuple[int, set[int]]] = []

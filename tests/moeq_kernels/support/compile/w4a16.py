@@ -1,4 +1,4 @@
-"""Compiling the Hopper kernels ahead of time for sm_90, without a GPU. Needs triton only."""
+"""Compile the Hopper kernels ahead of time for sm_90, without a GPU. Needs triton only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Case:
     out: str | None = None
 
 
-#: Of integers.
+#: Groups of integers.
 TABLES = (TABLE, LONG_TABLE, LONG_TABLE_MANY, INT8_LONG_TABLE)
 #: Formats beside int4 in groups of 128: name and changes.
 _FORMATS: dict[str, dict[str, Any]] = {
@@ -141,7 +141,7 @@ def cases() -> list[Case]:
 
 
 def _few_floats() -> list[Case]:
-    """The kernels for few tokens, as the plan takes them for floats beside MXFP4."""
+    """Yield the kernels for few tokens that plans have for floats beside MXFP4."""
     result = []
     for suffix, changes in _FLOATS.items():
         kind, group = changes["kind"], changes.get("group", 128)
@@ -167,7 +167,7 @@ class _Source:
 
 
 def compile_case(case: Case, **options: Any) -> Any:
-    """Compiles for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
+    """Compile for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -182,7 +182,7 @@ def compile_case(case: Case, **options: Any) -> Any:
 
 
 def compile_routing() -> dict[str, Any]:
-    """Builds of the kernels of `device.routing` (plain Triton, which its interpreter takes less strictly), by name."""
+    """Build the kernels of `device.routing`, by name; Triton's interpreter takes them less strictly."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""Compiling the Hopper kernels for 4-bit weights and e4m3 activations ahead of time for sm_90, without a GPU."""
+"""Compile the Hopper kernels for 4-bit weights and e4m3 activations ahead of time for sm_90, without a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class W4a8Case:
     Attributes:
         name: unique.
         kernel: sizes.
-        element: of weights.
+        element: element of the weights.
         group: int4 codes that share a scale, 0 for one scale for each output feature.
         epilogue, bias, out: what follows the product, whether biases are added, triton type of out.
     """
@@ -48,7 +48,7 @@ def cases() -> list[W4a8Case]:
 
 
 def compile_case(case: W4a8Case, **options: Any) -> Any:
-    """Compiles for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
+    """Compile for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
     words = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
     kernel, mxfp4 = case.kernel, case.element == "e2m1"

@@ -1,4 +1,4 @@
-"""Compiling the Hopper kernels for int8 x int8 and e4m3 x e4m3 ahead of time for sm_90, without a GPU."""
+"""Compile the Hopper kernels for int8 x int8 and e4m3 x e4m3 ahead of time for sm_90, without a GPU."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _e4m3_cases(kernel: Int8Narrow | Int8Wide, name: str) -> list[Int8Case]:
 
 
 def compile_case(case: Int8Case, **options: Any) -> Any:
-    """Compiles for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
+    """Compile for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
     kernel = case.kernel
     if isinstance(kernel, Int8Direct):
         return _compile(*_direct(case, kernel), options)
@@ -172,7 +172,7 @@ def _wide(case: Int8Case) -> tuple[Any, dict[str, str], dict[str, Any]]:
 
 
 def compile_rows() -> dict[str, Any]:
-    """Builds of the kernels of `device.rows` at sizes of real models, for int8 and for e4m3 in groups."""
+    """Build the kernels of `device.rows` at sizes of real models, for int8 and for e4m3 in groups."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

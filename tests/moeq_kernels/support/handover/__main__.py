@@ -1,4 +1,4 @@
-"""Is every hand-over of shared memory between warps ordered? Checked on a CPU, for all schedules of the real code.
+"""Check that every hand-over of shared memory between warps is ordered, for all schedules of the real code.
 
     python -m support.handover --out results.json
 
@@ -39,7 +39,7 @@ from moeq_kernels import interpreter
 
 
 def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
-    """Name, family, layer, plan and tokens: every kernel of the plans' tables, over more than two rounds of its stages.
+    """Yield name, family, layer, plan and tokens of every kernel of the tables, over two rounds of its stages and more.
 
     Layers are small, but k is as long as the ring asks for.
     """
@@ -78,7 +78,7 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
 
 def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
-    """One call of a layer on two multiprocessors."""
+    """Record one call of a layer."""
     from support import gluon_on_cpu
 
     from moeq_kernels.prepared import prepare_for
@@ -105,7 +105,7 @@ def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
 
 
 def judged(trace: Trace, spoil: bool) -> dict[str, Any]:
-    """What the order of a trace says, of the trace and of its mutants."""
+    """Judge the order of a trace, and of its mutants."""
     order = Order(trace)
     row: dict[str, Any] = {
         "threads": len(trace.threads) - 1,
@@ -122,10 +122,10 @@ def judged(trace: Trace, spoil: bool) -> dict[str, Any]:
 
 
 def rows_of(found: Recorder) -> Iterator[dict[str, Any]]:
-    """What is said of every program of a call.
+    """Yield a verdict on every program of a call.
 
-    Of programs alike only the longest is spoilt: in one that never comes back to its first stage, waiting for a free
-    one makes no difference.
+    Of equal programs only the longest is spoilt: where a program never comes back to its first stage, waiting for a
+    free one makes no difference.
     """
     programs = [(kernel, trace) for kernel, trace in zip(found.kernels, found.traces(), strict=True) if trace.counts]
     longest: dict[tuple[str, int], Trace] = {}
@@ -136,7 +136,7 @@ def rows_of(found: Recorder) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Command line; exits 1 where something is not ordered, or a mutant was missed."""
+    """Run the command line; the exit code is 1 where an access is not ordered, or a mutant was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="cases whose name contains this")

@@ -1,4 +1,4 @@
-"""Every interleaving of a short trace, event by event and copy by copy: what `order` has to agree with."""
+"""Walk through every interleaving of a short trace, event by event and copy by copy, to check `order`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def explore(trace: Trace, most: int = 300_000) -> str | None:
 def _step(
     one: Event, number: int, places: Any, barriers: Any, copies: Any, index: dict[int, int], counts: dict[int, int]
 ) -> Any:
-    """The state after an event; None while it has to wait."""
+    """Return the state after an event; None while the event has to wait."""
     if one.what == "wait" and barriers[index[one.bar]][2] == one.number:
         return None
     ahead = (*places[:number], places[number] + 1, *places[number + 1 :])

@@ -1,4 +1,4 @@
-"""Traces with one mistake each, which every check has to find."""
+"""Traces with one mistake each, all of which the checks have to find."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Events = list[Event]
 
 
 def mutants(trace: Trace) -> Iterator[tuple[str, Trace]]:
-    """The trace with one mistake each, in every place of its code: threads and arrays of barriers."""
+    """Yield the trace with one mistake each, in every place of its code: threads and arrays of barriers."""
     for number, events in enumerate(trace.threads):
         waits = [one for one in events if one.what == "wait"]
         for group in dict.fromkeys(trace.groups[one.bar] for one in waits):
@@ -56,7 +56,7 @@ def _fewer_bytes(events: Events) -> Events:
 
 
 def _next_place(events: Events) -> Events:
-    """Copies go to where the following copy of other bytes should go."""
+    """Send copies to where the following copy of other bytes should go."""
     places = list(dict.fromkeys((one.low, one.high) for one in events if one.what == "copy"))
     following = dict(zip(places, [*places[1:], *places[:1]], strict=True))
     changed = []

@@ -1,4 +1,4 @@
-"""What is ordered in every schedule of a trace, from one recording: see `support.handover`."""
+"""Order of the accesses of a trace in every schedule, derived from one recording."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class _Thread:
     groups: list[list[Access]] = field(default_factory=list)
 
     def end(self, running: list[Access], left: int) -> None:
-        """All but the last `left` are over at the present event."""
+        """End all but the last `left` at the present event."""
         while len(running) > left:
             running.pop(0).end = self.place
 

@@ -1,4 +1,4 @@
-"""Whether the warps of a warpgroup have met before one thread arrives, or starts a copy, for all: read in PTX."""
+"""Read in PTX whether the warps of a warpgroup meet before one thread arrives, or starts a copy, for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the warps of a program do with shared memory and mbarriers, recorded while `gluon_on_cpu` runs its code."""
+"""Records of what warps do with shared memory and mbarriers while `gluon_on_cpu` runs a program."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Recorder:
         self._kept: list[Any] = []  # memory that is freed would be given out again
 
     def begin(self, kernel: str) -> None:
-        """A new program of a kernel."""
+        """Begin a program of a kernel."""
         self.kernels.append(kernel)
         self.programs.append({None: []})
         self.counts.append({})
@@ -73,7 +73,7 @@ class Recorder:
             self.programs[-1].setdefault(partition, []).append(Event(what, address, low, high, number))
 
     def traces(self) -> list[Trace]:
-        """What was recorded."""
+        """Return what was recorded."""
         found = []
         for program, counts, groups in zip(self.programs, self.counts, self.groups, strict=True):
             parts = [program[None], *(program[key] for key in sorted(key for key in program if key is not None))]
