@@ -21,7 +21,7 @@ from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.job import Job, JobRequest, open_job, places
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
-from moeq.pipeline.run.execution import Where, at_once, run_units
+from moeq.pipeline.run.execution import ExecutorOptions, one_batch, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
@@ -48,7 +48,7 @@ class Conversion:
         verdict: the oracle's verdict that chose backend and layout.
         manifest: what `moeq.json` says; None for a dry run.
         resumed_units: units found finished from an interrupted run.
-        backend: backend whose kernel reads the result; the layout's id where the engine has none for it.
+        backend: backend whose kernel reads the result; the layout's id if the engine has none for it.
         share: the share of the units that was asked for, or None if it was all.
         memory: memory that the run takes, and its number of workers.
         job: source, decision and plan, for `moeq.pipeline.plan_document`.
@@ -139,9 +139,9 @@ def convert(
     memory = plan_memory(job, units, workers or default_workers(), max_memory)
     if dry_run:
         return conversion_of(job, folder, None, share=part, memory=memory)
-    where = Where(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
+    where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
-        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(at_once) as batches:
+        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records, signer) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))

@@ -51,7 +51,7 @@ def finalize(
 
     Raises:
         MoeqError: `usage.nothing-to-finalize`; `answer.units-missing`, `answer.units-contradict`, by name;
-            `usage.other-job` where shares were run with different options, sources or versions; `source.changed`;
+            `usage.other-job` if shares were run with different options, sources or versions; `source.changed`;
             `usage.destination-exists`.
     """
     signer = None if sign is None else Signer(sign)

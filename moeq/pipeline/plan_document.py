@@ -160,7 +160,7 @@ def read_plan(path: Path) -> PlanFile:
     """Read a plan's file.
 
     Raises:
-        MoeqError: `usage.plan-file` where it is no plan.
+        MoeqError: `usage.plan-file` if it is no plan.
     """
     document = read_object(path, str(path), MAX_INDEX_BYTES, "usage.plan-file")
     digest, request = document.get("digest"), document.get("request")

@@ -60,7 +60,7 @@ class Upload:
 
     Attributes:
         folder: the conversion.
-        contents: file name to its bytes, or to its path where it is large.
+        contents: file name to its bytes, or to its path if it is large.
         card: the source's card, if there is one.
         seen: the files as they were seen, which must not change.
     """
@@ -116,7 +116,7 @@ def check_name(repo: str) -> None:
 
 
 def open_target(repo: str, *, private: bool = True) -> PushTarget:
-    """Make sure, before hours of work, that a repository can be pushed to; it is created where it does not exist.
+    """Make sure, before hours of work, that a repository can be pushed to; a missing one is created.
 
     Args:
         repo: `org/name`.
@@ -124,7 +124,7 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
 
     Raises:
         MoeqError: `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
-            `environment.hub` where the Hub cannot be reached; `usage.push-target` where the repository holds weights
+            `environment.hub` if the Hub cannot be reached; `usage.push-target` if the repository holds weights
             that moeq did not write.
     """
     check_name(repo)
@@ -149,7 +149,7 @@ def gather(folder: Path, manifest: Manifest) -> Upload:
 
     Raises:
         MoeqError: `usage.foreign-files` for files that moeq did not write; `source.link` for links out of the folder;
-            `source.missing-file`, `source.not-a-file`, `source.too-large`, `source.digest-mismatch` where files are
+            `source.missing-file`, `source.not-a-file`, `source.too-large`, `source.digest-mismatch` if files are
             not those that were written.
     """
     with os.scandir(folder) as entries:

@@ -21,7 +21,7 @@ def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
     """Return columns in the order of their groups, stable within a group; None if they are in order already.
 
     Raises:
-        MoeqError: `usage.act-order` where groups are not full, so that sorting makes no groups of one size.
+        MoeqError: `usage.act-order` if groups are not full, so that sorting makes no groups of one size.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Static scales of activations, carried over where the target keeps them.
+"""Static scales of activations, which are carried over if the target keeps them.
 
 Checkpoints with static FP8 activations hold one `input_scale` per projection; those with 4-bit activations hold a
 second-level scale, which ModelOpt stores as a multiplier (`input_scale`) and compressed-tensors as a divisor
@@ -61,7 +61,7 @@ class StaticScale:
             uint8, and what changed: a multiplier need not be the float32 reciprocal of any float32 number.
 
         Raises:
-            MoeqError: `source.bad-data` where it is no positive number.
+            MoeqError: `source.bad-data` if it is no positive number.
         """
         value = float(numbers_of(stored.view(f"u{_WIDTHS[self.dtype]}"), FLOAT_NAMES[self.dtype])[0])
         if not isfinite(value) or value <= 0:

@@ -1,4 +1,4 @@
-"""Transcodings that an engine takes where it refuses the checkpoint: planned from headers, judged as written."""
+"""Transcodings that an engine takes although it refuses the checkpoint: planned from headers, judged as written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
 from moeq.transcode.target_formats import TARGETS, kind_of
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
-#: Group sizes that are tried where tensor parallelism may cut groups.
+#: Group sizes that are tried if tensor parallelism may cut groups.
 _GROUPS = (64, 32, 16)
 
 #: Spellings in the order in which they are tried.
@@ -63,7 +63,7 @@ class Advice:
 def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = None) -> Advice | None:
     """Find a transcoding that an engine takes on a deployment where it refuses the source checkpoint.
 
-    The first exact one, else the first that depends on the data, else floats. None where nothing helps: the engine is
+    The first exact one, else the first that depends on the data, else floats. None if nothing helps: the engine is
     moeq's own, which reads every format, or what it refuses is not the format.
 
     Args:
@@ -140,7 +140,7 @@ def _exact(projected: Projected, plan: TranscodePlan) -> bool:
         return False
     if projected.spelling == "gptq":  # version 1 has no zero point of 0 that all its readers agree about
         return before.symmetric or plan.request.to == "gptq_v2"
-    if "fp8-block" in projected.spelling:  # scales per channel are scales per block where 128 of them are equal
+    if "fp8-block" in projected.spelling:  # scales per channel are scales per block if 128 of them are equal
         return kind_of(projected.source) == "fp8-block"
     return projected.spelling != "ct-nvfp4"  # which stores the reciprocal of the global scale
 

@@ -1,4 +1,4 @@
-"""Values before and after, number by number: exact, or which blocks are not, where and by how much."""
+"""Comparison of values before and after, number by number: exact, or which blocks differ, where and by how much."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Loss:
         blocks: blocks (what shares one scale in the target) with such numbers.
         of_blocks: blocks there are.
         block: their rows and columns.
-        max_abs: largest change; infinite where a number became infinite or NaN.
+        max_abs: largest change; infinite if a number became infinite or NaN.
         relative: norm of the change over the norm of the source.
         first: row and column of the first number that changed.
         before: its value in the source.
@@ -73,7 +73,7 @@ class Loss:
 def compare(
     module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
 ) -> Loss | None:
-    """Compare a projection with what was written for it; None where all are equal (0.0 and -0.0 are, and NaN and NaN).
+    """Compare a projection with what was written for it; None if all are equal (0.0 and -0.0 are, and NaN and NaN).
 
     Args:
         module: the source's module, for the report.

@@ -271,7 +271,7 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Find regular expressions that match all of some names and none of others, as few as templates of numbers give.
 
     Raises:
-        MoeqError: `bug.pattern` where a name is in both.
+        MoeqError: `bug.pattern` if a name is in both.
     """
     names, others = list(names), set(others)
     if not others.isdisjoint(names):

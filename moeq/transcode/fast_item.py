@@ -1,8 +1,8 @@
-"""The fast path of transcoding: stored bytes to stored bytes, without decoding. Import only where numba is.
+"""The fast path of transcoding: stored bytes to stored bytes, without decoding. Import it only if numba is installed.
 
 Source and target are read and filled as the same matrices (`moeq.pipeline.pack.fast.formats`), in one pass from one to
 the other. Then what was filled is read again, as a reader of the target reads it, and compared with the source by loops
-of their own. What is not proven equal is left to the reference path, which writes it where that was allowed, and says
+of their own. What is not proven equal is left to the reference path, which writes it if that was allowed, and says
 what changed; only of floats, the comparison itself says that.
 """
 
@@ -119,7 +119,7 @@ class FastItem:
             scratch: uint8, `scratch_bytes` or more.
 
         Returns:
-            What changed, for every projection that is written. None where it is not known: then nothing in the outputs
+            What changed, for every projection that is written. None if that is not known: then nothing in the outputs
             may be used.
         """
         source: Matrices | None = [fields for reader in self.readers for fields in reader.read(inputs, scratch) or [{}]]
@@ -162,7 +162,7 @@ class FastItem:
 
 
 class CachedItem:
-    """The fast path of an item that is too small to compile loops for: taken where all of them are in the cache.
+    """The fast path of an item that is too small to compile loops for: taken if all of them are in the cache.
 
     Attributes:
         missing: whether a loop is not in the cache, which leaves the item to the reference path.
@@ -196,7 +196,7 @@ def bind(
     Args:
         readers: readers of its projections in the source.
         written: the written projections, in order.
-        interleaved: rows of gate and up alternate where they are written as one.
+        interleaved: whether gate and up rows are interleaved if they are written as one.
         index: stored projection and part of the group index of an expert's down projection, and its group size.
         sort: columns in activation order are to be sorted.
     """

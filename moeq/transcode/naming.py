@@ -36,7 +36,7 @@ class Naming:
         stacked: whether tensors hold all experts.
         interleaved: whether gate and up rows of a stacked tensor are interleaved.
         transposed: whether stacked tensors of floats have rows and columns exchanged.
-        renamed: source prefix and target prefix of the module that holds experts and router, where they differ.
+        renamed: source prefix and target prefix of the module that holds experts and router, if they differ.
     """
 
     prefix: str
@@ -77,7 +77,7 @@ def choose_naming(
         stackable: the target's tools also write stacked tensors.
 
     Raises:
-        MoeqError: `usage.names` where the target has no such spelling.
+        MoeqError: `usage.names` if the target has no such spelling.
     """
     layer, first = experts.layer, experts.kind(0)
     if gpt_oss:
@@ -97,7 +97,7 @@ def choose_naming(
         if interleaved and not floats:
             raise MoeqError(
                 "usage.names",
-                f"--names stacked: {layer.prefix} has gate and up in alternating rows where it is stacked, and no tool "
+                f"--names stacked: {layer.prefix} stacks gate and up in alternating rows, and no tool "
                 "writes that in this format",
                 "--names per-expert",
             )

@@ -96,7 +96,7 @@ def nearest_e2m1(values: Tensor) -> Tensor:
 def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
     """Recode a matrix to E4M3 codes under one scale per block of 128 x 128.
 
-    Codes that are E4M3 already stay where all scales of a block are equal. Elsewhere the scale is the smallest power
+    Codes that are E4M3 already stay if all scales of a block are equal. Elsewhere the scale is the smallest power
     of two under which the block's largest value fits 448: whatever is a small number times a power of two stays exact
     as long as its bits reach down no further than E4M3's (exponents of MXFP4 within a block may span 14).
     """
@@ -115,7 +115,7 @@ def to_fp8_blocks(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
         largest = blocks.abs().amax(dim=(0, 2))
         exponents = torch.ceil(torch.log2(largest / E4M3_MAX))
         exponents = torch.where(largest > 0, exponents, 0.0)
-        # log2 rounds: one step down where that still fits, one up where it does not.
+        # log2 rounds: one step down if that still fits, one up if it does not.
         exponents -= (largest <= E4M3_MAX * torch.exp2(exponents - 1)).to(exponents.dtype) * (largest > 0)
         exponents += (largest > E4M3_MAX * torch.exp2(exponents)).to(exponents.dtype)
         exponents = exponents.clamp(-126, 127)  # of normal float32 numbers

@@ -36,7 +36,7 @@ class Spelling:
         id: name within this module's table.
         format: id of the format in `moeq.schemes.registry` that reads it.
         parts: dtype and shape of every part, from the sizes alone.
-        activation: name and shape of the static scale of activations, where it has a place for one.
+        activation: name and shape of the static scale of activations, if it has a place for one.
     """
 
     id: str
@@ -56,7 +56,7 @@ def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Sch
     """Pack the stored tensors of one projection.
 
     Raises:
-        MoeqError: `bug.no-part` where a format cannot pack a part that its spelling names.
+        MoeqError: `bug.no-part` if a format cannot pack a part that its spelling names.
     """
     found: dict[str, Tensor] = {}
     for part, signature in signatures.items():

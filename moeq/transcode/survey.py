@@ -37,10 +37,10 @@ class TranscodeRequest:
         src: local folder or Hub repository.
         to: id of the target.
         revision: Hub revision of `src`.
-        regroup: size of the groups of integer codes, where it is to change.
+        regroup: size of the groups of integer codes, if it is to change.
         names: spelling of the experts' names.
         allow_lossy: write values that the target cannot hold exactly, rounded once.
-        sort_act_order: sort columns that are in activation order, where that can be made up for.
+        sort_act_order: sort columns that are in activation order, if the expert can make up for it.
     """
 
     src: str
@@ -147,8 +147,8 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
     """Look at every tensor's header and say what becomes of it.
 
     Raises:
-        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` where something does not fit,
-            with the module; `source.not-quantized` where nothing is to be transcoded.
+        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` if something does not fit,
+            with the module; `source.not-quantized` if nothing is to be transcoded.
     """
     info = checkpoint.info
     if checkpoint.declaration and checkpoint.declaration.refusal:

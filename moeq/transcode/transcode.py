@@ -25,7 +25,7 @@ from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.job import OpenedJob, places
 from moeq.pipeline.plan.side_files import SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.execution import Where, recompute, run_units
+from moeq.pipeline.run.execution import ExecutorOptions, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.shares import Share, is_remote, parse_share
 from moeq.pipeline.run.workers import headers_frozen
@@ -92,7 +92,7 @@ class Transcoding:
     """Result of `transcode`, or of `check`.
 
     Attributes:
-        destination: output folder; None where nothing was to be written.
+        destination: output folder; None if nothing was to be written.
         plan: files and units.
         projections: projections compared with the source; 0 for a share.
         losses: those whose values changed.
@@ -201,7 +201,9 @@ def transcode(
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
     with headers_frozen(), folder:
-        ran = run_units(job, folder, units, Where(executor, ray_address, memory.workers, memory.spare()), tell)
+        ran = run_units(
+            job, folder, units, ExecutorOptions(executor, ray_address, memory.workers, memory.spare()), tell
+        )
         losses = losses_of(ran.records)
         found = Transcoding(
             destination=Path(dst),

@@ -154,7 +154,7 @@ def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> Tr
     """Plan a transcoding.
 
     Raises:
-        MoeqError: what `survey` raises; `bug.config` where the written config would not be understood as meant.
+        MoeqError: what `survey` raises; `bug.config` if the written config would not be understood as meant.
     """
     target = get_target(request.to)
     found = survey(checkpoint, target, request)
@@ -225,7 +225,7 @@ def _reader(projected: Projected, module: str, declaration: Declaration | None) 
     """Describe a written projection from its headers and the written config, as if opening the result.
 
     Raises:
-        MoeqError: `bug.config` where that is not what was meant.
+        MoeqError: `bug.config` if that is not what was meant.
     """
     # Readers turn transposed stacks round before anything else.
     plain = projected.spelling == "plain-transposed"

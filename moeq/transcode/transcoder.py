@@ -144,7 +144,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         """Convert static scales of activations, by projection and part; return them and those that changed.
 
         Raises:
-            MoeqError: `answer.not-exact` where one changes and that was not allowed; `source.bad-data`.
+            MoeqError: `answer.not-exact` if one changes and that was not allowed; `source.bad-data`.
         """
         found: dict[tuple[StoredName, str], Bytes] = {}
         losses: list[Loss] = []
@@ -245,7 +245,7 @@ def transcode_item(
     """Decode an item's projections, store them in the target's spelling, decode that and compare.
 
     Raises:
-        MoeqError: `answer.not-exact` where values change and that was not allowed; `answer.zero-points`; `source.*`.
+        MoeqError: `answer.not-exact` if values change and that was not allowed; `answer.zero-points`; `source.*`.
     """
     outputs = plan.outputs(item, form)
     matrices = read_item(checkpoint, plan, item, list(outputs))

@@ -224,7 +224,7 @@ class Packer(UnitWorker[PackUnit, int]):
                 "source.inconsistent",
                 f"layer {unit.layer} expert {expert} {unit.role}: config and headers say {describe(planned)}, the data "
                 f"say {describe(matrix.spec)}",
-                "correct the quantisation config: desc_act has to be true where g_idx is out of order",
+                "correct the quantisation config: desc_act has to be true if g_idx is out of order",
             )
         return matrix
 

@@ -71,7 +71,7 @@ class InputFile:
             A part of `memory`; it begins at a multiple of `WORD`.
 
         Raises:
-            MoeqError: `source.truncated` where the file ends before, `source.unreadable`.
+            MoeqError: `source.truncated` if the file ends before, `source.unreadable`.
         """
         skip = 0 if start % WORD else start % BLOCK
         found = memory[skip : skip + stop - start]
@@ -85,7 +85,7 @@ class InputFile:
         return found
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
-        """Fill memory from a block on, past the page cache. False where it would not help or does not work."""
+        """Fill memory from a block on, past the page cache. Return False if it would not help or does not work."""
         if self._direct < 0 or stop - start < _DIRECT_LEAST or self.cached:
             return False
         if self.cached is None:

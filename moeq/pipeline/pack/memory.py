@@ -92,7 +92,7 @@ class SpareMemory:
         """Hold so many bytes; waits until they are free.
 
         Raises:
-            MoeqError: `resources.memory` where they never will be.
+            MoeqError: `resources.memory` if they never will be.
         """
         if self._strict and size > self._all:
             raise MoeqError(

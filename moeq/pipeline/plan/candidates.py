@@ -25,7 +25,7 @@ class LayoutChoice:
 
     Attributes:
         layout: layout id.
-        backend: backend whose kernel reads it; the layout's id where the engine has none for it.
+        backend: backend whose kernel reads it; the layout's id if the engine has none for it.
         flag: option to start the engine with, or None.
         loaders: loaders that take it.
         why: why this is not the engine's own choice, or None.
@@ -112,7 +112,7 @@ def _asked_layout(
     """Choose a layout that was asked for by id: a backend of the engine has to read it here, or force is needed.
 
     Raises:
-        MoeqError: `usage.layout-backend` where another backend was asked for too, `usage.layout-gpu` where nothing
+        MoeqError: `usage.layout-backend` if another backend was asked for too, `usage.layout-gpu` if nothing
             of the engine reads it here.
     """
     deployment, options, asked = question.deployment, question.options, question.deployment.backend

@@ -150,7 +150,7 @@ def make_plan(
         options: options of the conversion.
 
     Raises:
-        MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` where a
+        MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` if a
             layer cannot be packed, with all reasons.
     """
     layers = [plan_layer(checkpoint, layer, layout, ranks, options) for layer, layout in layouts.items()]

@@ -23,9 +23,9 @@ class Degree:
 
     Attributes:
         tp: ranks.
-        intermediate: intermediate features of the fullest rank, or None where they cannot be divided.
+        intermediate: intermediate features of the fullest rank, or None if they cannot be divided.
         fits: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide).
-        layout: layout that it writes, where a deployment was named.
+        layout: layout that it writes, if a deployment was named.
         why: why it does not fit, or None.
     """
 

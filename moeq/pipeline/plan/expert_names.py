@@ -29,7 +29,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:
     """Return why an engine's model class does not load a layer's experts as the source stores them.
 
-    None where it does, and where nothing is known of the class.
+    None if it does, and if nothing is known of the class.
 
     Args:
         checkpoint: the source.
@@ -58,7 +58,7 @@ def below_layer(layer: LayerExperts) -> str:
 
 
 def order_of(*, alternate: bool, transposed: bool, known: bool) -> str | None:
-    """Order of the rows of a stacked tensor; None where formats differ in which way round they store it."""
+    """Return the order of the rows of a stacked tensor; None if formats differ in it."""
     if not known:
         return "interleaved" if alternate else None
     return "transposed" if transposed else "interleaved" if alternate else "halves"

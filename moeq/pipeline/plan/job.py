@@ -134,7 +134,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
         expect: digest that the plan has to have.
 
     Raises:
-        MoeqError: `usage.already-converted`, `usage.other-plan` where the digest is not the expected one, and what
+        MoeqError: `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
             `advised`, `plan_side_files` and `make_plan` raise.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)

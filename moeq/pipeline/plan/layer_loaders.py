@@ -109,7 +109,7 @@ def _vllm_versions(
 ) -> Iterator[str]:
     """Yield versions of vLLM with a backend that runs on this deployment and reads the layout there.
 
-    A version without rules of its own does where those before and after it do, of those that read the layout.
+    A version without rules of its own counts if the versions before and after it do, of those that read the layout.
     """
     readers = layout_class(layout).vllm_readers()
     options = dict.fromkeys(reader.option for reader in readers)

@@ -176,10 +176,10 @@ def _plan_shard(
 
 
 def _padded_group(whole: MatrixSpec, shard: MatrixSpec, padded: MatrixSpec) -> int | None:
-    """Group size of a shard of one group that is padded to several; None where padding leaves the groups as they are.
+    """Return the group size of a shard of one group that is padded to several; None if padding keeps the groups.
 
-    A single group is otherwise one scale per channel, whatever the size. That is not so where the format has groups
-    of a fixed size, nor where the whole matrix has several: engines then pad with groups of zeros.
+    A single group is otherwise one scale per channel, whatever the size. If the format has groups of a fixed size, or
+    the whole matrix has several, engines pad with groups of zeros.
     """
     grouped = whole.num_groups > 1 or whole.element == "e2m1"
     if not grouped or shard.act_order or shard.num_groups > 1 or padded.k == shard.k or padded.k % shard.k:

@@ -53,7 +53,7 @@ def judge_checkpoint(
         explain: also try single changes (see `moeq.oracle.judge.judge`).
 
     Raises:
-        MoeqError: `source.no-top-k` where the config does not say how many experts a token uses.
+        MoeqError: `source.no-top-k` if the config does not say how many experts a token uses.
     """
     first = first_layer(checkpoint)
     layer = first if layer is None else layer

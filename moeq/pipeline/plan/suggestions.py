@@ -1,4 +1,4 @@
-"""The nearest alternatives where the answer is no; each is tried before it is suggested."""
+"""The nearest alternatives if the answer is no; each is tried before it is suggested."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 Warn = Callable[[str, str], None]
 
 
-class Executes(Protocol):
+class UnitExecutor(Protocol):
     """Executes units: `moeq.pipeline.run.workers.Executor`, or a cluster."""
 
     def prepare(self, units: Sequence[Unit]) -> None:
@@ -44,8 +44,12 @@ class Executes(Protocol):
         """Execute units and report them, in this thread."""
 
 
+#: An executor that is being opened.
+Opening = AbstractContextManager[UnitExecutor]
+
+
 @dataclass(frozen=True)
-class Where:
+class ExecutorOptions:
     """Place where units are executed.
 
     Attributes:
@@ -64,23 +68,24 @@ class Where:
 
 
 @contextmanager
-def _local(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Iterator[Executes]:
+def _local(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Iterator[UnitExecutor]:
     yield Executor(job, folder, where.workers, where.spare, where.helpers)
 
 
-def _ray(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
+def _ray(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Opening:
     from moeq.pipeline.run.ray_executor import ray_executor
 
     return ray_executor(job, folder.path, where.address, warn)
 
 
-EXECUTORS: Mapping[str, Callable[[Where, OpenedJob, OutputFolder, Warn], AbstractContextManager[Executes]]] = {
+#: Ways to open an executor, by the name that `--executor` takes.
+EXECUTORS: Mapping[str, Callable[[ExecutorOptions, OpenedJob, OutputFolder, Warn], Opening]] = {
     "local": _local,
     "ray": _ray,
 }
 
 
-def executor(where: Where, job: OpenedJob, folder: OutputFolder, warn: Warn) -> AbstractContextManager[Executes]:
+def executor(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Opening:
     """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
     if where.name not in EXECUTORS:
         raise MoeqError("usage.executor", f"there is no executor {where.name!r}", f"known: {', '.join(EXECUTORS)}")
@@ -100,7 +105,7 @@ class RunResult:
     resumed: tuple[str, ...]
 
 
-def at_once(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+def one_batch(units: Sequence[Unit]) -> list[Sequence[Unit]]:
     """Put all units into one batch."""
     return [units]
 
@@ -109,13 +114,13 @@ def run_units(
     job: OpenedJob,
     folder: WorkFolder,
     units: Sequence[Unit],
-    where: Where,
+    where: ExecutorOptions,
     progress: Progress,
-    batches: Batches = at_once,
+    batches: Batches = one_batch,
 ) -> RunResult:
     """Execute the units that are not finished yet and record them in the folder's journal.
 
-    What journals tell of these units is believed only where the files still hold the bytes: those are read again.
+    Records of these units count only if the files still hold the bytes, which are read again.
 
     Args:
         job: the conversion.

@@ -24,8 +24,8 @@ class Launcher:
         title: name for people.
         index: variable with this process's number.
         count: variable with how many there are.
-        mark: variables of which one is set exactly where this launcher started the process.
-        first, last, step: variables with the lowest and highest number and their distance, where a launcher counts
+        mark: variables of which one is set only if this launcher started the process.
+        first, last, step: variables with the lowest and highest number and their distance, for a launcher that counts
             from elsewhere than 0 in steps other than 1.
         remedy: a way to launch that sets the variables.
     """
@@ -105,7 +105,7 @@ def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     """Read this process's index from the environment.
 
     Raises:
-        MoeqError: `usage.shard-launcher` where a variable is missing, is no number, or contradicts another.
+        MoeqError: `usage.shard-launcher` if a variable is missing, is no number, or contradicts another.
     """
     index, count = _number(launcher, launcher.index, environ), _number(launcher, launcher.count, environ)
     if launcher.first and launcher.last and launcher.step:
@@ -120,7 +120,7 @@ def find_place(environ: Mapping[str, str]) -> TaskIndex:
     """Find this process's index in the environment. Launchers of a single process do not count.
 
     Raises:
-        MoeqError: `usage.shard-launcher` where no launcher is found, or several that contradict each other.
+        MoeqError: `usage.shard-launcher` if no launcher is found, or several that contradict each other.
     """
     found = [place(launcher, environ) for launcher in LAUNCHERS if any(name in environ for name in launcher.mark)]
     if not found:

@@ -133,7 +133,7 @@ def nodes(ray: Any) -> list[Node]:
     """Return nodes that are up and have a processor to give.
 
     Raises:
-        MoeqError: `environment.ray-empty` where there is none.
+        MoeqError: `environment.ray-empty` if there is none.
     """
     found = [
         Node(row["NodeID"], f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})", int(resources["memory"]))
@@ -280,18 +280,18 @@ def run(
     stop: Callable[[], None] = lambda: None,
     record_finished: Callable[[R], None] = lambda result: None,
 ) -> None:
-    """Run tasks until all are done, each again where its worker or node was lost.
+    """Run tasks until all are done, each again if its worker or node was lost.
 
     Args:
         tasks: what to run; started in this order.
         done: called with every result, in the order of finishing, in this thread.
         warn: called with a code and a sentence for every retry.
-        stop: called where the run ends early; tasks have to notice, and to return soon. (`ray.cancel` would be the
+        stop: called if the run ends early; tasks have to notice, and to return soon. (`ray.cancel` would be the
             other way; in Ray 2.60 it can abort this process when a task ends at that moment.)
         record_finished: called with results that still come then.
 
     Raises:
-        MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` where a task was
+        MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` if a task was
             lost too often.
         Exception: what a task raised: a bug.
     """

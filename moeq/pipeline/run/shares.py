@@ -118,7 +118,7 @@ def parse_share(text: str, environ: Mapping[str, str]) -> Share:
         environ: the process's environment.
 
     Raises:
-        MoeqError: `usage.shard` for anything else; `usage.shard-launcher` where a launcher's variables are missing or
+        MoeqError: `usage.shard` for anything else; `usage.shard-launcher` if a launcher's variables are missing or
             contradict each other.
     """
     named = {launcher.name: launcher for launcher in LAUNCHERS}

@@ -1,4 +1,4 @@
-"""Which class executes a unit: the one place where kinds of units and their workers meet."""
+"""The table of unit kinds and the classes that execute them."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ _FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 @contextmanager
 def headers_frozen() -> Iterator[None]:
     """Freeze headers for the garbage collector: they are millions of objects that live on."""
-    # Counting takes longer the more is frozen: not again where the block around this one has frozen everything.
+    # Counting takes longer the more is frozen: not again if the block around this one has frozen everything.
     frozen = _FREEZING.get() or gc.get_freeze_count()
     gc.freeze()
     within = _FREEZING.set(True)

@@ -82,7 +82,7 @@ class WorkFolder:
     Args:
         destination: final folder.
         stamp: the job.
-        share: name of this process's share of the work; None where it does everything.
+        share: name of this process's share of the work; None if it does everything.
         force: replace an existing output of moeq, and partial work of another job.
         marker: file that is written last, by which an output of moeq is recognised; it lists the files.
     """
@@ -113,7 +113,7 @@ class WorkFolder:
         return _entered(self._files)
 
     def check(self, *sources: Path) -> None:
-        """Refuse a destination where data would be lost.
+        """Refuse a destination whose data would be lost.
 
         Args:
             sources: the source checkpoint's folder, and whatever else is read.
@@ -173,7 +173,7 @@ class WorkFolder:
             with disk_errors(self.path):
                 self._enter()
         except BaseException:
-            with suppress(OSError):  # only where it is empty
+            with suppress(OSError):  # only an empty folder goes
                 os.rmdir(self.path.name, dir_fd=_entered(self._parent).fd)
             self._close()
             raise
@@ -216,7 +216,7 @@ class WorkFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Keep finished units where the same command can continue with them; else a failed run leaves nothing."""
+        """Keep finished units if the same command can continue with them; otherwise a failed run leaves nothing."""
         try:
             if error is not None and self._files is not None and self._parent is not None:
                 with suppress(OSError, MoeqError):  # what made the run fail counts
@@ -231,7 +231,7 @@ class WorkFolder:
         self._lock_out_others()
         remove_files(files, self.stamp.outputs)
         self._remove_all_work(files)
-        os.rmdir(self.path.name, dir_fd=parent.fd)  # fails where something has been put there meanwhile
+        os.rmdir(self.path.name, dir_fd=parent.fd)  # fails if something has been put there meanwhile
 
     def _remove_all_work(self, files: OutputFolder) -> None:
         remove_work(files)
@@ -248,7 +248,7 @@ class WorkFolder:
         """Return a path for what this process keeps and never publishes. It is not created, and survives interruptions.
 
         Raises:
-            MoeqError: `environment.planted` where a link has that name.
+            MoeqError: `environment.planted` if a link has that name.
         """
         path = self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
         if path.is_symlink():
@@ -272,8 +272,8 @@ class WorkFolder:
         DST stands or the next run knows what is finished, and what the old folder was.
 
         Raises:
-            MoeqError: `usage.running` where another process does not leave; `usage.foreign-files`,
-                `usage.destination-exists` where somebody has put something there meanwhile; `environment.write`,
+            MoeqError: `usage.running` if another process does not leave; `usage.foreign-files`,
+                `usage.destination-exists` if somebody has put something there meanwhile; `environment.write`,
                 `resources.disk-full`.
         """
         files, parent = self.files, _entered(self._parent)
@@ -287,7 +287,7 @@ class WorkFolder:
                 files.rename(journal, f"{self.path.name}.{journal}", parent)
             files.sync()
             parent.sync()
-            if replaced is not None and _is(parent.status(name), replaced):
+            if replaced is not None and _is_recorded(parent.status(name), replaced):
                 parent.rename(name, old)
             parent.rename(self.path.name, name)
             parent.sync()
@@ -306,7 +306,7 @@ class WorkFolder:
                 time.sleep(0.05)
 
     def _about_to_replace(self, parent: OutputFolder) -> Replaced | None:
-        """Record the folder that is at the destination; None where there is none, or an empty one."""
+        """Record the folder that is at the destination; None if there is none, or an empty one."""
         if parent.status(self.destination.name) is None:
             return None
         with OutputFolder(self.destination, parent.fd) as found:
@@ -331,7 +331,7 @@ def partial_of(destination: Path) -> Path:
     return destination.with_name(destination.name + PARTIAL_SUFFIX)
 
 
-def _is(info: os.stat_result | None, replaced: Replaced) -> bool:
+def _is_recorded(info: os.stat_result | None, replaced: Replaced) -> bool:
     return info is not None and (info.st_dev, info.st_ino) == (replaced.device, replaced.inode)
 
 
@@ -355,7 +355,7 @@ def _beside(parent: OutputFolder, work: str) -> list[str]:
     """List journals that lie beside their work folder: a run was killed while it published.
 
     Raises:
-        MoeqError: `usage.foreign-folder` where another user has put one there.
+        MoeqError: `usage.foreign-folder` if another user has put one there.
     """
     start = f"{work}."
     found = [name for name in os.listdir(parent.fd) if name.startswith(start) and is_journal(name[len(start) :])]
@@ -384,7 +384,7 @@ def tidy(parent: OutputFolder, destination: Path) -> None:
 def _remove_replaced(parent: OutputFolder, destination: Path, replaced: Replaced | None) -> None:
     """Remove the files of a folder that was replaced; the folder as well, unless there is more in it."""
     old = destination.name + OLD_SUFFIX
-    if replaced is None or not _is(parent.status(old), replaced):
+    if replaced is None or not _is_recorded(parent.status(old), replaced):
         return
     with OutputFolder(destination.with_name(old), parent.fd) as found:
         remove_files(found, replaced.files)

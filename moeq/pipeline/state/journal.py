@@ -140,7 +140,7 @@ def read_journals(folder: OutputFolder, names: Sequence[str] | None = None) -> J
         names: names of the journals; None: all journals of the folder.
 
     Raises:
-        MoeqError: `environment.planted` where one is no file.
+        MoeqError: `environment.planted` if one is no file.
         OSError: they cannot be read.
     """
     stamps: dict[str, JobStamp] = {}
@@ -214,7 +214,7 @@ def _flat(request: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
-    """Refuse to go on where the source is not what it was. Raises MoeqError `source.changed`.
+    """Refuse to go on if the source has changed. Raises MoeqError `source.changed`.
 
     Files that only look like others (moved, or copied to another place) are not refused here: what was made of them is
     made again and compared (`Journals.of_other_files`).
@@ -230,7 +230,7 @@ def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
 
 
 def require_untouched(then: JobStamp, now: JobStamp, where: Path) -> None:
-    """Refuse to publish where the source was touched in any way while it was converted.
+    """Refuse to publish if the source was touched in any way while it was converted.
 
     Raises:
         MoeqError: `source.changed`.
@@ -262,7 +262,7 @@ class Journal:
         share: name of the share of the work, or None for all of it.
 
     Raises:
-        MoeqError: `usage.running` where another process holds it; `resources.disk-full`, `environment.write`,
+        MoeqError: `usage.running` if another process holds it; `resources.disk-full`, `environment.write`,
             `environment.planted`.
     """
 
@@ -281,7 +281,7 @@ class Journal:
             raise
 
     def _whole_lines(self, stamp: JobStamp) -> int:
-        """Cut off a torn last line; begin with the stamp where nothing is left. Returns where to go on."""
+        """Cut off a torn last line; begin with the stamp if nothing is left. Return the end."""
         content = _read_whole(self._fd)
         whole = content[: content.rfind(b"\n") + 1]
         lines = whole.splitlines()
@@ -318,7 +318,7 @@ class Journal:
 
 
 def require_lock(fd: int, where: Path, *, exclusive: bool = True) -> None:
-    """Lock an open file or folder until it is closed. Raises MoeqError `usage.running` where another process has it."""
+    """Lock an open file or folder until it is closed. Raises MoeqError `usage.running` if another process has it."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:

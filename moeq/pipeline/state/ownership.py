@@ -57,7 +57,7 @@ def finished_files(folder: Path, marker: str) -> set[str]:
     """Return the files of a finished output of moeq, as the marker lists them.
 
     Raises:
-        MoeqError: `source.*` where the folder is no such thing.
+        MoeqError: `source.*` if the folder is no such thing.
     """
     files = read_object(folder / marker, marker, MAX_MANIFEST_BYTES, "source.bad-manifest").get("files")
     if not isinstance(files, (dict, list)) or not files:

@@ -52,8 +52,8 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         signer: signs the manifest.
 
     Raises:
-        MoeqError: `answer.units-missing` where records are missing or are not of these units, by name;
-            `source.changed` where the source was written to meanwhile; `resources.disk-full`.
+        MoeqError: `answer.units-missing` if records are missing or are not of these units, by name;
+            `source.changed` if the source was written to meanwhile; `resources.disk-full`.
     """
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", "moeq convert without --shard does what is left")

@@ -34,7 +34,7 @@ class UnitRecord:
         tensors: digest of each tensor that it wrote.
         digests: projection to one logical digest per expert of the unit, in order; empty for copies.
         kept: source tensors that cannot be rebuilt from what was written.
-        losses: stored numbers that packing changed, where that was allowed.
+        losses: stored numbers that packing changed, if that was allowed.
         differences: rows about them, one per projection, if this kind of unit has any.
     """
 
@@ -103,7 +103,7 @@ def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, 
         unit: the unit.
         record: the unit's record.
         folder: the folder with the output files.
-        buffer: memory to read into; made where None.
+        buffer: memory to read into; None makes some.
     """
     if not record.fits(unit):
         return False

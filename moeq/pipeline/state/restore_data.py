@@ -145,7 +145,7 @@ class RestoreData:
         copied: names of files that are in the conversion as they were in the source.
 
     Raises:
-        MoeqError: `source.no-keepsake` where the file is missing, `source.bad-header` where it is damaged,
+        MoeqError: `source.no-keepsake` if the file is missing, `source.bad-header` if it is damaged,
             `source.unsafe-path` and `source.reserved-name` for names that cannot be restored, `source.too-large`.
     """
 

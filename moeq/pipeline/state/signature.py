@@ -48,7 +48,7 @@ def check_signature(manifest: bytes, signature: Path, key: str) -> str:
         key: minisign public key: a file, or the key itself.
 
     Returns:
-        Empty where it was, else what is wrong, in a sentence.
+        An empty text if it was, otherwise what is wrong, in a sentence.
 
     Raises:
         MoeqError: `environment.no-minisign`, `usage.sign-key`.

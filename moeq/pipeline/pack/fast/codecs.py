@@ -1,7 +1,7 @@
 """Scales that a layout stores as other numbers: how they get that form, and how they are taken out of it again.
 
 `exact` says whether all of some scales come back as they were. Where they would not, the reference path refuses them
-or, where losses are allowed, packs them; a codec that only rounds numbers does that itself then (`rounded`).
+or, if losses are allowed, packs them; a codec that only rounds numbers then does that itself (`rounded`).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ rows along N, in whatever strides they lie:
     codes   uint32 `[N, K * bits / 32]`, the codes of a row as the digest takes them (see `moeq.digest`)
     scales  `[N, G]`, unsigned integers as wide as the stored dtype
     zeros   uint8 `[N, G]`, effective zero points
-    global_scale  uint32 `[N, 1]`, bits of float32: the second-level scale, where there is one
+    global_scale  uint32 `[N, 1]`, bits of float32: the second-level scale, if there is one
     bias    `[N, 1]`, unsigned integers as wide as the stored dtype
-    index   int32 `[K]`, the group of each column, where columns are in activation order
+    index   int32 `[K]`, the group of each column, if columns are in activation order
 
 Which bytes these are is said by each format (`moeq.schemes.format.FastView`). A projection is read only if every stored
 bit follows from these four, so that the source can be rebuilt from them, and if its values are unremarkable; otherwise

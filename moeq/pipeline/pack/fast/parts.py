@@ -2,7 +2,7 @@
 
 A part is a matrix of elements, `[rows, columns]`, zero-filled to the sizes of the layout, in some order
 (`moeq.pipeline.pack.fast.orders`). Where the order allows, it is filled and read a block of rows at a time, so that
-what lies in between stays in the cache and scratch stays small; where it is the elements' own, they are copied straight
+what lies in between stays in the cache and scratch stays small; elements in their own order are copied straight
 into the packed part.
 """
 

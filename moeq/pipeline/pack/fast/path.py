@@ -273,7 +273,7 @@ class FastPath:
         return all(shard.exact(self.spec, read) for shard in self.shards)
 
     def _round(self, read: Sequence[Fields]) -> bool:
-        """Put what comes back of the scales in their place. False where they cannot be rounded."""
+        """Replace scales by what comes back of them. Return False if they cannot be rounded."""
         codec = self._codec
         for fields in read:
             rounded = None if codec is None else codec.rounded(fields["scales"])
@@ -417,7 +417,7 @@ class FastPath:
     ) -> Iterator[tuple[int, Array | None]]:
         """Yield a field as it was unpacked, or the equal rows of the source if they are contiguous there.
 
-        Consecutive rows of every projection, with its number; None where a shard does not hold them.
+        Consecutive rows of every projection, with its number; None if a shard does not hold them.
         """
         if field == "global_scale":
             shared = [(shard.shared, packed) for shard, packed in zip(self.shards, outputs, strict=True)]
