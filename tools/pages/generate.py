@@ -19,6 +19,7 @@ if __name__ == "__main__":
 from pages import demo, documents, errors, import_graph, results, support, transcode_matrix
 from pages.backends import backends_page
 from pages.commands import commands_page
+from pages.python_api import python_page
 from pages.tables import DOCS, ROOT, replace_block
 
 README = ROOT / "README.md"
@@ -43,6 +44,7 @@ def _accuracy() -> str:
 #: Whole pages by what makes them.
 PAGES: Mapping[Path, Callable[[], str]] = {
     REFERENCE / "commands.md": commands_page,
+    REFERENCE / "python.md": python_page,
     REFERENCE / "formats.md": support.formats_page,
     REFERENCE / "layouts.md": support.layouts_page,
     REFERENCE / "backends.md": _backends,
@@ -61,6 +63,7 @@ BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {
     (REFERENCE / "performance.md", "serving"): lambda: results.serving(COLUMNS),
     (REFERENCE / "performance.md", "kernels"): results.kernels,
     (REFERENCE / "performance.md", "loading"): results.loading,
+    (REFERENCE / "performance.md", "converting"): results.converting,
 }
 
 #: What runs commands or transcodes every test checkpoint, and takes a minute each.

@@ -221,6 +221,29 @@ def loading() -> str:
     return table(("model", "device", "layers", "files in", "way", "time", "of the engine's"), rows)
 
 
+# ------------------------------------------------------------------------------------------------ converting
+
+
+def converting() -> str:
+    """Return the table of conversions beside `cp`: of each case, machine and cache the run with the most pairs."""
+    kept: dict[tuple[str, ...], tuple[str, ...]] = {}
+    found = [run for _, run in runs() if str(run.get("schema", "")).startswith("moeq.convert-speed/")]
+    for run in sorted(found, key=lambda run: -run["repeat"]):
+        for case in run["cases"]:
+            ours = case["results"].get("convert")
+            key = (case["case"], run["machine"]["processor"], run["cache"])
+            if not ours or "wall_to_cp" not in ours or key in kept:
+                continue
+            options = f"--case {case['case']} --gib {run['gib']:g} --repeat {run['repeat']} --cache {run['cache']}"
+            size = f"{case['layer_gib'] * case['layers']:.1f} GiB"
+            files = "not in the page cache" if run["cache"] == "cold" else "in the page cache"
+            figures = (f"{ours['wall']:.1f} s", f"{ours['wall_to_cp']:.2f} x", f"{ours['peak'] / 2**20:.0f} MiB")
+            title, command = f"`{case['case']}` to `{case['layout']}`", f"`convert_speed.py {options}`"
+            kept[key] = (title, size, _device(run), files, *figures, command)
+    head = ("case", "source", "machine", "files", "time", "of `cp`", "peak memory", "command, in `examples/bench/`")
+    return table(head, sorted(kept.values()))
+
+
 # ------------------------------------------------------------------------------------------------ everything
 
 
