@@ -43,7 +43,6 @@ CANDIDATES = (
     ("Narrow", ""), ("Mma", ""), ("Direct", ""),
 )  # fmt: skip
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-torch.set_default_dtype(torch.float64)
 
 
 def heights_of(family: str, tokens: int, least: int, fine: bool) -> tuple[int, ...]:
@@ -60,7 +59,7 @@ def heights_of(family: str, tokens: int, least: int, fine: bool) -> tuple[int, .
 def tiles_of(
     tokens: int, share: float, experts: int, tile: int, heights: tuple[int, ...], grain: int
 ) -> tuple[float, float]:
-    """Return the expected number of tiles and of multiplied rows for uniform routing; grain 0: tiles are full."""
+    """Return the expected numbers of tiles and of multiplied rows for uniform routing; grain 0: tiles are full."""
     mean = tokens * share
     spread = math.sqrt(max(mean * (1 - share), 1e-9))
     count = np.arange(max(1, int(mean - 6 * spread)), min(tokens, int(mean + 6 * spread) + 6) + 1)
@@ -92,7 +91,8 @@ def features(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
             up, down = map(int, shares.split("/"))
             one: dict[str, float] = dict(
                 row=number, gpu=list(READ_RATES).index(row["gpu"]), kind=list(STORED).index(KINDS[row["format"]]),
-                family=FAMILIES.index(family), up_splits=up, down_splits=down, H=row["hidden"], I=row["intermediate"],
+                family=FAMILIES.index(family), up_splits=up, down_splits=down,
+                hit=row["experts"] * (1 - (1 - share) ** row["tokens"]), H=row["hidden"], I=row["intermediate"],
                 P=row["tokens"] * row["top_k"], E=row["experts"], time=took, ratio=took / best,
                 groups=1, resident=1, step=64, tile=v[0],
                 stages=v[1], after=0, up=1, down=1, gathers=0, fine=0, least=0,
@@ -141,7 +141,7 @@ class Data:
             self.step / group, min=1
         )
         tiles = torch.clamp(c["tiles"], min=1e-9)
-        self.height = c["rows"] / tiles
+        self.height, self.unique = c["rows"] / tiles, torch.clamp(c["hit"] / tiles, max=1.0)
         self.token_bytes = self.height * self.step * 2
         self.slots = SMS * c["resident"]
         blocks_up = torch.where(self.wide, torch.ceil(c["I"] / (64 * c["groups"])), torch.ceil(c["I"] / 128))
@@ -182,6 +182,9 @@ class Data:
         weight = torch.exp(-(c["ratio"] - 1) / 0.2)
         self.weight = weight / self.sums(weight)[self.row]
         self.gathers = self.wide & (c["gathers"] > 0)
+        many = (c["P"] > 4 * c["E"]) | (c["P"] > 4096)
+        self.copies = ~(self.mma | self.direct | self.gathers)
+        self.separate = self.copies & (self.queue | many)
 
     def sums(self, values: Any) -> Any:
         """Sum values of each row."""
@@ -192,13 +195,14 @@ class Data:
 #: microsecond of the L2 cache) and shares.
 START: dict[str, float] = {
     "read": 0.85, "l2": 5.0, "latency": 0.75, "gather": 1.5, "pick": 0.35, "sum": 3.0, "few": 6.0, "many": 5.0,
-    "pair": 0.3, "share": 0.3, "tokens": 0.8, "after": 0.8,
+    "pair": 0.3, "share": 0.3, "tokens": 0.8, "after": 0.8, "copy": 2.0,
     **{f"decode {kind}": value for kind, value in zip(STORED, (0.1, 0.1, 0.17, 0.12, 0.2, 0.14, 0.13), strict=True)},
 }  # fmt: skip
 PER_FAMILY = {
-    "factor": (1.0, 0.9, 1.0, 1.1, 1.3), "multiply": (0.0035, 0.0045, 0.004, 0.0075, 0.004),
-    "chain": (0.27, 0.2, 0.5, 0.4, 0.5), "item": (1.0, 1.0, 1.0, 1.0, 1.0), "epilogue": (0.03, 0.01, 0.05, 0.015, 0.01),
-    "base": (20.0, 18.0, 18.0, 18.0, 10.0), "tail": (0.3, 0.3, 0.2, 0.2, 0.2), "waves": (0.2, 0.5, 0.7, 0.7, 0.7),
+    "factor": (1.0, 0.9, 1.0, 1.1, 1.3), "multiply": (0.0035, 0.0035, 0.0035, 0.007, 0.0035),
+    "chain": (0.3, 0.3, 0.5, 0.5, 0.5), "chain row": (0.003, 0.003, 0.003, 0.005, 0.003), "blend": (3.0,) * 5,
+    "item": (1.0,) * 5, "epilogue": (0.03, 0.02, 0.05, 0.03, 0.01), "base": (18.0, 15.0, 14.0, 14.0, 8.0),
+    "tail up": (0.1, 0.2, 0.2, 0.2, 0.2), "tail down": (0.3, 0.3, 0.2, 0.2, 0.2), "waves": (0.2, 0.4, 0.5, 0.5, 0.5),
 }  # fmt: skip
 START |= {
     f"{name} {family}": value
@@ -216,35 +220,32 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
     c, l2 = d.c, p["l2"] * 1e6
     decode = torch.stack([p[f"decode {kind}"] for kind in STORED])[d.kind]
     decode = torch.where(c["after"] > 0, decode * p["after"], decode) * of("factor") * d.unit
-    work = decode + d.height * of("multiply") * d.unit
-    floor = torch.maximum(p["latency"] / c["stages"], of("chain") * (d.step / 64))
+    multiply = d.height * of("multiply") * d.unit
+    chain = (of("chain") + of("chain row") * d.height) * (d.step / 64)
+    q = of("blend").clamp(1.2, 10.0)
 
     def step_time(active: Any) -> Any:
         resident = torch.clamp(active / SMS, min=1.0)
-        memory = active * d.weight_bytes / (d.rate * p["read"]) + active * d.token_bytes * p["tokens"] / l2
-        return (memory**3 + (resident * work) ** 3 + floor**3) ** (1 / 3)
+        memory = active * d.weight_bytes * d.unique / (d.rate * p["read"])
+        cache = active * (d.weight_bytes + d.token_bytes * p["tokens"]) / l2
+        parts = (memory, cache, resident * decode, resident * multiply, p["latency"] / c["stages"], chain)
+        return sum(one**q for one in parts) ** (1 / q)
 
-    whole, tail, end = of("waves").clamp(max=1.0), of("tail"), of("epilogue") * d.height * (d.columns / 256)
+    whole, end = of("waves").clamp(max=1.0), of("epilogue") * d.height * (d.columns / 256)
 
-    def product(items: Any, length: Any, splits: Any, bundle: Any) -> Any:
+    def product(items: Any, length: Any, splits: Any, bundle: Any, tail: Any) -> Any:
         waves = items / d.slots
-        counted = torch.where(
-            waves <= 1, torch.ones_like(waves), (1 - whole) * waves + whole * torch.ceil(waves - 0.03) + tail
-        )
-        each = (
-            length * step_time(torch.minimum(items, d.slots))
-            + (of("item") + p["share"] * torch.log2(splits)) / bundle
-            + end
-        )
-        return counted * each
+        partial = (1 - whole) * waves + whole * torch.ceil(waves - 0.03) + tail
+        counted = torch.where(waves <= 1, torch.ones_like(waves), partial)
+        own = (of("item") + p["share"] * torch.log2(splits)) / bundle
+        return counted * (length * step_time(torch.minimum(items, d.slots)) + own + end)
 
     ones = torch.ones_like(d.step)
-    products = product(d.up_items, d.up_length, d.up_splits, ones) + product(
-        d.down_items, d.down_length, d.down_splits, d.bundle
-    )
+    products = product(d.up_items, d.up_length, d.up_splits, ones, of("tail up"))
+    products = products + product(d.down_items, d.down_length, d.down_splits, d.bundle, of("tail down"))
     pairs, traffic = c["P"], c["P"] * c["H"] / l2
     few = torch.where(pairs <= 4096, p["few"] * pairs / 4096, p["many"] * ones) + p["pair"] * pairs / 4096
-    copies = torch.where(d.mma | d.direct | d.gathers, 0 * ones, 4 * traffic * p["gather"])
+    copies = d.copies * 4 * traffic * p["gather"] + d.separate * p["copy"]
     picked = torch.where(d.gathers, 2 * traffic * p["pick"] * d.blocks_up, 0 * ones)
     return (
         of("base") + torch.where(d.direct, 0 * ones, few) + copies + picked + traffic * d.out_bytes * p["sum"]
@@ -255,7 +256,7 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
 class Fit:
     """Coefficients that minimise expected regret and error on some data."""
 
-    def __init__(self, d: Data, keys: int, steps: int = 1000, error_weight: float = 0.5) -> None:
+    def __init__(self, d: Data, keys: int, steps: int = 1000, error_weight: float = 0.3) -> None:
         start = torch.tensor([math.log(one) for one in START.values()], device=DEVICE)
         self.theta, self.efficiency = (
             start.clone().requires_grad_(),
@@ -331,6 +332,7 @@ def main() -> int:
     begin = time.monotonic()
     columns, names = features(rows)
     tables = np.array([math.nan if cell.ratio is None else cell.ratio for cell in judged(rows)])
+    torch.set_default_dtype(torch.float64)  # the tables above make float32 tensors
     keys, number = np.unique([key_of(name) for name in names], return_inverse=True)
     allowed = np.array(
         [any(name.startswith(a) and name.rpartition(" x")[0].endswith(b) for a, b in CANDIDATES) for name in names]
