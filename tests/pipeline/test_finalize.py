@@ -282,7 +282,7 @@ class TestRefused:
 
     def test_shares_with_different_versions(self, source, tmp_path, monkeypatch) -> None:
         share(source, tmp_path / "out", 0, 2)
-        monkeypatch.setattr("moeq.pipeline.plan.job.__version__", "9.0.0")
+        monkeypatch.setattr("moeq.pipeline.state.stamps.__version__", "9.0.0")
         with pytest.raises(MoeqError, match=r"moeq 0\.1\.0 there, 9\.0\.0 here"):
             share(source, tmp_path / "out", 1, 2)
         assert "moeq 0.1.0 there, 9.0.0 here" in refused(tmp_path / "out").message
