@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from support import cases
 from support.reference import Layer, moe
 from support.routing import ROUTINGS
 
 from bench import shapes
 from bench.peers.conduct import Lane, Options, Run, Seat, conduct, jobs, one_cell, warm
-from bench.peers.contenders import BY_FORMAT, CONTENDERS
-from bench.peers.contenders.ours import Ours
+from bench.peers.contenders import BY_FORMAT, CONTENDERS, ours, vllm_marlin
+from bench.peers.contenders.ours import Ours, quantised
+from bench.peers.contenders.vllm_marlin import marlin_words
 from bench.peers.evaluate import time_of
-from bench.peers.problem import Stack, make_problem, route, truth
+from bench.peers.problem import Codes, Stack, make_problem, route, truth
 from bench.shapes import FORMATS, GROUPS, H200, READ, Group, Shape, floor
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +70,13 @@ class TestInputs:
     def test_our_packing_gives_the_numbers_of_the_reference(self, name: str, tiny: None) -> None:
         """In Triton's interpreter; what the benchmark checks on a GPU before it times anything."""
         problem = make_problem(tiny_group(name), "cpu")
-        found, ours = truth(problem, 6), Ours()
-        weights = ours.prepare(problem)
-        y = ours.run(ours.duplicate(weights), ours.inputs(weights, route(problem, 6, 0)))
+        found, contender = truth(problem, 6), Ours()
+        weights = contender.prepare(problem)
+        y = contender.run(contender.duplicate(weights), contender.inputs(weights, route(problem, 6, 0)))
         assert found.hit == route(problem, 6, 0).ids.unique().numel()
-        assert found.error(y) <= ours.factor * found.plain_error
+        assert found.error(y) <= contender.factor * found.plain_error
         assert found.error(torch.full_like(y, float("nan"))) == float("inf")
-        assert "portable" in ours.about(weights, route(problem, 6, 0))
+        assert "portable" in contender.about(weights, route(problem, 6, 0))
 
     def test_activations_of_8_bits_have_their_own_tolerance(self, tiny: None) -> None:
         """Weights by the same rule; only what tokens are rounded to differs."""
@@ -138,6 +142,67 @@ class TestInputs:
         assert [group.shape for group in second if group.format == "nvfp4"] == layers
         blocks = {group.shape for group in second if group.format == "fp8-block"}
         assert set(layers) - blocks == {"gpt-oss-20b", "gpt-oss-120b"}  # 2880 is no multiple of 128
+
+
+#: Golden bytes of the engine's own Marlin preparation: file, case, format of the benchmark, codes that share a scale.
+MARLIN_GOLDEN = [
+    ("marlin", "ct4_g32_bf16_bias", "int4", 32),
+    ("marlin", "mxfp4_bf16", "mxfp4-silu", 32),
+    ("marlin", "mxfp4_bf16", "mxfp4", 32),
+    ("marlin_float", "fp8_block", "fp8-block", 128),
+]
+
+
+class TestContendersBytes:
+    """Marlin and we are packed here; every other peer packs its weights itself."""
+
+    @pytest.mark.parametrize(("file", "case", "name", "group"), MARLIN_GOLDEN)
+    @pytest.mark.parametrize("matrix", ["13", "2"])
+    def test_marlin_gets_the_words_that_the_engine_packs(
+        self, file: str, case: str, name: str, group: int, matrix: str
+    ) -> None:
+        golden = load_file(ROOT / "tests" / "data" / "golden" / f"{file}.safetensors")
+        given = {kind: golden.get(f"{case}.in.{kind}{matrix}") for kind in ("q", "w", "s", "b")}
+        wanted = {kind: golden.get(f"{case}.out.{kind}{matrix}") for kind in ("w", "s", "b")}
+        fmt = replace(FORMATS[name], group_size=group)
+        codes = given["q"] if given["q"] is not None else given["w"]
+        if given["q"] is None and fmt.element == "e2m1":
+            codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+        scales = given["s"].repeat_interleave(fmt.block_rows, 1)
+        part = Codes(codes, scales.bfloat16() if fmt.element == "e4m3" else scales, given["b"])
+        found = marlin_words(part, name, fmt)
+        assert torch.equal(found.weight, wanted["w"])
+        assert found.scale is not None
+        assert torch.equal(found.scale.view(wanted["s"].dtype), wanted["s"])
+        if wanted["b"] is not None:
+            assert torch.equal(found.bias, wanted["b"])
+
+    @pytest.mark.parametrize("case", ["nvfp4_full", "nvfp4_small"])
+    @pytest.mark.parametrize("matrix", ["13", "2"])
+    def test_marlins_nvfp4_words_are_the_engines_and_its_scales_mean_the_same(self, case: str, matrix: str) -> None:
+        """The engine moves a power of two from scales to the global one: 8 steps of a byte are a factor of 2."""
+        golden = load_file(ROOT / "tests" / "data" / "golden" / "marlin_float.safetensors")
+        words, scales, whole = (golden[f"{case}.in.{kind}{matrix}"] for kind in ("w", "s", "gs"))
+        part = Codes(torch.stack([words & 15, words >> 4], -1).flatten(-2), scales, None, whole)
+        found = marlin_words(part, "nvfp4", FORMATS["nvfp4"])
+        assert torch.equal(found.weight, golden[f"{case}.out.w{matrix}"])
+        assert found.scale is not None
+        assert found.global_scale is not None
+        steps = 8 * torch.log2(golden[f"{case}.out.gs{matrix}"] / found.global_scale.flatten()).round().int()
+        mine, theirs = (one.view(torch.uint8).int() for one in (found.scale, golden[f"{case}.out.s{matrix}"]))
+        inner = (theirs > 0) & (mine > 0) & (mine < 248)  # the largest and the smallest are cut off
+        assert inner.float().mean() > 0.85
+        assert torch.equal((mine - theirs)[inner], steps[:, None, None].expand_as(mine)[inner])
+
+    def test_no_contender_reads_another_ones_order(self) -> None:
+        assert ours.LAYOUTS["mxfp4"] == ours.LAYOUTS["mxfp4-silu"] == "moeq-mxfp4/1"
+        assert set(vllm_marlin.LAYOUTS) == {name for name, known in BY_FORMAT.items() if "marlin" in known}
+        assert all(layout.startswith("marlin-") for layout in vllm_marlin.LAYOUTS.values())
+        words = torch.randint(0, 16, (2, 128, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+        part = Codes(words, torch.full((2, 128, 2), 120, dtype=torch.uint8), None)
+        matrix = marlin_words(part, "mxfp4", FORMATS["mxfp4"])
+        other = cases.pack("moeq-mxfp4/1", "e2m1", quantised(part, FORMATS["mxfp4"]))
+        assert not torch.equal(matrix.weight, other.weight)
 
 
 class TestWarmingUp:

@@ -1,4 +1,4 @@
-"""The side-by-side benchmark's results: verdicts, merging of runs, tables and pictures."""
+"""The side-by-side benchmark's results: missing times, verdicts, merging of runs, tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from bench import shapes
 from bench.peers import evaluate
-from bench.peers.evaluate import TARGETS, judge, merge, scores, time_of
-from bench.peers.report import markdown
+from bench.peers.contenders import BY_FORMAT
+from bench.peers.evaluate import TARGETS, gaps, judge, merge, scores, time_of
+from bench.peers.report import markdown, missing
 from bench.shapes import FORMATS, floor
 
 ROOT = Path(__file__).parents[2]
@@ -200,6 +201,44 @@ class TestMerging:
     def test_different_gpus_are_refused(self) -> None:
         with pytest.raises(ValueError, match="different GPUs"):
             merge([document(), {**document(), "device": "another"}])
+
+
+class TestMissing:
+    BY_FORMAT: ClassVar = {"mxfp4": ("moeq", "marlin", "humming", "flashinfer"), "int4": ("moeq", "humming")}
+
+    def run(self) -> dict[str, Any]:
+        cells = [cell("mxfp4", "gpt-oss-20b", n, moeq=100, humming=110) for n in (1, 8, 128)]
+        for one in cells:
+            one["contenders"]["marlin"] = {"status": "wrong", "error": 1.33, "plain_error": 0.004, "right": False}
+        cells[2]["contenders"]["humming"] = {"status": "failed", "reason": "a | b\nc"}
+        return document(*cells, cell("int4", "mixtral-8x7b", 8, moeq=100, humming=120))
+
+    def test_a_contender_without_a_time_in_any_cell_is_named_with_its_reason(self) -> None:
+        found = {(one.format, one.contender): one for one in gaps(self.run(), self.BY_FORMAT)}
+        assert list(found) == [("mxfp4", "marlin"), ("mxfp4", "humming"), ("mxfp4", "flashinfer")]
+        wrong = found["mxfp4", "marlin"]
+        assert (wrong.cells, wrong.of, wrong.why) == (3, 3, "wrong (3 x); its error is 1.3 to 1.3")
+        assert (found["mxfp4", "humming"].cells, found["mxfp4", "humming"].of) == (1, 3)
+        assert found["mxfp4", "flashinfer"].why == "took no part (3 x)"
+
+    def test_ours_is_named_as_well(self) -> None:
+        run = document(cell("int4", "mixtral-8x7b", 8, humming=120))
+        run["cells"][0]["contenders"]["moeq"] = {"status": "absent", "reason": "no triton"}
+        assert [(one.contender, one.why) for one in gaps(run, self.BY_FORMAT)] == [("moeq", "no triton (1 x)")]
+
+    def test_the_report_says_it_before_targets_and_scores(self) -> None:
+        text = markdown(self.run())
+        first = text.index("## Contenders without a time")
+        assert first < text.index("## Targets") < text.index("## Against each peer")
+        assert "| mxfp4 | marlin | 3 of 3 | wrong (3 x); its error is 1.3 to 1.3 |" in text
+        assert "| mxfp4 | humming | 1 of 3 | a / b c (1 x) |" in text
+
+    def test_nothing_missing_is_said_too(self) -> None:
+        assert gaps(document(cell("int4", "mixtral-8x7b", 8, moeq=100, humming=120)), self.BY_FORMAT) == []
+        known = [name for name in BY_FORMAT["w8a8"] if name != "moeq"]
+        times = {name.replace("-", "_"): 110.0 for name in known}
+        run = document(cell("w8a8", "mixtral-8x7b", 8, moeq=100, **times))
+        assert missing(run) == ["Every contender was right, and timed, in every cell."]
 
 
 class TestReport:

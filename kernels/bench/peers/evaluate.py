@@ -233,27 +233,14 @@ def gaps(run: dict[str, Any], by_format: Mapping[str, Iterable[str]]) -> list[Ga
     for fmt in dict.fromkeys(cell["format"] for cell in run["cells"]):
         cells = [cell for cell in run["cells"] if cell["format"] == fmt]
         for name in by_format.get(fmt, ()):
-            reasons = Counter(reason for cell in cells if (reason := _no_time(cell, name)))
-            if reasons:
-                said = [
-                    f"{reason} ({count} cells)" if len(reasons) > 1 else reason for reason, count in reasons.items()
-                ]
-                found.append(Gap(fmt, name, reasons.total(), len(cells), "; ".join(said)))
+            rows = [cell["contenders"].get(name, {}) for cell in cells if time_of(cell, name) is None]
+            reasons = Counter(row.get("reason") or row.get("status", "took no part") for row in rows)
+            said = "; ".join(f"{reason} ({count} x)" for reason, count in reasons.items())
+            if errors := [row["error"] for row in rows if row.get("status") == "wrong" and "error" in row]:
+                said += f"; its error is {min(errors):.2g} to {max(errors):.2g}"
+            if rows:
+                found.append(Gap(fmt, name, len(rows), len(cells), said))
     return found
-
-
-def _no_time(cell: Cell, name: str) -> str | None:
-    """Say why a contender has no time in a cell; None where it has one."""
-    row = cell["contenders"].get(name)
-    if row is None:
-        return "took no part"
-    if time_of(cell, name) is not None:
-        return None
-    if row["status"] == "wrong":
-        return (
-            f"wrong: error {row['error']:.2g}, plain arithmetic {row['plain_error']:.2g}" if "error" in row else "wrong"
-        )
-    return f"{row['status']}: {row.get('reason', 'no reason recorded')}"
 
 
 def geometric_mean(values: Iterable[float]) -> float:

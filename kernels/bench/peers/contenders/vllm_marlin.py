@@ -71,7 +71,7 @@ class Marlin(Contender):
     def prepare(self, problem: Problem) -> Weights:
         shape, fmt = problem.shape, problem.format
         hidden, intermediate = rounded(fmt, shape)
-        packed = [_packed(part, problem) for part in problem.padded(hidden, intermediate)]
+        packed = [marlin_words(part, problem.group.format, fmt) for part in problem.padded(hidden, intermediate)]
         return Weights(
             [matrix.weight for matrix in packed],
             [_scale(matrix, fmt) for matrix in packed],
@@ -134,9 +134,9 @@ def rounded(fmt: Format, shape: Shape) -> tuple[int, int]:
     return round_up(shape.hidden, fmt.group_size), round_up(shape.intermediate, 128)
 
 
-def _packed(part: Codes, problem: Problem) -> PackedMatrix:
-    matrix = quantised(part, problem.format)
-    return cases.pack(LAYOUTS[problem.group.format], problem.format.element, matrix)
+def marlin_words(part: Codes, name: str, fmt: Format) -> PackedMatrix:
+    """Pack a matrix of the named format in Marlin's own order."""
+    return cases.pack(LAYOUTS[name], fmt.element, quantised(part, fmt))
 
 
 def _scale(matrix: PackedMatrix, fmt: Format) -> Tensor:
