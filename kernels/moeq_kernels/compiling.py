@@ -3,20 +3,20 @@
 A build depends on types, on constants, and on which integers are 1 or multiples of 16, as in Triton's own launcher.
 Integers that a kernel lists in `do_not_specialize` do not matter: they change with the number of tokens.
 
-`cache_folder()` holds one file per build. Its key covers this package's source, Triton's version, the build and the
-GPU's architecture, so machines with such GPUs can share the folder or copies of it.
+`code_cache()` holds one file per build. Its key covers this package's source, Triton's version, the build and the
+GPU's architecture, so that machines of one user can share the folder or copies of it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import pickle
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -28,6 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moeq_kernels.code_cache import CodeCache, given_cache, user_cache
 from moeq_kernels.errors import KernelEnvironmentError
 from moeq_kernels.gpu import Gpu
 
@@ -180,12 +181,9 @@ def parameters_of(ptx: str) -> tuple[int, ...]:
     return tuple(int(count) if count else int(bits) // 8 for bits, count in found)
 
 
-def cache_folder() -> Path:
-    """Return the cache folder: MOEQ_KERNEL_CACHE, or `moeq/kernels` in the user's cache folder."""
-    given = os.environ.get("MOEQ_KERNEL_CACHE")
-    return (
-        Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moeq" / "kernels"
-    )
+def code_cache() -> CodeCache | None:
+    """Open the cache folder, MOEQ_KERNEL_CACHE or `moeq/gpu` in the user's cache folder; None if it is not usable."""
+    return given_cache("MOEQ_KERNEL_CACHE") if os.environ.get("MOEQ_KERNEL_CACHE") else user_cache("moeq", "gpu")
 
 
 @cache
@@ -203,7 +201,8 @@ def _source_key() -> str:
     return found.hexdigest()
 
 
-def _file(wanted: Specialisation, gpu: Gpu) -> Path:
+def _file(wanted: Specialisation, gpu: Gpu) -> str:
+    """Return the name of a build's file."""
     import triton
     from triton._C import libtriton
 
@@ -211,21 +210,29 @@ def _file(wanted: Specialisation, gpu: Gpu) -> Path:
     parts = (_source_key(), triton.__version__, settings, gpu.arch, wanted.types, wanted.constants)
     text = repr((*parts, sorted(wanted.aligned), wanted.options))
     name = wanted.kernel.rpartition(":")[2]
-    return cache_folder() / f"{name}-sm{gpu.arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return f"{name}-sm{gpu.arch}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 
 def stored(wanted: Specialisation, gpu: Gpu) -> Binary | None:
     """Read a build from the cache folder; None if it is missing, unreadable or damaged."""
-    try:
-        digest, _, rest = _file(wanted, gpu).read_bytes().partition(b"\n")
-    except OSError:
-        return None
+    folder = code_cache()
+    content = None if folder is None else folder.read(_file(wanted, gpu))
+    return None if content is None else _parse(content)
+
+
+def _parse(content: bytes) -> Binary | None:
+    """Read a build from a file's content; None if it is damaged."""
+    digest, _, rest = content.partition(b"\n")
     if digest != _digest(rest):
         return None
     head, _, code = rest.partition(b"\n")
-    about = json.loads(head)
-    boxes = tuple((swizzle, tuple(block)) for swizzle, block in about["boxes"])
-    return Binary(code, about["name"], about["warps"], about["shared"], boxes, tuple(about["parameters"]))
+    try:
+        about = json.loads(head)
+        boxes = tuple((int(swizzle), tuple(map(int, block))) for swizzle, block in about["boxes"])
+        sizes = int(about["warps"]), int(about["shared"])
+        return Binary(code, str(about["name"]), *sizes, boxes, tuple(map(int, about["parameters"])))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return None
 
 
 def _digest(rest: bytes) -> bytes:
@@ -250,24 +257,10 @@ def binary(wanted: Specialisation, gpu: Gpu) -> Binary:
     about = {"name": found.name, "warps": found.warps, "shared": found.shared, "boxes": found.boxes}
     about["parameters"] = found.parameters
     rest = json.dumps(about).encode() + b"\n" + found.code
-    with suppress(OSError):  # without a writable folder the next process compiles again
-        _keep(_file(wanted, gpu), _digest(rest) + b"\n" + rest)
+    folder = code_cache()
+    if folder is not None:
+        folder.write(_file(wanted, gpu), _digest(rest) + b"\n" + rest)
     return found
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Write a file atomically and readable for all users, also beside concurrent writers. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, name = tempfile.mkstemp(dir=path.parent)
-    try:
-        with open(number, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _function(wanted: Specialisation) -> Any:
@@ -352,6 +345,7 @@ def _feed(tasks: deque[Specialisation], gpu: Gpu) -> int:
 
 def work() -> None:
     """Compile the tasks that `_feed` sends until standard input ends."""
+    logging.getLogger("moeq_kernels.code_cache").disabled = True  # the other process has warned
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # compilers print to stderr, so that stdout holds answers only
     while True:

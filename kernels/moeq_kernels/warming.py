@@ -26,7 +26,7 @@ class Layer(Protocol):
 def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
     """Compile all kernels that layers need for 1 to max_tokens tokens (default: their own) in parallel.
 
-    Layers of equal shape and format share kernels. Machine code goes to `compiling.cache_folder()`, and is loaded if
+    Layers of equal shape and format share kernels. Machine code goes to `compiling.code_cache()`, and is loaded if
     the layers are on a GPU. The interpreter needs no warm-up; kernels for AMD GPUs are compiled by Triton in their
     first call. Raises KernelEnvironmentError if a kernel does not compile.
     """

@@ -76,7 +76,6 @@ def warm_up(
     import torch
 
     from moeq_kernels import KernelEnvironmentError, KernelError, interpreter, warmup
-    from moeq_kernels.compiling import cache_folder
 
     if interpreter.active():
         raise MoeqError(
@@ -102,8 +101,8 @@ def warm_up(
     if not done.kept:
         raise MoeqError(
             "environment.kernels",
-            f"{done.compiled} kernels were compiled for nothing: {cache_folder()} cannot be written",
-            "set MOEQ_KERNEL_CACHE to a folder that can",
+            f"{done.compiled} kernels were compiled for nothing: the folder for them cannot be used",
+            "set MOEQ_KERNEL_CACHE to a folder of your own with mode 700",
         )
     kinds = dict.fromkeys(LayerKind(numbers, str(layer)) for numbers, layer in found)
     return WarmUp(tuple(kinds), done.kernels, done.compiled, round(done.seconds, 2))
@@ -152,14 +151,12 @@ def _prepared(
 
 def make_ready(prepared: PreparedLayer, logger: logging.Logger) -> None:
     """Compile, in parallel, and load all kernels of a layer, and log once for every kind of layer what they are."""
-    from moeq_kernels.compiling import cache_folder
-
     if (key := (prepared.problem, prepared.max_tokens, prepared.device)) in _READY:
         return
     done = prepared.warm()
     _READY.add(key)
     if not done.kept:
-        logger.warning("moeq: kernels are compiled at every start: %s cannot be written", cache_folder())
+        logger.warning("moeq: kernels are compiled at every start: the folder for them cannot be used")
     logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)
 
 

@@ -1,23 +1,19 @@
 """Machine code of loops, which numba compiles once (`moeq.layouts.loops.compiler`) and a cache keeps.
 
 Importing numba takes longer than all the rest of a start, so loops that are in the cache are loaded without it. The
-cache is a folder of object files: `NUMBA_CACHE_DIR` where that is set, else `__pycache__` beside this file, else, where
-that cannot be written to, a folder of the user's. A file is used only if nobody can have written it who could not have
-written this file as well, and if it begins with the digest of the rest and of what the rest depends on: the sources,
-the versions of what compiled them, the processor. All other files are compiled again and replaced.
+cache is a private folder of object files (`moeq_kernels.code_cache`) in `NUMBA_CACHE_DIR`, or else in the user's cache
+folder. A file counts if it begins with the digest of the rest and of what the rest depends on: the sources, the
+versions of what compiled them, the processor. Every other file is compiled again, and replaced.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import stat
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,6 +28,7 @@ import numpy as np
 from blake3 import blake3
 
 from moeq.layouts.loops.target import Kind, processor, target_machine
+from moeq_kernels.code_cache import CodeCache, user_cache
 
 _DIGEST_BYTES = 32
 
@@ -136,8 +133,8 @@ def available() -> bool:
 
 def cached() -> bool:
     """Whether the cache has loops for what is installed now. Needs no numba."""
-    folder = cache_folder()
-    return folder is not None and any(folder.glob(f"*.{_environment_digest()}.o"))
+    folder = code_cache()
+    return folder is not None and any(name.endswith(f".{_environment_digest()}.o") for name in folder.names())
 
 
 def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
@@ -145,9 +142,9 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
     spelled = " ".join(kind.spell() for kind in kinds)
     about = "\n".join((module, name, spelled, _environment(), _source_digest(module)))
     symbol = f"moeq_{blake3(f'{module}.{name} {spelled}'.encode()).hexdigest()[:16]}"
-    folder = cache_folder()
-    path = folder and folder / f"{module.rpartition('.')[2]}.{name}.{symbol}.{_environment_digest()}.o"
-    code = path and _read(path, about)
+    folder = code_cache()
+    file = f"{module.rpartition('.')[2]}.{name}.{symbol}.{_environment_digest()}.o"
+    code = None if folder is None else _opened(folder.read(file), about)
     if not code:
         if getattr(_here, "only_cached", False):
             raise NotCachedError(f"{module}.{name}")
@@ -158,62 +155,24 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
             warnings.warn(
                 f"{module}.{name} needs numba to run: every process compiles it", RuntimeWarning, stacklevel=4
             )
-        elif path:
-            _write(path, about, code)
+        elif folder is not None:
+            folder.write(file, _seal(about, code) + code)
         return function
     _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
     return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_engine().get_function_address(symbol))
 
 
-@lru_cache(maxsize=1)
-def cache_folder() -> Path | None:
-    """Return the folder of the object files; None where no folder can be written to."""
-    folders = [Path(__file__).parent / "__pycache__"]
-    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    if home.is_absolute():
-        folders.append(home / "moeq" / _digest(str(folders[0])))
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        folders = [Path(chosen)]
-    for folder in folders:
-        with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
-    return None
+def code_cache() -> CodeCache | None:
+    """Open the folder of object files of this installation; None where nothing can be kept."""
+    return user_cache("moeq", f"loops-{_digest(str(Path(__file__).parent))}", variable="NUMBA_CACHE_DIR")
 
 
-def _read(path: Path, about: str) -> bytes | None:
-    """Return the object code in a file of the cache; None where it is missing or must not be run."""
-    # Opening must not wait if somebody put a pipe there.
-    with suppress(OSError), open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode) or (hasattr(os, "getuid") and not _trusted(found)):
-            return None
-        digest, code = file.read(_DIGEST_BYTES), file.read()
-        if digest == _seal(about, code):
-            return code
-    return None
-
-
-def _trusted(found: os.stat_result) -> bool:
-    """Whether only this user, the owner of moeq's own code or the administrator can have written a file."""
-    return not found.st_mode & 0o022 and found.st_uid in (0, os.getuid(), os.stat(__file__).st_uid)
-
-
-def _write(path: Path, about: str, code: bytes) -> None:
-    """Write object code to the cache. If that fails, it is compiled again next time."""
-    with suppress(OSError):
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)  # mode 0o600
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(_seal(about, code) + code)
-            # Others may run what this user compiled, as they may run what Python keeps in `__pycache__`.
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:  # interrupted as well
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+def _opened(content: bytes | None, about: str) -> bytes | None:
+    """Return the object code in a file of the cache; None where its digest is not right."""
+    if content is None:
+        return None
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if digest == _seal(about, code) else None
 
 
 def _seal(about: str, code: bytes) -> bytes:
