@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-slow lint pages site fuzz fuzz-minute night crash gpu-test compile-matrix clean
+.PHONY: demo test test-slow lint pages site fuzz fuzz-minute night crash mutate gpu-test compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first: PyPI's build for Linux brings 2.5 GiB of GPU
 # libraries, so the script looks for one for CPUs and says which it takes.
@@ -71,6 +71,15 @@ KILLS ?= 10000
 crash: $(STAMP)
 	MOEQ_FAULTS=crash-faults.jsonl $(BIN)/python -m pytest -q -m night tests/attacks/test_faults.py
 	$(BIN)/python tests/attacks/kills.py --kills $(KILLS) --results crash-kills.json
+
+# Do tests notice a change of the code? MUTANTS places of every folder are drawn with SEED, each is changed by itself, and
+# the tests of the folder run. 90 % have to be noticed.
+MUTATE ?= moeq/check moeq/prove moeq/load moeq/model moeq/reference moeq/layouts moeq/schemes
+MUTANTS ?= 20
+SEED ?= 0
+
+mutate: $(STAMP)
+	$(BIN)/python tools/mutate.py $(MUTATE) --count $(MUTANTS) --seed $(SEED) --least 90
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu

@@ -49,6 +49,7 @@ def document(restoration: Restoration) -> dict[str, Any]:
         "kept": restoration.kept,
         "copied": restoration.copied,
         "missing": list(restoration.missing),
+        "existed": restoration.existed,
     }
 
 
@@ -59,12 +60,15 @@ def render(console: Console, restoration: Restoration) -> None:
     from moeq.report.text import human_bytes
 
     total = human_bytes(sum(restoration.files.values()))
-    head = (f"restored {restoration.destination}", "bold")
+    verb = "compared" if restoration.existed else "restored"
+    head = (f"{verb} {restoration.destination}", "bold")
     console.print(Text.assemble(head, f": {len(restoration.files)} files, {total}"))
     console.print(
         f"  tensors   {restoration.rebuilt} rebuilt from packed experts (digests checked), {restoration.kept} that the "
         f"conversion had kept, {restoration.copied} copied"
     )
+    if restoration.existed:
+        console.print("  done      the folder held the source already; every byte was compared and nothing written")
     if restoration.missing:
         names = ", ".join(restoration.missing)
         console.print(f"  missing   the conversion did not keep {names}")

@@ -8,7 +8,7 @@ reference path, which rebuilds them or says what is wrong.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.names import FUSED, StoredName
-from moeq.checkpoint.writer import OutputFile, tensor_bytes
+from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
@@ -35,6 +35,7 @@ from moeq.pipeline.plan.units import PackUnit, Span, place_of
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.state.records import Bytes
 from moeq.prove.derived import plan_of
+from moeq.prove.restore_outputs import WeightFiles
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Rebuilding:
         converted: ConvertedCheckpoint,
         original: Checkpoint,
         folder: Path,
-        outputs: Mapping[str, OutputFile],
+        outputs: WeightFiles,
         kept: Callable[[str], bytes | None],
         workers: int,
     ) -> None:

@@ -1,24 +1,26 @@
 """Rebuild a conversion's source: the same files, byte for byte.
 
 Headers, configs and everything that does not follow from the logical matrices come from the restore data. The rest is
-rebuilt from the packed experts, whose digests are checked: by the fast path if there is one (`moeq.prove.rebuild`),
-else by the reference path, which unpacks each expert and packs it as its format does.
+rebuilt from the packed experts: by the fast path if there is one (`moeq.prove.rebuild`), else by the reference path,
+which unpacks each expert and packs it as its format does. Every byte is compared with a digest in the manifest before
+the folder gets its name: experts with those of their values, copies and restore data with those of their bytes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from blake3 import blake3
+
 from moeq.checkpoint.disk import disk_errors, read_at
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, FileDigest, LayerEntry, StackedRole, TensorDigest
 from moeq.checkpoint.outputs import OutputFolder
-from moeq.checkpoint.source import Source
-from moeq.checkpoint.writer import OutputFile, prepare_file, require_free_space
+from moeq.checkpoint.writer import require_free_space
 from moeq.digest import default_workers, in_order, logical_digest, require_complete
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix, split_projections
@@ -27,15 +29,13 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored_parts import StoredPart, stored_parts
 from moeq.pipeline.plan.job import places
+from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp
+from moeq.pipeline.state.records import open_file_digest, piece_digest
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
 from moeq.prove.rebuild import Rebuilding
-
-_CHUNK = 16 * 2**20
-
-#: Weight files that are being written, by name.
-Outputs = dict[str, OutputFile]
+from moeq.prove.restore_outputs import HeldFiles, NewFiles, WeightFiles, changed
 
 #: Called with bytes done, bytes in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -52,6 +52,7 @@ class Restoration:
         kept: number of expert tensors that the conversion had kept verbatim.
         copied: number of all other tensors.
         missing: names of files in the source folder that the conversion did not keep.
+        existed: whether the folder held all these files already, so that they were compared and not written.
     """
 
     destination: Path
@@ -60,6 +61,7 @@ class Restoration:
     kept: int
     copied: int
     missing: tuple[str, ...]
+    existed: bool = False
 
 
 def restore(
@@ -72,57 +74,86 @@ def restore(
 ) -> Restoration:
     """Rebuild the source checkpoint from a conversion.
 
+    A folder that holds exactly the source's files already, from an earlier run, is compared byte by byte instead.
+
     Args:
         dst: output of `moeq convert`.
         out: folder to create.
         slow: rebuild everything by the reference path, which shares no code with the fast path. The bytes are equal.
-        workers: threads; None takes the cores there are, at most 8.
+        workers: number of threads; None: the number of cores, at most 8.
         progress: called with bytes done, bytes in all and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed;
-            `source.digest-mismatch` where packed experts no longer hold what was converted; `usage.destination-exists`;
-            `resources.disk-full`. A failed run leaves nothing behind.
+        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed, or no
+            digests of it; `source.digest-mismatch` if the conversion no longer holds what was converted;
+            `usage.destination-exists`; `resources.disk-full`. A failed run leaves no files.
     """
     checkpoint = open_checkpoint(dst)
     if not isinstance(checkpoint, ConvertedCheckpoint):
         raise MoeqError("usage.not-converted", f"{dst} is not an output of `moeq convert`", "there is nothing to undo")
-    converted = checkpoint.source
+    converted, manifest = checkpoint.source, checkpoint.manifest
     restore_data = restore_data_of(checkpoint)
-    original = Checkpoint(KeptSource(converted, restore_data, checkpoint.manifest.source.revision))
-    if original.source.identity() != checkpoint.manifest.source.identity:
-        raise MoeqError(
-            "source.digest-mismatch",
-            f"{restore_data.path.name}: its configs and headers are not those of the source that was converted",
-            "moeq verify says what differs; convert the source again",
-        )
+    recorded = _recorded_files(checkpoint, restore_data)
+    original = Checkpoint(KeptSource(converted, restore_data, manifest.source.revision))
+    if original.source.identity() != manifest.source.identity:
+        raise changed(f"{restore_data.path.name}: its configs and headers are not those of the converted source")
     destination = Path(out)
-    outputs = (*restore_data.headers, *restore_data.texts, *restore_data.copied)
-    job = f"restore of {checkpoint.manifest.source.identity}"
-    folder = WorkFolder(destination, JobStamp(job, outputs=outputs))
-    folder.check(*places(converted))
-    with folder:
-        report = progress or (lambda done, total, label: None)
-        threads = workers or default_workers()
-        restorer = _Restorer(checkpoint, original, restore_data, folder.files, report, threads, slow)
+    names = (*restore_data.headers, *restore_data.texts, *restore_data.copied)
+    folder = WorkFolder(destination, JobStamp(f"restore of {manifest.source.identity}", outputs=names))
+    report = progress or (lambda done, total, label: None)
+
+    def run(files: NewFiles | HeldFiles) -> Restoration:
+        restorer = _Restorer(
+            checkpoint, original, restore_data, recorded, files, report, workers or default_workers(), slow
+        )
         restoration = restorer.run(destination)
-        _copy_side_files(converted, restore_data, folder.files)
         converted.require_unchanged()
+        return restoration
+
+    try:
+        folder.check(*places(converted))
+    except MoeqError as error:
+        if error.code != "usage.destination-exists" or destination.is_symlink() or not destination.is_dir():
+            raise
+        with disk_errors(destination), OutputFolder(destination) as existing:
+            held = HeldFiles(existing)
+            held.require_names(names)
+            return replace(run(held), existed=True)
+    with folder:
+        restoration = run(NewFiles(folder.files))
         folder.publish()
     return restoration
 
 
-def _copy_side_files(converted: Source, restore_data: RestoreData, folder: OutputFolder) -> None:
-    require_free_space(folder, {name: converted.size_of(name) for name in restore_data.copied})
-    for name in restore_data.copied:
-        converted.require_inside(name)
-        fd = converted.open(name)
-        try:
-            folder.copy_file(fd, name)
-        finally:
-            os.close(fd)
-    for name, text in restore_data.texts.items():
-        folder.write_file(name, text)
+def _recorded_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData) -> Mapping[str, FileDigest]:
+    """Return the digests of the conversion's files, after comparing those of the manifest and of the restore data.
+
+    Raises:
+        MoeqError: `source.no-keepsake` for a version of moeq that recorded none, `source.digest-mismatch`.
+    """
+    manifest, name = checkpoint.manifest, restore_data.path.name
+    if not manifest.intact:
+        raise changed(f"{MANIFEST_NAME} was changed after it was written")
+    if manifest.files is None:
+        raise MoeqError(
+            "source.no-keepsake",
+            f"{MANIFEST_NAME} is of a version that kept no digests of files, so that copies cannot be compared",
+            "restore it with the version of moeq that converted it",
+        )
+    fd = checkpoint.source.open(name)
+    try:
+        found = open_file_digest(fd)
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    finally:
+        os.close(fd)
+    if found != manifest.files.get(name):
+        raise changed(f"{name} is not the file that was written")
+    return manifest.files
+
+
+def _unreadable(name: str, error: OSError) -> MoeqError:
+    return MoeqError("source.unreadable", f"{name}: {error.strerror or error}", "run the same command again")
 
 
 @dataclass
@@ -132,7 +163,8 @@ class _Restorer:
     converted: ConvertedCheckpoint
     original: Checkpoint
     restore_data: RestoreData
-    folder: OutputFolder
+    recorded: Mapping[str, FileDigest]
+    outputs: NewFiles | HeldFiles
     advance: Advance
     workers: int
     slow: bool
@@ -148,7 +180,7 @@ class _Restorer:
             for entry in self.original.experts(layer.layer).layer.tensors()
         }
         kept = {name for name in rebuilt_names if f"tensor/{name}" in self.restore_data}
-        with _outputs(self.folder, self.restore_data) as files:
+        with self.outputs.weights(self.restore_data) as files:
             copied = 0
             for file, header in headers.items():
                 for entry in header.tensors.values():
@@ -166,39 +198,68 @@ class _Restorer:
                     if left:
                         self._rebuild(files, layer, role, left, kept)
             for name, output in files.items():
-                with disk_errors(self.folder.path / name):
+                with disk_errors(self.outputs.folder.path / name):
                     output.sync()
         self._require_everything()
+        self._copy_side_files()
         sizes = {file: header.size for file, header in headers.items()}
         restore_entry = self.converted.manifest.restore
         missing = restore_entry.missing if restore_entry else ()
         return Restoration(destination, sizes, len(rebuilt_names) - len(kept), len(kept), copied, missing)
 
-    def _copy(self, files: Outputs, entry: TensorEntry, stray: bool, kept: bool) -> None:
+    def _copy(self, files: WeightFiles, entry: TensorEntry, stray: bool, kept: bool) -> None:
+        """Copy a tensor, from the restore data or from the conversion's weights, whose digest it has to have."""
         if stray or kept:
             name = f"stray/{entry.file}/{entry.name}" if stray else f"tensor/{entry.name}"
+            source, wanted = self.restore_data.path.name, None
             fd, start = self.restore_data.open(name, entry.nbytes)
         else:
             found = self.converted.source.entry(entry.name)
             if found.nbytes != entry.nbytes:
                 detail = f"tensor {entry.name} has {found.nbytes:,} bytes, the source had {entry.nbytes:,}"
                 raise MoeqError("source.bad-manifest", detail, "convert the source again")
+            file = self.recorded.get(found.file)
+            source, wanted = found.file, file.tensors.get(entry.name) if file else None
             fd, start = self.converted.source.open(found.file), found.start
+        digests = bytearray()
         try:
-            for offset in range(0, entry.nbytes, _CHUNK):
-                count = min(_CHUNK, entry.nbytes - offset)
-                chunk = bytearray(count)
-                if read_at(fd, memoryview(chunk), start + offset) < count:
-                    raise MoeqError("source.truncated", f"the conversion ends inside tensor {entry.name}")
-                with disk_errors(self.folder.path / entry.file):
-                    files[entry.file].write(memoryview(chunk), entry.start + offset)
+            for offset in range(0, entry.nbytes, CHUNK_BYTES):
+                chunk = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes - offset)))
+                try:
+                    count = read_at(fd, chunk, start + offset)
+                except OSError as error:
+                    raise _unreadable(source, error) from error
+                if count < len(chunk):
+                    raise MoeqError("source.truncated", f"{source} ends inside tensor {entry.name}")
+                digests += piece_digest(chunk)
+                with disk_errors(self.outputs.folder.path / entry.file):
+                    files[entry.file].write(chunk, entry.start + offset)
         finally:
             os.close(fd)
+        if not (stray or kept) and wanted != TensorDigest(CHUNK_BYTES, blake3(digests).hexdigest()):
+            raise changed(f"the bytes of tensor {entry.name} are not those that were written")
 
-    def _rebuild_fast(self, files: Outputs) -> set[tuple[int, StackedRole, int]]:
+    def _copy_side_files(self) -> None:
+        """Copy the files without weights, from the conversion and from the restore data."""
+        converted, data = self.converted.source, self.restore_data
+        if isinstance(self.outputs, NewFiles):
+            require_free_space(self.outputs.folder, {name: converted.size_of(name) for name in data.copied})
+        for name in data.copied:
+            converted.require_inside(name)
+            fd = converted.open(name)
+            try:
+                self.outputs.put_copy(name, fd, self.recorded.get(name))
+            finally:
+                os.close(fd)
+        for name, text in data.texts.items():
+            self.outputs.put_text(name, text)
+
+    def _rebuild_fast(self, files: WeightFiles) -> set[tuple[int, StackedRole, int]]:
         """Rebuild what the fast path can, and return layer, role and expert of every matrix that is finished."""
         finished: set[tuple[int, StackedRole, int]] = set()
-        rebuilding = Rebuilding(self.converted, self.original, self.folder.path, files, self._kept, self.workers)
+        rebuilding = Rebuilding(
+            self.converted, self.original, self.outputs.folder.path, files, self._kept, self.workers
+        )
         with closing(rebuilding.experts()) as experts:
             for unit, expert, written in experts:
                 finished.add((unit.layer, unit.role, expert))
@@ -212,7 +273,7 @@ class _Restorer:
         return self.restore_data.read(key) if key in self.restore_data else None
 
     def _rebuild(
-        self, files: Outputs, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]
+        self, files: WeightFiles, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]
     ) -> None:
         """Rebuild experts by the reference path."""
 
@@ -226,7 +287,7 @@ class _Restorer:
                     self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
 
     def _rebuild_expert(
-        self, files: Outputs, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
+        self, files: WeightFiles, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
     ) -> list[StoredPart]:
         """Write the source tensors of one matrix, and return them without their data."""
         experts, written = self.original.experts(layer.layer), []
@@ -239,7 +300,7 @@ class _Restorer:
             if data is None:
                 detail = f"tensor {part.entry.name} can neither be rebuilt nor was it kept"
                 raise MoeqError("source.bad-manifest", detail, "convert the source again")
-            with disk_errors(self.folder.path / part.entry.file):
+            with disk_errors(self.outputs.folder.path / part.entry.file):
                 files[part.entry.file].write(data.cast("B"), part.start)
             written.append(replace(part, rebuilt=None))
         return written
@@ -262,28 +323,5 @@ def _require_digests(layer: LayerEntry, expert: int, matrix: QuantizedMatrix) ->
     for projection, part in split_projections(matrix):
         recorded = layer.digests.get(projection)
         if recorded is None or logical_digest(part) != recorded[expert]:
-            raise MoeqError(
-                "source.digest-mismatch",
-                f"layer {layer.layer} expert {expert} {projection} no longer holds the values that were converted",
-                "moeq verify lists every difference; convert the source again",
-            )
-
-
-@contextmanager
-def _outputs(folder: OutputFolder, restore_data: RestoreData) -> Iterator[Outputs]:
-    """Create the source's weight files in their full size, with their headers, and keep them open for writing.
-
-    Raises:
-        MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
-    """
-    require_free_space(folder, {name: header.size for name, header in restore_data.headers.items()})
-    files: Outputs = {}
-    try:
-        for name, header in restore_data.headers.items():
-            prepare_file(folder, name, restore_data.raw_headers[name], header.size)
-            with disk_errors(folder.path / name):
-                files[name] = OutputFile(folder, name)
-        yield files
-    finally:
-        for file in files.values():
-            file.close()
+            name = f"layer {layer.layer} expert {expert} {projection}"
+            raise changed(f"{name} no longer holds the values that were converted")

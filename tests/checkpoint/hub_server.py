@@ -32,6 +32,7 @@ class Behaviour:
     lists_size: int | None = None
     resolve_status: int | None = None
     drops_connection: bool = False
+    moves: bool = False
 
 
 @dataclass
@@ -139,7 +140,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         data = path.read_bytes()
         headers = {"ETag": f'"{abs(hash((name, len(data)))):x}"', "Accept-Ranges": "bytes"}
-        headers["X-Repo-Commit"] = _commit(revision)
+        moved = behaviour.moves and revision == "main"
+        headers["X-Repo-Commit"] = OLDER if moved else _commit(revision)
         wanted = self.headers.get("Range")
         if weights and wanted and not behaviour.ignores_ranges:
             self._range(data, wanted, headers, body, behaviour)

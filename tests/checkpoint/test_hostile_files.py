@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +241,22 @@ def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(MoeqError) as caught:
         moeq.open(tmp_path, revision="main")
     assert caught.value.code == "usage.revision-of-path"
+
+
+@pytest.mark.parametrize("left", [0, 1, 100])
+def test_a_file_that_becomes_shorter_while_it_is_read(left: int, tmp_path: Path, checkpoints: Path) -> None:
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source")
+    source = moeq.open(tmp_path / "source").source
+    last = max(source.tensors.values(), key=lambda entry: entry.end)
+    assert len(source.read_bytes(last.file, last.start, last.end)) == last.nbytes
+    fd = source.open(last.file)
+    try:
+        os.truncate(tmp_path / "source" / last.file, last.start + left)
+        target = bytearray(last.nbytes)
+        with pytest.raises(MoeqError) as caught:
+            source.read_into(fd, memoryview(target), last.start, last.file)
+        assert caught.value.code == "source.truncated"
+        assert f"{last.file}: ended before byte {last.end:,}" in caught.value.message
+        source.read_into(fd, memoryview(target)[:left], last.start, last.file)
+    finally:
+        os.close(fd)

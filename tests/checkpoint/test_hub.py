@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.hub_server import SHA, Behaviour, Hub, serving
+from checkpoint.hub_server import OLDER, SHA, Behaviour, Hub, serving
 
 from moeq.checkpoint.hub import looks_like_repository
 
@@ -231,3 +231,12 @@ def test_repository_names(text: str) -> None:
 @pytest.mark.parametrize("text", ["name", "./org/name", "/org/name", "a/b/c", "org/", "../x", "örg/n", "~/x"])
 def test_other_texts_are_paths(text: str) -> None:
     assert not looks_like_repository(text)
+
+
+def test_a_branch_that_moves_while_it_is_opened(hub, ask) -> None:
+    """The listing is of one commit, the config of the next."""
+    repo = hub.add("org/moving", CHECKPOINTS / "gptq-int4-g32-qwen3moe", Behaviour(moves=True))
+    answer = ask(repo)
+    assert answer["code"] == "source.changed"
+    assert f"moved from commit {SHA} to {OLDER} while it was being read" in answer["message"]
+    assert "tensors" in ask(repo, revision=SHA)

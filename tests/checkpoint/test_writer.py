@@ -4,6 +4,7 @@ import errno
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,21 @@ class TestPreparing:
             require_free_space(OutputFolder(tmp_path), sizes)
         assert caught.value.code == "resources.disk-full"
         require_free_space(OutputFolder(tmp_path), dict.fromkeys(("a", "b"), BLOCK))
+
+    def test_space_that_files_hold_already_is_not_asked_for_again(self, tmp_path: Path, monkeypatch) -> None:
+        """A run that is resumed has its files, which took what was free before."""
+        held, free = 8 * 2**20, 2 * 2**20
+        with OutputFolder(tmp_path) as folder:
+            fd = folder.open("held", os.O_CREAT | os.O_WRONLY)
+            os.posix_fallocate(fd, 0, held)
+            os.close(fd)
+            rest = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096)
+            monkeypatch.setattr(os, "statvfs", lambda fd: rest)
+            require_free_space(folder, {"held": held + free})
+            require_free_space(folder, {"held": held, "new": free})
+            for sizes in ({"held": held + free + 4096}, {"held": held, "new": free + 4096}, {"other": held}):
+                with pytest.raises(MoeqError, match="too few"):
+                    require_free_space(folder, sizes)
 
     def test_where_it_cannot_be_written(self, tmp_path: Path) -> None:
         form = file_form(TENSORS)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +138,56 @@ def test_amd_driver_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_cpu_kind_is_known() -> None:
     assert detect.detect_cpu().platform == "cpu"
+
+
+DRIVER = """
+#include <string.h>
+int cuInit(unsigned flags) {{ return flags; }}
+int cuDeviceGet(int *device, int number) {{ *device = 40 + number; return 0; }}
+int cuDeviceGetAttribute(int *value, int attribute, int device) {{
+    if (device != 40) return 101;
+    if (attribute == 75) {{ *value = {major}; return 0; }}
+    if (attribute == 76) {{ *value = {minor}; return 0; }}
+    return 1;
+}}
+int cuDeviceGetName(char *name, int length, int device) {{
+    if (device != 40) return 101;
+    strncpy(name, "{name}", length);
+    return {status};
+}}
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+@pytest.mark.parametrize(
+    ("name", "major", "minor", "status", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 9, 0, 0, "H100 cuda sm90"),
+        ("NVIDIA GeForce RTX 4090", 8, 9, 0, "RTX 4090 cuda sm89"),
+        ("NVIDIA H100 80GB HBM3", 8, 0, 0, "sm80 cuda sm80"),  # a name that another generation has as well
+        ("A GPU that is not in the table", 12, 1, 0, "sm121 cuda sm121"),
+        ("NVIDIA H100 80GB HBM3", 9, 0, 3, "None"),
+    ],
+)
+def test_nvidia_driver(name: str, major: int, minor: int, status: int, expected: str, tmp_path: Path) -> None:
+    """Ask a driver library that answers as the CUDA driver API 13.0 says, in a process that finds it first."""
+    source = tmp_path / "driver.c"
+    source.write_text(DRIVER.format(name=name, major=major, minor=minor, status=status))
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
+    program = (
+        "from moeq.deploy.detect import _cuda; gpu = _cuda(); "
+        "print(gpu if gpu is None else f'{gpu.name} {gpu.platform} {gpu.arch}')"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == expected
+
+
+@pytest.mark.gpu
+def test_the_driver_and_torch_name_one_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.version.hip or not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    found = detect.detect_gpu()
+    assert found is not None
+    assert found.capability == torch.cuda.get_device_capability(0)

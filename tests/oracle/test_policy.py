@@ -240,3 +240,14 @@ def test_mori_runs_with_aiter_and_not_without(version: str) -> None:
         verdict = judge_config(config, MoeShape(2048, 1024, 64, 8), deployment, explain=False)
         failed = {gate.code for gate in verdict.gates if not gate.passed}
         assert ("G5" not in failed) is there, version
+
+
+def test_a_refusal_names_a_change_that_works() -> None:
+    where = Deployment(parse_gpu("V100"))
+    refused = judge(scheme("gptq"), SHAPE, where)
+    assert not refused.ok
+    assert refused.works == refused.nearest == "dtype fp16"
+    assert judge(scheme("gptq"), SHAPE, replace(where, dtype="fp16")).ok
+    assert judge(scheme("gptq"), SHAPE, where, explain=False).works is None
+    asked = judge(scheme("gptq"), SHAPE, Deployment(parse_gpu("A100"), backend="triton"))
+    assert (asked.ok, asked.works) == (False, "no --moe-backend")

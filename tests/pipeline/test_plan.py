@@ -224,3 +224,15 @@ def test_what_was_frozen_before_stays_frozen(monkeypatch) -> None:
         assert (count() > 0) == before
     assert len(counted) == 2
     gc.unfreeze()
+
+
+@pytest.mark.parametrize(("tp", "code"), [(3, "usage.tp"), (4, "usage.tp"), (2, None)])
+def test_attention_heads_that_ranks_cannot_share(tp: int, code: str | None, checkpoints: Path) -> None:
+    """The model has two heads: an engine cannot start with three or four ranks, whatever the experts allow."""
+    request = JobRequest(str(checkpoints / NAME), Deployment(gpu=A100, tp=tp), ConvertOptions())
+    if code is None:
+        open_job(request)
+        return
+    with pytest.raises(MoeqError, match=f"2 attention heads are not divisible by tp {tp}") as caught:
+        open_job(request)
+    assert caught.value.code == code

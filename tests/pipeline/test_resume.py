@@ -24,6 +24,7 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Started, UnitFinished
 from moeq.pipeline.state.journal import read_journals
+from moeq.pipeline.state.ownership import WORK_PREFIX, remove_work
 
 A100 = Deployment(gpu=parse_gpu("A100"))
 NAME = "gptq-int4-g32-qwen3moe"
@@ -376,3 +377,13 @@ class TestPublishing:
             assert len(calls) <= step
         assert content(out) == whole
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_only_what_is_for_the_work_is_removed(tmp_path: Path) -> None:
+    names = ("model.safetensors", "folder/kept.json", f"{WORK_PREFIX}stream/a/b", f"{WORK_PREFIX}stream/c")
+    with OutputFolder(tmp_path) as folder:
+        for name in (*names, f"{WORK_PREFIX}list", f"x{WORK_PREFIX}list"):
+            folder.write_file(name, b"data")
+        folder.make(f"{WORK_PREFIX}empty")
+        remove_work(folder)
+        assert folder.names() == ["folder/kept.json", "model.safetensors", f"x{WORK_PREFIX}list"]

@@ -120,3 +120,20 @@ def test_quantised_modules_beside_converted_experts(tmp_path, bits: int, square:
     found = diff(source, tmp_path / "b")
     assert found.equal, found
     assert moeq.open(tmp_path / "b").quantization_config == moeq.open(source).quantization_config
+
+
+@pytest.mark.parametrize("layout", ["source", "int8-w8a8/1"])
+def test_a_difference_in_the_last_column_is_none_in_a_bias(layout: str, checkpoints, tmp_path) -> None:
+    def change(tensors: Tensors) -> Tensors:
+        weight = tensors[f"{DOWN}.weight"].clone()
+        weight[4, -1] = 1 if int(weight[4, -1]) != 1 else 2
+        return tensors | {f"{DOWN}.weight": weight}
+
+    source = checkpoints / "ct-w8a8-qwen3moe"
+    other = rewritten(source, tmp_path / "other", change)
+    if layout != "source":
+        other = convert(other, tmp_path / "out", A100, layout=layout, force_layout=True) and tmp_path / "out"
+    (row,) = diff(source, other).differing
+    last = moeq.open(source).spec(1, "down").k - 1
+    assert (row.first.row, row.first.column, row.worst.column) == (4, last, last)
+    assert row.first.text.startswith(f"[4, {last}]: ")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ import torch
 from pipeline.mixing import Tensors, content, flip, rewritten
 from safetensors.torch import load_file, save_file
 
+from moeq.checkpoint.header import read_header
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.layouts import words
 from moeq.pipeline.convert import convert
 from moeq.pipeline.events import Event, UnitFinished
-from moeq.pipeline.plan.units import PackUnit
+from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
 from moeq.prove import rebuild
 from moeq.prove.rebuild import Rebuilding, RebuiltPart
 from moeq.prove.restore import restore
@@ -252,3 +254,115 @@ def test_restore_data_without_the_config_is_refused(checkpoints, tmp_path, name:
         restore(tmp_path / "out", tmp_path / "back")
     assert caught.value.exit_code == ExitCode.SOURCE
     assert not (tmp_path / "back").exists()
+
+
+def with_rest(checkpoints: Path, folder: Path) -> Path:
+    """A source with an embedding of several pieces, a tokenizer and metadata in its header."""
+    original = checkpoints / "gptq-int4-g32-qwen3moe"
+    tensors = load_file(original / "model.safetensors")
+    random = torch.Generator().manual_seed(5)
+    tensors["model.embed_tokens.weight"] = torch.randint(256, (3, CHUNK_BYTES - 77), generator=random).to(torch.uint8)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"note": "written by a quantiser"})
+    (folder / "config.json").write_bytes((original / "config.json").read_bytes())
+    (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    return folder
+
+
+def places_of(out: Path) -> dict[str, tuple[str, int]]:
+    """A byte of each kind of copy in a conversion: its file, and where in the file it is."""
+    raw = (out / "moeq-restore.data").read_bytes()
+    found = {"header metadata": ("moeq-restore.data", raw.index(b"written by a quantiser"))}
+    found["config"] = ("moeq-restore.data", raw.index(b"hidden_size"))
+    found["tokenizer"] = ("tokenizer.json", 12)
+    for path in out.glob("*.safetensors"):
+        entry = read_header(path, path.name).tensors.get("model.embed_tokens.weight")
+        if entry is not None:
+            found["first piece"] = (path.name, entry.start + 3)
+            found["second piece"] = (path.name, entry.start + CHUNK_BYTES + 3)
+            found["last byte"] = (path.name, entry.end - 1)
+    return found
+
+
+def test_copies_of_several_pieces_come_back(checkpoints, tmp_path) -> None:
+    source = with_rest(checkpoints, tmp_path / "source")
+    check(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["header metadata", "config", "tokenizer", "first piece", "second piece", "last byte", "manifest"]
+)
+def test_a_flipped_bit_in_a_copy_is_never_restored(kind: str, checkpoints, tmp_path) -> None:
+    convert(with_rest(checkpoints, tmp_path / "source"), tmp_path / "out", A100)
+    if kind == "manifest":
+        path = tmp_path / "out" / "moeq.json"
+        document = json.loads(path.read_text())
+        document["restore"]["copied"].remove("tokenizer.json")
+        path.write_text(json.dumps(document))
+    else:
+        name, at = places_of(tmp_path / "out")[kind]
+        flip(tmp_path / "out" / name, at)
+    with pytest.raises(MoeqError) as caught:
+        restore(tmp_path / "out", tmp_path / "back")
+    assert caught.value.exit_code == ExitCode.SOURCE
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_old_conversions_without_digests_are_not_restored(checkpoints, tmp_path) -> None:
+    out = tmp_path / "out"
+    convert(checkpoints / "ct-w8a8-qwen3moe", out, A100)
+    document = json.loads((out / "moeq.json").read_text())
+    document |= {"schema": "moeq.manifest/1", "files": None}
+    (out / "moeq.json").write_text(json.dumps(document))
+    with pytest.raises(MoeqError, match="no digests of files") as caught:
+        restore(out, tmp_path / "back")
+    assert caught.value.code == "source.no-keepsake"
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_second_run_compares_and_says_so(slow: bool, checkpoints, tmp_path, on_fast_path) -> None:
+    source = with_rest(checkpoints, tmp_path / "source")
+    convert(source, tmp_path / "out", A100)
+    first = restore(tmp_path / "out", tmp_path / "back")
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "back").iterdir()}
+    again = restore(tmp_path / "out", tmp_path / "back", slow=slow)
+    assert (first.existed, again.existed) == (False, True)
+    assert replace(again, existed=False) == first
+    assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "back").iterdir()}
+    assert content(tmp_path / "back") == content(source)
+
+
+@pytest.mark.parametrize(
+    "damage", ["expert", "second piece", "header", "size", "tokenizer", "config", "stranger", "absent", "link"]
+)
+def test_another_folder_is_neither_taken_for_done_nor_touched(damage: str, checkpoints, tmp_path, on_fast_path) -> None:
+    convert(with_rest(checkpoints, tmp_path / "source"), tmp_path / "out", A100)
+    back = tmp_path / "back"
+    restore(tmp_path / "out", back)
+    weights = back / "model.safetensors"
+    tensors = read_header(weights, weights.name).tensors
+    if damage == "expert":
+        flip(
+            weights, next(entry.start for name, entry in tensors.items() if name.endswith("experts.1.up_proj.qweight"))
+        )
+    elif damage == "second piece":
+        flip(weights, tensors["model.embed_tokens.weight"].start + CHUNK_BYTES)
+    elif damage == "header":
+        flip(weights, weights.read_bytes().index(b"quantiser"))
+    elif damage == "size":
+        weights.write_bytes(weights.read_bytes() + b"\0")
+    elif damage in ("tokenizer", "config"):
+        flip(back / f"{damage}.json", 5)
+    elif damage == "stranger":
+        (back / "thesis.tex").write_text("precious")
+    elif damage == "absent":
+        (back / "tokenizer.json").unlink()
+    else:
+        back.rename(tmp_path / "moved")
+        back.symlink_to(tmp_path / "moved")
+    before = content(back)
+    with pytest.raises(MoeqError) as caught:
+        restore(tmp_path / "out", back)
+    assert caught.value.code == "usage.destination-exists"
+    assert "--force" not in (caught.value.hint or "")
+    assert content(back) == before

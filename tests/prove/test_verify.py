@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipeline.mixing import flip
 from safetensors import safe_open
 
-from moeq.checkpoint.manifest import read_manifest
+from moeq.checkpoint.manifest import read_manifest, seal
 from moeq.checkpoint.source import LocalSource
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -125,3 +127,31 @@ def test_a_missing_file_is_the_folders_fault(out) -> None:
     with pytest.raises(MoeqError) as caught:
         verify(out)
     assert caught.value.exit_code == ExitCode.SOURCE
+
+
+def sealed(out: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a manifest and seal it again, as somebody would who means to deceive."""
+    document = json.loads((out / "moeq.json").read_text())
+    change(document)
+    (out / "moeq.json").write_text(json.dumps(document | {"seal": seal(document)}))
+
+
+def test_slow_unpacks_experts_whose_bytes_are_those_recorded(out) -> None:
+    """Digests of files and of values may contradict each other: only unpacking shows it."""
+
+    def change(document: dict[str, Any]) -> None:
+        digests = document["layers"][1]["digests"]["up"]
+        digests[0], digests[2] = digests[2], digests[0]
+
+    sealed(out, change)
+    assert verify(out).ok
+    slow = verify(out, slow=True)
+    assert sorted(names(slow)) == ["layer 1 expert 0 up", "layer 1 expert 2 up"]
+    assert all("it holds the values of expert" in mismatch.text for mismatch in slow.mismatches)
+
+
+def test_digests_of_another_kind_are_not_compared(out) -> None:
+    sealed(out, lambda document: document.update(digest="sha256/other"))
+    with pytest.raises(MoeqError, match="digests of the kind 'sha256/other'") as caught:
+        verify(out)
+    assert caught.value.code == "environment.digest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -227,3 +228,66 @@ def test_methods_that_are_not_names(method: Any) -> None:
 def test_nothing_declared() -> None:
     assert find_declaration({"quantization_config": None}, {}) == (None, [])
     assert find_declaration({"quantization_config": {}}, {}) == (None, [])
+
+
+def test_quark_without_a_config_for_all_is_refused() -> None:
+    weight = {"dtype": "int4", "qscheme": "per_channel"}
+    table = {"quant_method": "quark", "layer_quant_config": {"*experts*": {"weight": weight}}}
+    declaration = read(table)
+    assert declaration.refusal == "its config declares no global_quant_config"
+    assert declaration.resolve(EXPERT).bits == 4  # type: ignore[union-attr]
+    assert read(table | {"global_quant_config": {"weight": weight}}).refusal is None
+
+
+def test_quark_nibbles_under_another_number_of_bits() -> None:
+    from moeq.schemes.format import Context, PartSig
+    from moeq.schemes.quark import QuarkInt4
+
+    parts = {"weight": PartSig("I32", (64, 4)), "weight_scale": PartSig("BF16", (64, 1))}
+    weight = {"dtype": "int8", "qscheme": "per_channel"}
+    declared = read({"quant_method": "quark", "global_quant_config": {"weight": weight}}).resolve(EXPERT)
+    assert declared is not None
+    with pytest.raises(MoeqError, match="int32 words of nibbles, the config declares 8 bits") as caught:
+        QuarkInt4().describe(parts, Context(EXPERT, "down", declared))
+    assert caught.value.code == "source.inconsistent"
+    assert QuarkInt4().describe(parts, Context(EXPERT, "down", replace(declared, bits=4))).spec.k == 32
+
+
+@pytest.mark.parametrize(
+    ("ask", "value", "expected"),
+    [
+        ("integer", True, "expected a whole number from -1 to 1048576"),
+        ("integer", 1 << 21, "expected a whole number from -1 to 1048576"),
+        ("integer", -2, "expected a whole number from -1 to 1048576"),
+        ("flag", 1, "expected true or false"),
+        ("text", 4, "expected a name"),
+        ("text", "x" * 201, "expected a name"),
+        ("text", "a\nb", "expected a name"),
+        ("names", {"a": 1}, "expected a list of names"),
+        ("names", ["a", 1], "expected a list of names"),
+        ("table_of", [1], "expected an object"),
+        ("block", [128], "expected two positive whole numbers"),
+        ("block", [128, 0], "expected two positive whole numbers"),
+        ("block", [128, True], "expected two positive whole numbers"),
+        ("block", "128xall", "expected two positive whole numbers"),
+    ],
+)
+def test_fields_of_the_wrong_kind_are_refused(ask: str, value: object, expected: str) -> None:
+    from moeq.schemes.declared import Fields
+
+    with pytest.raises(MoeqError) as caught:
+        getattr(Fields({"none": None, "key": value}, "here"), ask)("absent", "none", "key")
+    assert caught.value.code == "source.bad-config"
+    assert caught.value.message.startswith("here: key is ")
+    assert expected in caught.value.message
+
+
+def test_fields_of_the_right_kind() -> None:
+    from moeq.schemes.declared import Fields, group_size
+
+    fields = Fields({"a": "X", "b": "128x64", "c": "lm_head, gate", "d": 0, "e": -1, "f": [2, 3]}, "here")
+    assert (fields.text("none", "a"), fields.block("b"), fields.block("f")) == ("x", (128, 64), (2, 3))
+    assert (fields.names("c"), fields.names("none"), fields.table_of("none")) == (["lm_head", "gate"], [], {})
+    assert (fields.integer("d"), group_size(fields, "e"), group_size(fields, "none")) == (0, -1, None)
+    with pytest.raises(MoeqError, match="expected -1 or a positive number of weights"):
+        group_size(fields, "d")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeq.errors import MoeqError
 from moeq.model.tensor_bytes import as_bytes
-from moeq.schemes.bits import lane_codes, stream_codes
+from moeq.schemes.bits import lane_codes, pack_stream, stream_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.dequantize import E2M1_VALUES, dequantize
 from moeq.schemes.format import Context, Described, Format, PartSig, ReadOnlyFormat
@@ -479,3 +479,24 @@ def test_lanes_leave_top_bits_unused() -> None:
 @pytest.mark.parametrize("format_id", ["gptq", "awq", "ct-pack", "ct-int8", "ct-mxfp4", "mxfp4"])
 def test_the_formats_the_project_exists_for_are_converted(format_id: str) -> None:
     assert get_format(format_id).refusal is None
+
+
+@pytest.mark.parametrize("zero", range(8))
+def test_three_bit_zero_points_wrap_field_by_field(zero: int) -> None:
+    """AutoGPTQ and AutoRound store z - 1 in each field of 3 bits, so that a zero point of 0 is stored as 7."""
+    n, k = 32, 32
+    parts = {
+        "qweight": torch.zeros(k * 3 // 32, n, dtype=torch.int32),
+        "qzeros": pack_stream(torch.tensor([[(zero - 1) % 8, 3] * (n // 2)], dtype=torch.uint8), 3, n * 3 // 32),
+        "scales": torch.ones(1, n, dtype=torch.float16),
+    }
+    found = get_format("gptq")
+    sigs = {
+        name: PartSig({torch.int32: "I32", torch.float16: "F16"}[part.dtype], tuple(part.shape))
+        for name, part in parts.items()
+    }
+    declared = Declared("gptq", variant="gptq", bits=3, group_size=-1, symmetric=False)
+    described = found.describe(sigs, Context("module", "down", declared))
+    zeros = found.unpack(parts, described.spec, described.scheme).zeros
+    assert zeros is not None
+    assert zeros.flatten().tolist() == [zero, 4] * (n // 2)

@@ -1,0 +1,78 @@
+"""Reading ranges from servers that ask for patience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import ClassVar
+
+import pytest
+
+from moeq.checkpoint import ranges
+from moeq.checkpoint.ranges import RangeReader
+from moeq.errors import MoeqError
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Answers 503 with the values of Retry-After that are left (None: without one), then with bytes."""
+
+    waits: ClassVar[list[str | None]] = []
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+    def do_GET(self) -> None:
+        body = b"" if self.waits else b"bytes"
+        self.send_response(503 if self.waits else 206)
+        if self.waits:
+            if (wait := self.waits.pop(0)) is not None:
+                self.send_header("Retry-After", wait)
+        else:
+            self.send_header("Content-Range", "bytes 0-4/9")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Busy)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/file"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits between attempts, which take no time."""
+    found: list[float] = []
+    monkeypatch.setattr(ranges.time, "sleep", found.append)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waits", "expected"),
+    [
+        ([None, None, None], [1.0, 2.0, 4.0]),
+        (["7"], [7.0]),
+        (["3", None], [3.0, 6.0]),
+        (["0", "1"], [0.0, 1.0]),
+        (["99"], [10.0]),
+        (["1000000", "soon", "-3"], [1.0, 2.0, 4.0]),
+    ],
+)
+def test_the_server_says_how_long_to_wait(waits, expected, url, slept, monkeypatch) -> None:
+    monkeypatch.setattr(Busy, "waits", list(waits))
+    assert RangeReader({}, 1 << 20).read(url, "file", 0, 5) == (b"bytes", 9)
+    assert slept == expected
+
+
+def test_patience_ends(url, slept, monkeypatch) -> None:
+    monkeypatch.setattr(Busy, "waits", ["2"] * 9)
+    with pytest.raises(MoeqError, match="answered HTTP 503 4 times") as caught:
+        RangeReader({}, 1 << 20).read(url, "file", 0, 5)
+    assert caught.value.code == "source.network"
+    assert slept == [2.0] * 3
