@@ -1,6 +1,6 @@
-"""What loads a converted layer: facts about the loaders, asked before anything is written. No torch, no engine.
+"""Which loaders take a converted layer, decided before anything is written. Needs no torch and no engine.
 
-Each row says what its loader refuses (`moeq.engines`, `moeq.load`); tests hold the rows against the loaders' own code.
+Every table says what its loader refuses (`moeq.engines`, `moeq.load`). Tests compare them with the engines' own code.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.layouts.registry import layout_class
 
-#: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`), not by the one that the
-#: checkpoint names: the plug-in would give them plain FP8.
+#: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`) instead of the config that
+#: the checkpoint names: the plug-in would give them plain FP8.
 VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 #: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
 SGLANG_VERSIONS = ("0.5.23",)
@@ -27,14 +27,14 @@ SGLANG_MODELS = (
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 SGLANG_LINEAR = ("awq", "ct-int8", "ct-pack", "gptq")
-#: Those whose q_a and kv_a its class of DeepSeek makes one layer of: it joins AWQ's tensors by columns and all others
-#: by rows, which GPTQ's are not stored by, nor the `weight_shape` of compressed-tensors.
+#: Formats whose q_a and kv_a its DeepSeek class can join to one layer: it joins AWQ's tensors by columns and all others
+#: by rows, which is not how GPTQ's tensors and the `weight_shape` of compressed-tensors are stored.
 SGLANG_JOINED = ("awq", "ct-int8")
-#: Bits and groups of the GPTQ that it reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
+#: Bits and groups of GPTQ that SGLang reads, symmetric only: `GPTQMarlinConfig.TYPE_MAP` and
 #: `MARLIN_SUPPORTED_GROUP_SIZES`.
 SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128))
-#: Model types that the transformers loader was run with, and since which version; it takes others that use its experts
-#: interface.
+#: Model types that the transformers loader was run with, and the oldest version of transformers for each. It also takes
+#: other models that use the experts interface.
 TRANSFORMERS_MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "5.1") | dict.fromkeys(
     (
         *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
@@ -67,7 +67,7 @@ class Loader:
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What loaders look at.
+    """Facts about a layer that loaders look at.
 
     Attributes:
         layout: layout id.
@@ -83,7 +83,7 @@ class PlannedLayer:
         heads: vLLM can spread the attention over the ranks.
         sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
             takes the other layers, and attention and experts divide by these ranks.
-        dispatched: activations come as an all-to-all leaves them, or experts move (EPLB).
+        dispatched: an all-to-all delivers the activations, or experts move (EPLB).
         scales: the source stores the scales of static activations that an engine's kernel needs.
     """
 
@@ -104,7 +104,7 @@ class PlannedLayer:
 
 
 def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
-    """The loaders that take a layer, those of serving engines first."""
+    """Yield the loaders that take a layer, serving engines first."""
     versions = _vllm_versions(planned)
     if versions:
         yield Loader("vllm", f"vLLM {version_ranges(versions)} (moeq's plug-in)")
@@ -117,7 +117,7 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
 
 
 def version_ranges(versions: tuple[str, ...]) -> str:
-    """Some of `VLLM_VERSIONS` for people, oldest first: `0.26.0 to 0.29.0 and 0.32.0`."""
+    """Spell some of `VLLM_VERSIONS` for people, oldest first: `0.26.0 to 0.29.0 and 0.32.0`."""
     runs: list[list[str]] = []
     for version in reversed(VLLM_VERSIONS):
         if version not in versions:
@@ -137,7 +137,7 @@ def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
 
 
 def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:
-    """Plug-ins run moeq's kernels on NVIDIA GPUs, on tokens by rows."""
+    """Whether plug-ins run moeq's kernel: on NVIDIA GPUs, on tokens by rows."""
     return _own_kernel(planned) and planned.platform == "cuda" and not planned.dispatched
 
 
@@ -164,7 +164,7 @@ def _transformers(planned: PlannedLayer) -> bool:
 
 
 def _own_kernel(planned: PlannedLayer) -> bool:
-    """Interleaved gate and up rows are read for gpt-oss's activation only, up rows before gate rows for none."""
+    """Whether moeq's kernel reads the rows: interleaved for gpt-oss's activation only, up before gate for none."""
     orders = ("gate-up", "interleaved") if planned.activation == "swigluoai" else ("gate-up",)
     return planned.own_kernel and layout_class(planned.layout).w13_order in orders
 
@@ -185,11 +185,11 @@ def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
 
 
 def common(rows: Iterator[tuple[Loader, ...]] | list[tuple[Loader, ...]]) -> tuple[Loader, ...]:
-    """The loaders that take every one of several layers."""
+    """Return the loaders that take every one of several layers."""
     found = list(rows)
     return tuple(loader for loader in found[0] if all(loader in row for row in found)) if found else ()
 
 
 def loads_in(loaders: tuple[Loader, ...]) -> str:
-    """For people; `nothing yet` where no loader takes it."""
+    """Name the loaders for people; `nothing yet` where there are none."""
     return ", ".join(loader.title for loader in loaders) or "nothing yet"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import LAYOUTS, get_layout
@@ -14,48 +15,32 @@ LOSSY_ALWAYS = ("marlin-wna16-int8act/1",)
 
 LAYOUT_IDS = tuple(LAYOUTS)
 
-#: Scale dtype and group size that a layout's random specs take.
-_MX = ("e8m0", (32,))
-_FLOAT = ("bf16", (32, 64, 0))  # 0: one scale per channel
+#: Scale dtype and group sizes of random specs (0: one scale per channel), where they differ from what a layout says.
 KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
-    "trtllm-mxint4/1": ("bf16", (32,)),
-    "aiter-int4/1": ("bf16", (32, 64)),
     "rdna3-int4/1": ("f16", (32, 64)),
-    "int8-w8a8/1": ("f32", (0,)),
     "cpu-amx-int8/1": ("bf16", (0,)),
     "marlin-act-order/1": ("f16", (32, 64)),
-    "trtllm-nvfp4/1": ("e4m3", (16,)),
-    "flashinfer-cutlass-nvfp4/1": ("e4m3", (16,)),
-    "cutlass-nvfp4/1": ("e4m3", (16,)),
-    "flashinfer-cutedsl-nvfp4/1": ("e4m3", (16,)),
-    "b12x-nvfp4/1": ("e4m3", (16,)),
-    "b12x-nvfp4-a16/1": ("e4m3", (16,)),
-    "flashinfer-b12x-nvfp4/1": ("e4m3", (16,)),
-    "marlin-nvfp4/1": ("e4m3", (16,)),
-    "marlin-nvfp4-fp16/1": ("e4m3", (16,)),
     "marlin-fp8/1": ("bf16", (128, 0)),
     "marlin-fp8-fp16/1": ("f16", (128, 0)),
-    "marlin-mxfp8/1": ("e8m0", (32,)),
-    "trtllm-mxfp8/1": ("e8m0", (32,)),
-    "deepgemm-mxfp8/1": ("e8m0", (32,)),
-    "aiter-mxfp8/1": ("e8m0", (32,)),
-    "xpu-mxfp8/1": ("e8m0", (32,)),
-    "xpu-fp8-block/1": ("f32", (128,)),
-    "xpu-fp8-tensor/1": ("f32", (0,)),
-    "cpu-amx-fp8/1": ("f32", (128,)),
-    "trtllm-fp8-block/1": ("f32", (128,)),
     "flashinfer-cutlass-fp8-block/1": ("bf16", (128,)),
-    "aiter-fp8-block/1": ("f32", (128,)),
-    "aiter-fp8-block-fnuz/1": ("f32", (128,)),
-    "deepgemm-fp8-sm90/1": ("e8m0", (128,)),
-    "deepgemm-fp8-sm100/1": ("e8m0", (128,)),
-    "aiter-fp8-channel/1": ("f32", (0,)),
     "aiter-fp8-channel-fnuz/1": ("bf16", (0,)),
-    "trtllm-fp8-tensor/1": ("f32", (0,)),
-    "flashinfer-cutlass-fp8-tensor/1": ("f32", (0,)),
-    "aiter-fp8-tensor/1": ("f32", (0,)),
-    "aiter-fp8-tensor-fnuz/1": ("f32", (0,)),
 }
+
+
+def kinds(layout: ArrangedLayout) -> tuple[str, tuple[int, ...]]:
+    """The widest of the float scales that a layout holds, and every group size that it does not refuse."""
+    held = layout.scale_dtypes
+    scale = next((one for one in ("e4m3", "e8m0", "f32", "bf16") if one in held), held[0])
+    groups = (*(layout.group_sizes or (32, 64)), *((0,) if layout.channelwise else ()))
+    spec = MatrixSpec(role="w2", n=4096, k=4096, element=layout.elements[0], group_size=64, scale_dtype=scale)
+    spec = replace(spec, act_order=layout.act_order)
+    refused = {
+        group
+        for group in groups
+        for problem in layout.problems(replace(spec, group_size=group or spec.k))
+        if problem.code == "layout.group-size"
+    }
+    return scale, tuple(group for group in groups if group not in refused)
 
 
 def arranged(layout_id: str, *, allow_lossy: bool = False) -> ArrangedLayout:
@@ -80,7 +65,7 @@ def _complains(layout: ArrangedLayout, spec: MatrixSpec, code: str, n: int | Non
 def specs(layout_id: str, *, rows: int = 1, columns: int = 2) -> Iterator[MatrixSpec]:
     """Specs of that layout for both roles, with and without zero points and bias, `rows` x `columns` units large."""
     layout = arranged(layout_id)
-    scale, groups = KINDS.get(layout_id, _MX if layout.elements == ("e2m1",) else _FLOAT)
+    scale, groups = KINDS.get(layout_id) or kinds(layout)
     for element in layout.elements:
         for group in groups:
             for role in ("w13", "w2"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from layouts.families import Family, fp8_scope, layouts_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -18,6 +19,11 @@ from moeq.check import synthetic
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import StackedRole
 from moeq.digest import logical_digest
+from moeq.layouts.fp8 import MXFP8Layout
+from moeq.layouts.marlin.fp8 import MarlinFp8, MarlinMXFP8
+from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
+from moeq.layouts.mxfp4 import MXFP4Layout
+from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.matrix import split_projections
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts
@@ -33,64 +39,38 @@ from moeq.pipeline.state.restore_data import unrestorable
 Array = np.ndarray
 
 
-_WNA16 = {"marlin-wna16/1", "triton-wna16/1"}
-_MXFP4 = {
-    "aiter-a16w4/1",
-    "aiter-gfx1250/1",
-    "aiter-shuffle/1",
-    "cutlass-mxfp4/1",
-    "deepgemm-mxfp4/1",
-    "flashinfer-cutlass-mxfp4-bf16/1",
-    "flashinfer-cutlass-mxfp4-mxfp8/1",
-    "marlin-mxfp4-interleaved/1",
-    "marlin-mxfp4/1",
-    "moeq-mxfp4/1",
-    "mxfp4-identity/1",
-    "triton-kernels-blackwell/1",
-    "triton-kernels-cdna4/1",
-    "triton-kernels-hopper-w4/1",
-    "triton-kernels-hopper/1",
-    "trtllm-mxfp4/1",
-}
+def _moved(*families: Family) -> set[str]:
+    """Layouts of these families for which packing only moves bits."""
+    return layouts_of(*families) & layouts_of(lambda kind: kind.rearranges)
 
-_NVFP4 = {
-    "b12x-nvfp4-a16/1",
-    "b12x-nvfp4/1",
-    "cutlass-nvfp4/1",
-    "flashinfer-cutedsl-nvfp4/1",
-    "flashinfer-cutlass-nvfp4/1",
-    "marlin-nvfp4-fp16/1",
-    "marlin-nvfp4/1",
-    "trtllm-nvfp4/1",
+
+_WNA16 = {"marlin-wna16/1", "triton-wna16/1"}
+_FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
+#: MXFP4 layouts whose order of nibbles has no loop.
+_NO_LOOP = {
+    "cpu-amx-mxfp4/1",
+    "cpu-amx-mxfp4-interleaved/1",
+    "marlin-mxfp4-fp8act/1",
+    "marlin-mxfp4-fp8act-interleaved/1",
 }
-_FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
-_FP8_BLOCK = {
-    "aiter-fp8-block-fnuz/1",
-    "aiter-fp8-block/1",
-    "cpu-amx-fp8/1",
-    "flashinfer-cutlass-fp8-block/1",
-    "trtllm-fp8-block/1",
-    "xpu-fp8-block/1",
-}
-_FP8_CHANNEL = {"aiter-fp8-channel-fnuz/1", "aiter-fp8-channel/1"}
-_FP8_TENSOR = {
-    "aiter-fp8-tensor-fnuz/1",
-    "aiter-fp8-tensor/1",
-    "flashinfer-cutlass-fp8-tensor/1",
-    "trtllm-fp8-tensor/1",
-    "xpu-fp8-tensor/1",
-}
+_MXFP4 = _moved(MXFP4Layout) - _FP16_MXFP4 - _NO_LOOP
+_NVFP4 = _moved(NVFP4Layout) | layouts_of(MarlinNVFP4)
+_MXFP8 = _moved(MXFP8Layout, MarlinMXFP8) - {"trtllm-mxfp8/1", "aiter-mxfp8/1"}  # too large
+_FP8 = layouts_of(MarlinFp8)
+_FP8_BLOCK = layouts_of(fp8_scope("block")) - {"deepgemm-fp8-sm90/1", "deepgemm-fp8-sm100/1"}
+_FP8_CHANNEL = layouts_of(fp8_scope("channel"))
+_FP8_TENSOR = layouts_of(fp8_scope("tensor"))
 
 #: Layouts to which a checkpoint has a fast path, for w13 and w2 alike. Every other layout takes the reference path.
 FAST_PATHS: dict[str, set[str]] = {
     "awq-int4-g32-qwen3moe": _WNA16,
     "ct-int4-asym-g32-mixtral": _WNA16,
     "ct-int4-g128-qwen3moe": _WNA16 | {"xpu-wna16/1"},
-    "ct-mxfp4-qwen3moe": _MXFP4 | {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"},
+    "ct-mxfp4-qwen3moe": _MXFP4 | _FP16_MXFP4,
     "ct-fp8-block-qwen3moe": _FP8 | _FP8_BLOCK,
     "ct-fp8-channel-qwen3moe": _FP8 | _FP8_CHANNEL,
     "ct-fp8-tensor-qwen3moe": _FP8 | _FP8_CHANNEL,
-    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1", "xpu-mxfp8/1"},
+    "ct-mxfp8-qwen3moe": _MXFP8,
     "ct-nvfp4-qwen3moe": _NVFP4,
     "ct-nvfp4a16-qwen3moe": _NVFP4,
     "ct-w8a8-qwen3moe": _WNA16 | {"int8-w8a8/1"},

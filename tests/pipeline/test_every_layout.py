@@ -6,73 +6,39 @@ import hashlib
 from pathlib import Path
 
 import pytest
+from layouts.families import fp8_scope, layouts_of
 
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
+from moeq.layouts.fp8 import MXFP8Layout
+from moeq.layouts.marlin.fp8 import MarlinFp8, MarlinMXFP8
+from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
+from moeq.layouts.mxfp4 import MXFP4Layout
+from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.layouts.registry import LAYOUTS
 from moeq.pipeline.convert import convert
 from moeq.prove.diff import diff
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 
-INT4 = {"marlin-wna16/1", "marlin-wna16-fp8act/1", "triton-wna16/1", "cpu-amx-int4/1", "humming-wna16/1"}
-MXFP4 = {
-    "marlin-mxfp4/1",
-    "marlin-mxfp4-interleaved/1",
-    "marlin-mxfp4-fp8act/1",
-    "marlin-mxfp4-fp8act-interleaved/1",
-    "trtllm-mxfp4/1",
-    "flashinfer-cutlass-mxfp4-bf16/1",
-    "flashinfer-cutlass-mxfp4-mxfp8/1",
-    "cutlass-mxfp4/1",
-    "deepgemm-mxfp4/1",
-    "triton-kernels-hopper/1",
-    "triton-kernels-hopper-w4/1",
-    "triton-kernels-blackwell/1",
-    "triton-kernels-cdna4/1",
-    "aiter-shuffle/1",
-    "aiter-a16w4/1",
-    "aiter-gfx1250/1",
-    "cpu-amx-mxfp4/1",
-    "cpu-amx-mxfp4-interleaved/1",
-    "moeq-mxfp4/1",
-    "mxfp4-identity/1",
-    "humming-mxfp4-fp16/1",
-}
-NVFP4 = {
-    "marlin-nvfp4/1",
-    "marlin-nvfp4-fp16/1",
-    "trtllm-nvfp4/1",
-    "flashinfer-cutlass-nvfp4/1",
-    "cutlass-nvfp4/1",
-    "flashinfer-cutedsl-nvfp4/1",
-    "b12x-nvfp4/1",
-    "b12x-nvfp4-a16/1",
-}
+FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
 NVFP4_LOSSY = {"flashinfer-b12x-nvfp4/1"}
-FP8 = {"marlin-fp8/1", "marlin-fp8-fp16/1"}
-FP8_BLOCK = {
-    "trtllm-fp8-block/1",
-    "flashinfer-cutlass-fp8-block/1",
-    "aiter-fp8-block/1",
-    "aiter-fp8-block-fnuz/1",
-    "xpu-fp8-block/1",
-    "cpu-amx-fp8/1",
-}
-FP8_CHANNEL = {"aiter-fp8-channel/1", "aiter-fp8-channel-fnuz/1"}
-FP8_TENSOR = {
-    "trtllm-fp8-tensor/1",
-    "flashinfer-cutlass-fp8-tensor/1",
-    "aiter-fp8-tensor/1",
-    "aiter-fp8-tensor-fnuz/1",
-    "xpu-fp8-tensor/1",
-}
 FP8_LARGER = {"trtllm-fp8-tensor/1", "flashinfer-cutlass-fp8-tensor/1"}
 FP8_LOSSY = {"deepgemm-fp8-sm90/1", "deepgemm-fp8-sm100/1"}
-FP16_MXFP4 = {"marlin-mxfp4-fp16/1", "marlin-mxfp4-fp16-interleaved/1"}
+#: Layouts whose sizes are too large for the example checkpoint.
+MXFP8_LARGE = {"trtllm-mxfp8/1", "aiter-mxfp8/1"}
+
+INT4 = layouts_of(lambda kind: "int4" in kind.elements and kind.zero_points) - {"marlin-wna16-int8act/1"}
+MXFP4 = layouts_of(MXFP4Layout) - FP16_MXFP4
+NVFP4 = layouts_of(NVFP4Layout, MarlinNVFP4) - NVFP4_LOSSY
+MXFP8 = layouts_of(MXFP8Layout, MarlinMXFP8) - MXFP8_LARGE
+FP8 = layouts_of(MarlinFp8)
+FP8_BLOCK = layouts_of(fp8_scope("block")) - FP8_LOSSY
+FP8_CHANNEL = layouts_of(fp8_scope("channel"))
+FP8_TENSOR = layouts_of(fp8_scope("tensor"))
 
 #: Layouts that hold a checkpoint exactly. Everything else has to be refused.
 EXACT: dict[str, set[str]] = {
@@ -94,7 +60,7 @@ EXACT: dict[str, set[str]] = {
     "ct-fp8-block-qwen3moe": FP8 | FP8_BLOCK,
     "ct-fp8-channel-qwen3moe": FP8 | FP8_CHANNEL,
     "ct-fp8-tensor-qwen3moe": FP8 | FP8_CHANNEL,
-    "ct-mxfp8-qwen3moe": {"marlin-mxfp8/1", "deepgemm-mxfp8/1", "xpu-mxfp8/1"},
+    "ct-mxfp8-qwen3moe": MXFP8,
     "modelopt-nvfp4-qwen3moe": NVFP4,
     "modelopt-fp8-qwen3moe": FP8_CHANNEL | FP8_TENSOR,
     "gptq-int4-g128-mixtral": INT4 | {"xpu-wna16/1"},
