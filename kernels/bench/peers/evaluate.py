@@ -235,7 +235,8 @@ def gaps(run: dict[str, Any], by_format: Mapping[str, Iterable[str]]) -> list[Ga
         for name in by_format.get(fmt, ()):
             rows = [cell["contenders"].get(name, {}) for cell in cells if time_of(cell, name) is None]
             reasons = Counter(row.get("reason") or row.get("status", "took no part") for row in rows)
-            said = "; ".join(f"{reason} ({count} x)" for reason, count in reasons.items())
+            several = len(reasons) > 1
+            said = "; ".join(f"{count} x {reason}" if several else reason for reason, count in reasons.items())
             if errors := [row["error"] for row in rows if row.get("status") == "wrong" and "error" in row]:
                 said += f"; its error is {min(errors):.2g} to {max(errors):.2g}"
             if rows:
