@@ -38,7 +38,7 @@ SMS = 132
 MMA_RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 #: Kernels that the model may choose: beginnings of their names, and ends.
 CANDIDATES = (
-    ("Queue 8 3 3", ""), ("Queue 16 3 3", " 8"), ("Queue 16 5 2", " 3 3 8"), ("Queue 16 4 2", " 3 3 8"),
+    ("Queue 8 3 3", " 3 3"), ("Queue 16 3 3", " 3 3 8"), ("Queue 16 3 3", " 3 2 8"), ("Queue 16 5 2", " 3 3 8"), ("Queue 16 4 2", " 3 3 8"),
     ("Queue 32", " 1 1 16"), ("Queue 64", ""), ("Wide 32", ""), ("Wide 64", ""), ("Wide 96", ""), ("Wide 160", ""),
     ("Narrow", ""), ("Mma", ""), ("Direct", ""),
 )  # fmt: skip
@@ -202,7 +202,7 @@ PER_FAMILY = {
     "factor": (1.0, 0.9, 1.0, 1.1, 1.3), "multiply": (0.0035, 0.0035, 0.0035, 0.007, 0.0035),
     "chain": (0.3, 0.3, 0.5, 0.5, 0.5), "chain row": (0.003, 0.003, 0.003, 0.005, 0.003), "blend": (3.0,) * 5,
     "item": (1.0,) * 5, "epilogue": (0.03, 0.02, 0.05, 0.03, 0.01), "base": (18.0, 15.0, 14.0, 14.0, 8.0),
-    "tail up": (0.1, 0.2, 0.2, 0.2, 0.2), "tail down": (0.3, 0.3, 0.2, 0.2, 0.2), "waves": (0.2, 0.4, 0.5, 0.5, 0.5),
+"tail": (0.2,) * 5, "waves": (0.3, 0.4, 0.5, 0.5, 0.5), "fill": (0.8,) * 5,
 }  # fmt: skip
 START |= {
     f"{name} {family}": value
@@ -228,21 +228,35 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
         resident = torch.clamp(active / SMS, min=1.0)
         memory = active * d.weight_bytes * d.unique / (d.rate * p["read"])
         cache = active * (d.weight_bytes + d.token_bytes * p["tokens"]) / l2
-        parts = (memory, cache, resident * decode, resident * multiply, p["latency"] / c["stages"], chain)
+        compute = chain + resident * decode
+        parts = (memory, cache, compute, resident * multiply, p["latency"] / c["stages"] + 0 * memory)
         return sum(one**q for one in parts) ** (1 / q)
 
-    whole, end = of("waves").clamp(max=1.0), of("epilogue") * d.height * (d.columns / 256)
+    end = of("epilogue") * d.height * (d.columns / 256)
 
-    def product(items: Any, length: Any, splits: Any, bundle: Any, tail: Any) -> Any:
-        waves = items / d.slots
-        partial = (1 - whole) * waves + whole * torch.ceil(waves - 0.03) + tail
-        counted = torch.where(waves <= 1, torch.ones_like(waves), partial)
+    def unit(items: Any, length: Any, splits: Any, bundle: Any) -> Any:
         own = (of("item") + p["share"] * torch.log2(splits)) / bundle
-        return counted * (length * step_time(torch.minimum(items, d.slots)) + own + end)
+        return length * step_time(torch.minimum(items, d.slots)) + own + end
 
     ones = torch.ones_like(d.step)
-    products = product(d.up_items, d.up_length, d.up_splits, ones, of("tail up"))
-    products = products + product(d.down_items, d.down_length, d.down_splits, d.bundle, of("tail down"))
+    whole, tail = of("waves").clamp(max=1.0), of("tail")
+    up, down = (
+        unit(d.up_items, d.up_length, d.up_splits, ones),
+        unit(d.down_items, d.down_length, d.down_splits, d.bundle),
+    )
+    up_waves, down_waves = d.up_items / d.slots, d.down_items / d.slots
+
+    def rounded(waves: Any) -> Any:
+        return torch.where(waves <= 1, ones, (1 - whole) * waves + whole * torch.ceil(waves - 0.03))
+
+    # Programs that draw from a queue go on with the down product while the last units of the first one run.
+    idle = torch.where(up_waves > 1, (torch.ceil(up_waves - 0.03) - up_waves).clamp(min=0.0), 0 * ones) * of(
+        "fill"
+    ).clamp(max=1.0)
+    queued = torch.ceil(up_waves - 0.03).clamp(min=1.0) * up + torch.maximum(
+        down, rounded(down_waves) * down - idle * up
+    )
+    products = torch.where(d.queue | d.wide, queued, rounded(up_waves) * up + rounded(down_waves) * down) + tail * down
     pairs, traffic = c["P"], c["P"] * c["H"] / l2
     few = torch.where(pairs <= 4096, p["few"] * pairs / 4096, p["many"] * ones) + p["pair"] * pairs / 4096
     copies = d.copies * 4 * traffic * p["gather"] + d.separate * p["copy"]
