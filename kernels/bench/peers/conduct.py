@@ -343,7 +343,8 @@ def warm(
 
     def one(numbered: tuple[int, Job]) -> list[str]:
         number, job = numbered
-        seat, failed = Seat(job.name, log, gpus[number % len(gpus)]), []
+        # The driver may take minutes to compile a peer's first kernel.
+        seat, failed = Seat(job.name, log, gpus[number % len(gpus)], max(PATIENCE, seconds)), []
         seat.start()
         for group in job.groups:
             answer = seat.order("open", **asdict(group))
