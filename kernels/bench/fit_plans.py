@@ -38,7 +38,8 @@ SMS = 132
 MMA_RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 #: Kernels that the model may choose: beginnings of their names, and ends.
 CANDIDATES = (
-    ("Queue 8 3 3", " 3 3"), ("Queue 16 3 3", " 3 3 8"), ("Queue 16 3 3", " 3 2 8"), ("Queue 16 5 2", " 3 3 8"), ("Queue 16 4 2", " 3 3 8"),
+    ("Queue 8 3 3", " 3 3"), ("Queue 16 3 3", " 3 3 8"), ("Queue 16 3 3", " 3 2 8"), ("Queue 16 5 2", " 3 3 8"),
+    ("Queue 16 4 2", " 3 3 8"),
     ("Queue 32", " 1 1 16"), ("Queue 64", ""), ("Wide 32", ""), ("Wide 64", ""), ("Wide 96", ""), ("Wide 160", ""),
     ("Narrow", ""), ("Mma", ""), ("Direct", ""),
 )  # fmt: skip
@@ -136,6 +137,7 @@ class Data:
         self.rate = torch.tensor(list(READ_RATES.values()), device=DEVICE)[c["gpu"].long()]
         self.columns = torch.where(self.wide, 128 * c["groups"], 256 * ones)
         self.step = torch.where(self.wide, 64 * ones, c["step"])
+        self.groups = torch.where(self.wide, c["groups"], ones)
         self.unit = self.columns / 256 * self.step / 64
         self.weight_bytes = self.columns * self.step * bits / 8 + scale * self.columns * torch.clamp(
             self.step / group, min=1
@@ -203,6 +205,7 @@ PER_FAMILY = {
     "chain": (0.3, 0.3, 0.5, 0.5, 0.5), "chain row": (0.003, 0.003, 0.003, 0.005, 0.003), "blend": (3.0,) * 5,
     "item": (1.0,) * 5, "epilogue": (0.03, 0.02, 0.05, 0.03, 0.01), "base": (18.0, 15.0, 14.0, 14.0, 8.0),
 "tail": (0.2,) * 5, "waves": (0.3, 0.4, 0.5, 0.5, 0.5), "fill": (0.8,) * 5,
+    "overlap": (0.7,) * 5,
 }  # fmt: skip
 START |= {
     f"{name} {family}": value
@@ -228,7 +231,8 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
         resident = torch.clamp(active / SMS, min=1.0)
         memory = active * d.weight_bytes * d.unique / (d.rate * p["read"])
         cache = active * (d.weight_bytes + d.token_bytes * p["tokens"]) / l2
-        compute = chain + resident * decode
+        beside = (resident * d.groups - 1).clamp(min=0.0) * of("overlap").clamp(max=1.0)
+        compute = chain + decode / d.groups * (1 + beside)
         parts = (memory, cache, compute, resident * multiply, p["latency"] / c["stages"] + 0 * memory)
         return sum(one**q for one in parts) ** (1 / q)
 
@@ -247,13 +251,13 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
     up_waves, down_waves = d.up_items / d.slots, d.down_items / d.slots
 
     def rounded(waves: Any) -> Any:
-        return torch.where(waves <= 1, ones, (1 - whole) * waves + whole * torch.ceil(waves - 0.03))
+        return torch.where(waves <= 1, ones, (1 - whole) * waves + whole * torch.ceil(waves - 0.004))
 
     # Programs that draw from a queue go on with the down product while the last units of the first one run.
-    idle = torch.where(up_waves > 1, (torch.ceil(up_waves - 0.03) - up_waves).clamp(min=0.0), 0 * ones) * of(
+    idle = torch.where(up_waves > 1, (torch.ceil(up_waves - 0.004) - up_waves).clamp(min=0.0), 0 * ones) * of(
         "fill"
     ).clamp(max=1.0)
-    queued = torch.ceil(up_waves - 0.03).clamp(min=1.0) * up + torch.maximum(
+    queued = torch.ceil(up_waves - 0.004).clamp(min=1.0) * up + torch.maximum(
         down, rounded(down_waves) * down - idle * up
     )
     products = torch.where(d.queue | d.wide, queued, rounded(up_waves) * up + rounded(down_waves) * down) + tail * down
