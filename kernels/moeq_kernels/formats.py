@@ -41,6 +41,8 @@ class Format:
         block_rows: output features that share a scale.
         global_exponent: binary exponent by which the stored global scale exceeds the factor of the matrix.
         global_scale: `optional`, `required`, or `instead` if a global scale may replace the scales.
+        hopper_scales: torch dtype names of scales that the Hopper kernels for 16-bit activations read; empty where they
+            do not read the format.
     """
 
     layout: str
@@ -65,6 +67,7 @@ class Format:
     block_rows: int = 1
     global_exponent: int = 0
     global_scale: str = "optional"
+    hopper_scales: tuple[str, ...] = ()
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
         """Return the shape of one packed expert's scales in an order."""
@@ -113,6 +116,7 @@ def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
         bias_single=True,
         n_multiple=64,
         k_multiple=16,
+        hopper_scales=() if act_order else ("bfloat16", "float16"),
     )
 
 
@@ -134,6 +138,7 @@ def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, order: str, multiples
         k_multiple=multiples[1],
         dtypes=("bfloat16",),  # e8m0 scales span the range of bfloat16, not that of float16
         scale_kind="e8m0",
+        hopper_scales=_E8M0 if marlin else (),
     )
 
 
@@ -162,6 +167,7 @@ def _marlin_float(
     """Describe NVFP4, FP8 or MXFP8 in Marlin's order, as vLLM 0.33 prepares it for parameters of `dtype`."""
     bytes_as_scales = scale_kind in ("s0e5m3", "e8m0")
     words = 2 if element == "e2m1" else 4
+    scale_dtypes = {"s0e5m3": _E4M3, "e8m0": _E8M0}.get(scale_kind, (dtype,))
     return Format(
         layout=layout,
         element=element,
@@ -171,7 +177,7 @@ def _marlin_float(
         weight_dtype="int32",
         group_order="marlin-mx" if bytes_as_scales else "marlin-group",
         single_order="marlin-mx-single" if bytes_as_scales else "marlin-single",
-        scale_dtypes={"s0e5m3": _E4M3, "e8m0": _E8M0}.get(scale_kind, (dtype,)),
+        scale_dtypes=scale_dtypes,
         group_sizes=group_sizes,
         bias_single=True,
         n_multiple=64,
@@ -181,6 +187,7 @@ def _marlin_float(
         scale_kind=scale_kind,
         global_exponent=global_exponent,
         global_scale="required" if global_exponent else "optional",
+        hopper_scales=scale_dtypes,
     )
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 
 from moeq_kernels.errors import KernelUnsupportedError
-from moeq_kernels.formats import find_format
+from moeq_kernels.formats import FORMATS
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import alike, kind_of, one_group
 from moeq_kernels.problem import Problem
@@ -18,25 +18,13 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 #: Oldest and newest Triton version that compiles the kernels; every release changes Gluon.
 TRITON_FIRST, TRITON_LAST = (3, 6), (3, 9)
 GROUP_SIZES = (32, 64, 128)
-#: Supported dtypes of scales by (layout, element) of weights.
-SCALES: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
-    ("marlin-wna16/1", "int4"): (torch.bfloat16, torch.float16),
-    ("marlin-wna16/1", "int8"): (torch.bfloat16, torch.float16),
-    ("marlin-mxfp4/1", "e2m1"): (torch.uint8,),
-    ("marlin-mxfp4-interleaved/1", "e2m1"): (torch.uint8,),
-    ("moeq-mxfp4/1", "e2m1"): (torch.uint8,),
+#: Formats of the kernels for 16-bit activations by (layout, element), with the dtypes of scales that they read.
+READ: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
+    key: tuple(getattr(torch, name) for name in row.hopper_scales) for key, row in FORMATS.items() if row.hopper_scales
 }
-#: Supported dtypes of scales for NVFP4, FP8 and MXFP8 in Marlin's order. A format without a row is left to the portable
-#: kernels.
-FLOATS: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
-    ("marlin-nvfp4/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
-    ("marlin-nvfp4-fp16/1", "e2m1"): (torch.float8_e4m3fn, torch.uint8),
-    ("marlin-fp8/1", "e4m3"): (torch.bfloat16,),
-    ("marlin-fp8-fp16/1", "e4m3"): (torch.float16,),
-    ("marlin-mxfp8/1", "e4m3"): (torch.uint8,),
-}
-#: Formats of the kernels for 16-bit activations. With SCALES alone, the `mma.sync` kernels would run FLOATS.
-READ = SCALES | FLOATS
+#: NVFP4, FP8 and MXFP8 among them.
+FLOATS = {key: read for key, read in READ.items() if key[1] == "e4m3" or FORMATS[key].global_scale == "required"}
+SCALES = {key: read for key, read in READ.items() if key not in FLOATS}
 #: Upper bound of the experts whose pairs one program counts at a time (`device.routing.place_pairs`).
 MOST_EXPERTS = 8192
 #: Upper bound of the features in a row that one program quantises (`w8a8.device.rows`).
@@ -47,7 +35,7 @@ W8A8 = ("int8-w8a8/1", "int8")
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 #: Formats of the kernels for 4-bit weights and e4m3 activations, with the dtypes of scales.
-W4A8 = {key: dtypes for key, dtypes in SCALES.items() if find_format(*key).codec == "marlin4"}
+W4A8 = {key: dtypes for key, dtypes in SCALES.items() if FORMATS[key].codec == "marlin4"}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:

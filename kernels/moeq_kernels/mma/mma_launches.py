@@ -8,7 +8,7 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.support import FLOATS, MOST_EXPERTS, SCALES, matrix_reasons, triton_reason
+from moeq_kernels.hopper.support import MOST_EXPERTS, READ, matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import alike, channel_scale, group_of, group_scale, kind_of
 from moeq_kernels.launch import Launch
@@ -19,8 +19,6 @@ from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pair
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
 EXACT_PAIRS = 1024
-#: Supported dtypes of scales by (layout, element) of weights.
-READ = SCALES | FLOATS
 
 
 def on(problem: Problem) -> bool:
