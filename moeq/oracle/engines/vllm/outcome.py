@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -164,24 +166,36 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
 #: Words in names of classes that run 16-bit activations under every activation key.
 _WEIGHT_ONLY = ("Marlin", "Emulation")
+#: Families that hand Humming the activation type; elsewhere it keeps 16 bits whatever key its class was asked with.
+_HUMMING_QUANTISES = ("mxfp4", "mxfp4-generic", "w4a8-fp8")
 #: Classes whose call of `fused_experts_cpu` names another activation precision than their keys.
 _CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
 
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:
     """Return the precision that really runs, such as `W4A16`: several kernels ignore the requested activation type."""
-    key = chosen.activation_key or "none"
-    bits = next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
+    bits = _key_bits(chosen.activation_key or "none")
     if any(word in (chosen.experts or "") for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
         bits = 16
+    if chosen.backend == "HUMMING" and case.method.family not in _HUMMING_QUANTISES:
+        bits = _humming_bits(case.env("VLLM_HUMMING_INPUT_QUANT_CONFIG"))
     bits = _CPU_ACTIVATION_BITS.get(chosen.experts or "", bits)
     return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
 
 
+def _humming_bits(variable: str | None) -> int:
+    """Return the activation bits of Humming: 16 unless the variable holds a JSON object with another `dtype`."""
+    try:
+        asked = json.loads(variable or "{}")
+    except ValueError:  # a file of the serving machine: its content is unknown here
+        return 16
+    digits = re.search(r"\d+", str(asked.get("dtype", ""))) if isinstance(asked, dict) else None
+    return int(digits[0]) if digits else 16
+
+
 def declared_activation_bits(case: Case) -> int:
     """Return the bits of activations that the checkpoint declares."""
-    key = case.method.activation_key or "none"
-    return next((bits for prefix, bits in _ACTIVATION_BITS.items() if key.startswith(prefix)), 16)
+    return _key_bits(case.method.activation_key or "none")
 
 
 def _key_bits(key: str) -> int:

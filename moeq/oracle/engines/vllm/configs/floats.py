@@ -13,11 +13,13 @@ from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigRefusal,
     Question,
+    integer,
     refuse,
     required,
     skipped_module,
     unquantized,
 )
+from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.select import search_of
 
 
@@ -221,7 +223,8 @@ def read_modelopt(question: Question) -> Method:
     plain_mxfp8 = config.get("quant_method") == "mxfp8" and not algorithm
     if plain_mxfp8:
         algorithm = "MXFP8"
-    if algorithm not in _MODELOPT:
+    mixed = algorithm == "MIXED_PRECISION"
+    if algorithm not in _MODELOPT and not mixed:
         refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
     if nested and algorithm in ("NVFP4", "W4A16_NVFP4"):
         for name in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
@@ -232,8 +235,11 @@ def read_modelopt(question: Question) -> Method:
     else:
         flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
         entries = config.get("ignore", flat)
+    table = _mixed_table(question.policy, source) if mixed else {}
     if excluded(entries, question.prefix):
         return unquantized()
+    if mixed:
+        return _mixed(question, table)
     name, family, weight, activation = _MODELOPT[algorithm]
     groups = config.get("config_groups")
     weight_only = (
@@ -243,6 +249,68 @@ def read_modelopt(question: Question) -> Method:
         activation = None
     bits = 4 if family == "nvfp4" else 8
     return Method(name, family, "modelopt", weight, activation, bits, vllm_cutlass=False)
+
+
+#: Algorithms of `quantized_layers` that give experts one FP8 scale per block, since 0.30.0.
+_BLOCK_FP8 = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+#: Algorithms of `quantized_layers` that have a method for experts. Experts of any other algorithm stay unquantised.
+_MIXED = ("FP8", "NVFP4", "W4A16_NVFP4", "MXFP8")
+
+
+def _mixed_table(policy: EnginePolicy, source: Config) -> Mapping[str, Config]:
+    """Return `quantized_layers` of a mixed config: module -> its algorithm and group size.
+
+    Source: `ModelOptMixedPrecisionConfig`, vLLM 0.26.0 to 0.33.0.
+    """
+    table: Mapping[str, Config] = source.get("quantized_layers") or {}
+    if not table:
+        refuse("ModelOpt MIXED_PRECISION needs a non-empty quantized_layers")
+    sizes = sorted({_block_size(row) for row in table.values() if _algorithm(row) in _BLOCK_FP8})
+    if len(sizes) > 1 and policy.since("0.30.0"):
+        refuse(f"ModelOpt MIXED_PRECISION takes one group_size for all FP8 blocks, these are {sizes}")
+    return table
+
+
+def _algorithm(row: Config) -> str:
+    return str(row.get("quant_algo") or "").upper()
+
+
+def _block_size(row: Config) -> int:
+    return integer({"group_size": 128, **row}, "group_size")
+
+
+def _mixed(question: Question, table: Mapping[str, Config]) -> Method:
+    """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
+    row = _mixed_row(table, question.prefix)
+    algorithm = _algorithm(row)
+    if algorithm in _BLOCK_FP8 and question.policy.since("0.30.0"):
+        size = _block_size(row)
+        block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
+        return read_fp8(replace(question, config=block))
+    if algorithm not in _MIXED:
+        return unquantized()
+    name, family, weight, activation = _MODELOPT[algorithm]
+    return Method(name, family, "modelopt", weight, activation, 4 if family == "nvfp4" else 8, vllm_cutlass=False)
+
+
+def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
+    names = [prefix]
+    for one, other in (
+        ("language_model.model.", "model.language_model."),
+        ("model.language_model.", "language_model.model."),
+    ):
+        if prefix.startswith(one):
+            names.append(other + prefix.removeprefix(one))
+            break
+    for name in names:
+        if name in table:
+            return table[name]
+    parent = prefix.rsplit(".experts", 1)[0] + "." if prefix.endswith(".experts") else None
+    for start in (*(f"{name}." for name in names), *([parent] if parent else [])):
+        found = next((row for name, row in table.items() if name.startswith(start)), None)
+        if found is not None:
+            return found
+    return {}
 
 
 def excluded(entries: Iterable[str], prefix: str) -> bool:

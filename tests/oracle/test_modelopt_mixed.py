@@ -1,0 +1,79 @@
+"""ModelOpt's MIXED_PRECISION: experts are read by their row in `quantized_layers`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.judge import judge_config
+from moeq.oracle.records import MoeShape, Verdict
+
+SHAPE = MoeShape(2048, 768, 128, 8)
+PREFIX = "model.layers.0.mlp.experts"
+
+
+def judged(
+    layers: dict[str, Any], *, gpu: str = "H100", version: str = "0.33.0", prefix: str = PREFIX, **more: Any
+) -> Verdict:
+    config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, **more}
+    where = Deployment(parse_gpu(gpu), engine=f"vllm@{version}")
+    return judge_config(config, SHAPE, where, prefix=prefix, explain=False)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "method"),
+    [
+        ("NVFP4", "ModelOptNvFp4FusedMoE"),
+        ("nvfp4", "ModelOptNvFp4FusedMoE"),
+        ("W4A16_NVFP4", "ModelOptNvFp4FusedMoE"),
+        ("FP8", "ModelOptFp8MoEMethod"),
+        ("MXFP8", "ModelOptMxFp8FusedMoE"),
+        ("FP8_PB_WO", "Fp8MoEMethod"),
+        ("FP8_BLOCK_SCALES", "Fp8MoEMethod"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "UnquantizedFusedMoEMethod"),
+    ],
+)
+def test_the_algorithm_of_the_experts_selects_the_method(algorithm: str, method: str) -> None:
+    verdict = judged({"model.layers.0.self_attn.o_proj": {"quant_algo": "FP8"}, PREFIX: {"quant_algo": algorithm}})
+    assert verdict.method == method
+    assert verdict.ok
+
+
+def test_weight_only_nvfp4_has_no_activation_key() -> None:
+    assert judged({PREFIX: {"quant_algo": "NVFP4"}}, gpu="B200").runs_as == "W4A4"
+    assert judged({PREFIX: {"quant_algo": "W4A16_NVFP4"}}, gpu="B200").runs_as == "W4A16"
+
+
+@pytest.mark.parametrize(
+    ("row", "prefix"),
+    [
+        (f"{PREFIX}.7.down_proj", PREFIX),  # a child
+        ("model.layers.0.mlp.gate_proj", PREFIX),  # a child of the parent
+        ("model.language_model.layers.0.mlp.experts", "language_model.model.layers.0.mlp.experts"),
+        ("language_model.model.layers.0.mlp.experts.0.up_proj", "model.language_model.layers.0.mlp.experts"),
+    ],
+)
+def test_rows_of_children_and_parents_count(row: str, prefix: str) -> None:
+    assert judged({row: {"quant_algo": "NVFP4"}}, prefix=prefix).method == "ModelOptNvFp4FusedMoE"
+
+
+def test_other_layers_leave_the_experts_unquantised() -> None:
+    assert judged({"model.layers.1.mlp.experts": {"quant_algo": "NVFP4"}}).method == "UnquantizedFusedMoEMethod"
+    excluded = judged({PREFIX: {"quant_algo": "NVFP4"}}, ignore=["model.layers.0.*"])
+    assert excluded.method == "UnquantizedFusedMoEMethod"
+
+
+def test_blocks_take_one_size_and_are_new_in_0_30() -> None:
+    rows = {PREFIX: {"quant_algo": "FP8_PB_WO", "group_size": 128}, "model.layers.1.mlp.experts": {
+        "quant_algo": "FP8_PB_WO", "group_size": 64}}  # fmt: skip
+    refused = judged(rows)
+    assert not refused.ok
+    assert "[64, 128]" in refused.refusal
+    assert judged(rows, version="0.28.0").method == "UnquantizedFusedMoEMethod"
+
+
+def test_an_empty_table_is_refused() -> None:
+    assert "non-empty quantized_layers" in judged({}).refusal
