@@ -198,7 +198,11 @@ class Data:
 START: dict[str, float] = {
     "read": 0.85, "l2": 5.0, "latency": 0.75, "gather": 1.5, "pick": 0.35, "sum": 3.0, "few": 6.0, "many": 5.0,
     "pair": 0.3, "share": 0.3, "tokens": 0.8, "after": 0.8, "copy": 2.0,
-    **{f"decode {kind}": value for kind, value in zip(STORED, (0.1, 0.1, 0.17, 0.12, 0.2, 0.14, 0.13), strict=True)},
+    **{
+        f"{name} {kind}": value
+        for name in ("decode", "wide")
+        for kind, value in zip(STORED, (0.1, 0.1, 0.17, 0.12, 0.2, 0.14, 0.13), strict=True)
+    },
 }  # fmt: skip
 PER_FAMILY = {
     "factor": (1.0, 0.9, 1.0, 1.1, 1.3), "multiply": (0.0035, 0.0035, 0.0035, 0.007, 0.0035),
@@ -221,7 +225,8 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
         return torch.stack([p[f"{name} {family}"] for family in FAMILIES])[d.family]
 
     c, l2 = d.c, p["l2"] * 1e6
-    decode = torch.stack([p[f"decode {kind}"] for kind in STORED])[d.kind]
+    decode, wide_decode = (torch.stack([p[f"{name} {kind}"] for kind in STORED])[d.kind] for name in ("decode", "wide"))
+    decode = torch.where(d.wide, wide_decode, decode)
     decode = torch.where(c["after"] > 0, decode * p["after"], decode) * of("factor") * d.unit
     multiply = d.height * of("multiply") * d.unit
     chain = (of("chain") + of("chain row") * d.height) * (d.step / 64)
@@ -274,17 +279,17 @@ def predict(d: Data, p: dict[str, Any], efficiency: Any) -> Any:
 class Fit:
     """Coefficients that minimise expected regret and error on some data."""
 
-    def __init__(self, d: Data, keys: int, steps: int = 1000, error_weight: float = 0.3) -> None:
+    def __init__(self, d: Data, keys: int, steps: int = 1000, error_weight: float = 0.1) -> None:
         start = torch.tensor([math.log(one) for one in START.values()], device=DEVICE)
         self.theta, self.efficiency = (
             start.clone().requires_grad_(),
             torch.zeros(keys, device=DEVICE, requires_grad=True),
         )
-        optimiser = torch.optim.Adam([self.theta, self.efficiency], lr=0.03)
+        optimiser = torch.optim.Adam([self.theta, self.efficiency], lr=0.04)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
         log_time, log_ratio = torch.log(d.c["time"]), torch.log(d.c["ratio"])
         for number in range(steps):
-            softness = 0.08 * (1 - number / steps) + 0.012
+            softness = 0.08 * (1 - number / steps) + 0.008
             found = torch.log(self.times(d))
             error = found - log_time
             centred = error - 0.8 * d.sums(error * d.weight)[d.row]
@@ -333,9 +338,9 @@ def key_of(name: str) -> str:
     """Name the kernel whose efficiency a plan has."""
     words = name.rpartition(" x")[0].split()
     if words[0] == "Queue":
-        return f"Queue {words[1]} r{words[3]}{' after' * (words[4] == '1')}"
+        return f"Queue {words[1]} r{words[3]} s{words[5]} k{words[6]}{' after' * (words[4] == '1')}"
     if words[0] == "Wide":
-        return f"Wide {words[1]} g{words[3]}{' gathers' * (words[5] == '1')}"
+        return f"Wide {words[1]} g{words[3]}{' gathers' * (words[5] == '1')}{' fine' * (words[6:] == ['1'])}"
     return words[0] if words[0] == "Direct" else " ".join(words[:2])
 
 
