@@ -18,12 +18,12 @@ from moeq.cli.app import COMMANDS, build, run
 from pages import generate, results
 from pages.tables import DOCS, ROOT
 
-GENERATED = {*generate.PAGES, *generate.SLOW_PAGES}
+GENERATED = (*generate.PAGES, *generate.SLOW_PAGES)
 WRITTEN = sorted({path for path in DOCS.rglob("*.md") if path not in GENERATED})
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *WRITTEN]
 EVERYTHING = [*PAGES, *(path for path in GENERATED if path.suffix == ".md")]
 
-#: Of a line that is not text: a table, a heading, an item, code, a marker.
+#: Matches a line that is not running text: a table, a heading, an item, code, a marker.
 _NO_TEXT = re.compile(r"\||#|\s*[*\d]|    |!!!|<!--|:::")
 
 
