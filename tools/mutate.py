@@ -36,11 +36,14 @@ EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 #: Tests of a folder beside `tests/<folder>`, cheapest first.
 MORE_TESTS = {
     "check": ["tests/report/test_check_report.py"],
-    "model": ["tests/checkpoint", "tests/pipeline/test_sharding.py", "tests/pipeline/test_regroup.py", "tests/schemes"],
-    "load": ["tests/engines/test_transformers.py"],
     "layouts": ["tests/pipeline/test_fast_path.py"],
+    "load": ["tests/cli/test_warmup.py", "tests/check/test_run_check.py", "tests/engines/test_transformers.py"],
+    "model": [
+        *("tests/checkpoint", "tests/schemes", "tests/prove/test_diff.py", "tests/prove/test_restore.py"),
+        *(f"tests/pipeline/test_{name}.py" for name in ("sharding", "regroup", "mixed")),
+    ],
+    "prove": ["tests/attacks/test_changes.py"],
     "schemes": ["tests/model"],
-    "prove": ["tests/pipeline/test_every_layout.py"],
 }
 
 _COMPARED = {
@@ -115,6 +118,9 @@ def _places(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for inner in [*node.args.defaults, *(one for one in node.args.kw_defaults if one), *node.body]:
                 yield from _places(ast.Module([ast.Expr(inner)] if isinstance(inner, ast.expr) else [inner], []))
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from _places(ast.Module(node.body, []))
             continue
         if isinstance(node, ast.AnnAssign):
             if node.value is not None:

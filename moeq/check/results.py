@@ -196,7 +196,7 @@ class LayerReport:
     """Results of one layer.
 
     Attributes:
-        sample: what went through the kernels.
+        sample: part of the layer that went through the kernels.
         results: `gate` (if there is one), `up`, `down`, `layer`.
         repeated: number of runs that were done twice.
         unequal: titles of runs whose second result differed in any bit.
@@ -226,7 +226,7 @@ class CheckReport:
         scheme: title of the scheme.
         layout: layout id.
         backend: backend that the layout is for.
-        device: where the kernels ran: `cuda (NVIDIA H200)`, or `cpu (Triton interpreter)`.
+        device: device of the kernels: `cuda (NVIDIA H200)`, or `cpu (Triton interpreter)`.
         dtype: activation dtype.
         seed: seed of the random tokens.
         digests_checked: projections whose logical digest was recomputed.
@@ -322,7 +322,7 @@ class SelftestReport:
         destination: the converted checkpoint, which is not changed.
         scheme: title of the scheme.
         layout: layout id.
-        device: where the kernels ran.
+        device: device of the kernels.
         layer: the layer whose experts were damaged.
         results: outcome of every damage.
         false_alarms: reports about places that were not damaged.

@@ -65,7 +65,7 @@ def run_check(
         dst: output of `moeq convert`.
         source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
         revision: Hub revision of `source`.
-        options: what to check; None: everything on a GPU, a sample on a CPU.
+        options: extent of the check; None: everything on a GPU, a sample on a CPU.
         progress: called with steps done, steps in all, and the name of the step.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where `moeq restore` puts the source's files: into a new folder, or against those of a folder that exists already."""
+"""Outputs of `moeq restore`: files that are written into a new folder, or that are compared in one that exists."""
 
 from __future__ import annotations
 

@@ -208,8 +208,24 @@ class TestRefusals:
         error = self.refused(folder, 0)
         assert error.code == "usage.tp"
         assert "written rank by rank for tp 2" in error.message
-        assert "--tp 1" in (error.hint or "")
+        assert error.hint == "run it with tp 2, or convert it for 1: moeq convert SRC DST --tp 1"
         assert self.refused(folder, 0, tp_rank=3, tp_size=4).code == "usage.tp"
+        both = self.refused(folder, 0, tp_rank=1, tp_size=2, ep_rank=2, ep_size=9)
+        assert both.code == "usage.ep"
+
+    def test_experts_written_for_another_degree(self, checkpoints, tmp_path) -> None:
+        folder = convert(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "out", "marlin-nvfp4/1", ep=2)
+        entry = moeq.open(folder).manifest.layer(0)  # type: ignore[attr-defined]
+        assert (entry.sharding.axis, len(entry.ranks)) == ("ep", 2)
+        with pytest.raises(MoeqError) as caught:
+            plan_rank(entry, Rank(ep_rank=2, ep_size=4))
+        assert caught.value.code == "usage.ep"
+        assert caught.value.hint == "run it with ep 2, or convert it for 4: moeq convert SRC DST --ep 4"
+        with pytest.raises(MoeqError) as caught:
+            plan_rank(entry, Rank(tp_rank=1, tp_size=3))
+        assert caught.value.hint == "run it with ep 2, or convert it for 3: moeq convert SRC DST --tp 3"
+        part = plan_rank(entry, Rank(ep_rank=1, ep_size=2))
+        assert (part.experts, part.rows) == ((2, 4), (0, 2))
 
     def test_ranks_of_act_order(self, checkpoints, tmp_path) -> None:
         name = "gptq-int4-g32-actorder-qwen3moe"

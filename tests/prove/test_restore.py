@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Generator
@@ -19,9 +20,11 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.layouts import words
+from moeq.model import open as open_checkpoint
 from moeq.pipeline.convert import convert
 from moeq.pipeline.events import Event, UnitFinished
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
+from moeq.pipeline.state.restore_data import restore_data_of
 from moeq.prove import rebuild
 from moeq.prove.rebuild import Rebuilding, RebuiltPart
 from moeq.prove.restore import restore
@@ -301,7 +304,10 @@ def test_a_flipped_bit_in_a_copy_is_never_restored(kind: str, checkpoints, tmp_p
         path.write_text(json.dumps(document))
     else:
         name, at = places_of(tmp_path / "out")[kind]
-        flip(tmp_path / "out" / name, at)
+        path = tmp_path / "out" / name
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
     with pytest.raises(MoeqError) as caught:
         restore(tmp_path / "out", tmp_path / "back")
     assert caught.value.exit_code == ExitCode.SOURCE
@@ -366,3 +372,14 @@ def test_another_folder_is_neither_taken_for_done_nor_touched(damage: str, check
     assert caught.value.code == "usage.destination-exists"
     assert "--force" not in (caught.value.hint or "")
     assert content(back) == before
+
+
+def test_restore_data_that_become_shorter_are_not_taken_for_whole(checkpoints, tmp_path) -> None:
+    convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
+    restore_data = restore_data_of(open_checkpoint(tmp_path / "out"))
+    name, text = next(iter(restore_data.texts.items()))
+    assert restore_data.read(f"text/{name}") == text
+    os.truncate(restore_data.path, restore_data.path.stat().st_size // 4)
+    with pytest.raises(MoeqError, match="ends inside") as caught:
+        restore_data.read(f"text/{name}")
+    assert caught.value.code == "source.truncated"

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.files import open_regular
 from moeq.checkpoint.header import MAX_HEADER_BYTES, Header, TensorEntry, header_length, parse_header, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
@@ -188,12 +189,18 @@ class RestoreData:
         return frozenset(self._file.tensors)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a kept tensor."""
-        fd, start = self.open(name, self._file.tensors[name].nbytes)
+        """Return the bytes of a kept tensor. Raises MoeqError `source.unreadable`, `source.truncated`."""
+        data = bytearray(self._file.tensors[name].nbytes)
+        fd, start = self.open(name, len(data))
         try:
-            return os.pread(fd, self._file.tensors[name].nbytes, start)
+            count = read_at(fd, memoryview(data), start)
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{self.path.name}: {error.strerror or error}") from error
         finally:
             os.close(fd)
+        if count < len(data):
+            raise MoeqError("source.truncated", f"{self.path.name} ends inside {ascii(name)[:200]}")
+        return bytes(data)
 
     def open(self, name: str, size: int) -> tuple[int, int]:
         """Open the file; return its descriptor and the first byte of a kept tensor of `size` bytes.
