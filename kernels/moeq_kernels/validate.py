@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
 from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS, Format, find_format
 from moeq_kernels.hopper.support import W4A8
 from moeq_kernels.records import PackedExperts, PackedMatrix
+
+#: Index tensors whose values were checked, with their version and bound.
+_checked: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -135,12 +139,29 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
         tensor = getattr(matrix, part)
         if tensor is not None:
             _check_tensor(f"{name}.{part}", x, tensor, (experts, k), ("int32",))
+            _check_indices(f"{name}.{part}", tensor, k if part == "permutation" else matrix.num_groups)
     require(
         not fmt.act_order or (matrix.permutation is not None and matrix.group_index is not None),
         f"{name}.permutation or {name}.group_index is missing; {kind} weights need both",
     )
     _check_second_scales(name, x, matrix, fmt)
     return fmt
+
+
+def _check_indices(name: str, tensor: Tensor, bound: int) -> None:
+    """Check that indices are in range, once per tensor: on a GPU this synchronises, so not while a graph is captured.
+
+    Kernels mask indices out of range, so nothing is read beyond the tensors if a check is left out.
+    """
+    seen = (0 if tensor.is_inference() else tensor._version), bound
+    if tensor.device.type == "meta" or _checked.get(tensor) == seen:
+        return
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    if tensor.numel():
+        low, high = int(tensor.min()), int(tensor.max())
+        require(low >= 0 and high < bound, f"{name} ranges from {low} to {high}; indices are 0 to {bound - 1}")
+    _checked[tensor] = seen
 
 
 def _check_second_scales(name: str, x: Tensor, matrix: PackedMatrix, fmt: Format) -> None:
@@ -235,5 +256,6 @@ def check_map(expert_map: Tensor, device: torch.device, known: int | None = None
     )
     require(expert_map.device == device, f"expert_map is on {expert_map.device}, but x is on {device}")
     if experts is not None and device.type == "cpu" and expert_map.numel():
-        most = int(expert_map.max())
+        least, most = int(expert_map.min()), int(expert_map.max())
+        require(least >= -1, f"expert_map holds {least}; -1 is an expert on another rank")
         require(most < experts, f"expert_map names local expert {most}, but there are experts 0 to {experts - 1} here")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from moeq.indices import check_indices
 from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -36,7 +37,25 @@ PARTS = (
     "zero_sign",
 )
 
+#: Parts that kernels use as indices (`check_index_parts`).
+INDEX_PARTS = ("permutation", "group_index")
+
 W13Order = Literal["gate-up", "up-gate", "interleaved"]
+
+
+def check_index_parts(parts: Mapping[str, Tensor], spec: MatrixSpec, what: str) -> None:
+    """Check the parts of a matrix, or of stacked ones, that are used as indices: `permutation` and `group_index`.
+
+    Tensors without values (device `meta`) are left out.
+
+    Raises:
+        MoeqError: `source.bad-data`.
+    """
+    for name in INDEX_PARTS:
+        if name in parts and parts[name].device.type != "meta":
+            is_order = name == "permutation"
+            bound = spec.k if is_order else spec.num_groups
+            check_indices(parts[name], bound, f"{what} {name}", each_once=is_order)
 
 
 @dataclass(frozen=True)

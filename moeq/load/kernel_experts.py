@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
+from moeq.layouts.base import check_index_parts
 from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
 
@@ -70,9 +71,12 @@ def kernel_experts(
         name: name of the layer for the kernels' messages.
 
     Raises:
-        MoeqError: `answer.no-kernel` if up rows come before gate rows.
+        MoeqError: `answer.no-kernel` if up rows come before gate rows, `source.bad-data` if indices are out of range.
     """
     from moeq_kernels import PackedExperts, PackedMatrix
+
+    for role, spec in specs.items():
+        check_index_parts(tensors[role], spec, f"{name or layout}: {role}")
 
     order = row_order(layout)
     w13, w2 = (

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.foreign import plain
+from moeq.indices import check_indices
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
@@ -389,8 +390,6 @@ def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
     if g_idx is None or spec.num_groups == 1:
         return None
     index = g_idx.to(torch.int32)
-    if int(index.min()) < 0 or int(index.max()) >= spec.num_groups:
-        detail = f"g_idx ranges from {int(index.min())} to {int(index.max())}, there are {spec.num_groups} groups"
-        raise MoeqError("source.bad-data", detail)
+    check_indices(index, spec.num_groups, "g_idx")
     trivial = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
     return None if not spec.act_order and torch.equal(index, trivial) else index

@@ -132,7 +132,7 @@ def moe_gemm(
         source = k
         if permutation is not None:
             source = tl.load(permutation + k, mask=k < K, other=K_X)
-        inside = valid[:, None] & (source < K_X)[None, :]
+        inside = valid[:, None] & ((source >= 0) & (source < K_X))[None, :]
         a = tl.load(x_rows + source[None, :], mask=inside, other=0.0 if FP8 == "native" else 0)
         if FP8 == "":
             b = weight_tile(w, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER, STRIDE,

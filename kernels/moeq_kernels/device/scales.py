@@ -75,10 +75,14 @@ def scale_to_float(stored, KIND: tl.constexpr):
 
 @triton.jit
 def group_rows(k0, group_index, GROUP: tl.constexpr, ROWS: tl.constexpr, BK: tl.constexpr, K: tl.constexpr):
-    """Return the groups of rows k0 .. k0 + BK: ROWS consecutive groups, or one per row if ROWS == BK."""
+    """Return the groups of rows k0 .. k0 + BK: ROWS consecutive groups, or one per row if ROWS == BK.
+
+    Negative entries of `group_index` become the largest number, which every load of scales and zero points masks.
+    """
     if group_index is not None:
         k = k0 + tl.arange(0, BK)
-        return tl.load(group_index + k, mask=k < K, other=0)
+        groups = tl.load(group_index + k, mask=k < K, other=0)
+        return tl.where(groups < 0, 0x7FFFFFFF, groups)
     elif ROWS == BK:
         return (k0 + tl.arange(0, BK)) // GROUP
     else:

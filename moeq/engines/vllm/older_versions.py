@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.errors import MoeqError
+from moeq.indices import check_indices
 from moeq.layouts.readers import VLLM_VERSIONS
 
 
@@ -118,4 +119,6 @@ def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
     if tensors[f"{role}_scale"].shape[1] == 1:
         return {f"{role}_g_idx": None, f"{role}_g_idx_sort_indices": None}
     index, order = tensors[f"{role}_group_index"], tensors[f"{role}_permutation"]
+    check_indices(order, order.shape[-1], f"{role}_permutation", each_once=True)
+    check_indices(index, tensors[f"{role}_scale"].shape[1], f"{role}_group_index")
     return {f"{role}_g_idx": index, f"{role}_g_idx_sort_indices": order}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moeq.indices import check_indices
 from moeq.layouts.loops.native import Loops
 
 if TYPE_CHECKING:
@@ -18,16 +19,18 @@ _loops = Loops("moeq.layouts.loops.columns_loops")
 
 def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
     """`out[:, i] = codes[:, order[i]]`; uint8, `order` int64, each of 0 .. K - 1."""
-    _loops.take_columns(codes.numpy(), order.numpy(), out.numpy())
+    take_elements(codes.numpy(), order.numpy(), out.numpy())
 
 
 def take_elements(source: Array, order: Array, out: Array) -> None:
     """`out[:, i] = source[:, order[i]]`; matrices of one dtype, `order` int64, each of 0 .. K - 1."""
+    check_indices(order, source.shape[1], "order of columns")
     _loops.take_columns(source, order, out)
 
 
 def took_elements(source: Array, places: Array, found: Array) -> bool:
     """Whether `found[:, places[i]] == source[:, i]` for every i."""
+    check_indices(places, found.shape[1], "places of columns")
     return bool(_loops.took_columns(source, places, found))
 
 
@@ -40,11 +43,13 @@ def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
         bits: bits of a code, 4 or 8.
         out: uint32, shaped as `source`.
     """
+    check_indices(order, len(source) * 32 // bits, "order of codes")
     _loops.take_codes(source, order, bits, out)
 
 
 def took_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
     """Whether code `places[k]` of `found` is code k of `source`, for every k. Arguments as for `take_codes`."""
+    check_indices(places, len(found) * 32 // bits, "places of codes")
     return bool(_loops.took_codes(source, places, bits, found))
 
 

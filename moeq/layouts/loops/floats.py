@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from moeq.indices import check_indices
 from moeq.layouts.float_bits import e4m3_values
 from moeq.layouts.loops.native import Loop, Loops
 from moeq.layouts.loops.recode import BLOCK, E2M1
@@ -154,6 +155,7 @@ def _measured(loop: Loop, sides: Sequence[Any], columns: int, block: tuple[int, 
 
 def _by_table(matrix: Coded) -> tuple[Any, ...]:
     """Return the arguments of a matrix for the loops that write, with a table of codes."""
+    check_indices(matrix.index, matrix.scales.shape[1], "group index")
     table = _table(matrix.element)
     codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
     ends = (np.arange(len(matrix.index)) // matrix.run + 1) * matrix.run
@@ -162,6 +164,7 @@ def _by_table(matrix: Coded) -> tuple[Any, ...]:
 
 def _by_bits(matrix: Coded) -> tuple[Any, ...]:
     """Return the arguments of a matrix for the loops that compare."""
+    check_indices(matrix.index, matrix.scales.shape[1], "group index")
     return matrix.codes.view(np.uint8), ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, matrix.scales
 
 

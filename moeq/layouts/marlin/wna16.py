@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
+from moeq.indices import check_indices
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, torch_dtype
-from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, check_index_parts
 from moeq.layouts.marlin.maps import (
     GROUPED,
     SINGLE,
@@ -116,9 +117,7 @@ class MarlinActOrder(ArrangedLayout):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
-        index = _groups(matrix)
-        if int(index.min()) < 0 or int(index.max()) >= matrix.spec.num_groups:
-            raise MoeqError("source.bad-group-index", f"{matrix.spec.role}: group indices must lie in 0 .. groups - 1")
+        check_indices(_groups(matrix), matrix.spec.num_groups, f"{matrix.spec.role}: group index")
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)
@@ -134,6 +133,7 @@ class MarlinActOrder(ArrangedLayout):
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         import torch
 
+        check_index_parts(parts, spec, f"{self.id}: {spec.role}")
         matrix = super().unpack(parts, spec)
         order = parts["permutation"].long()
         back, index = torch.empty_like(order), torch.empty_like(parts["group_index"])
