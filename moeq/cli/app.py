@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -133,7 +133,7 @@ def build(asked: str | None) -> typer.Typer:
     @app.callback(invoke_without_command=True)
     def root(
         ctx: typer.Context,
-        version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+        version: bool = typer.Option(False, "--version", "-V", help="Print the version and exit."),
     ) -> None:
         if version:
             from moeq.version import __version__
@@ -164,10 +164,16 @@ def asked_command(argv: Sequence[str]) -> str | None:
     return next((word for word in argv if not word.startswith("-")), None)
 
 
+def _without_help(argv: Sequence[str]) -> Sequence[str]:
+    """Return `moeq help [COMMAND]` as the `--help` that it stands for."""
+    return [*argv[1:], "--help"] if argv and argv[0] == "help" else argv
+
+
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises for an expected failure."""
     # A shell that completes a command line says so, and gives the line, in its environment.
     words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") if _COMPLETE in os.environ else None
+    argv = _without_help(argv)
     name = asked_command(words.split()[1:] if words else argv)
     out = Output(f"moeq.{name or 'moeq'}/1", json_mode="--json" in argv)
     try:
@@ -200,20 +206,29 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
 
 def _only_prints(argv: Sequence[str]) -> bool:
     """Whether the parser itself answers, with text that may go nowhere."""
-    return not argv or not {"--help", "-h", "--version", "--show-completion"}.isdisjoint(argv)
+    return not argv or not {"--help", "-h", "--version", "-V", "--show-completion"}.isdisjoint(argv)
 
 
 def _unexpected(error: BaseException, out: Output) -> int:
     """Report usage errors of the parser, what the machine lacks, and bugs in moeq (exit 70)."""
     # Typer vendors its parser and moves its classes between releases; these two attributes are the stable part.
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        out.failure(MoeqError("usage.command-line", error.format_message(), "see `moeq COMMAND --help`"))
+        out.failure(MoeqError("usage.command-line", error.format_message(), _usage(error)))
         return int(ExitCode.USAGE)
     failure = as_moeq_error(error)
     if os.environ.get("MOEQ_DEBUG") and failure.exit_code == ExitCode.BUG:
         raise error
     out.failure(failure)
     return int(failure.exit_code)
+
+
+def _usage(error: Any) -> str:
+    """Return the usage line of the command that the parser refused, and where its options are."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return "see `moeq COMMAND --help`"
+    usage = " ".join(context.get_usage().removeprefix("Usage: ").replace("{", "").replace("}", "").split())
+    return f"usage: {usage}; `{context.command_path} --help` lists what it takes"
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import completion, options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def command(
     ctx: typer.Context,
-    family: Annotated[str | None, typer.Argument(metavar="[FAMILY]", help="wna16, int8, mxfp4 ...")] = None,
+    family: Annotated[
+        str | None,
+        typer.Argument(metavar="[FAMILY]", help="wna16, int8, mxfp4 ...", autocompletion=completion.families),
+    ] = None,
     engine: options.EngineOption = None,
     json: options.JsonOption = False,
 ) -> None:

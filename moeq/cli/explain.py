@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import completion, options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
@@ -20,7 +20,12 @@ _INTERNAL = {"requirement", "fixed_by", "check", "shown"}
 def command(
     ctx: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="P04_SCHEME, G7, usage.tp, MARLIN, marlin-wna16/1, gptq ...")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="P04_SCHEME, G7, usage.tp, MARLIN, marlin-wna16/1, gptq ...",
+            autocompletion=completion.names,
+        ),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:

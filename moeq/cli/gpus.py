@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import completion, options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 def command(
     ctx: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A name as drivers print it, or an architecture.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A name as drivers print it, or an architecture.",
+            autocompletion=completion.gpus,
+        ),
     ] = None,
     json: options.JsonOption = False,
 ) -> None:

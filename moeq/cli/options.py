@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moeq.cli import completion
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.options import ConvertOptions
 
@@ -41,7 +42,11 @@ MaxMemoryOption = Annotated[
 CONVERT: dict[str, Any] = {
     "layout": Annotated[
         str | None,
-        typer.Option("--layout", help="Layout id, one that a backend reads there (default: the best fit)."),
+        typer.Option(
+            "--layout",
+            help="Layout id, one that a backend reads there (default: the best fit).",
+            autocompletion=completion.layouts,
+        ),
     ],
     "force_layout": Annotated[
         bool, typer.Option("--force-layout", help="Write the layout even if nothing loads it there.")
@@ -73,13 +78,28 @@ _SIZE = {"min": 1}
 
 #: The deployment options, the same on every command that takes a deployment.
 DEPLOYMENT: dict[str, Any] = {
-    "gpu": _option(str, "--gpu", "H100, a100, sm90, gfx942, cpu, ... (default: the GPU found here; see `moeq gpus`)."),
+    "gpu": _option(
+        str,
+        "--gpu",
+        "H100, a100, sm90, gfx942, cpu, ... (default: the GPU found here; see `moeq gpus`).",
+        autocompletion=completion.gpus,
+    ),
     "tp": _option(int, "--tp", "Tensor-parallel size (default: 1).", **_SIZE),
     "ep": _option(int, "--ep", "Expert-parallel size (default: 1).", **_SIZE),
     "dp": _option(int, "--dp", "Data-parallel size (default: 1).", **_SIZE),
     "dtype": _option(str, "--dtype", "Activation dtype: bf16 or fp16 (default: bf16)."),
-    "backend": _option(str, "--backend", "Force a backend; unsupported is an error (default: auto)."),
-    "engine": _option(str, "--engine", "Whose rules decide: vllm@0.33.0, vllm (the installed one), sglang or moeq."),
+    "backend": _option(
+        str,
+        "--backend",
+        "Force a backend; unsupported is an error (default: auto).",
+        autocompletion=completion.backends,
+    ),
+    "engine": _option(
+        str,
+        "--engine",
+        "Whose rules decide: vllm@0.33.0, vllm (the installed one), sglang or moeq.",
+        autocompletion=completion.engines,
+    ),
     "batched": _option(bool, "--batched/--standard", "Activations as \\[E, max_tokens, K]."),
     "lora": _option(bool, "--lora/--no-lora", "LoRA adapters on the experts."),
     "eplb": _option(bool, "--eplb/--no-eplb", "Expert load balancing."),

@@ -56,7 +56,7 @@ class Output:
         else:
             text = StringIO()
             render(_console(text, sys.stdout))
-            write(sys.stdout, text.getvalue())
+            write(sys.stdout, text.getvalue() if sys.stdout.isatty() else _unpadded(text.getvalue()))
 
     def failure(self, error: MoeqError, *, styled: bool = True) -> None:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.
@@ -121,6 +121,11 @@ class Output:
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
         self._answered = True
         write(sys.stdout, text + "\n")
+
+
+def _unpadded(text: str) -> str:
+    """Drop the spaces at the ends of lines with which tables fill their last column."""
+    return "".join(f"{line.rstrip(' ')}\n" for line in text.splitlines())
 
 
 def _console(file: TextIO, stream: TextIO) -> Console:

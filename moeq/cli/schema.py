@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeq.cli import options
+from moeq.cli import completion, options
 from moeq.cli.out import Output
 
 if TYPE_CHECKING:
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 def command(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="[COMMAND]", help="inspect, oracle, plan ...")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="[COMMAND]", help="inspect, oracle, plan ...", autocompletion=completion.schemas),
+    ] = None,
     json: options.JsonOption = False,
 ) -> None:
     """Print the schema of a command's document (docs/reference/json.md has the promise), or list all documents."""

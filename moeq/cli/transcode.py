@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeq.cli import options, shares
+from moeq.cli import completion, options, shares
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -31,6 +31,7 @@ def command(
             metavar="FORMAT",
             help="compressed-tensors, gptq, gptq_v2, mxfp4, deepseek-v4, fp8, modelopt, nvfp4, "
             "nvfp4-compressed-tensors, bf16 or fp16.",
+            autocompletion=completion.targets,
         ),
     ] = "",
     regroup: Annotated[

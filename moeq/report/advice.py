@@ -27,8 +27,8 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "converts": answer.ok,
         "layout": answer.first.layout if answer.ok else None,
         "loads_in": [loader.title for loader in answer.loaders],
-        "serve": _serve(src, verdict) if verdict.ok else None,
-        "convert": _convert(src, answer) if answer.ok else None,
+        "serve": serve_command(src, verdict) if verdict.ok else None,
+        "convert": convert_command(src, answer) if answer.ok else None,
         "advisories": [
             {name: getattr(row, name) for name in ("code", "versions", "symptom", "workaround", "check", "issue")}
             for row in verdict.advisories
@@ -72,7 +72,7 @@ def _flags(deployment: Deployment) -> list[str]:
     return [*flags, f"--dtype {_DTYPES[deployment.dtype]}"]
 
 
-def _serve(src: str, verdict: Verdict) -> str | None:
+def serve_command(src: str, verdict: Verdict) -> str | None:
     """Say how to serve the source with the engine's own choice."""
     if is_sglang(verdict.engine):
         return f"python -m sglang.launch_server --model-path {src} {launch_flags(verdict.deployment)}"
@@ -84,7 +84,7 @@ def _serve(src: str, verdict: Verdict) -> str | None:
     return " ".join([*env, "vllm serve", src, *_flags(deployment), *asked])
 
 
-def _convert(src: str, answer: Answer) -> str:
+def convert_command(src: str, answer: Answer) -> str:
     """Say how to convert, and to load the result."""
     names = {loader.name for loader in answer.loaders}
     deployment = answer.question.deployment

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
 
 from moeq.model.converted import ConvertedCheckpoint
+from moeq.report.advice import convert_command, serve_command
 from moeq.report.conversion_facts import conversion_facts
-from moeq.report.text import human_bytes, line, ranges
-from moeq.report.verdict_text import render_answer
+from moeq.report.text import hanging, human_bytes, line, ranges
+from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +52,7 @@ class Inspection:
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
-    """Print what it is, how it is quantised, what is unusual, how large it is; then the answer.
+    """Print the answer and the next step; then what it is, how it is quantised, and the backends that are near.
 
     Args:
         console: console to print to.
@@ -58,11 +60,14 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
         verbose: whether everything is printed instead of one screen.
     """
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
-    console.print(Text(info.name, style="bold"))
+    hanging(console, _answer(inspection), 2)
+    for label, text in next_steps(inspection):
+        line(console, label, text)
+    line(console, "checkpoint", Text(info.name, style="bold"))
     for label, text in _facts(info, verbose):
         line(console, label, text)
     if inspection.degrees:
-        line(console, "TP", "; ".join(map(_short_degree, inspection.degrees)))
+        line(console, "convert TP", "; ".join(map(_short_degree, inspection.degrees)))
         for degree in inspection.degrees if verbose else ():
             if degree.why:
                 line(console, "", f"TP {degree.tp}: {degree.why}")
@@ -74,9 +79,39 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     for refusal in info.refusals:
         line(console, "no convert", refusal, "red")
     if inspection.answer is not None:
-        render_answer(console, inspection.answer, verbose=verbose)
-    elif checkpoint.kind != "converted":
-        line(console, "verdict", inspection.no_answer or "none")
+        part = inspection.answer.parts[0]
+        render_conversion(console, inspection.answer, part)
+        render_candidates(console, part.verdict, verbose=verbose, near=not verbose)
+
+
+def _answer(inspection: Inspection) -> Text:
+    """Return the first line: the verdict, what the folder is a conversion for, or why there is no verdict."""
+    checkpoint = inspection.checkpoint
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        facts = conversion_facts(checkpoint.manifest)
+        return Text(f"Converted for {facts.deployment}: {', '.join(facts.layouts)}", style="bold")
+    if inspection.answer is None:
+        return Text(f"No verdict: {inspection.no_answer or 'none'}")
+    return answer_text(inspection.answer.verdict)
+
+
+def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the command that a user most probably wants next, and the alternative to it."""
+    checkpoint, answer = inspection.checkpoint, inspection.answer
+    name = shlex.quote(checkpoint.info.name)
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        yield "next", f"moeq verify {name}, moeq run-check {name}, then an engine that it loads in"
+    elif answer is None:
+        yield "next", f"moeq inspect {name} --gpu NAME"
+    elif answer.ok:
+        yield "next", convert_command(name, answer)
+        if answer.verdict.ok and (serve := serve_command(name, answer.verdict)):
+            yield "or", f"{serve} (the source as it is)"
+    elif answer.verdict.ok:
+        yield "next", serve_command(name, answer.verdict) or "serve it as it is"
+    else:
+        hint = answer.error.hint if answer.error is not None else None
+        yield "next", hint or f"moeq oracle {name} has all reasons"
 
 
 def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:

@@ -13,19 +13,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.deploy.deployment import Deployment
-    from moeq.oracle.records import CandidateReport
+    from moeq.oracle.records import CandidateReport, Verdict
     from moeq.pipeline.plan.decide import Answer, LayerGroup
 
 
-def render_answer(console: Console, answer: Answer, *, verbose: bool = False) -> None:
-    """Print the engine's choice, what `convert` writes, what loads it, and why not the others."""
-    render_part(console, answer, answer.parts[0], verbose=verbose)
-    if answer.error is not None and answer.error.hint:
-        line(console, "nearest", answer.error.hint)
+def answer_text(verdict: Verdict) -> Text:
+    """Say in one line what the engine runs: `H100, TP 1: vLLM 0.33.0 runs MARLIN (W4A16)`."""
+    where, engine = deployment_text(verdict.deployment), engine_text(verdict.engine)
+    if verdict.chosen is None:
+        return Text.assemble(f"{where}: {engine} has ", ("no backend", "bold red"), f": {verdict.refusal}")
+    runs = f" ({verdict.runs_as})" if verdict.runs_as else ""
+    return Text.assemble(f"{where}: {engine} runs ", (verdict.chosen.backend, "bold green"), runs)
+
+
+def engine_text(engine: str) -> str:
+    """Name an engine for people: `vLLM 0.33.0` for `vllm@0.33.0`."""
+    name, _, version = engine.partition("@")
+    return f"{_ENGINES.get(name, name)} {version}".rstrip()
 
 
 def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: bool = False) -> None:
-    """Print the answer for layers that are encoded alike."""
+    """Print the verdict for layers that are encoded alike, what `convert` writes, and why not the other backends."""
     verdict = part.verdict
     where = deployment_text(verdict.deployment)
     if verdict.chosen:
@@ -34,6 +42,12 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
     else:
         text = Text.assemble(("no backend", "bold red"), f": {verdict.refusal}")
     line(console, "verdict", Text.assemble(f"{verdict.engine} on {where} → ", text))
+    render_conversion(console, answer, part)
+    render_candidates(console, verdict, verbose=verbose)
+
+
+def render_conversion(console: Console, answer: Answer, part: LayerGroup) -> None:
+    """Print what `convert` writes, what loads it, and known defects."""
     if part.choice is not None:
         line(console, "convert", f"writes {part.choice.layout} for {part.choice.backend}")
         if part.choice.why:
@@ -44,13 +58,38 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
     else:
         error = part.error or answer.error
         line(console, "convert", f"no: {error.message}" if error else "its layers are copied unchanged", "red")
-    for advisory in verdict.advisories:
+    for advisory in part.verdict.advisories:
         line(console, "advisory", f"{advisory.code}: {advisory.symptom}", "yellow")
+
+
+def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = False, near: bool = False) -> None:
+    """Print the backends that were not chosen, with their reasons.
+
+    Args:
+        console: console to print to.
+        verdict: the verdict.
+        verbose: whether every reason is printed, not only the first.
+        near: whether only backends are printed that work on this device, or are one change away; others are counted.
+    """
     others = [one for one in verdict.candidates if verdict.chosen is None or one.backend != verdict.chosen.backend]
-    width = max((len(one.backend) for one in others), default=0)
-    for one in others:
+    elsewhere = [one for one in others if one.unlock and one.unlock.startswith(_OTHER_DEVICE)]
+    far = [one for one in others if not one.supported and one.unlock is None]
+    shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
+    width = max((len(one.backend) for one in shown), default=0)
+    for one in shown:
         row = Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim")
         hanging(console, row, width + 4)
+    counts = [f"{len(elsewhere)} for other devices"] if elsewhere else []
+    counts += [f"{len(far)} more than one change away"] if far else []
+    if near and counts:
+        hanging(console, Text(f"  {', '.join(counts)}: -v lists them", style="dim"), 2)
+
+
+#: How engines are called.
+_ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "moeq": "moeq"}
+
+#: Begin of a change that no option of this machine can make.
+_OTHER_DEVICE = "a device of kind"
 
 
 def rounding_text(rounding: str) -> str:
@@ -76,5 +115,5 @@ def _reasons(candidate: CandidateReport, verbose: bool) -> str:
     shown = candidate.reasons if verbose else candidate.reasons[:1]
     text = "; ".join(reason.text for reason in shown)
     if len(candidate.reasons) > len(shown):
-        text += f" (+{len(candidate.reasons) - len(shown)} more)"
+        text += f" (+{len(candidate.reasons) - len(shown)} more: -v)"
     return f"{text} → {candidate.unlock}" if candidate.unlock else text

@@ -46,7 +46,7 @@ def at_terminal(columns: int, *argv: object) -> tuple[int, list[str]]:
 def test_lines_fit_and_wrapped_ones_are_indented(
     columns: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(checkpoints)  # the first line is the path as given: where the tests lie would decide its length
+    monkeypatch.chdir(checkpoints)  # a path cannot be wrapped: where the tests lie would decide its length
     code, lines = at_terminal(columns, "inspect", INT4, "--gpu", "H100")
     assert code == 0
     assert max(len(line) for line in lines) <= columns

@@ -19,7 +19,7 @@ COMMANDS = (
 
 #: Lines that matter to somebody who reads README, by how they begin.
 SHOWN = (
-    ("  scheme", "  verdict", "  convert", "  loads in"),
+    ("A100", "  next", "  scheme", "  loads in"),
     ("wrote", "  proof"),
     ("  digests", "  kernels", "ok"),
 )
