@@ -52,7 +52,7 @@ _NUMBER_BYTES = 12
 
 
 @dataclass(frozen=True)
-class ItemResult:
+class TranscodedItem:
     """Result of transcoding one item.
 
     Attributes:
@@ -104,14 +104,14 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         data = read_places(self._inputs, self._paths.places(item, path.reads), buffers, slot)
         return path, dict(zip(path.reads, data, strict=True))
 
-    def pack(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[ItemResult, Writes]:
+    def pack(self, item: Item, data: Fetched | None, buffers: Buffers, slot: int) -> tuple[TranscodedItem, Writes]:
         """Transcode one item and prove it. Raises MoeqError also with `answer.not-exact`, unless losses are allowed."""
         found = None if data is None else self._on_fast_path(item, *data, buffers, slot)
         return (self._on_reference_path(item), ()) if found is None else found
 
     def _on_fast_path(
         self, item: Item, path: FastItem | CachedItem, inputs: Inputs, buffers: Buffers, slot: int
-    ) -> tuple[ItemResult, Writes] | None:
+    ) -> tuple[TranscodedItem, Writes] | None:
         """Transcode an item by its fast path; None if the result is not proven."""
         outputs = self._plan.outputs(item, self._form)
         keys = [(name, part) for name, output in outputs.items() for part in output.signatures]
@@ -136,7 +136,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
                     raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {stop - start}")
                 written.append((data, start))
         hashes = tuple(piece_digest(data) for data, _ in written)
-        return ItemResult(sum(data.nbytes for data, _ in written), hashes, tuple(losses)), tuple(written)
+        return TranscodedItem(sum(data.nbytes for data, _ in written), hashes, tuple(losses)), tuple(written)
 
     def _carried(
         self, item: Item, outputs: Mapping[StoredName, WrittenProjection]
@@ -173,7 +173,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         width = DTYPE_BITS[output.signatures[part].dtype] // 8
         return np.concatenate([np.frombuffer(len(layer.kinds).to_bytes(width, "little"), np.uint8), data])
 
-    def _on_reference_path(self, item: Item) -> ItemResult:
+    def _on_reference_path(self, item: Item) -> TranscodedItem:
         from moeq.model.tensor_bytes import as_bytes, one_torch_thread
 
         one_torch_thread()
@@ -190,9 +190,9 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
                 written += piece.nbytes
             if transcoded.loss is not None:
                 losses.append(transcoded.loss)
-        return ItemResult(written, tuple(hashes), (*losses, *changed))
+        return TranscodedItem(written, tuple(hashes), (*losses, *changed))
 
-    def _findings(self, results: Sequence[ItemResult]) -> dict[str, Any]:
+    def _findings(self, results: Sequence[TranscodedItem]) -> dict[str, Any]:
         losses = [loss for result in results for loss in result.losses]
         return {
             "losses": sum(loss.numbers for loss in losses),

@@ -13,8 +13,8 @@ from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.floats import check_activation_request
 from moeq.oracle.engines.vllm.configs.question import (
     PREFIX,
+    ConfigQuestion,
     ConfigRefusal,
-    Question,
     built_in_kernel,
     check_layer,
     check_selected,
@@ -109,7 +109,7 @@ def resolve(
     probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
     try:
         check_layer(probe)
-        method = _read(entry, Question(config, probe, prefix))
+        method = _read(entry, ConfigQuestion(config, probe, prefix))
     except ConfigRefusal as refusal:
         outcome = _refused(probe, entry, refusal, config)
     else:
@@ -133,7 +133,7 @@ def _gated(outcome: Outcome) -> Outcome:
     return replace(outcome, gates=run_gates(outcome.stage(outcome.selection.selected)))
 
 
-def _read(entry: str, question: Question) -> Method:
+def _read(entry: str, question: ConfigQuestion) -> Method:
     reader = READERS["online" if entry and not question.config else entry] if entry in READERS else None
     if reader is None:
         what = (

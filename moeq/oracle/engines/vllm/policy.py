@@ -20,7 +20,7 @@ from moeq.oracle.versions import BUILTIN, engine_names, release
 
 
 @dataclass(frozen=True)
-class LayoutChoice:
+class BackendLayout:
     """Layout that a backend's kernel reads under some conditions; a condition that is None always holds.
 
     Attributes:
@@ -50,9 +50,9 @@ class LayoutChoice:
     since: str | None = None
 
 
-def _layout_choice(row: Mapping[str, Any]) -> LayoutChoice:
+def _layout_choice(row: Mapping[str, Any]) -> BackendLayout:
     name, _, value = row.get("env", "").partition("=")
-    return LayoutChoice(
+    return BackendLayout(
         layout=row["layout"] or None,
         when=device_term(row["when"]) if "when" in row else None,
         activation=row.get("activation"),
@@ -90,7 +90,7 @@ class Backend:
     flag: str | None = None
     filters: tuple[str, ...] = ()
     layout: str | None = None
-    layouts: tuple[LayoutChoice, ...] = ()
+    layouts: tuple[BackendLayout, ...] = ()
     no_layout: str | None = None
     as_it_is: bool = False
     native: bool = False

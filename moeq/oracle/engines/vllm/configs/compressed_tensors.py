@@ -10,8 +10,8 @@ from typing import Any
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
+    ConfigQuestion,
     ConfigRefusal,
-    Question,
     check_marlin_input,
     marlin_fails,
     refuse,
@@ -130,7 +130,7 @@ def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group 
     return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
 
 
-def read_compressed_tensors(question: Question) -> Method:
+def read_compressed_tensors(question: ConfigQuestion) -> Method:
     """compressed-tensors: looks at the projections of expert 0 only, then takes the first scheme that matches."""
     config = question.config
     targets = _groups(config, question.policy)
@@ -164,14 +164,14 @@ def _words(arguments: Arguments | None) -> str:
     return f"{arguments.type}{arguments.bits} per {scope}, {kind}, {'sym' if arguments.symmetric else 'asym'}"
 
 
-Scheme = Callable[[Question, Arguments, Arguments | None, str], Method | None]
+Scheme = Callable[[ConfigQuestion, Arguments, Arguments | None, str], Method | None]
 
 
 def _mx(row: Arguments) -> bool:
     return row.matches(4, "float", "group") and row.group == 32 and row.symmetric
 
 
-def _mxfp4_fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _mxfp4_fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if not question.policy.since("0.32.0") or not _mx(weights) or inputs is None or weights.dynamic:
         return None
     if not inputs.matches(8, "float", "token", "group") or not inputs.dynamic or not inputs.symmetric:
@@ -181,13 +181,13 @@ def _mxfp4_fp8(question: Question, weights: Arguments, inputs: Arguments | None,
     return Method("CompressedTensorsW4A8Mxfp4MoEMethod", "mxfp4-generic", "ct", "kMxfp4Static", key, 4, 32)
 
 
-def _mxfp4(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _mxfp4(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if not _mx(weights):
         return None
     return Method("CompressedTensorsW4A4Mxfp4MoEMethod", "mxfp4-ct", "ct", "kMxfp4Static", None, 4, 32)
 
 
-def _mxfp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _mxfp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if not (weights.matches(8, "float", "group") and weights.group == 32 and weights.symmetric):
         return None
     if weights.scale_dtype != "uint8":
@@ -195,7 +195,7 @@ def _mxfp8(question: Question, weights: Arguments, inputs: Arguments | None, for
     return Method("CompressedTensorsW8A8Mxfp8MoEMethod", "mxfp8", "ct", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
 
 
-def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if inputs is not None or weights.dynamic or weights.strategy not in ("group", "channel"):
         return None
     if format_ != "pack-quantized" or not 2 <= weights.bits <= 8:
@@ -235,7 +235,7 @@ def _wna16(question: Question, weights: Arguments, inputs: Arguments | None, for
     )
 
 
-def _wna16_built_in(question: Question, weights: Arguments) -> Method | None:
+def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | None:
     """Return the method with its own Triton kernel (before 0.28.0), for shapes that Marlin refuses and on ROCm."""
     rocm = question.platform == "rocm"
     group = -1 if weights.group is None else weights.group
@@ -267,7 +267,7 @@ def _nvfp4_format(row: Arguments | None) -> bool:
     return row is not None and row.matches(4, "float", "tensor_group") and row.group == 16 and row.symmetric
 
 
-def _nvfp4(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _nvfp4(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if not _nvfp4_format(weights):
         return None
     if inputs is not None and not _nvfp4_format(inputs):
@@ -279,7 +279,7 @@ def _nvfp4(question: Question, weights: Arguments, inputs: Arguments | None, for
 _FP8_SCOPES = {"tensor": "kFp8StaticTensorSym", "channel": "kFp8StaticChannelSym", "block": "kFp8Static128BlockSym"}
 
 
-def _fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if inputs is None or weights.type != "float" or inputs.type != "float" or weights.dynamic or not weights.symmetric:
         return None
     if weights.strategy not in _FP8_SCOPES or not (
@@ -301,7 +301,7 @@ def _fp8(question: Question, weights: Arguments, inputs: Arguments | None, forma
     return Method("CompressedTensorsW8A8Fp8MoEMethod", "fp8", "ct", weight, activation, 8, -1, block=block)
 
 
-def _int8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _int8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if inputs is None:  # the engine compares bits that are not there
         raise ConfigRefusal("AttributeError", "CONFIG", f"weights {_words(weights)} need input activations", code="G0")
     if weights.bits != 8 or inputs.bits != 8 or not weights.symmetric or weights.dynamic:
@@ -322,7 +322,7 @@ def _w4a8(weights: Arguments, inputs: Arguments | None, type_: str) -> bool:
     )  # fmt: skip
 
 
-def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _w4a8_fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     newer = question.policy.since("0.31.0")
     if not newer and not _reads_as_hopper(question):
         return None
@@ -337,13 +337,13 @@ def _w4a8_fp8(question: Question, weights: Arguments, inputs: Arguments | None, 
     return Method("CompressedTensorsW4A8Fp8MoEMethod", "w4a8-fp8", "ct", "kInt4Static", "kFp8DynamicTokenSym", 4, 128)
 
 
-def _reads_as_hopper(question: Question) -> bool:
+def _reads_as_hopper(question: ConfigQuestion) -> bool:
     """Tell whether the engine reads capability 9.0; gfx90a has it as well."""
     gpu = question.probe.gpu
     return (gpu.platform == "cuda" and gpu.capability == (9, 0)) or gpu.arch == "gfx90a"
 
 
-def _w4a8_int8(question: Question, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
+def _w4a8_int8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     kinds = ("int",) if question.policy.since("0.31.0") else ("int", "float")
     if not any(_w4a8(weights, inputs, kind) for kind in kinds):
         return None

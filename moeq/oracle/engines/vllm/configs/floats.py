@@ -12,7 +12,7 @@ from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigRefusal,
-    Question,
+    ConfigQuestion,
     integer,
     refuse,
     required,
@@ -23,13 +23,13 @@ from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.select import search_of
 
 
-def read_gpt_oss(question: Question) -> Method:
+def read_gpt_oss(question: ConfigQuestion) -> Method:
     """Read MXFP4 of gpt-oss: only a requested activation type is read from the config."""
     activation = moe_activation(question.config)
     return Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
-def read_mxfp4(question: Question) -> Method:
+def read_mxfp4(question: ConfigQuestion) -> Method:
     """Read MXFP4 of other models, which have a selection function of their own since 0.28.0."""
     if not question.policy.since("0.28.0"):  # one method for all models
         return read_gpt_oss(question)
@@ -57,7 +57,7 @@ def check_activation_request(method: Method, config: Config) -> None:
         )
 
 
-def read_deepseek_v4(question: Question) -> Method:
+def read_deepseek_v4(question: ConfigQuestion) -> Method:
     """Read DeepSeek-V4: the model's `expert_dtype` selects FP8 or FP4 experts, and `moe_quant_algo` the kind of FP4.
 
     Raises:
@@ -82,7 +82,7 @@ def block_key(rows: int, columns: int) -> str:
     return "kFp8Static128BlockSym" if (rows, columns) == (128, 128) else f"kFp8Static{rows}x{columns}Sym"
 
 
-def read_fp8(question: Question) -> Method:
+def read_fp8(question: ConfigQuestion) -> Method:
     """Read FP8 with scales per block (DeepSeek) or per tensor."""
     config, case = question.config, question.probe
     if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
@@ -107,7 +107,7 @@ def read_fp8(question: Question) -> Method:
     return _block_method(question, replace(base, activation_key="kFp8Dynamic128Sym"), (block[0], block[1]))
 
 
-def _block_method(question: Question, base: Method, block: tuple[int, int]) -> Method:
+def _block_method(question: ConfigQuestion, base: Method, block: tuple[int, int]) -> Method:
     """Refine blocks that a rank's shard would cut, or pad the shard to whole blocks."""
     case = question.probe
     refined = refined_block(case, block) if question.policy.since("0.30.0") else None
@@ -136,7 +136,7 @@ def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
     return (size, size) if size >= 32 else None
 
 
-def _can_refine(question: Question, refined: tuple[int, int] | None, asked: str) -> bool:
+def _can_refine(question: ConfigQuestion, refined: tuple[int, int] | None, asked: str) -> bool:
     """Tell whether a class of the requested backend lists the refined block."""
     policy, device = question.policy, question.probe.device
     family = policy.families["fp8"]
@@ -168,7 +168,7 @@ def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
     return -(-case.intermediate // rows) * rows
 
 
-def read_online(question: Question) -> Method:
+def read_online(question: ConfigQuestion) -> Method:
     """Read `--quantization` for an unquantised checkpoint: experts are quantised while they load."""
     case = question.probe
     name = case.deployment.quantization or str(question.config.get("quant_method", ""))
@@ -214,7 +214,7 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     return str(source.get("quant_algo") or "").upper()
 
 
-def read_modelopt(question: Question) -> Method:
+def read_modelopt(question: ConfigQuestion) -> Method:
     """Read NVIDIA ModelOpt: `quant_algo` selects the method of modules that are not excluded."""
     config = question.config
     nested = isinstance(config.get("quantization"), Mapping)
@@ -279,7 +279,7 @@ def _block_size(row: Config) -> int:
     return integer({"group_size": 128, **row}, "group_size")
 
 
-def _mixed(question: Question, table: Mapping[str, Config]) -> Method:
+def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
     """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
     row = _mixed_row(table, question.prefix)
     algorithm = _algorithm(row)

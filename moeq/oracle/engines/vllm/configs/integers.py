@@ -10,8 +10,8 @@ from typing import Any
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
+    ConfigQuestion,
     ConfigRefusal,
-    Question,
     check_marlin_input,
     integer,
     marlin_fails,
@@ -23,7 +23,7 @@ from moeq.oracle.engines.vllm.configs.question import (
 )
 
 
-def read_gptq(question: Question) -> Method:
+def read_gptq(question: ConfigQuestion) -> Method:
     """Read GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback if Marlin's shape test fails."""
     config = question.config
     bits, group = integer(config, "bits"), integer(config, "group_size")
@@ -80,7 +80,7 @@ def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
     return None
 
 
-def read_moe_wna16(question: Question) -> Method:
+def read_moe_wna16(question: ConfigQuestion) -> Method:
     """Read a GPTQ or AWQ checkpoint for `--quantization moe_wna16`."""
     config = question.config
     declared = str(config.get("quant_method", ""))
@@ -100,7 +100,7 @@ def read_moe_wna16(question: Question) -> Method:
 
 
 def moe_wna16(
-    question: Question, bits: int, group: int, *, zero_points: bool, note: str | None = None
+    question: ConfigQuestion, bits: int, group: int, *, zero_points: bool, note: str | None = None
 ) -> Method:  # fmt: skip
     """Return MoeWNA16, which takes shapes that Marlin refuses. Its key is symmetric even with zero points."""
     policy = question.policy
@@ -119,7 +119,7 @@ def moe_wna16(
     )  # fmt: skip
 
 
-def read_awq(question: Question) -> Method:
+def read_awq(question: ConfigQuestion) -> Method:
     """Read AWQ: `AutoAWQConfig`, 4 bits, with the MoeWNA16 fallback."""
     config = question.config
     bits, group = integer(config, "w_bit", "bits"), integer(config, "q_group_size", "group_size")
@@ -148,7 +148,7 @@ def auto_awq(group: int, zero: bool) -> Method:
     )  # fmt: skip
 
 
-def check_awq_fallback(question: Question) -> None:
+def check_awq_fallback(question: ConfigQuestion) -> None:
     """Check MoeWNA16's minimum capability for AWQ, 7.5. Platforms without a capability count as -1."""
     gpu = question.probe.gpu
     if gpu.platform in ("cpu", "xpu"):
@@ -160,7 +160,7 @@ def check_awq_fallback(question: Question) -> None:
 _INC_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8", "auto_round:llm_compressor")
 
 
-def read_inc(question: Question) -> Method:
+def read_inc(question: ConfigQuestion) -> Method:
     """Read AutoRound (INC): data type and packing select the integration."""
     config = question.config
     type_ = str(config.get("data_type") or "int")
@@ -185,7 +185,7 @@ def read_inc(question: Question) -> Method:
     return _inc_int(question, bits, group, sym, awq="awq" in packing)
 
 
-def _inc_layer(question: Question, bits: int, group: int, sym: bool) -> tuple[int, int, bool]:
+def _inc_layer(question: ConfigQuestion, bits: int, group: int, sym: bool) -> tuple[int, int, bool]:
     """Look up `extra_config` by the exact module path, its suffix, or a pattern."""
     extra: dict[str, Config] = question.config.get("extra_config") or {}
     prefix = question.prefix
@@ -211,7 +211,7 @@ def _inc_mx(bits: int, group: int, sym: bool, packing: str) -> Method:
     return Method("INCMxfp4MoEMethod", "mxfp4-inc", "inc", "kMxfp4Static", None, 4, 32)
 
 
-def _inc_int(question: Question, bits: int, group: int, sym: bool, *, awq: bool) -> Method:
+def _inc_int(question: ConfigQuestion, bits: int, group: int, sym: bool, *, awq: bool) -> Method:
     policy = question.policy
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, "inc", bits, group, sym)
@@ -234,7 +234,7 @@ def _inc_int(question: Question, bits: int, group: int, sym: bool, *, awq: bool)
     return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
 
 
-def read_humming(question: Question) -> Method:
+def read_humming(question: ConfigQuestion) -> Method:
     """Read a config for the humming method, which has one backend and no selection."""
     config = question.config
     bits = int(config.get("bits") or config.get("w_bit") or 4)

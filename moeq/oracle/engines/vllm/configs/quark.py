@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Method
-from moeq.oracle.engines.vllm.configs.question import Config, ConfigRefusal, Question, refuse, unquantized
+from moeq.oracle.engines.vllm.configs.question import Config, ConfigQuestion, ConfigRefusal, refuse, unquantized
 
 
-def read_quark(question: Question) -> Method:
+def read_quark(question: ConfigQuestion) -> Method:
     """Read Quark: the global config, with `exclude` and per-layer patterns."""
     config = question.config
     if config.get("export") is None:
@@ -40,7 +40,7 @@ def _single(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def ignored(entries: Iterable[str], question: Question) -> bool:
+def ignored(entries: Iterable[str], question: ConfigQuestion) -> bool:
     """Tell whether `exclude` names the experts; one excluded child excludes them all."""
     prefix = question.prefix
     names = [entry for entry in entries if not entry.startswith("re:")]
@@ -70,7 +70,7 @@ def _two_levels(weight: Any, inputs: Any) -> Method:
     )
 
 
-def _fp8(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+def _fp8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
     if (
         inputs is None
         or weight.get("dtype") != "fp8_e4m3"
@@ -114,7 +114,7 @@ def _fp8_block(weight: Config, inputs: Config) -> Method | None:
     )  # fmt: skip
 
 
-def _int4(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+def _int4(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
     if inputs is not None or weight.get("dtype") not in ("int4", "uint4") or not question.policy.since("0.31.0"):
         return None
     if (question.config.get("export") or {}).get("pack_method", "reorder") not in ("order", "reorder"):
@@ -171,7 +171,7 @@ def _mx_inputs(inputs: Config | None) -> tuple[bool, str | None]:
     return True, _MX_INPUTS[dtype]
 
 
-def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+def _mx(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
     key = _mx_weight(weight)
     fits, activation = _mx_inputs(inputs) if key else (False, None)
     if key is None or not fits:
@@ -195,7 +195,7 @@ def _mx(question: Question, weight: Config, inputs: Config | None) -> Method | N
     return replace(method, fixed=emulated)
 
 
-def _mxfp8(question: Question, activation: str | None) -> Method:
+def _mxfp8(question: ConfigQuestion, activation: str | None) -> Method:
     if activation != "kMxfp8Dynamic":
         refuse(f"Quark MXFP8 weights with activations {activation or '16-bit'} are not supported")
     if question.probe.shape.has_bias:
@@ -205,7 +205,7 @@ def _mxfp8(question: Question, activation: str | None) -> Method:
     return Method("QuarkW8A8Mxfp8MoEMethod", "mxfp8", "quark", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
 
 
-def _int8(question: Question, weight: Config, inputs: Config | None) -> Method | None:
+def _int8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
     if (
         inputs is None
         or weight.get("dtype") != "int8"

@@ -30,7 +30,7 @@ class ConfigRefusal(Exception):
 
 
 @dataclass(frozen=True)
-class Question:
+class ConfigQuestion:
     """Input of a reader: the config, and a case (`probe`) whose method is still open."""
 
     config: Config
@@ -53,7 +53,7 @@ class Question:
         return self.probe.shape.gated and not self.probe.shape.activation.endswith("_no_mul")
 
 
-Reader = Callable[[Question], Method]
+Reader = Callable[[ConfigQuestion], Method]
 
 
 def refuse(text: str, hint: str | None = None, code: str = "G0") -> NoReturn:
@@ -113,7 +113,7 @@ def skipped_module(entries: Iterable[str] | None, prefix: str) -> bool:
     return any("experts" in entry and prefix in entry for entry in entries or ())
 
 
-def marlin_fails(question: Question, group: int, *, tile_padding: bool = True) -> bool:
+def marlin_fails(question: ConfigQuestion, group: int, *, tile_padding: bool = True) -> bool:
     """Tell whether Marlin's shape test fails; the GPTQ and AWQ integrations run it themselves."""
     return next(marlin_shape(question.probe, group, tile_padding=tile_padding), None) is not None
 
