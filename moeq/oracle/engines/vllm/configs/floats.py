@@ -11,8 +11,8 @@ from typing import Any
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
-    ConfigRefusal,
     ConfigQuestion,
+    ConfigRefusal,
     integer,
     refuse,
     required,
