@@ -225,7 +225,7 @@ class TestRefusals:
             plan_rank(entry, Rank(tp_rank=1, tp_size=3))
         assert caught.value.hint == "run it with ep 2, or convert it for 3: moeq convert SRC DST --tp 3"
         part = plan_rank(entry, Rank(ep_rank=1, ep_size=2))
-        assert (part.experts, part.rows) == ((2, 4), (0, 2))
+        assert (part.experts, part.rows) == ((1, 2), (0, 1))
 
     def test_ranks_of_act_order(self, checkpoints, tmp_path) -> None:
         name = "gptq-int4-g32-actorder-qwen3moe"
