@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from checkpoint.builder import config, experts, gptq, quantization, router, write
 
 import moeq
+from moeq.model.quantized_modules import quantized_modules
 from moeq.model.scan import scan
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -146,3 +148,37 @@ def test_asking_for_what_is_not_there() -> None:
 def test_quantization_config_is_found_wherever_it_is() -> None:
     checkpoint = moeq.open(CHECKPOINTS / "ct-w8a8-qwen3moe")
     assert checkpoint.quantization_config == checkpoint.source.config["quantization_config"]
+
+
+def test_quantised_modules_without_a_declaration(tmp_path: Path) -> None:
+    """Headers alone say that a module is quantised; nothing is declared about it."""
+    attention = {f"model.layers.0.self_attn.q_proj.{part}": row for part, row in gptq(64, 64).items()}
+    source = moeq.open(write(tmp_path / "a", {**router(), **attention, **experts()})).source
+    (module,) = quantized_modules([source.tensors[name] for name in attention], None)
+    assert (module.name, module.described.scheme.format) == ("model.layers.0.self_attn.q_proj", "gptq")
+    assert (module.described.spec.n, module.described.spec.k) == (64, 64)
+
+
+def test_layers_are_counted_where_the_config_does_not_say(tmp_path: Path) -> None:
+    tensors = {
+        **router(0),
+        **router(2),
+        **experts("model.layers.0.mlp.experts"),
+        **experts("model.layers.2.mlp.experts"),
+    }
+    info = moeq.open(write(tmp_path / "a", tensors, config(num_hidden_layers=None))).info
+    assert (info.num_layers, info.moe_layers, info.dense_layers) == (3, (0, 2), (1,))
+
+
+@pytest.mark.parametrize(("down", "mixed"), [(32, False), (16, True)])
+def test_two_schemes_in_a_layer_are_a_warning(down: int, mixed: bool, tmp_path: Path) -> None:
+    tensors = {**router(), **experts()}
+    for name in [name for name in tensors if "down_proj" in name]:
+        del tensors[name]
+    tensors |= experts(names=("", "", "down_proj"), group=down)
+    rules = {r"+:.*down_proj.*": {"group_size": down}}
+    document = config(quantization_config=quantization(group_size=32, dynamic=rules))
+    tensors |= {name: row for name, row in experts(names=("gate_proj", "up_proj", ""), group=32).items()}
+    info = moeq.open(write(tmp_path / "a", tensors, document)).info
+    assert len(info.schemes) == (2 if mixed else 1)
+    assert ("scheme.mixed-layer" in {warning.code for warning in info.warnings}) == mixed

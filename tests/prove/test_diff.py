@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -137,3 +138,64 @@ def test_a_difference_in_the_last_column_is_none_in_a_bias(layout: str, checkpoi
     last = moeq.open(source).spec(1, "down").k - 1
     assert (row.first.row, row.first.column, row.worst.column) == (4, last, last)
     assert row.first.text.startswith(f"[4, {last}]: ")
+
+
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def with_plain_query(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
+    """Replace a quantised module (codes of ones under a scale of one) by floats."""
+
+    def changed(tensors: Tensors) -> Tensors:
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(QUERY)}
+        weight = torch.full((32, 64), -8.0)  # all nibbles are 0: -8 in pack-quantized
+        return kept | {f"{QUERY}.weight": change(weight)}
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda weight: weight, None),
+        (lambda weight: weight.index_put((torch.tensor([31]), torch.tensor([5])), torch.tensor(-7.5)), "1 of 2,048"),
+        (lambda weight: weight + torch.eye(32, 64) * 3, "32 of 2,048 numbers differ, by up to 3"),
+        (lambda weight: weight[:, :63], f"{QUERY} is [32, 64] and [32, 63]"),
+        (lambda weight: weight[0], f"{QUERY} is [32, 64] and no matrix"),
+    ],
+)
+def test_a_quantised_module_and_its_plain_values(change, line: str | None, tmp_path) -> None:
+    attention = {f"{QUERY}.{part}": row for part, row in ct(4)(32, 64).items()}
+    source = write(tmp_path / "a", {**router(), **attention, **experts(make=ct(4))}, ct_config())
+    other = rewritten(source, tmp_path / "b", with_plain_query(change))
+    for left, right in ((source, other), (other, source)):
+        found = diff(left, right)
+        assert found.tensors == 2
+        assert found.equal == (line is None)
+        if line is not None and left == source:
+            assert line in found.other[0]
+            assert len(found.other) == 1
+
+
+def test_plain_experts_in_one_tensor_of_two_halves(checkpoints, tmp_path) -> None:
+    """transformers 5 stores gate and up of all experts of a Qwen3-MoE as one tensor, gate rows first."""
+    single = rewritten(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "single", with_plain_layer(1))
+    prefix = "model.layers.1.mlp.experts."
+
+    def stack(swapped: bool) -> Callable[[Tensors], Tensors]:
+        def changed(tensors: Tensors) -> Tensors:
+            def all_of(name: str) -> torch.Tensor:
+                return torch.stack([tensors[f"{prefix}{expert}.{name}_proj.weight"] for expert in range(4)])
+
+            kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+            halves = [all_of("up"), all_of("gate")] if swapped else [all_of("gate"), all_of("up")]
+            return kept | {f"{prefix}gate_up_proj": torch.cat(halves, 1), f"{prefix}down_proj": all_of("down")}
+
+        return changed
+
+    fused = rewritten(single, tmp_path / "fused", stack(swapped=False))
+    assert diff(single, fused, experts_only=True).equal
+    swapped = rewritten(single, tmp_path / "swapped", stack(swapped=True))
+    wrong = diff(single, swapped, experts_only=True).differing
+    assert {(row.layer, row.projection) for row in wrong} == {(1, "gate"), (1, "up")}
+    assert len(wrong) == 8

@@ -383,3 +383,16 @@ def test_restore_data_that_become_shorter_are_not_taken_for_whole(checkpoints, t
     with pytest.raises(MoeqError, match="ends inside") as caught:
         restore_data.read(f"text/{name}")
     assert caught.value.code == "source.truncated"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("header metadata", "header of model.safetensors"), ("config", "config.json")]
+)
+def test_restore_data_that_changed_are_named_by_their_file(kind: str, name: str, checkpoints, tmp_path) -> None:
+    source = with_rest(checkpoints, tmp_path / "source")
+    convert(source, tmp_path / "out", A100)
+    file, at = places_of(tmp_path / "out")[kind]
+    raw = bytearray((tmp_path / "out" / file).read_bytes())
+    raw[at] ^= 1
+    (tmp_path / "out" / file).write_bytes(raw)
+    assert [row.name for row in verify(tmp_path / "out", source).mismatches if row.kind == "kept"] == [name]

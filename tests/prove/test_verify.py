@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pipeline.mixing import flip
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from moeq.checkpoint.manifest import read_manifest, seal
 from moeq.checkpoint.source import LocalSource
@@ -155,3 +156,29 @@ def test_digests_of_another_kind_are_not_compared(out) -> None:
     with pytest.raises(MoeqError, match="digests of the kind 'sha256/other'") as caught:
         verify(out)
     assert caught.value.code == "environment.digest"
+
+
+def test_tensors_of_another_form_unknown_and_missing(out, checkpoints) -> None:
+    path = next(path for path in sorted(out.glob("*.safetensors")) if "model.norm.weight" in load_file(path))
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].view(2, -1)
+    tensors["model.extra"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, {"format": "pt"})
+    alone = [mismatch.text for mismatch in verify(out).mismatches]
+    assert f"tensor model.extra is not known of {path.name}" in alone
+    assert "the bytes of tensor model.norm.weight are not those that were written" not in alone  # they are the same
+    together = verify(out, checkpoints / NAME)
+    texts = [mismatch.text for mismatch in together.mismatches]
+    shape = list(tensors["model.norm.weight"].shape)
+    assert any(
+        text.startswith("tensor model.norm.weight is ") and f"{shape}, the source gives" in text for text in texts
+    )
+    del tensors["model.extra"], tensors["model.norm.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    index = out / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    del document["weight_map"]["model.norm.weight"]
+    index.write_text(json.dumps(document))
+    assert f"tensor model.norm.weight is missing from {path.name}" in [row.text for row in verify(out).mismatches]
+    missing = verify(out, checkpoints / NAME)
+    assert "tensor model.norm.weight of the source is missing" in [row.text for row in missing.mismatches]

@@ -8,6 +8,7 @@ import torch
 
 from moeq.reference.arithmetic import (
     FLOAT32_UNIT,
+    UNIT,
     describe_bound,
     emulate_16bit,
     emulate_fp8,
@@ -139,3 +140,15 @@ def test_e4m3_products_stay_inside_their_bound_and_one_wrong_code_does_not(group
     assert float(((y - emulated.value).abs() / emulated.bound)[:, 4].max()) > 10
     (wider,) = emulate_fp8(x, Linear(weight), group, tensor_cores=True)
     assert bool((wider.bound > emulated.bound).all())
+
+
+def test_unit_roundoffs_are_half_the_gap_above_one() -> None:
+    assert {dtype: torch.finfo(dtype).eps / 2 for dtype in DTYPES} == UNIT
+    assert torch.finfo(torch.float32).eps / 2 == FLOAT32_UNIT
+
+
+def test_bounds_in_words_have_their_numbers() -> None:
+    assert "(6 sqrt(1024) + 3) 2^-24 sum|x||w| = 1.2e-05 sum|x||w|" in describe_bound(1024, "fp8")
+    assert "6 sqrt(4) 2^-24 sum|x||w| = 7.2e-07 sum|x||w|" in describe_bound(4)
+    assert "(6 sqrt(4) + 3) 2^-24 sum|x||w| = 8.9e-07 sum|x||w|" in describe_bound(4, "fp8")
+    assert "2^-24 sum|x||w| + 4 x 2^-24 |y|" in describe_bound(4, "int8")
