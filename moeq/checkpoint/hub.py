@@ -3,18 +3,23 @@
 The revision is resolved to a commit once and everything is read at that commit. Configs and the index go through the
 client's cache; headers are fetched by range requests, so a terabyte costs some tens of megabytes. Weight files are
 downloaded (through the cache) only when data is asked for; with `stream_into` they are fetched and dropped one by one.
+What is read of them is compared with the digests that the repository's listing has (`moeq.checkpoint.hub_digests`).
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moeq.checkpoint.header import Header, header_length, parse_header
-from moeq.checkpoint.hub_errors import explain, transport_errors
+from moeq.checkpoint.hub_digests import PIECE_BYTES, ListedDigests
+from moeq.checkpoint.hub_errors import cut_errors, explain, transport_errors
 from moeq.checkpoint.hub_guard import Expected, check_commit, guarded
 from moeq.checkpoint.hub_stream import WeightStream
 from moeq.checkpoint.index import choose_weights, merge_headers
@@ -40,6 +45,9 @@ MAX_TOTAL_HEADERS = 512 << 20
 MAX_RANGE = 64 << 20
 
 _CONCURRENCY = 8
+
+#: Seconds before each further attempt of a call whose connection was closed half-way.
+_RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
 def looks_like_repository(text: str) -> bool:
@@ -114,6 +122,9 @@ class HubSource(Source):
         info = self._call(lambda: self._model_info(revision), Expected(repo))
         self.revision = check_commit(info.sha, repo)
         self._sizes = _sizes(repo, info)
+        self._digests = ListedDigests(repo, _sha256(repo, info))
+        self._etags: dict[str, str] = {}
+        self._pieces: Path | None = None
         top = [name for name in self._sizes if "/" not in name]
         config = self._config(top)
         sides = {side: self._json(side, MAX_CONFIG_BYTES, "source.bad-config") for side in SIDE_CONFIGS if side in top}
@@ -123,21 +134,30 @@ class HubSource(Source):
         if missing:
             detail = f"{len(missing)} of {len(weights.files)} files named by {weights.index} are not in {repo}"
             raise MoeqError("source.missing-shard", f"{detail}: {', '.join(missing[:5])}")
-        headers = self._call(lambda: self._headers(weights.files))
+        headers = self._headers(weights.files)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
         self.tensors, warnings = merge_headers(weights, headers)
         self.warnings = [*weights.warnings, *warnings]
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
 
-    def stream_into(self, folder: Path) -> WeightStream:
+    def stream_into(self, folder: Path, pieces: Path) -> WeightStream:
         """Keep weight files on disk only while the returned stream holds them.
 
         Ranges of the others are still read, by requests; `path` refuses them.
+
+        Args:
+            folder: folder of the files.
+            pieces: folder of the digests of their pieces, by which ranges of files are checked that are gone again.
+                It may be shared, and outlives the stream.
         """
         sizes = {file.name: file.size for file in self.files}
-        self.stream = WeightStream(folder, sizes, self._download, self._find_cached)
+        self._pieces = pieces
+        self.stream = WeightStream(folder, sizes, self._download, self._find_cached, self._check)
         return self.stream
+
+    def _check(self, path: Path, file: str) -> None:
+        self._digests.check(path, file, self._pieces)
 
     def path(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
@@ -151,11 +171,12 @@ class HubSource(Source):
         revision = self._asked if file == CONFIG_NAME else self.revision
         plain_name(file, self.repo)
         expected = self._expected(file)
-        path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision), expected))
+        path = Path(self._call(lambda: hf_hub_download(self.repo, file, revision=revision), expected, file))
         _require_size(path, expected)
         if file == CONFIG_NAME and path.parent.name != self.revision:
             detail = f"{self.repo} moved from commit {self.revision} to {path.parent.name} while it was being read"
             raise MoeqError("source.changed", detail, "try again")
+        self._digests.check(path, file)
         return path
 
     @property
@@ -173,10 +194,32 @@ class HubSource(Source):
     def read_bytes(self, file: str, start: int, end: int) -> bytearray:
         if self.stream is None or not self.stream.covers(file) or self.stream.held(file) is not None:
             return super().read_bytes(file, start, end)
-        return self._call(lambda: self._read_ranges(file, start, end))
+        if not self._digests.covers(file):
+            return self._read_ranges(file, start, end)
+        known = self._known_pieces(file)
+        first, last = start // PIECE_BYTES, -(-end // PIECE_BYTES)
+        data = self._read_ranges(file, first * PIECE_BYTES, min(last * PIECE_BYTES, self.size_of(file)))
+        self._digests.require_pieces(data, first, known, file)
+        return data[start - first * PIECE_BYTES : end - first * PIECE_BYTES]
+
+    def _known_pieces(self, file: str) -> bytes:
+        """Return the digests of a file's pieces; where there are none yet, the file is fetched for them."""
+        assert self.stream is not None
+        assert self._pieces is not None
+        known = self._digests.pieces_of(file, self.size_of(file), self._pieces)
+        if known is None:
+            self.stream.fetch(file)
+            self.stream.drop(file)
+            known = self._digests.pieces_of(file, self.size_of(file), self._pieces)
+        if known is None:
+            raise MoeqError("environment.write", f"digests of {file} cannot be kept in {self._pieces}")
+        return known
 
     def _read_ranges(self, file: str, start: int, end: int) -> bytearray:
         """Read bytes of a file that is not on disk."""
+        return self._call(lambda: self._ranges(file, start, end), file=file)
+
+    def _ranges(self, file: str, start: int, end: int) -> bytearray:
         data, reader = bytearray(), self._reader(end - start + FIRST_RANGE)
         for first in range(start, end, MAX_RANGE):
             part, _ = reader.read(self._url(file), file, first, min(first + MAX_RANGE, end))
@@ -190,9 +233,8 @@ class HubSource(Source):
 
         expected = self._expected(plain_name(file, self.repo))
         with without_bars():
-            return Path(
-                self._call(lambda: hf_hub_download(self.repo, file, revision=self.revision, local_dir=folder), expected)
-            )
+            action = partial(hf_hub_download, self.repo, file, revision=self.revision, local_dir=folder)
+            return Path(self._call(action, expected, file))
 
     def _expected(self, file: str) -> Expected:
         """Return the repository's entry of a file. Raises MoeqError `source.missing-file`, `source.network`."""
@@ -212,7 +254,7 @@ class HubSource(Source):
     def _reader(self, budget: int) -> RangeReader:
         from huggingface_hub.utils import build_hf_headers
 
-        return RangeReader(build_hf_headers(library_name="moeq"), budget)
+        return RangeReader(build_hf_headers(library_name="moeq"), budget, self._etags)
 
     def _url(self, file: str) -> str:
         from huggingface_hub import hf_hub_url
@@ -243,17 +285,21 @@ class HubSource(Source):
         reader = self._reader(MAX_TOTAL_HEADERS)
 
         def fetch(file: str) -> Header:
-            return _fetch_header(reader, self._url(file), file, self._sizes[file])
+            url, size = self._url(file), self._sizes[file]
+            raw, total = self._call(lambda: _fetch_header(reader, url, file, size), file=file)
+            self._digests.expect_header(file, raw)
+            return parse_header(raw[8:], file, total)
 
         with ThreadPoolExecutor(_CONCURRENCY) as pool:
             return list(pool.map(fetch, files))
 
-    def _call(self, action: Callable[[], T], expected: Expected | None = None) -> T:
-        """Run a client call and turn its errors into ours.
+    def _call(self, action: Callable[[], T], expected: Expected | None = None, file: str | None = None) -> T:
+        """Run a client call, again where its connection is closed half-way, and turn its errors into ours.
 
         Args:
             action: call of the client.
             expected: the answer that is accepted; None for ranges, which are checked where they are read.
+            file: the file that is read; None for the repository's listing.
         """
         from huggingface_hub.errors import (
             HfHubHTTPError,
@@ -262,12 +308,16 @@ class HubSource(Source):
             OfflineModeIsEnabled,
         )
 
-        try:
-            return action() if expected is None else guarded(expected, action)
-        except OfflineModeIsEnabled:
-            raise
-        except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
-            raise explain(error, self.repo, self._asked) from None
+        for wait in (*_RETRY_SECONDS, None):
+            try:
+                return action() if expected is None else guarded(expected, action)
+            except OfflineModeIsEnabled:
+                raise
+            except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
+                if wait is None or not isinstance(error, cut_errors()):
+                    raise explain(error, self.repo, self._asked, file) from None
+            time.sleep(wait)
+        raise AssertionError("the last attempt returns or raises")
 
 
 def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:
@@ -282,18 +332,32 @@ def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:
     return found
 
 
-def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> Header:
-    """Fetch the header of a remote file: one range request, a second where the header is longer."""
+def _sha256(repo: str, info: ModelInfo) -> dict[str, str]:
+    """Return the SHA-256 of every large file. Raises MoeqError `source.network` for an impossible listing."""
+    found: dict[str, str] = {}
+    for file in info.siblings or []:
+        digest = getattr(file.lfs, "sha256", None)
+        if digest is None:
+            continue
+        if not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
+            message = f"{repo}: the server lists {ascii(digest)[:80]} as the SHA-256 of {ascii(file.rfilename)[:80]}"
+            raise MoeqError("source.network", message, "try again later")
+        found[file.rfilename] = digest
+    return found
+
+
+def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> tuple[bytes, int]:
+    """Fetch the first bytes of a remote file, up to its data, and its size; two requests where they are many."""
     first, total = reader.read(url, file, 0, FIRST_RANGE)
     if size is not None and total != size:
         detail = f"{file}: the repository lists {size:,} bytes, the server sends a file of {total:,}"
         raise MoeqError("source.changed", detail, "the repository changed meanwhile; try again")
     length = header_length(first[:64], file, total)
-    raw = first[8 : 8 + length]
-    if len(raw) < length:
+    raw = first[: 8 + length]
+    if len(raw) < 8 + length:
         rest, _ = reader.read(url, file, len(first), 8 + length)
         raw += rest
-    return parse_header(bytes(raw), file, total)
+    return raw, total
 
 
 def _require_size(path: Path, expected: Expected) -> None:

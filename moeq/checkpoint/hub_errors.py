@@ -16,9 +16,27 @@ def transport_errors() -> tuple[type[Exception], ...]:
     return (library.HTTPError, library.InvalidURL, library.StreamError, OSError)
 
 
-def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
-    """Return the MoeqError for an error of the client."""
+def cut_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a connection that ends half-way, after which asking again may help."""
+    from huggingface_hub import get_session
+
+    library = import_module(type(get_session()).__module__.partition(".")[0])
+    return (library.RemoteProtocolError, library.ReadError, library.WriteError)
+
+
+def explain(error: Exception, repo: str, revision: str | None, file: str | None = None) -> MoeqError:
+    """Return the MoeqError for an error of the client.
+
+    Args:
+        error: the error.
+        repo: name of the repository.
+        revision: revision that was asked for.
+        file: the file that could not be read; None where the repository itself could not be opened.
+    """
     from huggingface_hub import errors
+
+    what = repo if file is None else f"{repo}: {file}"
+    no_folder = "no such folder here, and " if file is None else ""
 
     # Most specific first: a gated repository is a RepositoryNotFoundError as well.
     table: tuple[tuple[type[Exception], str, str, str | None], ...] = (
@@ -31,7 +49,7 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
         (
             errors.RepositoryNotFoundError,
             "source.not-found",
-            f"{repo}: no such folder here, and no repository of that name on the Hub that your token can read",
+            f"{what}: {no_folder}no repository of that name on the Hub that your token can read",
             "check the spelling (org/name); for a private repository `hf auth login` or set HF_TOKEN",
         ),
         (
@@ -40,7 +58,7 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
             f"{repo} has no revision {revision!r}",
             "leave out --revision for the default branch, or name a branch, tag or commit",
         ),
-        (errors.EntryNotFoundError, "source.missing-file", f"{repo}: {_first_line(error)}", None),
+        (errors.EntryNotFoundError, "source.missing-file", f"{what}: {_first_line(error)}", None),
         (
             errors.HFValidationError,
             "source.not-found",
@@ -52,17 +70,16 @@ def explain(error: Exception, repo: str, revision: str | None) -> MoeqError:
         if isinstance(error, kind):
             return MoeqError(code, message, hint)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MoeqError("resources.disk-full", f"{repo}: no space to download: {error}", "free some space")
+        return MoeqError("resources.disk-full", f"{what}: no space to download: {error}", "free some space")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
         hint = "`hf auth login` or set HF_TOKEN to a token with read access"
-        return MoeqError("source.gated", f"{repo}: the Hub refuses access (HTTP {status})", hint)
+        return MoeqError("source.gated", f"{what}: the Hub refuses access (HTTP {status})", hint)
     if status is not None:
-        return MoeqError("source.network", f"{repo}: the Hub answered HTTP {status}", "try again later")
+        return MoeqError("source.network", f"{what}: the Hub answered HTTP {status}", "try again later")
     hint = "check the network, a proxy (HTTPS_PROXY) or a mirror (HF_ENDPOINT); downloaded repositories open as folders"
-    return MoeqError(
-        "source.network", f"{repo}: no such folder here, and the Hub cannot be reached: {_first_line(error)}", hint
-    )
+    failed = f"{no_folder}the Hub cannot be reached" if file is None else "the download failed"
+    return MoeqError("source.network", f"{what}: {failed}: {_first_line(error)}", hint)
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ class WeightStream:
         sizes: bytes of every weight file, by name.
         download: puts a file into a folder and returns its path; continues what an earlier call left.
         cached: path of a file in the client's own cache, or None. Such files are read where they are and stay.
+        check: compares a file on disk with what the repository lists, and raises MoeqError where it differs.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class WeightStream:
         sizes: Mapping[str, int],
         download: Callable[[str, Path], Path],
         cached: Callable[[str], Path | None],
+        check: Callable[[Path, str], None],
     ) -> None:
         self.folder = folder
         self._sizes = sizes
         self._download = download
         self._cached = cached
+        self._check = check
         self._held: dict[str, Path] = {}
         self._ours: set[str] = set()
 
@@ -55,7 +58,8 @@ class WeightStream:
         """Download a file if it is missing.
 
         Raises:
-            MoeqError: `source.*` where the Hub does not deliver it; `resources.disk-full`.
+            MoeqError: `source.*` where the Hub does not deliver it, `source.digest-mismatch` where it is not what the
+                Hub lists; `resources.disk-full`.
         """
         if file in self._held:
             return
@@ -68,6 +72,11 @@ class WeightStream:
         if size != self._sizes[file]:
             detail = f"{file}: the repository lists {self._sizes[file]:,} bytes, {size:,} were fetched"
             raise MoeqError("source.truncated", detail, f"remove {path} and try again")
+        try:
+            self._check(path, file)
+        except MoeqError:
+            self.drop(file)  # a later run downloads it again
+            raise
         self._held[file] = path
 
     def drop(self, file: str) -> None:

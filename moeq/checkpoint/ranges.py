@@ -1,14 +1,19 @@
-"""Byte ranges of remote files, read defensively: servers ignore ranges, stall, and answer with error pages."""
+"""Byte ranges of remote files, read defensively.
+
+Servers ignore ranges, stall, hang up half-way, answer with error pages, and exchange files between two ranges.
+"""
 
 from __future__ import annotations
 
 import re
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from moeq.checkpoint import hub_guard
+from moeq.checkpoint.hub_errors import cut_errors
 from moeq.checkpoint.hub_guard import within
 from moeq.errors import MoeqError
 
@@ -30,28 +35,31 @@ class RangeReader:
     Args:
         headers: request headers, with authorisation.
         budget: upper bound of all bytes that are read.
+        etags: ETag by file name of ranges that were read before; a file whose ETag changes is refused.
     """
 
-    def __init__(self, headers: dict[str, str], budget: int) -> None:
+    def __init__(self, headers: dict[str, str], budget: int, etags: dict[str, str] | None = None) -> None:
         self._headers = headers
         self._left = budget
+        self._etags = {} if etags is None else etags
         self._lock = threading.Lock()
 
     def read(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
         """Read bytes `[start, stop)` of a file (fewer at its end); returns them and the size of the whole file.
 
         Raises:
-            MoeqError: `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget.
+            MoeqError: `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget,
+                `source.changed` where the file is not the one of earlier ranges.
         """
-        wait, status = _FIRST_WAIT, 0
+        wait, why = _FIRST_WAIT, ""
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(min(wait, _LONGEST_WAIT))
             outcome = within(_DEADLINE, lambda: self._attempt(url, file, start, stop), file)
             if not isinstance(outcome, _Busy):
                 return outcome
-            status, wait = outcome.status, wait * 2 if outcome.wait is None else outcome.wait
-        raise MoeqError("source.network", f"{file}: the server answered HTTP {status} {_ATTEMPTS} times", "try later")
+            why, wait = outcome.why, wait * 2 if outcome.wait is None else outcome.wait
+        raise MoeqError("source.network", f"{file}: {why} {_ATTEMPTS} times", "try later")
 
     def _attempt(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:
         from huggingface_hub import get_session
@@ -59,37 +67,53 @@ class RangeReader:
 
         headers = {**self._headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         timeout = hub_guard.SILENCE_SECONDS
-        with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
-            if response.status_code in _RETRY:
-                return _Busy(response.status_code, _seconds(response.headers.get("retry-after")))
-            if response.status_code not in (200, 206):
-                response.read()
-                hf_raise_for_status(response)
-                raise MoeqError("source.network", f"{file}: the server answered HTTP {response.status_code}")
-            return self._body(response, file, start, stop)
+        try:
+            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=timeout) as response:
+                if response.status_code in _RETRY:
+                    why = f"the server answered HTTP {response.status_code}"
+                    return _Busy(why, _seconds(response.headers.get("retry-after")))
+                if response.status_code not in (200, 206):
+                    response.read()
+                    hf_raise_for_status(response)
+                    raise MoeqError("source.network", f"{file}: the server answered HTTP {response.status_code}")
+                return self._body(response, file, start, stop)
+        except cut_errors():
+            return _Busy("the connection was closed before the answer", None)
 
-    def _body(self, response: Any, file: str, start: int, stop: int) -> tuple[bytes, int]:
+    def _body(self, response: Any, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:
         whole = response.status_code == 200
         first, total = (0, _length(response, file)) if whole else _content_range(response, file)
         if first != (0 if whole else start):
             raise MoeqError("source.network", f"{file}: asked for bytes from {start:,}, the server sent from {first:,}")
+        self._require_same(response, file)
         # A server that ignores ranges sends everything from the start: skip, take what is needed, and hang up.
         wanted = min(stop, total) - first
         data = bytearray()
         begun = time.monotonic()
-        for chunk in response.iter_bytes():
-            self._spend(len(chunk), file)
-            data += chunk
-            if len(data) >= wanted:
-                break
-            if time.monotonic() - begun > _DEADLINE:
-                raise MoeqError(
-                    "source.network", f"{file}: the server is too slow ({len(data):,} bytes in {_DEADLINE:g} s)"
-                )
+        with suppress(*cut_errors()):
+            for chunk in response.iter_bytes():
+                self._spend(len(chunk), file)
+                data += chunk
+                if len(data) >= wanted:
+                    break
+                if time.monotonic() - begun > _DEADLINE:
+                    detail = f"{file}: the server is too slow ({len(data):,} bytes in {_DEADLINE:g} s)"
+                    raise MoeqError("source.network", detail)
         if len(data) < wanted:
-            detail = f"{file}: the connection ended after {len(data):,} of {wanted:,} bytes"
-            raise MoeqError("source.network", detail, "try again")
+            self._spend(-len(data), file)  # they are asked for again
+            return _Busy(f"the connection was closed after {len(data):,} of {wanted:,} bytes", None)
         return bytes(data[start - first : wanted]), total
+
+    def _require_same(self, response: Any, file: str) -> None:
+        """Refuse a file that was exchanged since an earlier range of it. Raises MoeqError `source.changed`."""
+        etag = response.headers.get("etag", "").removeprefix("W/").strip('"')
+        with self._lock:
+            known = self._etags.setdefault(file, etag) if etag else ""
+        if known != etag:
+            detail = (
+                f"{file} changed between two ranges: its ETag was {ascii(known)[:80]}, now it is {ascii(etag)[:80]}"
+            )
+            raise MoeqError("source.changed", detail, "the server exchanged the file; try again")
 
     def _spend(self, count: int, file: str) -> None:
         with self._lock:
@@ -102,9 +126,9 @@ class RangeReader:
 
 @dataclass(frozen=True)
 class _Busy:
-    """The server asked to retry later, perhaps with the number of seconds."""
+    """The range has to be asked for again: the reason, and perhaps the seconds after which the server wants it."""
 
-    status: int
+    why: str
     wait: float | None
 
 

@@ -141,7 +141,7 @@ def convert(
         return conversion_of(job, folder, None, share=part, memory=memory)
     where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
-        with streamed(source, folder.work("source"), tell) if stream_source else nullcontext(one_batch) as batches:
+        with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records, signer) if share is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))

@@ -61,7 +61,7 @@ def finalize(
     folder.check(*places(job.checkpoint.source))
     if isinstance(job.checkpoint.source, HubSource):
         # Only headers are read, and tensors that are kept as they are: ranges, not files.
-        job.checkpoint.source.stream_into(folder.work("source"))
+        job.checkpoint.source.stream_into(folder.work("source"), folder.pieces)
     with folder:
         refuse_contradictions(folder.journals)
         _require(job, folder, folder.journals.records, "are not finished")

@@ -6,6 +6,7 @@ what was *not* read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -32,6 +33,16 @@ class Behaviour:
     lists_size: int | None = None
     resolve_status: int | None = None
     drops_connection: bool = False
+    cuts_first: int = 0
+    """Answers with weights that end half-way, before the others are whole."""
+    flips: int | None = None
+    """Byte of the weights of which one bit is sent wrongly."""
+    flips_ranges: bool = True
+    flips_files: bool = True
+    exchanges: bool = False
+    """Whether every range has another ETag."""
+    lists_digests: bool = True
+    lists_sha256: object = None
     moves: bool = False
 
 
@@ -110,11 +121,16 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, b'{"error": "no"}', body, {"X-Error-Code": "RevisionNotFound"})
             return
         folder = self.hub.folders[repo]
-        siblings = [
+        siblings: list[dict[str, object]] = [
             {"rfilename": str(file.relative_to(folder)), "size": behaviour.lists_size or file.stat().st_size}
             for file in sorted(folder.rglob("*"))
             if file.is_file()
         ]
+        for sibling in siblings if behaviour.lists_digests else []:
+            if str(sibling["rfilename"]).endswith(".safetensors"):
+                digest: object = hashlib.sha256((folder / str(sibling["rfilename"])).read_bytes()).hexdigest()
+                digest = digest if behaviour.lists_sha256 is None else behaviour.lists_sha256
+                sibling["lfs"] = {"sha256": digest, "size": sibling["size"], "pointerSize": 135}
         document = {"id": repo, "modelId": repo, "siblings": siblings, "tags": [], "private": False}
         document["sha"] = _commit(revision)
         self._send(200, json.dumps(document).encode(), body, {"Content-Type": "application/json"})
@@ -139,14 +155,39 @@ class Handler(BaseHTTPRequestHandler):
             self._send(404, b"", body, {"X-Error-Code": "EntryNotFound"})
             return
         data = path.read_bytes()
+        ranged = bool(weights and self.headers.get("Range") and not behaviour.ignores_ranges)
+        if weights and behaviour.flips is not None and (behaviour.flips_ranges if ranged else behaviour.flips_files):
+            wrong = bytearray(data)
+            wrong[behaviour.flips] ^= 1
+            data = bytes(wrong)
+        if weights and body and behaviour.cuts_first > 0:
+            behaviour.cuts_first -= 1
+            self._cut(data, ranged)
+            return
         headers = {"ETag": f'"{abs(hash((name, len(data)))):x}"', "Accept-Ranges": "bytes"}
         moved = behaviour.moves and revision == "main"
         headers["X-Repo-Commit"] = OLDER if moved else _commit(revision)
+        if behaviour.exchanges and ranged:
+            headers["ETag"] = f'"{len(self.hub.requests):x}"'
         wanted = self.headers.get("Range")
         if weights and wanted and not behaviour.ignores_ranges:
             self._range(data, wanted, headers, body, behaviour)
         else:
             self._send(200, data, body, headers)
+
+    def _cut(self, data: bytes, ranged: bool) -> None:
+        """Announce an answer, send half of it, and hang up."""
+        start, stop = 0, len(data)
+        if ranged:
+            first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(int(last) + 1, len(data))
+        self.send_response(206 if ranged else 200)
+        if ranged:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+        self.send_header("Content-Length", str(stop - start))
+        self.end_headers()
+        self.wfile.write(data[start : (start + stop) // 2])
+        self.close_connection = True
 
     def _range(self, data: bytes, wanted: str, headers: dict[str, str], body: bool, behaviour: Behaviour) -> None:
         first, _, last = wanted.removeprefix("bytes=").partition("-")

@@ -16,6 +16,7 @@ from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.pipeline.events import Fetching, Progress
 from moeq.pipeline.plan.units import Unit
+from moeq.pipeline.state.folder import WorkFolder
 
 U = TypeVar("U")
 
@@ -62,22 +63,22 @@ def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
 
 @contextmanager
 def streamed(
-    source: Source, folder: Path, progress: Progress
+    source: Source, folder: WorkFolder, progress: Progress
 ) -> Iterator[Callable[[Sequence[Unit]], Iterator[Sequence[Unit]]]]:
     """Yield a function that cuts units into batches and has the source files of each on disk in turn.
 
-    Files are kept in `folder` while something needs them, and stay there when the work is interrupted, so that the
-    next run fetches only what is missing. When the context ends without an error, the folder is removed.
+    Files are kept below `folder` while something needs them, and stay there when the work is interrupted, so that the
+    next run fetches only what is missing. When the context ends without an error, they are removed.
 
     Args:
         source: a repository.
-        folder: where fetched files are kept.
+        folder: folder of the conversion.
         progress: told of every file before it is fetched.
 
     Raises:
         MoeqError: `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
     """
-    stream = require_streamable(source).stream_into(folder)
+    stream = require_streamable(source).stream_into(folder.work("source"), folder.pieces)
     yield partial(_batches, stream=stream, source=source, progress=progress)
     stream.close()
 

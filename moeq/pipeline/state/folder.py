@@ -256,6 +256,11 @@ class WorkFolder:
             raise MoeqError("environment.planted", detail, "look who else writes to this folder, and remove it")
         return path
 
+    @property
+    def pieces(self) -> Path:
+        """Folder of the digests of a streamed source's pieces, the same for all shares; never published."""
+        return self.path / f"{WORK_PREFIX}pieces"
+
     def reopen(self) -> None:
         """Remove the marker, which says that all units are finished, before units are executed again."""
         with disk_errors(self.path / self.marker):

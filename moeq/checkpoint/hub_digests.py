@@ -1,0 +1,124 @@
+"""Files of a repository are compared with the SHA-256 that its listing has of them. No torch.
+
+Proxies, mirrors and caches hand on what they have. A file that is on disk is hashed whole when it is first opened. A
+range of a file that is not is compared with the digests of its pieces, which were written down when the whole file was
+hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from moeq.checkpoint.files import FileState, open_regular, read_regular, state_of
+from moeq.errors import MoeqError
+
+#: Bytes of a piece, and of its digest.
+PIECE_BYTES, _DIGEST_BYTES = 64 << 10, 32
+
+_CHUNK = 64 * PIECE_BYTES
+
+_AGAIN = "try again; if it comes back, look at HF_ENDPOINT and at proxies"
+
+
+class ListedDigests:
+    """Digests of a repository's files, as its listing has them.
+
+    Args:
+        repo: name of the repository, for messages.
+        sha256: hex digest by file name, of the files that have one.
+    """
+
+    def __init__(self, repo: str, sha256: Mapping[str, str]) -> None:
+        self._repo = repo
+        self._sha256 = dict(sha256)
+        self._headers: dict[str, tuple[int, bytes]] = {}
+        self._checked: dict[str, FileState] = {}
+        self._locks = {file: threading.Lock() for file in self._sha256}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_locks": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_locks": {file: threading.Lock() for file in state["_sha256"]}}
+
+    def covers(self, file: str) -> bool:
+        """Whether the listing has a digest of a file."""
+        return file in self._sha256
+
+    def expect_header(self, file: str, raw: bytes) -> None:
+        """Expect that a file begins with bytes that were read as a range, before anything could be compared."""
+        self._headers[file] = len(raw), hashlib.sha256(raw).digest()
+
+    def check(self, path: Path, file: str, pieces: Path | None = None) -> None:
+        """Hash a file on disk, unless it is the one that was hashed before.
+
+        Args:
+            path: the file.
+            file: name of the file in the repository.
+            pieces: folder in which digests of its pieces are kept, for `read_pieces`.
+
+        Raises:
+            MoeqError: `source.digest-mismatch`; as `open_regular`.
+        """
+        if file not in self._sha256:
+            return
+        with self._locks[file]:
+            fd = open_regular(path, file)
+            try:
+                state = state_of(fd)
+                if self._checked.get(file) != state:
+                    self._compare(fd, path, file, pieces)
+                    self._checked[file] = state
+            except OSError as error:
+                raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
+            finally:
+                os.close(fd)
+
+    def _compare(self, fd: int, path: Path, file: str, pieces: Path | None) -> None:
+        digest, found, position = hashlib.sha256(), bytearray(), 0
+        while chunk := os.pread(fd, _CHUNK, position):
+            digest.update(chunk)
+            if pieces is not None:
+                found += b"".join(_piece_digests(chunk))
+            position += len(chunk)
+        if digest.hexdigest() != self._sha256[file]:
+            raise self._mismatch(file, _AGAIN if pieces is not None else f"remove {path.resolve()}, and {_AGAIN}")
+        length, header = self._headers.get(file, (0, b""))
+        if length and hashlib.sha256(os.pread(fd, length, 0)).digest() != header:
+            raise self._mismatch(f"{file}, its header", _AGAIN)
+        if pieces is not None:
+            pieces.mkdir(exist_ok=True)
+            temporary = pieces / f"{self._sha256[file]}.{os.getpid()}"
+            temporary.write_bytes(found)
+            temporary.replace(pieces / self._sha256[file])
+
+    def pieces_of(self, file: str, size: int, pieces: Path) -> bytes | None:
+        """Read the digests of a file's pieces; None where the file was not hashed yet."""
+        count = -(-size // PIECE_BYTES) * _DIGEST_BYTES
+        with suppress(MoeqError):
+            found = read_regular(pieces / self._sha256[file], file, count)
+            return found if len(found) == count else None
+        return None
+
+    def require_pieces(self, data: bytes | bytearray, first: int, known: bytes, file: str) -> None:
+        """Compare whole pieces, from piece `first` on. Raises MoeqError `source.digest-mismatch`."""
+        found = b"".join(_piece_digests(data))
+        if found != known[first * _DIGEST_BYTES :][: len(found)]:
+            raise self._mismatch(f"{file}, read as a range,", _AGAIN)
+
+    def _mismatch(self, what: str, hint: str) -> MoeqError:
+        detail = f"{self._repo}: {what} is not what the Hub lists: its SHA-256 differs, so it was changed on the way"
+        return MoeqError("source.digest-mismatch", detail, hint)
+
+
+def _piece_digests(data: bytes | bytearray) -> list[bytes]:
+    view = memoryview(data)
+    return [blake3(view[start : start + PIECE_BYTES]).digest() for start in range(0, len(data), PIECE_BYTES)]
