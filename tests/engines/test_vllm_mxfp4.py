@@ -194,7 +194,7 @@ def test_the_backend_that_was_converted_for_comes_first(gpt_oss: Path, tmp_path:
     where = {"gpu": moeq.gpu("B200"), "backend": "flashinfer_trtllm_afp8"}
     moeq.convert(gpt_oss, tmp_path / "out", moeq.Deployment(**where))
     found = [
-        loaded_layer(tmp_path / "out", kernels="engine", moe_backend=option).quant_method.engine.backend
+        loaded_layer(tmp_path / "out", kernels="engine", moe_backend=option).quant_method.engine.reader.backend
         for option in ("auto", "flashinfer_trtllm_afp8", "flashinfer_trtllm")
     ]
     quantised, plain = "FLASHINFER_TRTLLM_MXFP4_MXFP8", "FLASHINFER_TRTLLM_MXFP4_BF16"
