@@ -84,17 +84,30 @@ _NO_MEMORY = (
 )
 
 
-def _lacking(error: BaseException) -> MoeqError | None:
-    """Return the error for what the machine lacks or its file system refused, or None."""
+def limit_error(error: BaseException) -> MoeqError | None:
+    """Return the error for a limit of the process that was reached, whichever file happened to meet it; else None."""
     number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE or number == errno.ENFILE:
+        return MoeqError(
+            "resources.open-files",
+            f"too many files are open: {os.strerror(number)}; what was finished is kept",
+            "a higher limit (ulimit -n 1024), or fewer --workers",
+        )
     no_memory = isinstance(error, (RuntimeError, ImportError, SystemError)) and any(
         text in str(error).lower() for text in _NO_MEMORY
     )
     if isinstance(error, MemoryError) or number == errno.ENOMEM or no_memory:
         hint = "fewer --workers, a higher limit, or a machine with more memory"
         return MoeqError("resources.memory", "memory ran out; what was finished is kept", hint)
-    if number is None:
-        return None
+    return None
+
+
+def _lacking(error: BaseException) -> MoeqError | None:
+    """Return the error for what the machine lacks or its file system refused, or None."""
+    number = error.errno if isinstance(error, OSError) else None
+    limit = limit_error(error)
+    if limit is not None or number is None:
+        return limit
     where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return MoeqError("resources.disk-full", f"the disk is full{where}", "free some space and run it again")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, limit_error
 
 
 class _NoCalls:
@@ -111,6 +111,9 @@ def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
 
 
 def _disk_error(error: OSError, path: Path, size: int) -> MoeqError:
+    limit = limit_error(error)
+    if limit is not None:
+        return limit
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return MoeqError("environment.write", f"cannot write {path}: {error.strerror or error}")
     try:

@@ -13,7 +13,8 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeq.errors import MoeqError
+from moeq.checkpoint.disk import read_at
+from moeq.errors import MoeqError, limit_error
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 
@@ -95,6 +96,36 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
         raise _unreadable(where, error) from error
     if len(found) > limit:
         raise MoeqError("source.too-large", f"{where}: more than {limit:,} bytes, the limit for this file")
+    return bytes(found)
+
+
+def read_exactly(fd: int, view: memoryview, start: int, where: str) -> None:
+    """Fill a buffer with the bytes of an open file from `start` on.
+
+    Raises:
+        MoeqError: `source.unreadable`; `source.truncated` if the file ends before.
+    """
+    try:
+        got = read_at(fd, view, start)
+    except OSError as error:
+        raise _unreadable(where, error) from error
+    if got < len(view):
+        raise MoeqError("source.truncated", f"{where}: ended before byte {start + len(view):,} while being read")
+
+
+def two_reads(where: str, start: int, stop: int) -> MoeqError:
+    """Make the error for bytes of a file that were not the same when they were read again."""
+    return MoeqError(
+        "source.reads-differ",
+        f"{where}: two reads of bytes {start:,} to {stop:,} differ",
+        "the memory, the disk or the network of this machine is faulty; nothing was published",
+    )
+
+
+def read_part(fd: int, start: int, count: int, where: str) -> bytes:
+    """Read `count` bytes of an open file from `start` on. Raises as `read_exactly`."""
+    found = bytearray(count)
+    read_exactly(fd, memoryview(found), start, where)
     return bytes(found)
 
 
@@ -225,5 +256,8 @@ def _require_regular(info: os.stat_result, where: str) -> None:
 
 
 def _unreadable(where: str, error: Exception) -> MoeqError:
+    limit = limit_error(error)
+    if limit is not None:
+        return limit
     detail = error.strerror if isinstance(error, OSError) else error
     return MoeqError("source.unreadable", f"{where}: {detail or error}")

@@ -14,7 +14,7 @@ from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from moeq.checkpoint.files import open_regular
+from moeq.checkpoint.files import open_regular, read_exactly
 from moeq.checkpoint.jsonfile import parse_object
 from moeq.errors import MoeqError
 
@@ -116,16 +116,10 @@ def read_header(path: Path, file: str) -> Header:
 def raw_header(fd: int, file: str) -> bytes:
     """Read the first bytes of an open file, up to its data, checking only how many. Raises MoeqError `source.*`."""
     size = os.fstat(fd).st_size
-    try:
-        first = os.pread(fd, 64, 0)
-        length = 8 + header_length(first, file, size)
-        found = bytearray()
-        while len(found) < length and (chunk := os.pread(fd, length - len(found), len(found))):
-            found += chunk
-    except OSError as error:
-        raise MoeqError("source.unreadable", f"{file}: {error.strerror}") from error
-    if len(found) < length:
-        raise MoeqError("source.truncated", f"{file}: ended after {len(found):,} of {length:,} bytes of its header")
+    first = bytearray(min(64, size))
+    read_exactly(fd, memoryview(first), 0, file)
+    found = bytearray(8 + header_length(bytes(first), file, size))
+    read_exactly(fd, memoryview(found), 0, file)
     return bytes(found)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moeq.checkpoint.disk import disk_errors, write_at
+from moeq.checkpoint.files import read_part
 from moeq.errors import MoeqError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -141,9 +142,7 @@ class OutputFolder:
             fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 while done < size:
-                    chunk = os.pread(source, min(_CHUNK, size - done), done)
-                    if not chunk:
-                        raise MoeqError("source.truncated", f"{name}: ended after {done:,} of {size:,} bytes")
+                    chunk = read_part(source, done, min(_CHUNK, size - done), name)
                     write_at(fd, chunk, done)
                     done += len(chunk)
                 os.fsync(fd)

@@ -112,6 +112,11 @@ def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
     return homes
 
 
+def is_usable(name: str) -> bool:
+    """Return whether a file of every system can have this name."""
+    return _problem(name) is None
+
+
 def is_own(name: str) -> bool:
     """Whether a name is one that moeq gives to its own files, or would be taken for one where case does not count."""
     return folded(name).startswith(_OWN)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.disk import read_at
-from moeq.checkpoint.files import SeenFiles, open_regular, read_whole
+from moeq.checkpoint.files import SeenFiles, open_regular, read_exactly, read_whole, two_reads
 from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_object
@@ -56,7 +55,10 @@ class Source(ABC):
         warnings: whatever is unusual about the files.
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
+        reread: read tensors twice and compare.
     """
+
+    reread = False
 
     def __init__(
         self, name: str, config: dict[str, Any], side_configs: dict[str, dict[str, Any]], revision: str | None = None
@@ -149,12 +151,12 @@ class Source(ABC):
 
     def read_into(self, fd: int, view: memoryview, start: int, file: str) -> None:
         """Fill `view` with the bytes of an opened file from `start` on. Raises as `read_bytes`."""
-        try:
-            got = read_at(fd, view, start)
-        except OSError as error:
-            raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
-        if got < len(view):
-            raise MoeqError("source.truncated", f"{file}: ended before byte {start + len(view):,} while being read")
+        read_exactly(fd, view, start, file)
+        if self.reread:
+            again = bytearray(len(view))
+            read_exactly(fd, memoryview(again), start, file)
+            if again != view:
+                raise two_reads(file, start, start + len(view))
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, and no byte besides."""

@@ -50,6 +50,7 @@ def command(
     executor: shares.ExecutorOption = "local",
     ray_address: shares.RayAddressOption = None,
     stream_source: shares.StreamOption = False,
+    reread: options.RereadOption = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the result to this repository of the Hub.")
     ] = None,
@@ -85,6 +86,7 @@ def command(
             executor=executor,
             ray_address=ray_address,
             stream_source=stream_source,
+            reread=reread,
             sign=sign,
             progress=report,
             **asdict(chosen),
@@ -108,6 +110,9 @@ def command(
 
 def _warn_of_code(out: Output, job: Job) -> None:
     """Warn that a conversion copies Python code of its source."""
+    if job.side_files.unusable:
+        shown = ", ".join(ascii(name) for name in job.side_files.unusable[:5])
+        out.warning(f"left out, since not every system can have files of these names: {shown}")
     code, left_out = job.side_files.code, job.side_files.no_code
     if code and not left_out:
         shown = ", ".join(code[:5]) + (f" and {len(code) - 5} more" if code[5:] else "")

@@ -26,6 +26,9 @@ SignOption = Annotated[
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", min=1, help="Threads (default: the cores, at most 8).")]
+RereadOption = Annotated[
+    bool, typer.Option("--reread", help="Read the source's tensors twice and compare: one read trusts this machine.")
+]
 EventsOption = Annotated[
     Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
 ]

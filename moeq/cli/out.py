@@ -6,6 +6,7 @@ Everything that is not the answer (progress, warnings, errors, hints) goes to st
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -15,13 +16,12 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moeq.cli import github
+from moeq.errors import MoeqError, as_moeq_error
 from moeq.foreign import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
-
-    from moeq.errors import MoeqError
 
 
 class Output:
@@ -120,7 +120,11 @@ class Output:
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
         self._answered = True
-        write(sys.stdout, text + "\n")
+        refused = write(sys.stdout, text + "\n")
+        if refused is not None and refused.errno != errno.EPIPE:
+            # A script that finds no document must not find exit code 0 either.
+            code = as_moeq_error(refused).code
+            raise MoeqError(code, f"the answer could not be written to stdout: {refused.strerror}")
 
 
 def _unpadded(text: str) -> str:
@@ -143,11 +147,11 @@ def _console(file: TextIO, stream: TextIO) -> Console:
     )
 
 
-def write(stream: TextIO, text: str) -> None:
-    """Write at once.
+def write(stream: TextIO, text: str) -> OSError | None:
+    """Write at once; return the error of the file system if there was one.
 
-    Where the reader has gone away or the disk is full, the rest of the output is dropped; the exit code still gives
-    the answer.
+    If the reader has gone away or the disk is full, the rest of the output is dropped. The exit code still gives the
+    answer, except for a JSON document.
     """
     try:
         try:
@@ -155,8 +159,10 @@ def write(stream: TextIO, text: str) -> None:
         except UnicodeEncodeError:  # a terminal or a locale that is not UTF-8: `\\u2192` for an arrow
             stream.write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
-    except (OSError, ValueError):  # ValueError: the stream was closed
+    except (OSError, ValueError) as error:  # ValueError: the stream was closed
         _silence(stream)
+        return error if isinstance(error, OSError) else None
+    return None
 
 
 def _silence(stream: TextIO) -> None:

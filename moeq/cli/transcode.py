@@ -63,6 +63,7 @@ def command(
     ] = None,
     executor: shares.ExecutorOption = "local",
     ray_address: shares.RayAddressOption = None,
+    reread: options.RereadOption = False,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
     events: options.EventsOption = None,
@@ -115,6 +116,7 @@ def command(
                 share=shard,
                 executor=executor,
                 ray_address=ray_address,
+                reread=reread,
                 progress=report,
             )
     ok = found.exact or allow_lossy

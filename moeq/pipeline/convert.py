@@ -86,6 +86,7 @@ def convert(
     executor: str = "local",
     ray_address: str | None = None,
     stream_source: bool = False,
+    reread: bool = False,
     sign: Path | None = None,
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
@@ -111,6 +112,7 @@ def convert(
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository one after the other and drop them, so that disk never holds
             them all.
+        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         sign: minisign secret key to sign the manifest with; a share is not signed, `finalize` takes the key.
         progress: told what happens, about once per expert.
         options: fields of `moeq.pipeline.plan.options.ConvertOptions`: `layout`, `force_layout`, `regroup`,
@@ -130,6 +132,7 @@ def convert(
     share = parse_share(share, os.environ) if isinstance(share, str) else share
     job = open_job(_request(src, deployment, backend, revision, options), expect=plan_digest)
     source = job.checkpoint.source
+    source.reread = reread
     _check_ways(source, share, executor, stream_source, force)
     folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
     folder.check(*places(source))

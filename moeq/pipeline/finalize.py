@@ -21,7 +21,7 @@ from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
-from moeq.pipeline.state.ownership import require_ours
+from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp, reopen_job
@@ -78,6 +78,8 @@ def finalize(
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     """Open the job that all journals beside a destination belong to; return it with its stamp."""
     partial, journals = _journals(destination)
+    if journals.damaged and not journals.stamps:
+        raise damaged_journal(partial, journals.damaged[0])
     if not journals.stamps:
         done = (destination / MANIFEST_NAME).is_file()
         raise MoeqError(

@@ -12,6 +12,7 @@ turns codes and scales back: `weight` U8 `[K / 2, N]` with the two codes of a by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
@@ -64,6 +65,9 @@ class Nvfp4(Format):
         return parts[_weight(parts)].shape[1 if _is_transposed(parts) else 0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
+        for part in parts.keys() & set(_GLOBAL):
+            if math.prod(parts[part].shape) != 1:
+                context.refuse(f"{part} has shape {list(parts[part].shape)}, expected one number")
         transposed = _is_transposed(parts)
         upright = {
             part: sig._replace(shape=sig.shape[::-1]) if transposed and part in _MATRICES else sig

@@ -162,6 +162,7 @@ def transcode(
     share: Share | str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
+    reread: bool = False,
     progress: Progress | None = None,
 ) -> Transcoding:
     """Write a checkpoint in another format.
@@ -182,6 +183,7 @@ def transcode(
         share: do only this share of the units (`3/8`); the same call without it does what is left and publishes.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
+        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         progress: told what happens.
 
     Raises:
@@ -193,6 +195,7 @@ def transcode(
     share = parse_share(share, os.environ) if isinstance(share, str) else share
     job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, allow_lossy, sort_act_order))
     source = job.checkpoint.source
+    source.reread = reread
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
     )

@@ -13,9 +13,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from blake3 import blake3
+
 from moeq.checkpoint.disk import libc, read_at, reopen_direct
+from moeq.checkpoint.files import two_reads
 from moeq.checkpoint.writer import BLOCK
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, limit_error
 from moeq.pipeline.pack.buffers import WORD, Buffers
 from moeq.pipeline.plan.units import Span
 from moeq.pipeline.state.records import Bytes
@@ -41,13 +44,15 @@ class InputFile:
         fd: its descriptor (`Source.open`), closed with this.
         name: its name in the source, for messages.
         spans: spans that will be read.
+        reread: read everything twice and compare.
 
     Attributes:
         cached: whether the page cache holds them; None if it holds some of them, or the kernel cannot tell.
     """
 
-    def __init__(self, fd: int, name: str, spans: Sequence[Span]) -> None:
+    def __init__(self, fd: int, name: str, spans: Sequence[Span], *, reread: bool = False) -> None:
         self.name = name
+        self._reread = reread
         self.fd = fd
         self._direct = reopen_direct(self.fd, os.O_RDONLY)
         share = _cached_share(self.fd, spans)
@@ -71,8 +76,17 @@ class InputFile:
             A part of `memory`; it begins at a multiple of `WORD`.
 
         Raises:
-            MoeqError: `source.truncated` if the file ends before, `source.unreadable`.
+            MoeqError: `source.truncated` if the file ends before, `source.unreadable`, `source.reads-differ`.
         """
+        found = self._read_once(memory, start, stop)
+        if self._reread:
+            before = blake3(found.data).digest()
+            found = self._read_once(memory, start, stop)
+            if blake3(found.data).digest() != before:
+                raise two_reads(self.name, start, stop)
+        return found
+
+    def _read_once(self, memory: Bytes, start: int, stop: int) -> Bytes:
         skip = 0 if start % WORD else start % BLOCK
         found = memory[skip : skip + stop - start]
         try:
@@ -81,7 +95,7 @@ class InputFile:
                 if start + got < stop:
                     raise MoeqError("source.truncated", f"{self.name}: ended before byte {stop:,} while being read")
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise limit_error(error) or self._unreadable(error) from error
         return found
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moeq.checkpoint.files import read_part
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_json
 from moeq.checkpoint.manifest import MANIFEST_NAME
-from moeq.checkpoint.paths import is_own, safe_names
+from moeq.checkpoint.paths import is_own, is_usable, safe_names
 from moeq.checkpoint.source import CONFIG_NAME, LocalSource, Source
 from moeq.errors import MoeqError
 
@@ -60,6 +61,7 @@ class SideFiles:
         missing: files that the conversion does not hold.
         code: what of the source is code: files, and configs that name some.
         no_code: whether that was left out.
+        unusable: files that are left out because not every system can have their names, which no manifest may hold.
     """
 
     sizes: Mapping[str, int]
@@ -68,6 +70,7 @@ class SideFiles:
     missing: tuple[str, ...]
     code: tuple[str, ...]
     no_code: bool
+    unusable: tuple[str, ...] = ()
 
 
 def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
@@ -81,7 +84,10 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
         MoeqError: `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
             `source.not-a-file`, `source.too-large`.
     """
-    names = safe_names(source.side_files(), source.name)
+    found, unusable = source.side_files(), tuple[str, ...]()
+    if isinstance(source, LocalSource):  # files that exist lead nowhere else, whatever their names
+        unusable = tuple(name for name in found if not is_usable(name))
+    names = safe_names((name for name in found if name not in unusable), source.name)
     # Of a repository nothing is fetched for this that a conversion would not need.
     look = no_code or isinstance(source, LocalSource)
     kept = [name for name in names if _is_replaced(name)] + ([source.index] if source.index else [])
@@ -115,7 +121,7 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
         elif name != CONFIG_NAME:
             sizes[name] = size
     kept += [name for name in stripped if name not in kept]
-    return SideFiles(sizes, tuple(stripped), tuple(kept), tuple(missing), tuple(code), no_code)
+    return SideFiles(sizes, tuple(stripped), tuple(kept), tuple(missing), tuple(code), no_code, unusable)
 
 
 def _is_replaced(name: str) -> bool:
@@ -131,7 +137,7 @@ def limit_of(name: str) -> int:
 def _is_pickle(source: Source, name: str) -> bool:
     fd = source.open(name)
     try:
-        return os.pread(fd, 2, 0) in _PICKLE
+        return read_part(fd, 0, min(2, os.fstat(fd).st_size), name) in _PICKLE
     finally:
         os.close(fd)
 

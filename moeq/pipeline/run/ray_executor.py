@@ -50,6 +50,7 @@ class RemoteJob:
         digest: digest of the plan.
         folder: the folder that is written to.
         token: file by which the worker recognises the folder.
+        reread: the source is read twice.
     """
 
     request: Any
@@ -57,6 +58,7 @@ class RemoteJob:
     digest: str
     folder: str
     token: Token
+    reread: bool
 
 
 class RayExecutor:
@@ -142,7 +144,10 @@ def ray_executor(
     folder = folder.absolute()
     with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
         ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, __version__)
-        yield RayExecutor(ray, job, RemoteJob(_absolute(job), job.opener, job.plan.digest, str(folder), token), warn)
+        remote = RemoteJob(
+            _absolute(job), job.opener, job.plan.digest, str(folder), token, job.checkpoint.source.reread
+        )
+        yield RayExecutor(ray, job, remote, warn)
 
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
@@ -190,6 +195,7 @@ def _worker(remote: RemoteJob) -> Executor:
         )
     try:
         job = remote.open(remote.request)
+        job.checkpoint.source.reread = remote.reread
     except MoeqError as error:
         raise MoeqError(error.code, f"{here}: {error.message}", error.hint) from None
     if job.plan.digest != remote.digest:

@@ -325,7 +325,7 @@ class _Run:
         output: Sink | None = None
         try:
             for name, spans in unit.inputs.items():
-                inputs[name] = InputFile(source.open(name), name, spans)
+                inputs[name] = InputFile(source.open(name), name, spans, reread=source.reread)
             with disk_errors(self._path / unit.file):
                 output = NoOutput() if self._folder is None else OutputFile(self._folder, unit.file)
             worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._spare)

@@ -173,8 +173,9 @@ class WorkFolder:
             with disk_errors(self.path):
                 self._enter()
         except BaseException:
-            with suppress(OSError):  # only an empty folder goes
-                os.rmdir(self.path.name, dir_fd=_entered(self._parent).fd)
+            if self._parent is not None:
+                with suppress(OSError):  # only an empty folder goes
+                    os.rmdir(self.path.name, dir_fd=self._parent.fd)
             self._close()
             raise
         return self
@@ -183,7 +184,7 @@ class WorkFolder:
         self._parent = OutputFolder(self.destination.parent.resolve())
         self._files = _locked(self._parent, self.path.name)
         take_back_journals(self._parent, self._files)
-        found = read_journals(self._files)
+        found = read_journals(self._files, expected=self.stamp)
         require_journals(self._files, found)
         try:
             require_job(found, self.stamp, self.path)

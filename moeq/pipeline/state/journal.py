@@ -98,6 +98,7 @@ class Journals:
         contradictions: unit id to the names of journals whose records of it differ.
         homes: unit id to the names of the journals that have it.
         replaced: the folder that this one was about to replace, if there was one.
+        damaged: names of journals whose first line is damaged and could not be told from their seal.
     """
 
     stamps: Mapping[str, JobStamp] = field(default_factory=dict)
@@ -105,6 +106,7 @@ class Journals:
     contradictions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     replaced: Replaced | None = None
+    damaged: tuple[str, ...] = ()
 
     def of_other_files(self, stamp: JobStamp) -> frozenset[str]:
         """Return units that are known only from journals whose source is not recognised as that of `stamp`."""
@@ -132,27 +134,35 @@ def journal_files(folder: OutputFolder) -> list[str]:
     return [name for name in folder.names() if is_journal(name)]
 
 
-def read_journals(folder: OutputFolder, names: Sequence[str] | None = None) -> Journals:
+def read_journals(
+    folder: OutputFolder, names: Sequence[str] | None = None, expected: JobStamp | None = None
+) -> Journals:
     """Read journals. What cannot be understood is left out: such units are done again.
 
     Args:
         folder: folder of the journals.
         names: names of the journals; None: all journals of the folder.
+        expected: stamp of the job, by which a damaged first line is recognised: its body or its seal is still right.
 
     Raises:
-        MoeqError: `environment.planted` if one is no file.
+        MoeqError: `environment.planted` where one is no file.
         OSError: they cannot be read.
     """
-    stamps: dict[str, JobStamp] = {}
+    contents = {name: folder.read_file(name) for name in (journal_files(folder) if names is None else names)}
+    stamps = {name: stamp for name, content in contents.items() if (stamp := _stamp_of(content)) is not None}
+    known = [*([] if expected is None else [expected]), *stamps.values()]
     found: dict[str, dict[str, UnitRecord]] = {}
     replaced: Replaced | None = None
-    for name in journal_files(folder) if names is None else names:
-        first, *rows = _rows(folder.read_file(name)) or [None]
-        stamp = _stamp(first)
-        if stamp is None:
-            continue
-        stamps[name] = stamp
-        for row in rows:
+    damaged: list[str] = []
+    for name, content in contents.items():
+        head, _, rest = content.partition(b"\n")
+        if name not in stamps:
+            recovered = next((stamp for stamp in known if _is_damaged(head, stamp)), None)
+            if recovered is None:
+                damaged += [name] if rest else []
+                continue
+            stamps[name], head = recovered, _head(recovered)
+        for row in _rows(head, rest):
             replaced = _replaced(row) or replaced
             record = _record(row)
             if record is not None:
@@ -166,7 +176,7 @@ def read_journals(folder: OutputFolder, names: Sequence[str] | None = None) -> J
         else:
             contradictions[unit] = tuple(by_journal)
     homes = {unit: tuple(by_journal) for unit, by_journal in found.items()}
-    return Journals(stamps, records, contradictions, homes, replaced)
+    return Journals(stamps, records, contradictions, homes, replaced, tuple(damaged))
 
 
 def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
@@ -281,19 +291,21 @@ class Journal:
             raise
 
     def _whole_lines(self, stamp: JobStamp) -> int:
-        """Cut off a torn last line; begin with the stamp if nothing is left. Return the end."""
+        """Mend a damaged first line, cut off a torn last one, begin an empty journal with the stamp. Return the end."""
         content = _read_whole(self._fd)
         whole = content[: content.rfind(b"\n") + 1]
-        lines = whole.splitlines()
-        if not lines or _stamp(_parse(lines[0], b"")) is None:
-            whole = _sealed({"schema": JOURNAL_SCHEMA, **stamp.to_json()}, b"")
-            lines = whole.splitlines()
-            os.ftruncate(self._fd, 0)
-            write_at(self._fd, whole, 0)
+        head = whole.partition(b"\n")[0]
+        if _stamp_of(whole) is None:
+            recovered = _is_damaged(head, stamp)
+            head = _head(stamp)
+            if not recovered:
+                whole = head + b"\n"
+                os.ftruncate(self._fd, 0)
+            write_at(self._fd, head + b"\n", 0)
             os.fsync(self._fd)
-        elif len(whole) < len(content):
+        if len(whole) < len(content):
             os.ftruncate(self._fd, len(whole))
-        self._seal = _seal_of(lines[0])
+        self._seal = _seal_of(head)
         return len(whole)
 
     def add(self, records: Iterable[UnitRecord]) -> None:
@@ -336,11 +348,28 @@ def _read_whole(fd: int) -> bytes:
     return bytes(found[: read_at(fd, memoryview(found), 0)])
 
 
-def _rows(content: bytes) -> list[Any]:
-    """Parse the lines of a journal, without a torn last one; None for lines with a wrong seal."""
-    *lines, _torn = content.split(b"\n")
-    first = _seal_of(lines[0]) if lines else b""
-    return [_parse(line, first if number else b"") for number, line in enumerate(lines)]
+def _rows(head: bytes, rest: bytes) -> list[Any]:
+    """Parse the lines after a journal's first, without a torn last one; None for lines with a wrong seal."""
+    *lines, _torn = rest.split(b"\n")
+    return [_parse(line, _seal_of(head)) for line in lines]
+
+
+def _stamp_of(content: bytes) -> JobStamp | None:
+    """Parse the first line of a journal; None if it is torn or damaged."""
+    head, newline, _ = content.partition(b"\n")
+    return _stamp(_parse(head, b"")) if newline else None
+
+
+def _head(stamp: JobStamp) -> bytes:
+    """Make the first line of a job's journal, without its newline."""
+    return _sealed({"schema": JOURNAL_SCHEMA, **stamp.to_json()}, b"")[:-1]
+
+
+def _is_damaged(head: bytes, stamp: JobStamp) -> bool:
+    """Return whether a damaged first line was that of a job: its body or its seal is still the job's."""
+    whole = _head(stamp)
+    same_body = head.rpartition(_SEAL)[0] == whole.rpartition(_SEAL)[0]
+    return len(head) == len(whole) and (same_body or _seal_of(head) == _seal_of(whole))
 
 
 def _sealed(row: Mapping[str, Any], first: bytes) -> bytes:

@@ -143,9 +143,20 @@ def require_journals(folder: OutputFolder, journals: Journals) -> None:
     if journals.stamps:
         known = {name for stamp in journals.stamps.values() for name in stamp.outputs}
         require_no_strangers(folder, known, "holds work of moeq's")
+    elif journals.damaged:
+        raise damaged_journal(folder.path, journals.damaged[0])
     elif any(not is_journal(name) for name in folder.names()):
         # A journal is on disk before any other file is made.
         raise _foreign(folder.path, "holds files, and no journal of moeq's that tells of them")
+
+
+def damaged_journal(folder: Path, name: str) -> MoeqError:
+    """Make the error for a journal that no longer says which job it belongs to."""
+    return MoeqError(
+        "usage.unreadable-journal",
+        f"the first line of {folder / name} is damaged: nothing says which job the files there belong to",
+        "repeat the command that began this work, with the same options; or remove the folder and start over",
+    )
 
 
 def remove_files(folder: OutputFolder, files: Iterable[str]) -> None:

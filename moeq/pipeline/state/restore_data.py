@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moeq.checkpoint.disk import read_at
-from moeq.checkpoint.files import open_regular
+from moeq.checkpoint.files import open_regular, read_part
 from moeq.checkpoint.header import MAX_HEADER_BYTES, Header, TensorEntry, header_length, parse_header, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import parse_object
@@ -175,7 +175,7 @@ class RestoreData:
         """Read the first bytes of the file."""
         fd = open_regular(self.path, self.path.name)
         try:
-            return os.pread(fd, count, 0)
+            return read_part(fd, 0, min(count, os.fstat(fd).st_size), self.path.name)
         finally:
             os.close(fd)
 
