@@ -260,6 +260,22 @@ class TestReport:
         assert "| failed |" in text
         assert text.count("| must: ") + text.count("| aim: ") == len(TARGETS)
 
+    @pytest.mark.parametrize(
+        "path", sorted((ROOT / "kernels" / "bench" / "results").glob("*peers*.md")), ids=lambda path: path.stem
+    )
+    def test_recorded_tables_are_those_of_the_recorded_times(self, path: Path) -> None:
+        """`python -m bench.peers report NAME.json` writes them again."""
+        assert path.read_text() == markdown(json.loads(path.with_suffix(".json").read_text()))
+
+    def test_few_results_are_kept_and_each_is_named_with_its_command(self) -> None:
+        folder = ROOT / "kernels" / "bench" / "results"
+        names = {path.name for path in folder.iterdir()} - {"README.md"}
+        assert len(names) <= 14
+        table = (folder / "README.md").read_text()
+        assert [
+            name for name in names if f"`{name}`" not in table and f"`{Path(name).stem}.json`, `.md`" not in table
+        ] == []
+
     @pytest.mark.slow
     def test_the_command_writes_both(self, tmp_path: Path) -> None:
         source = tmp_path / "run.json"
