@@ -65,6 +65,7 @@ class Mutant:
         lines: first and last line.
         at_import: whether the place runs when its module is imported, not when a function is called.
         span: first and last byte of the place, in the file's UTF-8.
+        source: the first line, without the spaces around it.
         before: source of the place.
         after: its replacement.
     """
@@ -73,6 +74,7 @@ class Mutant:
     lines: tuple[int, int]
     at_import: bool
     span: tuple[int, int]
+    source: str
     before: str
     after: str
 
@@ -84,7 +86,12 @@ class Mutant:
     @property
     def text(self) -> str:
         """Description on one line, the same whatever else is in the file."""
-        return f"{self.file}: {' '.join(self.before.split())} -> {' '.join(self.after.split())}"
+        return f"{self.file}: in `{self.source}`: {self.change}"
+
+    @property
+    def change(self) -> str:
+        """The change on one line."""
+        return f"{' '.join(self.before.split())} -> {' '.join(self.after.split())}"
 
 
 def mutants(path: Path) -> Iterator[Mutant]:
@@ -104,8 +111,9 @@ def mutants(path: Path) -> Iterator[Mutant]:
             text = ast.unparse(ast.fix_missing_locations(changed))
             after = f"({text})" if isinstance(node, ast.expr) else text
             lines = (node.lineno, node.end_lineno or node.lineno)
+            source = raw.splitlines()[node.lineno - 1].decode().strip()
             inside = any(start <= lines[0] <= end for start, end in bodies)
-            yield Mutant(path.relative_to(ROOT).as_posix(), lines, not inside, (first, last), before, after)
+            yield Mutant(path.relative_to(ROOT).as_posix(), lines, not inside, (first, last), source, before, after)
 
 
 def _places(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -301,7 +309,7 @@ def main() -> int:
             drawn = draw((ROOT / name).resolve(), asked.count, asked.seed)
             tests = asked.tests or tests_of((ROOT / name).resolve())
             if asked.list:
-                print(*(f"{one.place}: {one.text.partition(': ')[2]}" for one in drawn), sep="\n")
+                print(*(f"{one.place}: {one.change}" for one in drawn), sep="\n")
                 continue
             if outcome(tree, tests, asked.seconds * 4, record=True) != "passed":
                 print(f"{name}: its tests do not pass without a mutant: {' '.join(tests)}", file=sys.stderr)
@@ -311,7 +319,7 @@ def main() -> int:
                 alive = survives(tree, mutant, asked.seconds)
                 killed += not alive
                 print(
-                    f"{'survived' if alive else 'killed  '}  {mutant.place}: {mutant.text.partition(': ')[2]}",
+                    f"{'survived' if alive else 'killed  '}  {mutant.place}: {mutant.change}",
                     flush=True,
                 )
             rows.append((str(name), len(drawn), killed))
