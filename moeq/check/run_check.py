@@ -69,9 +69,9 @@ def run_check(
         progress: called with steps done, steps in all, and the name of the step.
 
     Raises:
-        MoeqError: `source.no-manifest`, `source.changed` where `source` is not what was converted;
-            `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`; `usage.*` for
-            layers or experts that do not exist. A failed check is not an error but a report whose `ok` is False.
+        MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
+            converted; `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`;
+            `usage.*` for layers or experts that do not exist. A failed check is not an error but a report whose `ok` is False.
     """
     return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress)
 
@@ -137,8 +137,6 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
     """Open a converted checkpoint and the one whose dequantised weights are the reference."""
     converted = open_checkpoint(dst)
     manifest = read_manifest(Path(dst))
-    if converted.kind != "converted":
-        raise MoeqError("source.no-manifest", f"{converted.source.name} is not an output of `moeq convert`")
     if source is None:
         name = manifest.source.name
         if not Path(name).is_dir():

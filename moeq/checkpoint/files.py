@@ -37,6 +37,13 @@ class FileState(NamedTuple):
     touched: int
 
 
+def missing_folder(folder: Path, name: str) -> MoeqError:
+    """Return the error for a folder that is not there; its hint names unfinished work beside it."""
+    work = folder.with_name(f"{folder.name}.moeq-partial") if folder.name else folder
+    hint = f"{work} holds unfinished work: the command that began it continues it" if work.is_dir() else None
+    return MoeqError("source.missing", f"{name}: no such folder", hint)
+
+
 def open_regular(path: Path, where: str) -> int:
     """Open a regular file for reading. Links are followed; whatever could make the reader wait is refused.
 

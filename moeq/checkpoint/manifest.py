@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +17,10 @@ from typing import Any, Literal, NoReturn
 
 from blake3 import blake3
 
-from moeq.checkpoint.files import read_regular
-from moeq.checkpoint.jsonfile import parse_object
+from moeq.checkpoint.files import missing_folder, read_regular
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
 from moeq.checkpoint.paths import safe_names
+from moeq.checkpoint.source import CONFIG_NAME
 from moeq.errors import MoeqError
 from moeq.matrix import ELEMENT_BITS, MatrixSpec
 from moeq.typed import brief, read_as
@@ -282,16 +284,38 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `moeq.json` of a converted checkpoint.
 
     Raises:
-        MoeqError: `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
+        MoeqError: `source.missing` where there is no folder, `usage.not-converted` for a source checkpoint,
+            `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
     """
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
-        raise MoeqError(
-            "source.no-manifest",
-            f"{folder} has no {MANIFEST_NAME}: it is not a finished output of `moeq convert`",
-            "convert it first: moeq convert SRC DST",
-        )
+        raise _no_manifest(folder)
     return parse_manifest(read_regular(path, str(path), MAX_MANIFEST_BYTES), path)
+
+
+def not_converted(name: str) -> MoeqError:
+    """Return the error for a source checkpoint where a conversion is needed."""
+    return MoeqError(
+        "usage.not-converted",
+        f"{name} is a source checkpoint, not an output of `moeq convert`",
+        "convert it first: moeq convert SRC DST --gpu NAME",
+    )
+
+
+def _no_manifest(folder: Path) -> MoeqError:
+    """Return the error for a folder without a manifest: missing, a source checkpoint, or neither."""
+    if not os.path.lexists(folder):
+        return missing_folder(folder, str(folder))
+    config = folder / CONFIG_NAME
+    if os.path.lexists(config):
+        raw = read_regular(config, str(config), MAX_CONFIG_BYTES)
+        if not re.search(rb'"quant_method"\s*:\s*"moeq"', raw):
+            return not_converted(str(folder))
+    return MoeqError(
+        "source.no-manifest",
+        f"{folder} has no {MANIFEST_NAME}: it is not a finished output of `moeq convert`",
+        "convert it first: moeq convert SRC DST",
+    )
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.files import SeenFiles, open_regular, read_exactly, read_whole, two_reads
+from moeq.checkpoint.files import SeenFiles, missing_folder, open_regular, read_exactly, read_whole, two_reads
 from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
 from moeq.checkpoint.index import choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_object
@@ -279,7 +279,7 @@ def _listing(folder: Path, name: str) -> list[str]:
         with os.scandir(folder) as entries:
             return [entry.name for entry in entries if not entry.is_dir()]
     except FileNotFoundError:
-        raise MoeqError("source.missing", f"{name}: no such folder") from None
+        raise missing_folder(folder, name) from None
     except NotADirectoryError:
         if folder.suffix.lower() == ".gguf":
             raise MoeqError("source.unsupported-format", f"{name}: is a GGUF file", _NO_GGUF) from None

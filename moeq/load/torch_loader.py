@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
-from moeq.checkpoint.manifest import LayerEntry
+from moeq.checkpoint.manifest import LayerEntry, not_converted
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import W13Order
@@ -204,11 +204,7 @@ def open_converted(dst: str | Path | Checkpoint, revision: str | None = None) ->
     """Open a converted checkpoint: a folder or Hub repository. Raises MoeqError `usage.not-converted` for a source."""
     checkpoint = dst if isinstance(dst, Checkpoint) else open_checkpoint(dst, revision)
     if checkpoint.kind != "converted":
-        raise MoeqError(
-            "usage.not-converted",
-            f"{checkpoint.source.name} is a source checkpoint, whose experts no kernel reads as they are",
-            "convert it first: moeq convert SRC DST --gpu NAME",
-        )
+        raise not_converted(checkpoint.source.name)
     return cast("ConvertedCheckpoint", checkpoint)
 
 

@@ -18,7 +18,15 @@ from blake3 import blake3
 
 from moeq.checkpoint.disk import disk_errors, read_at
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, FileDigest, LayerEntry, StackedRole, TensorDigest
+from moeq.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STACKED_ROLES,
+    FileDigest,
+    LayerEntry,
+    StackedRole,
+    TensorDigest,
+    not_converted,
+)
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import require_free_space
 from moeq.digest import default_workers, in_order, logical_digest, require_complete
@@ -90,7 +98,7 @@ def restore(
     """
     checkpoint = open_checkpoint(dst)
     if not isinstance(checkpoint, ConvertedCheckpoint):
-        raise MoeqError("usage.not-converted", f"{dst} is not an output of `moeq convert`", "there is nothing to undo")
+        raise not_converted(str(dst))
     converted, manifest = checkpoint.source, checkpoint.manifest
     restore_data = restore_data_of(checkpoint)
     recorded = _recorded_files(checkpoint, restore_data)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, not_converted
 from moeq.digest import DIGEST_NAME, default_workers, require_complete
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -110,9 +110,7 @@ def verify(
     """
     converted = open_checkpoint(dst)
     if not isinstance(converted, ConvertedCheckpoint):
-        raise MoeqError(
-            "usage.not-converted", f"{dst} is not an output of `moeq convert`", "moeq diff compares sources"
-        )
+        raise not_converted(str(dst))
     if converted.manifest.digest != DIGEST_NAME:
         raise MoeqError(
             "environment.digest",

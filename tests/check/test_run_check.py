@@ -215,7 +215,7 @@ def test_nonsense_is_refused(options, code, converted, checkpoints) -> None:
 def test_a_source_checkpoint_is_not_an_output(checkpoints) -> None:
     with pytest.raises(MoeqError) as caught:
         run_check(checkpoints / INT4)
-    assert caught.value.code == "source.no-manifest"
+    assert caught.value.code == "usage.not-converted"
 
 
 def test_a_sample_of_experts(converted, checkpoints) -> None:

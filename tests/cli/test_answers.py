@@ -127,3 +127,33 @@ def test_a_shell_completes_values(line: str, value: str) -> None:
 def test_every_command_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     text = "\n".join(printed(capsys, "help"))
     assert all(name in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("verify", INT4),
+        ("run-check", INT4),
+        ("push", INT4, "org/name"),
+        ("restore", INT4, "restored"),
+        ("selftest", INT4),
+        ("warmup", INT4, "--gpu", "H100"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_source_where_a_conversion_is_needed_has_one_code(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*argv, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage.not-converted"
+
+
+@pytest.mark.parametrize("command", ["verify", "run-check", "push", "restore", "selftest", "inspect"])
+def test_a_missing_folder_has_one_code(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    more = {"push": ["org/name"], "restore": [str(tmp_path / "restored")]}.get(command, [])
+    (tmp_path / "out.moeq-partial").mkdir()
+    for name, hint in (("nothing", False), ("out", True)):
+        assert run([command, str(tmp_path / name), *more, "--json"]) == 4
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert error["code"] == "source.missing"
+        assert ("unfinished work" in (error["hint"] or "")) is hint

@@ -268,7 +268,7 @@ def test_another_layout_replaces_the_first(running: Hub, checkpoints: Path, tmp_
 
 def test_what_is_not_a_conversion_is_not_pushed(running: Hub, source: Path) -> None:
     answer = running.moeq("push", source, "org/raw")
-    assert (answer.code, answer.document["error"]["code"]) == (4, "source.no-manifest")
+    assert (answer.code, answer.document["error"]["code"]) == (2, "usage.not-converted")
     assert "org/raw" not in running.hub.folders
 
 
