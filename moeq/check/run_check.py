@@ -71,7 +71,8 @@ def run_check(
     Raises:
         MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
             converted; `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`;
-            `usage.*` for layers or experts that do not exist. A failed check is not an error but a report whose `ok` is False.
+            `usage.*` for layers or experts that do not exist. A failed check is not an error but a report whose `ok` is
+            False.
     """
     return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress)
 
