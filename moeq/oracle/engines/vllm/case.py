@@ -10,9 +10,28 @@ from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.tables import Variant
 from moeq.oracle.records import MoeShape
 
+#: Boolean variables that the engine reads with `int`: any other text stops it (vLLM 0.26.0 to 0.33.0, `envs.py`).
+INTEGER_VARIABLES = (
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_USE_FLASHINFER_MOE_INT4",
+    "VLLM_USE_DEEP_GEMM",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_B12X_MOE_FP4_FORCE_A16",
+    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_CPU_INT4_W4A8",
+)
 #: All-to-all kinds that deliver activations as `[E, max_tokens, K]`.
 BATCHED_ALL2ALL = ("deepep_low_latency", "nixl_ep")
 DEFAULT_ALL2ALL = "allgather_reducescatter"
+
+
+def is_integer(text: str) -> bool:
+    """Tell whether `int` parses a text."""
+    try:
+        int(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,11 @@ class Case:
         value = self._env.get(name)
         if value is None:
             return None
-        return {"true": "1", "false": "0"}.get(value.strip().lower(), value)
+        if name in INTEGER_VARIABLES and is_integer(value):
+            return "1" if int(value) else "0"
+        if name.startswith("VLLM_ROCM_USE_AITER"):
+            return "1" if value.lower() in ("true", "1") else "0"
+        return value
 
     @cached_property
     def _packages(self) -> dict[str, bool]:

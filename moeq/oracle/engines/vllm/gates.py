@@ -13,7 +13,7 @@ from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.entry_points import in_force
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
 from moeq.oracle.engines.vllm.sizes import shrunk_group, sizes_for, transported_hidden
-from moeq.oracle.records import CandidateReport, Gate
+from moeq.oracle.records import CandidateReport, Gate, Sizes
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,21 @@ def _convert(stage: Stage) -> Iterator[Failed]:
         if all(row.get(key, value) == value for key, value in known.items()):
             text = f"conversion to {selected.backend}: {row['text']}"
             yield Failed(row["error"], text, "another backend", "CONVERSION")
+    if selected.backend == "CUTLASS_MXFP4_MXFP4":
+        yield from _swizzled_scales(case, sizes_for(case, selected))
     marlin = selected.backend in ("MARLIN", "BATCHED_MARLIN")
     if marlin and case.method.group_missing and not case.policy.since("0.30.0"):
         text = f"conversion to {selected.backend}: it compares group_size with 0, and the config names none"
         yield Failed("TypeError", text, "group_size -1 in the config, or vLLM 0.30 and newer", "CONVERSION")
+
+
+def _swizzled_scales(case: Case, sizes: Sizes) -> Iterator[Failed]:
+    """Check that scales need no padding: the engine swizzles them to tiles of 128 x 4 and reshapes to the old size."""
+    for what, size in (("hidden size", sizes.padded_hidden), ("intermediate size per rank", sizes.padded_intermediate)):
+        if size % 128:
+            text = f"conversion to CUTLASS_MXFP4_MXFP4: {what} {size} is no multiple of 128: its scales are padded"
+            remedy = nearest_tp(case, lambda s: s % 128 == 0) if size == sizes.padded_intermediate else None
+            yield Failed("RuntimeError", text, remedy, "CONVERSION")
 
 
 _FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "none")

@@ -130,9 +130,18 @@ def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group 
     return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
 
 
+def _check_sparsity(config: Config) -> None:
+    """Refuse sparse weights. Source: `CompressedTensorsConfig._parse_sparsity_config`, vLLM 0.26.0 to 0.33.0."""
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("targets"):
+        text = "the config has a sparsity_config with targets, which compressed-tensors no longer supports"
+        raise ConfigRefusal("DeprecationWarning", "CONFIG", text, "a checkpoint without sparsity", "G0")
+
+
 def read_compressed_tensors(question: ConfigQuestion) -> Method:
     """compressed-tensors: looks at the projections of expert 0 only, then takes the first scheme that matches."""
     config = question.config
+    _check_sparsity(config)
     targets = _groups(config, question.policy)
     # Without a gate half the engine asks for the scheme of a projection called None.
     usual = question.gated or not question.policy.since("0.32.0")

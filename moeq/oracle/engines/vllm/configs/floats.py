@@ -89,10 +89,10 @@ def read_fp8(question: ConfigQuestion) -> Method:
         return unquantized()
     base = Method("Fp8MoEMethod", "fp8", "fp8", "kFp8StaticTensorSym", None, 8, -1, vllm_cutlass=False)
     block = config.get("weight_block_size")
-    scheme = str(config.get("activation_scheme", "dynamic"))
+    scheme = str(required(config, "activation_scheme"))
     if scheme not in ("dynamic", "static"):
         refuse(f"activation_scheme {scheme} is not one of static, dynamic")
-    if not block:
+    if block is None:
         if scheme == "static":
             key = "kFp8StaticTensorSym"
         elif case.flag("VLLM_BATCH_INVARIANT") == "1" and question.policy.since("0.33.0"):

@@ -172,6 +172,9 @@ def read_inc(question: ConfigQuestion) -> Method:
         refuse(f"AutoRound with {bits} bits is not supported, only {', '.join(map(str, widths))}")
     if mx and not question.policy.since("0.28.0"):
         refuse(f"AutoRound data_type {type_} is not supported, only int")
+    if type_ != "int" and not mx:
+        known = "int" if not question.policy.since("0.28.0") else "int and mx_fp"
+        refuse(f"AutoRound data_type {type_} is not supported, only {known}")
     if packing not in _INC_PACKINGS:
         refuse(f"packing_format {packing} is not one of {', '.join(_INC_PACKINGS)}")
     sym = bool(config.get("sym", True))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.case import INTEGER_VARIABLES, Case, Method, is_integer
 from moeq.oracle.engines.vllm.filters import marlin_shape
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 
@@ -68,6 +68,13 @@ def check_layer(case: Case) -> None:
         raise ConfigRefusal(
             "ValueError", "SHAPE", text, f"it has {', '.join(case.policy.activations)}", "P03_ACTIVATION"
         )
+    for name in INTEGER_VARIABLES:
+        value = case.env(name)
+        if value is not None and not is_integer(value):
+            refuse(f"{name} is {value!r}, which is not a number", f"set {name}=1 or {name}=0, or unset it")
+    dtype = case.env("VLLM_MARLIN_INPUT_DTYPE")
+    if dtype not in (None, "int8", "fp8"):
+        refuse(f"VLLM_MARLIN_INPUT_DTYPE is {dtype!r}, not int8 or fp8", "unset VLLM_MARLIN_INPUT_DTYPE")
     ungated = not case.shape.gated or case.shape.activation.endswith("_no_mul")
     if ungated and case.gpu.platform == "cpu":
         text = f"experts without a gate ({case.shape.activation}) are not supported on CPUs"

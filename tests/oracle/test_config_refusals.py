@@ -1,0 +1,75 @@
+"""Configs, variables and sizes that vLLM refuses or stops at while it loads, and what the verdict says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.judge import judge_config
+from moeq.oracle.records import MoeShape, Verdict
+
+SHAPE = MoeShape(2048, 768, 128, 8)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+MXFP4 = {
+    "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [],
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
+        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}}},
+}  # fmt: skip
+
+
+def judged(config: dict[str, Any], gpu: str = "H100", **fields: Any) -> Verdict:
+    where = replace(Deployment(parse_gpu(gpu), engine="vllm@0.33.0"), **fields)
+    return judge_config(config, SHAPE, where, explain=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "fp8"}, "lacks activation_scheme"),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, "activation_scheme none"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128]}, "is not two sizes"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": []}, "is not two sizes"),
+        ({**MXFP4, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}, "sparsity_config"),
+        ({"quant_method": "auto-round", "bits": 4, "group_size": 16, "data_type": "nv_fp4_with_static_gs"}, "nv_fp4"),
+    ],
+)
+def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> None:
+    verdict = judged(config)
+    assert not verdict.ok
+    assert said in verdict.refusal
+
+
+def test_an_empty_sparsity_config_is_accepted() -> None:
+    assert judged({**MXFP4, "sparsity_config": {}}).ok
+
+
+@pytest.mark.parametrize("value", ["", "yes", "true", "1.0"])
+def test_variables_have_to_be_numbers(value: str) -> None:
+    verdict = judged(GPTQ, env=(("VLLM_USE_DEEP_GEMM", value),))
+    assert not verdict.ok
+    assert "VLLM_USE_DEEP_GEMM" in verdict.refusal
+
+
+@pytest.mark.parametrize("value", ["", "INT8", "bf16"])
+def test_the_input_dtype_of_marlin_is_one_of_two(value: str) -> None:
+    assert "not int8 or fp8" in judged(GPTQ, env=(("VLLM_MARLIN_INPUT_DTYPE", value),)).refusal
+
+
+def test_any_number_but_zero_is_on() -> None:
+    for value, same in (("2", "1"), (" 1 ", "1"), ("00", "0")):
+        one, other = (judged(GPTQ, env=(("VLLM_BATCH_INVARIANT", text),)) for text in (value, same))
+        assert [row.reasons for row in one.candidates] == [row.reasons for row in other.candidates]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_cutlass_mxfp4_needs_whole_tiles_of_scales(tp: int) -> None:
+    verdict = judged(MXFP4, "B200", tp=tp)
+    assert verdict.ok == (768 // tp % 128 == 0)
+    if not verdict.ok:
+        assert "no multiple of 128" in verdict.refusal
+        assert verdict.nearest is not None
+        assert "tp 2" in verdict.nearest
