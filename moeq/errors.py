@@ -21,6 +21,7 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 3
     SOURCE = 4
     RESOURCES = 5
+    UNKNOWN = 6  # moeq does not know what the engine decides
     BUG = 70
     INTERRUPTED = 130
 

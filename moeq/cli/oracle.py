@@ -9,7 +9,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
-from moeq.errors import MoeqError
+from moeq.errors import ExitCode, MoeqError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -111,7 +111,7 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         "transcode": None if transcoding is None else transcoding.to_json(),
     }
     out.answer(document, render, ok=ok)
-    return 0 if ok else 1
+    return _exit_code([part.verdict for part in found.parts])
 
 
 def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment) -> int:
@@ -158,7 +158,14 @@ def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployme
         for part, rows in zip(layers, found, strict=True)
     ]
     out.answer({"source": src, "engines": deployment.engine, "schemes": schemes}, render, ok=ok)
-    return 0 if ok else 1
+    return _exit_code([rows[-1].verdict for rows in found])
+
+
+def _exit_code(verdicts: Sequence[Verdict]) -> ExitCode:
+    """Return the code of an answer: a no counts more than an answer that is not known."""
+    if all(verdict.ok for verdict in verdicts):
+        return ExitCode.OK
+    return ExitCode.NO if any(not verdict.ok and verdict.known for verdict in verdicts) else ExitCode.UNKNOWN
 
 
 def _details(console: Console, verdict: Verdict) -> None:

@@ -67,6 +67,30 @@ class MoeShape:
 
 
 @dataclass(frozen=True)
+class StoredTensor:
+    """Header of one tensor of an expert; experts with equal headers share a record.
+
+    Attributes:
+        projection: `gate`, `up`, `down`, or `gate_up` for both in one tensor.
+        part: name below the projection in the file, such as `qweight` or `weight_scale`.
+        dtype: safetensors name of the dtype.
+        shape: shape of one expert's tensor.
+        experts: numbers of the experts; empty for all of them.
+    """
+
+    projection: str
+    part: str
+    dtype: str
+    shape: tuple[int, ...]
+    experts: tuple[int, ...] = ()
+
+    @property
+    def which(self) -> str:
+        """Words that name the experts, for messages; empty for all of them."""
+        return f", experts {', '.join(map(str, self.experts[:8]))}" if self.experts else ""
+
+
+@dataclass(frozen=True)
 class Reason:
     """One failed rule.
 
@@ -297,6 +321,11 @@ class Verdict:
     def ok(self) -> bool:
         """Whether the engine runs this checkpoint on this deployment."""
         return self.chosen is not None
+
+    @property
+    def known(self) -> bool:
+        """Whether moeq knows what the engine decides: an unknown answer is neither yes nor no."""
+        return self.error is None or self.error.kind != "NOT_FOLLOWED"
 
     @property
     def refusal(self) -> str:

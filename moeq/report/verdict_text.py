@@ -40,7 +40,8 @@ def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: 
         runs = f", runs as {verdict.runs_as}" if verdict.runs_as else ""
         text = Text.assemble((verdict.chosen.backend, "bold green"), f" ({verdict.chosen.experts}{runs})")
     else:
-        text = Text.assemble(("no backend", "bold red"), f": {verdict.refusal}")
+        word = ("no backend", "bold red") if verdict.known else ("not known", "bold yellow")
+        text = Text.assemble(word, f": {verdict.refusal}")
     line(console, "verdict", Text.assemble(f"{verdict.engine} on {where} → ", text))
     render_conversion(console, answer, part)
     render_candidates(console, verdict, verbose=verbose)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moeq.cli.explanations import error_codes
-from moeq.errors import EXIT_CODES
+from moeq.errors import EXIT_CODES, ExitCode
 from pages.tables import NOTE, cell, table
 
 _KINDS = {
@@ -21,6 +21,9 @@ def errors_page() -> str:
     """Return the page of all exit codes and error codes."""
     rows = [("0", "", "Yes, or done.")]
     rows += [(str(int(code)), f"[`{kind}.*`](#{kind})", _KINDS[kind]) for kind, code in _by_exit_code()]
+    unknown = "`moeq oracle` only: moeq does not know what this engine decides; the verdict's error is `NOT_FOLLOWED`."
+    rows.append((str(int(ExitCode.UNKNOWN)), "", unknown))
+    rows.sort(key=lambda row: int(row[0]))
     intro = (
         "Every failure has a code such as `usage.tp`. The part before the dot decides the exit code; scripts branch\n"
         "on either. `moeq explain CODE` prints what this page says of a code. After 5 and 130 finished work is kept,\n"

@@ -158,3 +158,14 @@ def test_commands(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "sglang.launch_server" in capsys.readouterr().out
     assert run(["oracle", source, "--gpu", "H100", "--engine", "sglang@9"]) == 2
     capsys.readouterr()
+
+
+def test_what_is_not_known_is_no_no(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Formats that are not followed have an exit code of their own."""
+    source = str(checkpoints / "mxfp4-gptoss")
+    assert run(["oracle", source, "--gpu", "H100", "--engine", "sglang", "--json"]) == 6
+    assert json.loads(capsys.readouterr().out)["verdict"]["error"]["kind"] == "NOT_FOLLOWED"
+    assert run(["oracle", source, "--gpu", "H100", "--engine", "sglang"]) == 6
+    said = capsys.readouterr().out
+    assert "not known" in said
+    assert "no backend" not in said
