@@ -1,8 +1,9 @@
-"""Extract what moeq knows of vLLM from vLLM itself: `python tools/extract.py tables|names VERSION --site SITE`.
+"""Extract facts about vLLM from vLLM itself: `python tools/extract.py tables|names|parameters VERSION --site SITE`.
 
 SITE is the folder of the unpacked wheel. `tables` executes its decisions on every device and writes
 `moeq/oracle/engines/vllm/tables/VERSION.json`; `names` executes `load_weights` of its model classes and updates
-`moeq/oracle/engines/vllm/expert_names.json`. README.md beside this file lists what has to be installed.
+`expert_names.json`; `parameters` executes `create_weights` of its methods and updates `parameters.json`. README.md
+beside this file lists what has to be installed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from vllm_tables import names, tables
+from moeq.oracle.engines.vllm.parameters import FACTS
+from vllm_tables import names, parameters, tables
 from vllm_tables.storing import packed, text
 
 DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
@@ -22,7 +24,7 @@ DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
 def main(arguments: list[str] | None = None) -> int:
     """Run one extractor and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "names"))
+    parser.add_argument("what", choices=("tables", "names", "parameters"))
     parser.add_argument("version")
     parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
     parser.add_argument(
@@ -33,6 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
         if options.what == "tables":
             out = DATA / "tables" / f"{options.version}.json"
             content = text(packed(tables.extract(options.version, options.site)))
+        elif options.what == "parameters":
+            out = DATA / FACTS
+            known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            found = parameters.extract(options.version, options.site)
+            content = text(parameters.merged(known, options.version, found))
         else:
             out = DATA / names.FACTS
             known = json.loads(out.read_text(encoding="utf-8"))

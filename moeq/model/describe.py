@@ -33,6 +33,7 @@ from moeq.model.lint import (
     check_complete,
     check_counts,
     check_sizes,
+    lint_activation_scales,
     lint_declaration,
     lint_layers,
     lint_mixing,
@@ -186,6 +187,7 @@ def _warnings(
     yield from lint_declaration(model.source.name, model.declaration, main)
     yield from lint_schemes(use.scheme for use in schemes)
     yield from lint_mixing(main)
+    yield from lint_activation_scales([*main, *mtp.values()])
     yield from lint_tensors(rest)
     yield from lint_layers(facts, facts.layers() or 0, model.stacks.main, mtp)
     if model.stacks.other:

@@ -16,6 +16,9 @@ from moeq.model.modules import quantized_routers
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 
+#: Parts that hold static scales of activations.
+ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+
 
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
     """Compare the number of experts found with the number declared.
@@ -169,6 +172,17 @@ def lint_mixing(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
         yield CheckpointWarning(
             "scheme.mixed-layer", f"layers {_few(mixed)} mix schemes among their experts or projections"
         )
+
+
+def lint_activation_scales(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
+    """Warn of experts without the static activation scale that others of their layer have."""
+    for item in experts:
+        for part in ACTIVATION_SCALES:
+            rows = {name: entries for (name, stored), entries in item.layer.parts.items() if stored == part}
+            missing = {number for entries in rows.values() for number in item.layer.expert_ids - set(entries)}
+            if rows and missing and not item.layer.fused:
+                message = f"layer {item.layer.layer}: experts {_few(sorted(missing))} have no {part} (not calibrated)"
+                yield CheckpointWarning("scales.activation-missing", message)
 
 
 def _few(items: Iterable[object], limit: int = 5) -> str:

@@ -94,6 +94,11 @@ def _entries() -> Iterator[Entry]:
         "writes others. Known for classes that could be executed."
     )
     yield Entry("G12", "gate", "names of experts", text)
+    text = (
+        "The tensors of the experts in the file, compared with the parameters that the engine's method creates for the "
+        "layer: names, dtypes, shapes and static activation scales."
+    )
+    yield Entry("G13", "gate", "tensors of experts", text)
     for code, (_, text) in BUILTIN_RULES.items():
         yield Entry(code, "kernel rule", "moeq's built-in kernels", text)
     yield from _advisories()

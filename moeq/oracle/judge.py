@@ -6,7 +6,7 @@ moeq's own kernels by rules in code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.configs.question import PREFIX
 from moeq.oracle.engines.vllm.verdict import judge_vllm
 from moeq.oracle.quantization_config import checked, config_of
-from moeq.oracle.records import MoeShape, Verdict
+from moeq.oracle.records import MoeShape, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
 
@@ -30,6 +30,7 @@ def judge(
     prefix: str = PREFIX,
     explain: bool = True,
     admits: Callable[[Deployment], bool] | None = None,
+    tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
 
@@ -42,6 +43,7 @@ def judge(
         explain: also try single changes, to find what makes each backend work and which packages and variables
             mattered.
         admits: function that returns False for deployments that must not be suggested.
+        tensors: headers of the layer's experts in the file, if they are to be compared with what the engine loads.
 
     Raises:
         MoeqError: `usage.unknown-engine`.
@@ -50,7 +52,9 @@ def judge(
     if deployment.engine == BUILTIN:
         return judge_builtin(scheme, shape, deployment)
     read = config if config is not None else config_of(scheme)
-    return judge_config(read, shape, deployment, scheme.title, prefix=prefix, explain=explain, admits=admits)
+    return judge_config(
+        read, shape, deployment, scheme.title, prefix=prefix, explain=explain, admits=admits, tensors=tensors
+    )
 
 
 def judge_config(
@@ -62,9 +66,10 @@ def judge_config(
     prefix: str = PREFIX,
     explain: bool = True,
     admits: Callable[[Deployment], bool] | None = None,
+    tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""
     config = checked(config)
     if is_sglang(deployment.engine):
         return judge_sglang(config, shape, deployment, title)
-    return judge_vllm(config, shape, deployment, title, prefix=prefix, explain=explain, admits=admits)
+    return judge_vllm(config, shape, deployment, title, prefix=prefix, explain=explain, admits=admits, tensors=tensors)

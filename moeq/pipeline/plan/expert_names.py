@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -18,8 +19,8 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
     `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
-    problem = names_problem(checkpoint, verdict.engine, layer)
-    if problem is None:
+    problem = names_problem(checkpoint, verdict.engine, layer) or unloaded(checkpoint.experts(layer).layer)
+    if problem is None or not verdict.engine.startswith("vllm"):
         return verdict
     remedy = "moeq transcode --names"
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
@@ -37,6 +38,24 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
         layer: number of the layer.
     """
     return problem_of(checkpoint.info.architecture, engine, stored_names(checkpoint.experts(layer)))
+
+
+#: Ends of stacked tensors that no class loads: the engine puts `gate_up_proj` into `w13_weight` and keeps the rest of
+#: the name, so that scales look for `w13_weight_weight_scale` (vLLM 0.33.0, `RoutedExperts.load_weights`).
+_UNLOADED = re.compile(r"\.(\w*proj|w13|w2)_(weight_scale|weight_scale_2|input_scale)$")
+
+
+def unloaded(layer: LayerExperts) -> str | None:
+    """Return why no model class loads a layer's experts, whatever its names: stacked scales, or a repeated wrapper."""
+    for entries in layer.parts.values():
+        entry = entries.get(FUSED)
+        if entry is not None and _UNLOADED.search(entry.name):
+            return f"no class loads stacked scales such as {entry.name.removeprefix(layer.prefix).lstrip('.')}"
+    words = layer.stack.split(".")
+    repeated = next((word for word in words if words.count(word) > 1), None)
+    if repeated is not None:
+        return f"no class has {repeated!r} {words.count(repeated)} times above its layers, as in {layer.stack}"
+    return None
 
 
 def is_known(architecture: str, engine: str) -> bool:

@@ -10,7 +10,7 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
 from moeq.oracle.judge import judge
-from moeq.oracle.records import Gate, MoeShape, Routing, Verdict
+from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.schemes.base import Scheme
 
@@ -58,22 +58,62 @@ def judge_checkpoint(
     first = first_layer(checkpoint)
     layer = first if layer is None else layer
     own = checkpoint.scheme_of(layer)
-    # The config as a whole describes the usual layer; one that is encoded differently is described by its scheme.
-    usual = scheme is None and own == checkpoint.scheme_of(first)
+    # A scheme that the source does not have has no config of the source's, and none of its tensors.
+    stored = scheme is None or scheme == own
     verdict = judge(
         scheme or own,
         moe_shape(checkpoint, layer),
         deployment,
-        config=checkpoint.quantization_config if usual else None,
+        config=checkpoint.quantization_config if stored else None,
         prefix=checkpoint.expert_prefix(layer),
         explain=explain,
         admits=lambda other: heads_problem(checkpoint, other) is None,
+        tensors=stored_tensors(checkpoint, layer) if stored else (),
     )
+    unread = side_config_gate(checkpoint, deployment) if stored else None
+    if unread is not None:
+        verdict = replace(verdict, gates=(*verdict.gates, unread))
     problem = heads_problem(checkpoint, verdict.deployment)
     if problem is None:
         return verdict
     gate = Gate("G5", "attention heads", False, problem, "ValueError", "CONFIG")
     return replace(verdict, gates=(*verdict.gates, gate), convert=None, no_convert=problem)
+
+
+def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
+    """Return the failed gate if only a side file declares the quantisation, which engines read on request.
+
+    Source: vLLM 0.26.0 to 0.33.0, `ModelConfig._parse_quant_hf_config` and `get_quant_config`. Without `--quantization`
+    the only side file that is read is ModelOpt's `hf_quant_config.json`; experts are then made unquantised.
+    """
+    declaration = checkpoint.declaration
+    name = declaration.origin.partition(":")[0] if declaration else ""
+    found_by_engine = not name.endswith(".json") or name in ("config.json", "hf_quant_config.json")
+    if declaration is None or found_by_engine or deployment.quantization is not None or not _is_vllm(deployment):
+        return None
+    text = f"only {name} declares the quantisation: the engine reads config.json and creates unquantised experts"
+    remedy = f"--quantization {declaration.method}"
+    return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
+
+
+def _is_vllm(deployment: Deployment) -> bool:
+    return deployment.engine.partition("@")[0] == "vllm"
+
+
+def stored_tensors(checkpoint: Checkpoint, layer: int) -> tuple[StoredTensor, ...]:
+    """List the headers of a layer's experts, equal ones once; empty for stacked tensors, which classes load by name."""
+    experts = checkpoint.experts(layer).layer
+    if experts.fused:
+        return ()
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
+    for (projection, part), entries in experts.parts.items():
+        for number, entry in entries.items():
+            found.setdefault((projection, part, entry.dtype, entry.shape), []).append(number)
+    count = len(experts.expert_ids)
+    return tuple(
+        StoredTensor(projection, part, dtype, shape, () if len(numbers) == count else tuple(sorted(numbers)))
+        for (projection, part, dtype, shape), numbers in found.items()
+    )
 
 
 def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:

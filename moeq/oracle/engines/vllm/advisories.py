@@ -355,6 +355,12 @@ def _act_order_one_group(outcome: Outcome) -> bool:
     return case.method.act_order and _runs_marlin(outcome) and case.moe_tp == 1 and case.method.group_size in sizes
 
 
+def _uncalibrated_fp8(outcome: Outcome) -> bool:
+    selected, case = outcome.selection.selected, outcome.case
+    runs_static = selected is not None and runs_as(case, selected).endswith("A8")
+    return bool(outcome.uncalibrated) and case.method.family == "fp8" and runs_static
+
+
 CONDITIONS: dict[str, Condition] = {
     "w13_scale_order": _w13_scale_order,
     "lora_ignored": _lora_ignored,
@@ -399,4 +405,5 @@ CONDITIONS: dict[str, Condition] = {
     "wna16_8bit_zero_points": _wna16_8bit_zero_points,
     "nvfp4_split_groups": _nvfp4_split_groups,
     "act_order_one_group": _act_order_one_group,
+    "uncalibrated_fp8": _uncalibrated_fp8,
 }

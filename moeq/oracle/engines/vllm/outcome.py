@@ -52,6 +52,7 @@ class Outcome:
         refused: whether the config was refused before selection.
         config: quantisation config, for advisories about per-module rules.
         prefix: module path of the experts.
+        uncalibrated: experts without a static activation scale that the engine's method reads.
     """
 
     case: Case
@@ -61,6 +62,7 @@ class Outcome:
     refused: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = PREFIX
+    uncalibrated: tuple[int, ...] = ()
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """Return the input of the gates if that backend were selected."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,11 @@ from moeq.oracle.engines.vllm.configs.question import PREFIX
 from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, sensitivity, suggested
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp, resolve, runs_as
+from moeq.oracle.engines.vllm.parameters import check_calibration, check_tensors, uncalibrated
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.select import select
 from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
-from moeq.oracle.records import CandidateReport, ConvertTarget, MoeShape, Verdict
+from moeq.oracle.records import CandidateReport, ConvertTarget, MoeShape, StoredTensor, Verdict
 from moeq.oracle.versions import choose_engine
 
 _MARLIN = ("MARLIN", "BATCHED_MARLIN")
@@ -31,6 +32,7 @@ def judge_vllm(
     prefix: str = PREFIX,
     explain: bool = True,
     admits: Callable[[Deployment], bool] | None = None,
+    tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge a checked `quantization_config` by the tables of one version of vLLM (see `moeq.oracle.judge.judge`)."""
     choice = choose_engine(deployment.engine)
@@ -40,7 +42,16 @@ def judge_vllm(
     outcome = resolve(policy, config, shape, deployment, prefix=prefix)
     if choice.other is not None:
         notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
+    if tensors:
+        outcome = replace(outcome, uncalibrated=uncalibrated(outcome.case, tensors))
     verdict = verdict_of(outcome, title, tuple(notes))
+    unloadable = check_tensors(outcome, tensors) if tensors else None
+    if unloadable is None:
+        unloadable = check_calibration(outcome)
+        if unloadable is not None:
+            verdict = replace(verdict, convert=None, no_convert=unloadable.text)
+    if unloadable is not None:
+        verdict = replace(verdict, gates=(*verdict.gates, unloadable))
     if not explain:
         return verdict
 
@@ -49,7 +60,7 @@ def judge_vllm(
 
     mattered = sensitivity(outcome, lambda other: again(config, shape, other))
     candidates = suggested(outcome, shape, again, admits)
-    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
+    works = None if verdict.ok or unloadable else nearest_yes(outcome, shape, again, admits)
     return replace(verdict, mattered=mattered, candidates=candidates, works=works.text if works else None)
 
 

@@ -1,0 +1,185 @@
+"""Gate G13: the tensors of a layer's experts, compared with the parameters that the engine's method creates for it.
+
+`tools/extract.py parameters` creates the parameters of every method, loads tensors of every shape into them, and writes
+`parameters.json`. A method that is not in the file is not checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.outcome import Outcome, runs_as
+from moeq.oracle.records import Gate, StoredTensor
+
+FACTS = "parameters.json"
+
+#: Families whose key does not tell bits and scales apart.
+_INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
+#: Parts that no engine needs, or that several classes of the engine drop on purpose.
+_OPTIONAL = ("bias", "g_idx", "qzeros", "weight_shape", "weight_zero_point", "weight_g_idx")
+#: Parts that hold static scales of activations.
+_ACTIVATION_SCALES = ("input_scale", "input_global_scale")
+#: Other spellings of a parameter's name in checkpoints, which model classes translate (DeepSeek-V4, DeepSeek-V3).
+_SPELLINGS = {"scale": ("weight_scale_inv", "weight_scale"), "weight_scale": ("weight_scale_inv",),
+              "weight_scale_inv": ("weight_scale",)}  # fmt: skip
+_FLOATS = ("F16", "BF16", "F32", "F64")
+#: Parameter dtype -> stored dtypes whose values survive the copy into it.
+_LOADS: dict[str, tuple[str, ...]] = {
+    "int32": ("I32",),
+    "int8": ("I8", "U8"),
+    "uint8": ("U8", "I8", "F8_E8M0"),
+    "float8_e4m3fn": ("F8_E4M3",),
+    "float8_e8m0fnu": ("F8_E8M0", "U8"),
+    **dict.fromkeys(("float16", "bfloat16", "float32"), (*_FLOATS, "F8_E4M3", "F8_E8M0")),
+}
+
+Parameters = Mapping[str, tuple[str, Sequence[str] | None]]
+
+
+def key_of(method: Method) -> str:
+    """Return the key of the parameters that a method creates: its class and the kind of its weights."""
+    group = method.group_size or 0
+    scales = "block" if method.block else "group" if group > 0 else "channel" if group < 0 else ""
+    zeros = "zeros" if method.zero_points else ""
+    inputs = "static" if (method.activation_key or "").startswith("kFp8Static") else ""
+    weights = f"int{method.bits}" if method.family in _INTEGERS else method.weight_key
+    return "|".join((method.name, method.config, weights, scales, zeros, inputs))
+
+
+@cache
+def _facts() -> Any:
+    return json.loads(files(__package__).joinpath(FACTS).read_text(encoding="utf-8"))
+
+
+def parameters_of(version: str, method: Method) -> Parameters | None:
+    """Look up the parameters that a version's method creates: name -> dtype and stored shape; None if unknown."""
+    for row in _facts().get(key_of(method), ()):
+        if version in row["versions"]:
+            found: Parameters = row["parameters"]
+            return found
+    return None
+
+
+def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | None:
+    """Return the failed gate if the engine cannot load a layer's tensors, or loads them as other numbers."""
+    case = outcome.case
+    if outcome.refused or case.method.config == "online" or case.deployment.quantization == "experts_int8":
+        return None
+    created = parameters_of(case.policy.version, case.method)
+    if created is None:
+        return None
+    problem = next(_problems(case, created, tensors), None)
+    if problem is None:
+        return None
+    text = f"{case.method.name} cannot load the experts: {problem}"
+    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", _remedy(outcome, tensors))
+
+
+def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]:
+    """List the experts that lack a static activation scale in the file, if the method's parameters have one."""
+    created = parameters_of(case.policy.version, case.method) or {}
+    missing: set[int] = set()
+    for name in created:
+        head, _, part = name.partition("_")
+        if part not in _ACTIVATION_SCALES:
+            continue
+        projections = {row.projection for row in tensors if (row.projection == "down") == (head == "w2")}
+        for projection in projections:
+            rows = [row for row in tensors if (row.projection, row.part) == (projection, part)]
+            every = set(range(case.shape.num_experts))
+            missing |= every - set().union(*(row.experts or every for row in rows))
+    return tuple(sorted(missing))
+
+
+def check_calibration(outcome: Outcome) -> Gate | None:
+    """Return the failed gate if the selected backend computes NaN with the activation scales that are missing.
+
+    NVFP4 methods allocate them with `torch.empty`. FP8 methods start from 1.0, which costs accuracy only.
+    """
+    case, chosen = outcome.case, outcome.selection.selected
+    if not outcome.uncalibrated or chosen is None or case.method.family != "nvfp4":
+        return None
+    if not runs_as(case, chosen).endswith("A4"):
+        return None
+    experts = ", ".join(map(str, outcome.uncalibrated[:8]))
+    text = (
+        f"experts {experts} have no activation scale in the file: {chosen.backend} multiplies with what memory holds, "
+        "and their outputs are NaN"
+    )
+    remedy = f"{case.policy.backend_flag} marlin (16-bit activations need no such scale), or calibrate again"
+    return Gate("G13", "tensors of experts", False, text, "none", "LOADING", remedy)
+
+
+def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    loaded: set[str] = set()
+    for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # what is wrong with the weights says most
+        head = "w2" if tensor.projection == "down" else "w13"
+        name = _parameter(created, head, tensor.part)
+        where = f"{tensor.projection}.{tensor.part} ({tensor.dtype} {list(tensor.shape)}{tensor.which})"
+        if tensor.part in _OPTIONAL:
+            continue
+        if name is None:
+            names = (part.removeprefix(f"{head}_") for part in created if part.startswith(f"{head}_"))
+            yield f"the file has {where}, and the method creates {', '.join(sorted(names))} only"
+            continue
+        loaded.add(name)
+        dtype, shape = created[name]
+        if shape is None:  # the method's own loader converts the values
+            continue
+        if tensor.dtype not in _LOADS.get(dtype, (tensor.dtype,)):
+            yield f"the file has {where}, and the method's parameter is {dtype}"
+        elif not _fits(case, tensor, shape):
+            yield f"the file has {where}, and the method's parameter takes {_expected(case, tensor, shape)}"
+    stored_heads = {"w2" if tensor.projection == "down" else "w13" for tensor in tensors}
+    for name, (_, shape) in created.items():
+        part = name.partition("_")[2]
+        needed = "input" not in part and part not in _OPTIONAL and shape is not None
+        if needed and name not in loaded and name.partition("_")[0] in stored_heads:
+            yield f"the method needs {part}, which the file does not have"
+
+
+def _parameter(created: Parameters, head: str, part: str) -> str | None:
+    for spelling in (part, *_SPELLINGS.get(part, ())):
+        if f"{head}_{spelling}" in created:
+            return f"{head}_{spelling}"
+    return None
+
+
+def _fits(case: Case, tensor: StoredTensor, shape: Sequence[str]) -> bool:
+    wanted = _expected(case, tensor, shape)
+    scalar = wanted in ([], [1]) and list(tensor.shape) in ([], [1])
+    return scalar or list(tensor.shape) == wanted
+
+
+def _expected(case: Case, tensor: StoredTensor, shape: Sequence[str]) -> list[int]:
+    """Return the shape of one expert's tensor that the parameter takes."""
+    hidden, inner = case.shape.hidden_size, case.shape.intermediate_size
+    down = tensor.projection == "down"
+    n = hidden if down else inner * (2 if tensor.projection == "gate_up" else 1)
+    block = case.method.block or (1, 1)
+    group = block[1] if case.method.block else max(case.method.group_size or 1, 1)
+    values = {"N": n, "K": inner if down else hidden, "G": group, "GN": block[0]}
+    return [_value(word, values) for word in shape]
+
+
+def _value(word: str, values: Mapping[str, int]) -> int:
+    """Evaluate `N`, `K/8`, `K*3/32` or `N/GN`, rounding up."""
+    match = re.fullmatch(r"(\w+?)(?:\*(\d+))?(?:/(\w+))?", word)
+    assert match is not None  # the extractor writes no other form
+    top = values.get(match[1]) or int(match[1])
+    divisor = values.get(match[3] or "") or int(match[3] or 1)
+    return -(-top * int(match[2] or 1) // divisor)
+
+
+def _remedy(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None:
+    """Name the change of config.json that makes the config describe the file, where one field does."""
+    if outcome.entry == "deepseek_v4_fp8":
+        fp8 = any(tensor.part == "weight" and tensor.dtype == "F8_E4M3" for tensor in tensors)
+        return f'"expert_dtype": "{"fp8" if fp8 else "fp4"}" in config.json'
+    return None

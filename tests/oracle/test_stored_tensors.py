@@ -1,0 +1,159 @@
+"""The verdict is about the tensors in the file: what the engine's method allocates has to be what is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import stored
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.records import Verdict
+from moeq.pipeline.plan.decide import answer
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+from moeq.pipeline.plan.options import Question
+
+PREFIX = "model.layers.{}.mlp.experts"
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+QWEN35 = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "quantization_config": NVFP4,
+    "text_config": {key: value for key, value in stored.QWEN.items() if key not in ("architectures", "torch_dtype")},
+}  # fmt: skip
+
+
+def judged(folder: Path, layer: int = 0, gpu: str = "H100", **fields: Any) -> Verdict:
+    where = Deployment(parse_gpu(gpu), engine="vllm@0.33.0", **fields)
+    return judge_checkpoint(moeq.open(folder), where, layer, explain=False)
+
+
+def qwen(folder: Path, quantization: dict[str, Any] | None, *layers: Any, **side: Any) -> Path:
+    config = {**stored.QWEN, **({"quantization_config": quantization} if quantization else {})}
+    made = [stored.experts(PREFIX.format(number), make) for number, make in enumerate(layers)]
+    return stored.write(folder, config, made, **side)
+
+
+def test_matching_tensors_pass(tmp_path: Path) -> None:
+    made = {
+        "gptq": (stored.GPTQ, lambda e, p, n, k: stored.gptq(n, k)),
+        "nvfp4": (NVFP4, lambda e, p, n, k: stored.nvfp4(n, k)),
+        "fp8": (FP8, lambda e, p, n, k: stored.fp8_block(n, k)),
+        "plain": (None, lambda e, p, n, k: stored.plain(n, k)),
+    }
+    for name, (config, make) in made.items():
+        verdict = judged(qwen(tmp_path / name, config, make, make))
+        assert verdict.ok, (name, verdict.refusal)
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "said"),
+    [
+        (FP8, lambda e, p, n, k: stored.nvfp4(n, k), "float8_e4m3fn"),
+        (stored.GPTQ, lambda e, p, n, k: stored.plain(n, k), "weight"),
+        (NVFP4, lambda e, p, n, k: stored.fp8_block(n, k), "weight"),
+    ],
+)
+def test_tensors_of_another_kind_than_the_config_says(config, make, said: str, tmp_path: Path) -> None:
+    verdict = judged(qwen(tmp_path / "made", config, make, make))
+    assert not verdict.ok
+    assert said in verdict.refusal
+
+
+def test_one_layer_of_another_width_is_refused_alone(tmp_path: Path) -> None:
+    """A `dynamic` rule for single experts never matches the fused module: the engine allocates int4."""
+    config = {**stored.GPTQ, "dynamic": {r"+:model\.layers\.1\.mlp\.experts\.\d+\..*": {"bits": 8}}}
+    bits = (4, 8)
+    layers = [lambda e, p, n, k, b=b: stored.gptq(n, k, bits=b) for b in bits]
+    folder = qwen(tmp_path / "made", config, *layers)
+    assert judged(folder, 0).ok
+    verdict = judged(folder, 1)
+    assert not verdict.ok
+    assert "qweight" in verdict.refusal
+    whole = {**stored.GPTQ, "dynamic": {r"+:model\.layers\.1\.mlp\.experts.*": {"bits": 8}}}
+    assert judged(qwen(tmp_path / "whole", whole, *layers), 1).ok
+
+
+def test_deepseek_v4_with_fp8_experts_names_the_field(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": stored.HIDDEN,
+        "moe_intermediate_size": stored.HIDDEN, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 1, "vocab_size": 64, "hidden_act": "silu", "n_shared_experts": 0,
+        "scoring_func": "sqrtsoftplus", "swiglu_limit": 10.0, "quantization_config": {**FP8, "scale_fmt": "ue8m0"},
+    }  # fmt: skip
+
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return stored.fp8_block(n, k, "scale", torch.float8_e8m0fnu)
+
+    layer = stored.experts("layers.0.ffn.experts", make, ("w1", "w3", "w2"), stored.HIDDEN)
+    verdict = judged(stored.write(tmp_path / "v4", config, [layer]))
+    assert not verdict.ok
+    assert verdict.nearest is not None
+    assert '"expert_dtype": "fp8"' in verdict.nearest
+    mended = judged(stored.write(tmp_path / "mended", {**config, "expert_dtype": "fp8"}, [layer]))
+    assert mended.ok, mended.refusal
+
+
+def test_a_side_file_alone_needs_the_option(tmp_path: Path) -> None:
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return stored.gptq(n, k)
+
+    folder = qwen(tmp_path / "made", None, make, make, quantize_config={**stored.GPTQ})
+    verdict = judged(folder)
+    assert not verdict.ok
+    assert verdict.nearest == "--quantization gptq"
+    assert judged(folder, quantization="gptq").ok
+
+
+def test_excluded_experts_that_are_quantised(tmp_path: Path) -> None:
+    config = {**stored.GPTQ, "dynamic": {r"-:.*\.experts.*": {}}}
+    folder = qwen(tmp_path / "made", config, *[lambda e, p, n, k: stored.gptq(n, k)] * 2)
+    verdict = judged(folder)
+    assert verdict.method == "UnquantizedFusedMoEMethod"
+    assert not verdict.ok
+
+
+def test_missing_activation_scales_are_fatal_where_they_are_read(tmp_path: Path) -> None:
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return stored.nvfp4(n, k, input_scale=expert not in (1, 3))
+
+    folder = qwen(tmp_path / "made", NVFP4, make, make)
+    assert any("experts 1, 3 have no input_scale" in row.message for row in moeq.open(folder).info.warnings)
+    verdict = judged(folder, gpu="B200")
+    assert not verdict.ok
+    assert "experts 1, 3" in verdict.refusal
+    assert verdict.convert is None
+    assert "--moe-backend marlin" in str(verdict.nearest)
+    weight_only = judged(folder, gpu="B200", backend="marlin")
+    assert weight_only.ok
+    assert weight_only.runs_as == "W4A16"
+    assert weight_only.convert is not None
+    assert judged(folder, gpu="A100").ok
+
+
+def test_stacked_scales_are_loaded_by_no_class(tmp_path: Path) -> None:
+    layer = {}
+    for name, n, k in (("gate_up_proj", 2 * stored.INTER, stored.HIDDEN), ("down_proj", stored.HIDDEN, stored.INTER)):
+        prefix = f"model.language_model.layers.0.mlp.experts.{name}"
+        for part, (dtype, shape) in stored.nvfp4(n, k).items():
+            end = "" if part == "weight" else f"_{part}"
+            layer[prefix + end] = torch.zeros((stored.EXPERTS, *shape)).to(dtype)
+    folder = stored.write(tmp_path / "made", QWEN35, [layer])
+    verdict = answer(moeq.open(folder), Question(Deployment(parse_gpu("H100"), engine="vllm@0.33.0"))).verdict
+    assert not verdict.ok
+    assert "no class loads stacked scales such as" in verdict.refusal
+    assert "moeq transcode --names" in str(verdict.nearest)
+
+
+def test_a_doubled_wrapper_is_found_by_no_class(tmp_path: Path) -> None:
+    for wrapper, ok in (("language_model", True), ("language_model.language_model", False)):
+        layer = stored.experts(f"model.{wrapper}.layers.0.mlp.experts", lambda e, p, n, k: stored.nvfp4(n, k))
+        folder = stored.write(tmp_path / wrapper, QWEN35, [layer])
+        verdict = answer(moeq.open(folder), Question(Deployment(parse_gpu("H100"), engine="vllm@0.33.0"))).verdict
+        assert verdict.ok == ok, verdict.refusal
+        assert ok or "2 times above its layers" in verdict.refusal
