@@ -14,7 +14,9 @@ import pytest
 from attacks.conftest import Place, command, contents
 from safetensors.torch import load_file, save_file
 
+from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.outputs import OutputFolder
+from moeq.errors import MoeqError, as_moeq_error
 from moeq.pipeline.state.journal import read_journals
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,17 @@ def test_too_few_open_files_are_the_limits_fault(place: Place, spare: int) -> No
         assert (answer.code, answer.error) == (5, "resources.open-files"), answer
         assert "ulimit -n" in answer.document["error"]["hint"]
     assert place.convert().code == (2 if answer.code == 0 else 0)
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])
+def test_too_little_memory_for_a_library_is_no_bug(tmp_path: Path, error: type[Exception]) -> None:
+    """Seen with `ulimit -v`: torch could not be loaded, while a file was open for writing and without."""
+    found = error("libgomp.so.1: failed to map segment from shared object")
+    assert as_moeq_error(found).code == "resources.memory"
+    if error is OSError:
+        with pytest.raises(MoeqError) as raised, disk_errors(tmp_path / "model.safetensors"):
+            raise found
+        assert raised.value.code == "resources.memory"
 
 
 def interrupted(place: Place) -> Path:
