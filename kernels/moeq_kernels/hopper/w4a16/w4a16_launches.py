@@ -37,16 +37,7 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
-from moeq_kernels.sorting import (
-    FEW_PAIRS,
-    Sorted,
-    kept_dtype,
-    most_tiles,
-    room,
-    sort_few,
-    sort_pairs,
-    sum_parts,
-)
+from moeq_kernels.sorting import FEW_PAIRS, Sorted, kept_dtype, most_tiles, room, sort_few, sort_pairs, sum_parts
 from moeq_kernels.tuning import next_power_of_two
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.

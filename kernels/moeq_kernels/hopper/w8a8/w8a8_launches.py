@@ -112,12 +112,7 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> li
 
 
 def quantised_launches(
-    problem: Problem,
-    piece: Piece,
-    arena: Arena,
-    plan: Any,
-    product_launch: Callable[..., Launch],
-    grain: int | None,
+    problem: Problem, piece: Piece, arena: Arena, plan: Any, product_launch: Callable[..., Launch], grain: int | None
 ) -> list[Launch]:
     """Return the launches that sort and quantise, multiply twice, and sum.
 
