@@ -48,7 +48,7 @@ MAP_TYPES = {
 #: Roots whose addresses change from call to call.
 MOVING = ("x", "topk_weights", "topk_ids", "out", "workspace", "expert_map")
 #: Descriptors kept per area whose address changes: an engine has few input buffers.
-KEPT_MAPS = 8
+MAX_KEPT_MAPS = 8
 #: Key of a descriptor: area, swizzle and block.
 MapKey = tuple[Area, int, tuple[int, ...]]
 
@@ -199,7 +199,7 @@ class MovingMap:
         """Return the address of a cached or newly encoded descriptor for the area at `base`."""
         found = self._maps.pop(base, None)
         if found is None:
-            full = len(self._maps) >= KEPT_MAPS
+            full = len(self._maps) >= MAX_KEPT_MAPS
             found = self._maps.pop(next(iter(self._maps))) if full else TensorMap(*self._given)
             found.at(base)
         self._maps[base] = found

@@ -145,7 +145,7 @@ def _gemm(
         "INTERPRET": problem.interpret,
         "DEPENDENT": problem.dependent,
     }
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **problem.after}
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **problem.launch_options}
     return Launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, options)
 
 
@@ -220,5 +220,5 @@ def _quantize_e4m3(problem: Problem, matrix: PackedMatrix, x: Area, codes: Area,
     }
     constants = {"K": columns, "G": groups, "GROUP": group, "BLOCK": block}
     constants |= {"DEPENDENT": problem.dependent, "INTERPRET": problem.interpret}
-    options = {"num_warps": 1 if block <= 128 else 4, "num_stages": 2, **problem.after}
+    options = {"num_warps": 1 if block <= 128 else 4, "num_stages": 2, **problem.launch_options}
     return Launch("device.gemm:quantize_rows_e4m3", (x.shape[0], groups), arguments, constants, options)

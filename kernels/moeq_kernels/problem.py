@@ -68,7 +68,7 @@ class Problem:
         return self.epilogue.weight == "first"
 
     @property
-    def after(self) -> dict[str, Any]:
+    def launch_options(self) -> dict[str, Any]:
         """Launch options for programmatic dependent launch, empty where it is not used."""
         return {"launch_pdl": True} if self.dependent else {}
 

@@ -22,9 +22,9 @@ from moeq_kernels.errors import KernelEnvironmentError
 #: Consecutive calls on one stream before a graph is built, which takes as long as two calls.
 REPLAY_AFTER = 4
 #: Upper bound of the streams with a graph of their own, per number of tokens.
-KEPT_STREAMS = 2
+MAX_KEPT_STREAMS = 2
 #: Upper bound of the graphs of a process, each of 64 to 128 KiB of device memory; the oldest is evicted first.
-KEPT_GRAPHS = 128
+MAX_KEPT_GRAPHS = 128
 
 NON_BLOCKING = 1
 RELAXED = 2
@@ -282,7 +282,7 @@ class Replays:
 
     def _soon(self, stream: int) -> bool:
         """Return whether this call should build a graph."""
-        if len(self._by_stream) >= KEPT_STREAMS:
+        if len(self._by_stream) >= MAX_KEPT_STREAMS:
             return False
         self._calls = self._calls + 1 if stream == self._stream else 1
         self._stream = stream
@@ -293,7 +293,7 @@ class Replays:
         self._by_stream[stream] = found
         self._calls = 0
         self._ages.append((self, stream))
-        while len(self._ages) > KEPT_GRAPHS:
+        while len(self._ages) > MAX_KEPT_GRAPHS:
             other, oldest = self._ages.popleft()
             other._by_stream.pop(oldest, None)  # lock-free: a call that uses the graph holds a reference to it
         return found

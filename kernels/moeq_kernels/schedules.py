@@ -29,9 +29,9 @@ FAMILIES: dict[str, ModuleType] = {
     "portable": portable,
 }
 #: Upper bound of the elements in a buffer with a row per pair; longer calls run in pieces of whole tokens.
-MOST_ELEMENTS = 1 << 30
+MAX_PIECE_ELEMENTS = 1 << 30
 #: Upper bound of the pairs in a piece: with tiles of 64 rows, half of the tiles that a grid's second axis takes.
-MOST_PAIRS = 1 << 21
+MAX_PIECE_PAIRS = 1 << 21
 #: Granularity of a piece in tokens. Ids and weights of every piece begin at multiples of 16 bytes, as those of a whole
 #: call do; otherwise pieces would need builds of their own.
 PIECE_GRAIN = 16
@@ -40,7 +40,7 @@ PIECE_GRAIN = 16
 def piece_tokens(family: str, problem: Problem) -> int:
     """Return the largest number of tokens in a piece."""
     widest = max(problem.hidden, problem.intermediate) * (4 if family == "portable" else 1)
-    tokens = min(MOST_ELEMENTS // widest, MOST_PAIRS) // problem.top_k
+    tokens = min(MAX_PIECE_ELEMENTS // widest, MAX_PIECE_PAIRS) // problem.top_k
     return max(PIECE_GRAIN, tokens // PIECE_GRAIN * PIECE_GRAIN)
 
 
@@ -88,7 +88,7 @@ def _needs(family: str, problem: Problem, most: int) -> tuple[tuple[int, ...], l
 def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
     """Return the last number of tokens of each plan and dtype of kept results, up to `tokens`."""
     plan_for = FAMILIES[family].plan_for
-    exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "EXACT_PAIRS", 0),))
+    exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "MAX_EXACT_PAIRS", 0),))
 
     def key(one: int) -> Any:
         return plan_for(problem, one), [one * problem.top_k <= limit for limit in exact]
@@ -102,8 +102,8 @@ def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
     """Return the builds that calls of 1 to `tokens` tokens need, from the token counts beside every change."""
     last = min(tokens, piece_tokens(family, problem))
     edges = {0, *_ends(family, problem, last)}
-    edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.ROWS_COPIED * problem.experts)}
-    edges |= {*TOKEN_LIMITS, w8a8.SINGLE_ROWS // problem.top_k}
+    edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.MAX_COPIED_ROWS * problem.experts)}
+    edges |= {*TOKEN_LIMITS, w8a8.MAX_SINGLE_ROW_PAIRS // problem.top_k}
     looked = {one + offset for one in edges for offset in (0, 1)}
     found: set[Specialisation] = set()
     for one in looked:

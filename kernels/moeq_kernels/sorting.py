@@ -12,9 +12,9 @@ from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.tuning import next_power_of_two
 
 #: Largest number of pairs that one kernel routes.
-FEW_PAIRS = 4096
+MAX_FEW_PAIRS = 4096
 #: Numbers of pairs that builds of that kernel can hold.
-FEW_SIZES = (64, 256, 512, 1024, 2048, FEW_PAIRS)
+FEW_SIZES = (64, 256, 512, 1024, 2048, MAX_FEW_PAIRS)
 #: Programs that list tiles; more than one pays where an expert has many tiles.
 LISTERS = 4
 #: Pairs per program of the kernels for many pairs.
@@ -88,7 +88,7 @@ def room(problem: Problem, arena: Arena, pairs: int, tile: int, to_clear: int = 
 def sort_few(
     problem: Problem, piece: Piece, rows: Sorted, tile: int, grain: int, sorted_x: Area | None = None
 ) -> list[Launch]:
-    """Sort up to FEW_PAIRS pairs in one kernel, which also copies tokens to sorted_x if that is given."""
+    """Sort up to MAX_FEW_PAIRS pairs in one kernel, which also copies tokens to sorted_x if that is given."""
     pairs, count, hidden = piece.ids.numel(), problem.experts, problem.hidden
     columns = min(1024, next_power_of_two(hidden))
     arguments = {
@@ -132,7 +132,11 @@ def sort_few(
         slices = max(1, min(-(-hidden // columns), 2 * problem.gpu.multiprocessors // blocks))
     programs = (listers(problem) + blocks, slices)
     warps = few_warps(size)
-    return [Launch("device.routing:route_few", programs, arguments, constants, {"num_warps": warps, **problem.after})]
+    return [
+        Launch(
+            "device.routing:route_few", programs, arguments, constants, {"num_warps": warps, **problem.launch_options}
+        )
+    ]
 
 
 def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
@@ -160,20 +164,20 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
         "GRAIN": grain,
     }
     return [
-        Launch("device.routing:count_pairs", (blocks,), {**common, **cleared}, constants, problem.after),
+        Launch("device.routing:count_pairs", (blocks,), {**common, **cleared}, constants, problem.launch_options),
         Launch(
             "device.routing:place_pairs",
             (blocks,),
             {**common, **placed},
             {**constants, "GROUP": max(1, 8192 // bins)},
-            {"num_warps": 8, **problem.after},
+            {"num_warps": 8, **problem.launch_options},
         ),
     ]
 
 
 def sort_pairs(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
     """Sort pairs without copying their tokens."""
-    if piece.ids.numel() <= FEW_PAIRS:
+    if piece.ids.numel() <= MAX_FEW_PAIRS:
         return sort_few(problem, piece, rows, tile, grain)
     return sort_many(problem, piece, arena, rows, tile, grain)
 
@@ -220,7 +224,7 @@ def sum_parts(problem: Problem, piece: Piece, parts: Area, inverse: Area, *, wei
         "DEPENDENT": problem.dependent,
         "INTERPRET": problem.interpret,
     }
-    options = {"num_warps": max(1, columns // 256), **problem.after}
+    options = {"num_warps": max(1, columns // 256), **problem.launch_options}
     return Launch(
         "device.routing:sum_rows", (-(-tokens // block), -(-hidden // columns)), arguments, constants, options
     )

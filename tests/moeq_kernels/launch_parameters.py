@@ -262,7 +262,7 @@ def wrong_after_interrupts(tokens: int) -> tuple[int, int, list[str]]:
 
     They are interrupted where something has changed: layer, tensors and stream, one of which has a graph.
     """
-    calls, files, replay.KEPT_STREAMS = Calls("hopper-w4a16", tokens), {cuda.__file__, replay.__file__}, 1
+    calls, files, replay.MAX_KEPT_STREAMS = Calls("hopper-w4a16", tokens), {cuda.__file__, replay.__file__}, 1
     calls.driver.interrupting = True
     for number in range(2 * replay.REPLAY_AFTER):
         with suppress(KeyboardInterrupt):
@@ -300,7 +300,7 @@ def wrong_after_interrupts(tokens: int) -> tuple[int, int, list[str]]:
 
 def graphs_left(streams: int, kept: int) -> tuple[int, int, int]:
     """Graphs that were made, given back, and wrong parameters, where so many may be kept."""
-    replay.KEPT_GRAPHS, replay.KEPT_STREAMS = kept, streams
+    replay.MAX_KEPT_GRAPHS, replay.MAX_KEPT_STREAMS = kept, streams
     calls = Calls("hopper-w4a16", 33)
     for number in range(3 * streams):
         for _ in range(replay.REPLAY_AFTER + 2):

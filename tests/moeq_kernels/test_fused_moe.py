@@ -62,7 +62,7 @@ def test_results_are_deterministic(device: torch.device) -> None:
 
 def test_long_calls_go_through_a_bounded_workspace(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     packed, layer = make_layer(Recipe(), device)
-    monkeypatch.setattr(schedules, "MOST_ELEMENTS", 4 * 128 * 2 * 20)  # pieces of 16 tokens
+    monkeypatch.setattr(schedules, "MAX_PIECE_ELEMENTS", 4 * 128 * 2 * 20)  # pieces of 16 tokens
     check(packed, layer, route(33, 128, 4, 2, device=device))
 
 

@@ -23,14 +23,14 @@ area = Area.of("x", torch.bfloat16, 64, 128)
 moving = cuda.MovingMap(area, 3, (32, 64), 128)
 draw, found = random.Random(0), {}
 for _ in range(500):
-    base = 16 * draw.randrange(1, 3 * cuda.KEPT_MAPS)
+    base = 16 * draw.randrange(1, 3 * cuda.MAX_KEPT_MAPS)
     address = moving.at(base)
     assert address % 64 == 0
     assert ctypes.c_uint64.from_address(address).value == base
     found.setdefault(base, set()).add(address)
-assert len(set().union(*found.values())) == cuda.KEPT_MAPS
+assert len(set().union(*found.values())) == cuda.MAX_KEPT_MAPS
 one = moving.at(16)
-for base in range(32, 32 + 16 * (cuda.KEPT_MAPS - 1), 16):
+for base in range(32, 32 + 16 * (cuda.MAX_KEPT_MAPS - 1), 16):
     assert moving.at(base) != one
 ctypes.c_uint64.from_address(one).value = 0
 assert moving.at(16) == one and ctypes.c_uint64.from_address(one).value == 0, "encoded again though it was kept"

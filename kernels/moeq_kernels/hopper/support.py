@@ -26,9 +26,9 @@ READ: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
 FLOATS = {key: read for key, read in READ.items() if key[1] == "e4m3" or FORMATS[key].global_scale == "required"}
 SCALES = {key: read for key, read in READ.items() if key not in FLOATS}
 #: Upper bound of the experts whose pairs one program counts at a time (`device.routing.place_pairs`).
-MOST_EXPERTS = 8192
+MAX_EXPERTS = 8192
 #: Upper bound of the features in a row that one program quantises (`w8a8.device.rows`).
-INT8_MOST_FEATURES = 16384
+MAX_QUANTISED_FEATURES = 16384
 #: Format of the kernels for int8 weights and activations.
 W8A8 = ("int8-w8a8/1", "int8")
 #: Formats of the kernels for e4m3 weights and activations.
@@ -76,8 +76,8 @@ def machine_reasons(problem: Problem) -> Iterator[str]:
 def _common_reasons(problem: Problem) -> Iterator[str]:
     if problem.weight_on_input:
         yield "router weights multiply the input; these kernels multiply the output"
-    if problem.experts > MOST_EXPERTS:
-        yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
+    if problem.experts > MAX_EXPERTS:
+        yield f"{problem.experts} experts; these kernels sort pairs among at most {MAX_EXPERTS}"
 
 
 def _bytes_reasons(problem: Problem) -> Iterator[str]:
@@ -86,8 +86,8 @@ def _bytes_reasons(problem: Problem) -> Iterator[str]:
     if not problem.epilogue.gated:
         yield "w13 has no gate; these kernels multiply with gate and up"
     widest = max(problem.hidden, problem.intermediate)
-    if widest > INT8_MOST_FEATURES:
-        yield f"rows have {widest} features; these kernels quantise at most {INT8_MOST_FEATURES}"
+    if widest > MAX_QUANTISED_FEATURES:
+        yield f"rows have {widest} features; these kernels quantise at most {MAX_QUANTISED_FEATURES}"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if matrix.k % 16:
             yield f"{name} has k = {matrix.k}; the copy engine needs a multiple of 16"
@@ -129,8 +129,8 @@ def w4a8_reasons(problem: Problem) -> Iterator[str]:
         yield f"x has {problem.hidden} features; these kernels order them in sixteens"
     if problem.w13.element != problem.w2.element:
         yield f"w13 is {problem.w13.element}, but w2 is {problem.w2.element}; these kernels read one format in a layer"
-    if max(problem.hidden, problem.intermediate) > INT8_MOST_FEATURES:
-        yield f"rows have more than {INT8_MOST_FEATURES} features; these kernels quantise at most that many"
+    if max(problem.hidden, problem.intermediate) > MAX_QUANTISED_FEATURES:
+        yield f"rows have more than {MAX_QUANTISED_FEATURES} features; these kernels quantise at most that many"
     for name, matrix in (("w13", problem.w13), ("w2", problem.w2)):
         if matrix.zero is not None:
             yield f"{name} has zero points; these kernels read codes around 8"
@@ -161,7 +161,7 @@ def mixture_reasons(w13: PackedMatrix, w2: PackedMatrix) -> Iterator[str]:
     """Yield a reason if both formats are supported, but not in one layer."""
     if not {(one.layout, one.element) for one in (w13, w2)} <= READ.keys() or alike(w13, w2) or one_group(w13, w2):
         return
-    if not (KINDS[kind_of(w13)].mixes and KINDS[kind_of(w2)].mixes):
+    if not (KINDS[kind_of(w13)].is_mixable and KINDS[kind_of(w2)].is_mixable):
         first, second = (f"{one.layout} {one.element}, groups of {one.group_size}" for one in (w13, w2))
         yield (
             f"w13 is {first}, but w2 is {second}; of different formats these kernels read int4, int8 and MXFP4 in one "

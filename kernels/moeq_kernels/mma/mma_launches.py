@@ -8,7 +8,7 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.support import MOST_EXPERTS, READ, matrix_reasons, triton_reason
+from moeq_kernels.hopper.support import MAX_EXPERTS, READ, matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import alike, channel_scale, group_of, group_scale, kind_of
 from moeq_kernels.launch import Launch
@@ -18,7 +18,7 @@ from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted, kept_dtype, most_tiles, room, sort_pairs, sum_parts
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
-EXACT_PAIRS = 1024
+MAX_EXACT_PAIRS = 1024
 
 
 def on(problem: Problem) -> bool:
@@ -36,8 +36,8 @@ def reasons(problem: Problem) -> Iterator[str]:
         yield reason
     if problem.weight_on_input:
         yield "router weights multiply the input"
-    if problem.experts > MOST_EXPERTS:
-        yield f"{problem.experts} experts; these kernels sort pairs among at most {MOST_EXPERTS}"
+    if problem.experts > MAX_EXPERTS:
+        yield f"{problem.experts} experts; these kernels sort pairs among at most {MAX_EXPERTS}"
     if problem.hidden % 8:
         yield f"x has {problem.hidden} features; cp.async copies eight at a time"
     yield from matrix_reasons("w13", problem.w13, READ)
@@ -61,8 +61,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: MmaPlan) -> lis
     counters = most * -(-problem.intermediate // 128) if plan.gate_up_splits > 1 else 0
     found = room(problem, arena, pairs, plan.tokens, counters)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
-    finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
-    kept = kept_dtype(problem, pairs <= EXACT_PAIRS or plan.down_splits > 1, finer)
+    finer = KINDS[kind_of(problem.w2)].keeps_extra_bit or problem.w2.bias is not None
+    kept = kept_dtype(problem, pairs <= MAX_EXACT_PAIRS or plan.down_splits > 1, finer)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     return [
         *sort_pairs(problem, piece, arena, found, plan.tokens, plan.tokens),
@@ -124,5 +124,5 @@ def _product(
         "DEPENDENT": problem.dependent,
     }
     programs = (blocks * splits, rows.most)
-    options = {"num_warps": 4, **problem.after}
+    options = {"num_warps": 4, **problem.launch_options}
     return Launch("mma.device.product:expert_product_mma", programs, arguments, constants, options)

@@ -194,7 +194,10 @@ def compile_planned(layers: list[PreparedLayer]) -> float:
     """Compile what layers with plans of their own need, in parallel; return the seconds."""
     wanted: dict[Gpu, set[Specialisation]] = {}
     for layer in layers:
-        edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.SINGLE_ROWS)} | {0, *TOKEN_LIMITS}
+        edges = {pairs // layer.problem.top_k for pairs in (*PAIR_LIMITS, w8a8.MAX_SINGLE_ROW_PAIRS)} | {
+            0,
+            *TOKEN_LIMITS,
+        }
         for tokens in {min(layer.max_tokens, edge + more) for edge in edges for more in (0, 1)} - {0}:
             planned = schedule(layer.family, layer.problem, tokens, layer._plan)
             wanted.setdefault(layer.problem.gpu, set()).update(map(specialise, planned.launches))

@@ -63,12 +63,12 @@ def plan(kind: str, problem: Problem, tokens: int, tile: int, grain: int | None 
     piece, arena, launches = Piece.whole(problem, tokens), Arena(), list[Launch]()
     pairs, grain = tokens * problem.top_k, grain or tile
     if kind.startswith("quantised"):
-        limit = w8a8.FEW_PAIRS
+        limit = w8a8.MAX_FEW_PAIRS
         try:
-            w8a8.FEW_PAIRS = 0 if kind.endswith("many") else pairs
+            w8a8.MAX_FEW_PAIRS = 0 if kind.endswith("many") else pairs
             launches, found = w8a8._quantised(problem, piece, arena, Int8Plan(Int8Narrow(tile, 2)), None)
         finally:
-            w8a8.FEW_PAIRS = limit
+            w8a8.MAX_FEW_PAIRS = limit
         one = None if kind.endswith("many") else found.expert_of_row
         return Planned(Schedule(tuple(launches), arena.used), found.sorted, found.rows, one)
     rows = room(problem, arena, pairs, tile, CLEARED)

@@ -14,29 +14,32 @@ class Kind:
     Attributes:
         bits: bits per code.
         scale_bytes: bytes of a scale that codes along k share.
-        finer: whether outputs that are rounded before they are summed keep one more bit than bfloat16; weights of this
-            kind are so exact that rounding to bfloat16 would add a visible error.
-        light: whether 4-bit codes are decoded in so few instructions that their time is that of their bytes.
-        mixes: whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels do.
+        keeps_extra_bit: whether outputs that are rounded before they are summed keep one more bit than bfloat16;
+            weights of this kind are so exact that rounding to bfloat16 would add a visible error.
+        has_cheap_decode: whether 4-bit codes are decoded in so few instructions that their time is that of their bytes.
+        is_mixable: whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels
+            do.
     """
 
     bits: int
     scale_bytes: int
-    finer: bool
-    light: bool = False
-    mixes: bool = False
+    keeps_extra_bit: bool
+    has_cheap_decode: bool = False
+    is_mixable: bool = False
 
     @property
-    def small_float(self) -> bool:
-        """Whether codes are e2m1, which have many scales and, unless they are light, need much integer work."""
-        return self.bits == 4 and self.finer
+    def is_small_float(self) -> bool:
+        """Whether codes are e2m1, which have many scales and take much integer work unless decoding is cheap."""
+        return self.bits == 4 and self.keeps_extra_bit
 
 
 KINDS: dict[str, Kind] = {
-    "uint4": Kind(4, 2, False, light=True, mixes=True),
-    "uint8": Kind(8, 2, True, mixes=True),
-    "e2m1": Kind(4, 1, True, mixes=True),  # MXFP4
-    "e2m1-permuted": Kind(4, 1, True, light=True, mixes=True),  # MXFP4 with permuted bits, see `recipes`
+    "uint4": Kind(4, 2, False, has_cheap_decode=True, is_mixable=True),
+    "uint8": Kind(8, 2, True, is_mixable=True),
+    "e2m1": Kind(4, 1, True, is_mixable=True),  # MXFP4
+    "e2m1-permuted": Kind(
+        4, 1, True, has_cheap_decode=True, is_mixable=True
+    ),  # MXFP4 with permuted bits, see `recipes`
     "nvfp4": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),

@@ -18,7 +18,7 @@ from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
 #: Least steps (of STEP_BYTES of words) of a share of the queue kernel's two products, and of a unit of several tiles.
-LEAST_UP, LEAST_DOWN, BUNDLED_STEPS = 4, 4, 8
+MIN_UP_STEPS, MIN_DOWN_STEPS, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
 #: Arguments that the kernel for both products takes once per product.
 _PER_PRODUCT = (
@@ -60,7 +60,7 @@ def _narrow(
     }
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "SPLITS": splits}
     constants |= {"AFTER": kernel.after, "DEPENDENT": problem.dependent}
-    options = {"num_warps": 4, **problem.after} | ({"maxnreg": kernel.registers} if kernel.registers else {})
+    options = {"num_warps": 4, **problem.launch_options} | ({"maxnreg": kernel.registers} if kernel.registers else {})
     name = "hopper.w4a16.device.narrow:expert_product_narrow"
     return Launch(name, (blocks * splits, rows.most), arguments, constants, options)
 
@@ -91,9 +91,9 @@ def queue_launch(
         "num_tiles": rows.num_tiles,
         "most": rows.most,
         "wanted_up": kernel.up * programs,
-        "least_up": LEAST_UP * smaller,
+        "least_up": MIN_UP_STEPS * smaller,
         "wanted_down": kernel.down * programs,
-        "least_down": LEAST_DOWN * smaller if bundle == 1 else count + 1,
+        "least_down": MIN_DOWN_STEPS * smaller if bundle == 1 else count + 1,
         "bundle": bundle,
         "up_pair_tiles": up["pair_tiles"],
         "up_count": _steps(problem.w13, x, kernel.step),
@@ -104,7 +104,7 @@ def queue_launch(
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "AFTER": kernel.after}
     constants |= {"ROWS": kernel.rows, "EARLY": early, "DEPENDENT": problem.dependent}
     constants["LEAST"] = kernel.least or kernel.tokens
-    options = {"num_warps": 4, "maxnreg": kernel.registers, **problem.after}
+    options = {"num_warps": 4, "maxnreg": kernel.registers, **problem.launch_options}
     return Launch("hopper.w4a16.device.queue:expert_layer", (programs,), arguments, constants, options)
 
 
@@ -136,7 +136,9 @@ def _wide(
     constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
     constants |= {"DEPENDENT": problem.dependent, "FINE": kernel.fine}
     name = "hopper.w4a16.device.wide:expert_product_wide"
-    return Launch(name, (problem.gpu.multiprocessors,), arguments, constants, {"num_warps": 4, **problem.after})
+    return Launch(
+        name, (problem.gpu.multiprocessors,), arguments, constants, {"num_warps": 4, **problem.launch_options}
+    )
 
 
 def _common(

@@ -37,15 +37,15 @@ from moeq_kernels.launch import Launch
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.problem import Piece, Problem
-from moeq_kernels.sorting import FEW_PAIRS, Sorted, kept_dtype, most_tiles, room, sort_few, sort_pairs, sum_parts
+from moeq_kernels.sorting import MAX_FEW_PAIRS, Sorted, kept_dtype, most_tiles, room, sort_few, sort_pairs, sum_parts
 from moeq_kernels.tuning import next_power_of_two
 
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
-EXACT_PAIRS = 256
+MAX_EXACT_PAIRS = 256
 #: Numbers of pairs where the dtype of kept outputs changes: in these kernels, and in the `mma.sync` kernels.
-EXACT_EDGES = (EXACT_PAIRS, mma.EXACT_PAIRS)
+EXACT_EDGES = (MAX_EXACT_PAIRS, mma.MAX_EXACT_PAIRS)
 #: Largest mean of rows per expert at which the sorting kernel also copies tokens.
-ROWS_COPIED = 4
+MAX_COPIED_ROWS = 4
 #: Granularity of the heights of the wide kernel's tiles.
 HEIGHT_GRAIN = 32
 
@@ -80,8 +80,8 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan)
     sorted_x = None if gathered else arena.take(problem.dtype, pairs, problem.hidden)
     result, rows, early = sorting(problem, piece, arena, plan, sorted_x)
     middle = arena.take(problem.dtype, pairs, problem.intermediate)
-    exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= EXACT_PAIRS
-    finer = KINDS[kind_of(problem.w2)].finer or problem.w2.bias is not None
+    exact = isinstance(plan.kernel, Narrow) or plan.down_splits > 1 or pairs <= MAX_EXACT_PAIRS
+    finer = KINDS[kind_of(problem.w2)].keeps_extra_bit or problem.w2.bias is not None
     kept = kept_dtype(problem, exact, finer)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     if isinstance(plan.kernel, Queue):
@@ -115,9 +115,9 @@ def sorting(
     pairs, hidden = piece.ids.numel(), problem.hidden
     rows = room(problem, arena, pairs, tile, counters(problem, plan, most_tiles(pairs, tile, problem.experts)))
     # The queue kernel reads its first weights while `gather_rows` copies tokens.
-    few = pairs <= FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= ROWS_COPIED * problem.experts
+    few = pairs <= MAX_FEW_PAIRS and not isinstance(kernel, Queue) and pairs <= MAX_COPIED_ROWS * problem.experts
     if sorted_x is None or few:
-        if pairs <= FEW_PAIRS:
+        if pairs <= MAX_FEW_PAIRS:
             return sort_few(problem, piece, rows, tile, grain, sorted_x), rows, False
         return sort_pairs(problem, piece, arena, rows, tile, grain), rows, False
     result = sort_pairs(problem, piece, arena, rows, tile, grain)
@@ -135,7 +135,7 @@ def sorting(
     }
     constants = {"ROWS": block, "COLUMNS": columns, "DEPENDENT": problem.dependent}
     programs = (-(-pairs // block), -(-hidden // columns))
-    result.append(Launch("device.routing:gather_rows", programs, arguments, constants, problem.after))
+    result.append(Launch("device.routing:gather_rows", programs, arguments, constants, problem.launch_options))
     return result, rows, True
 
 
@@ -177,7 +177,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
         "AFTER": kernel.after,
         "DEPENDENT": problem.dependent,
     }
-    options = {"num_warps": 4, **problem.after}
+    options = {"num_warps": 4, **problem.launch_options}
     words, rows, scales = boxes(w13, piece.x, kernel.step, 2, 8)
     given, fixed = weight_arguments(w13)
     up = Launch(

@@ -242,8 +242,8 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     """Return the table for a kind of codes, k of the down product and tiles of gate and up per SM."""
     short = intermediate <= SHORT_K
-    if KINDS[kind].small_float:
-        return LIGHT_E2M1_TABLE if KINDS[kind].light else E2M1_TABLE
+    if KINDS[kind].is_small_float:
+        return LIGHT_E2M1_TABLE if KINDS[kind].has_cheap_decode else E2M1_TABLE
     if KINDS[kind].bits == 8:
         return BYTES_TABLE if short or kind != "uint8" else INT8_LONG_TABLE
     return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
@@ -261,7 +261,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
         room = gpu.shared_bytes - kernel.warpgroups * _REGROUPING_WIDE
         return replace(kernel, stages=min(kernel.stages, room // bytes_of_step))
     after = kernel.after and kind == "uint4" and (group >= 64 or not group)
-    bits, small_float = KINDS[kind].bits, KINDS[kind].small_float
+    bits, small_float = KINDS[kind].bits, KINDS[kind].is_small_float
     if isinstance(kernel, Narrow):  # four programs have to fit a multiprocessor's shared memory
         if bits == 8:
             return replace(kernel, after=False, step=64, stages=3)
@@ -345,7 +345,7 @@ class Work:
 
 def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
     """Replace a kernel of the table if tiles are so few that whole waves of programs count."""
-    int4, small_float = work.kind == "uint4", KINDS[work.kind].small_float
+    int4, small_float = work.kind == "uint4", KINDS[work.kind].is_small_float
     mean, waves = work.mean, work.waves
     if waves * max(1.0, mean / 64.0 + 0.5) <= 1.0 and isinstance(base, Wide):
         return WIDE64_HALVES
@@ -365,7 +365,7 @@ def kernel_for_few_tiles(base: Kernel, work: Work) -> Kernel:
 def kernel_where_memory_is_fast(work: Work) -> Kernel:
     """Choose the kernel by what was fitted on an H200."""
     kind, mean, waves = work.kind, work.mean, work.waves
-    small_float, light, few_tiles = KINDS[kind].small_float, KINDS[kind].light, waves <= FEW_WAVES
+    small_float, light, few_tiles = KINDS[kind].is_small_float, KINDS[kind].has_cheap_decode, waves <= FEW_WAVES
     base = next(one for limit, one in table_for(kind, work.intermediate, waves) if mean <= limit)
     queue16 = QUEUE16_FOLDED if small_float else QUEUE16
     if light and waves <= QUEUE16_WAVES:
@@ -385,7 +385,7 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
 
 def kernel_where_memory_is_slow(work: Work) -> Kernel:
     """Choose the kernel for 4-bit codes by what was fitted on an H100."""
-    mean, small_float = work.mean, KINDS[work.kind].small_float
+    mean, small_float = work.mean, KINDS[work.kind].is_small_float
     if mean <= 8.0 and ((work.one_wave and work.bytes <= SLOW_NARROW_BYTES) or not work.both):
         return NARROW8
     if mean <= 14.0 and work.one_wave and work.bytes <= NARROW_BYTES and small_float:
@@ -422,7 +422,7 @@ def mma_is_faster(work: Work, kernel: Kernel) -> bool:
     if work.gpu.slow_memory:
         few_tiles = waves <= 1.0 and NARROW8.tokens < mean <= (12.0 if waves > 0.5 else 30.0)
         return not direct and (few_tiles or (work.intermediate <= 256 and 6.0 < mean <= 11.0))
-    few_columns = KINDS[work.kind].light and work.intermediate <= FEW_COLUMNS
+    few_columns = KINDS[work.kind].has_cheap_decode and work.intermediate <= FEW_COLUMNS
     return few_columns and mean <= DIRECT_MEAN and waves > MMA_WAVES and work.bytes <= MMA_BYTES
 
 
@@ -437,7 +437,7 @@ def choose(work: Work, group: int, gated: bool = True) -> Plan:
     slow = gpu.slow_memory and KINDS[kind].bits == 4
     weights, mean = 3 * hidden * intermediate, work.mean
     few = weights <= DIRECT_WEIGHTS and pairs * weights <= DIRECT_READ
-    if KINDS[kind].light and not slow:
+    if KINDS[kind].has_cheap_decode and not slow:
         few = pairs * weights <= DIRECT_READ_LESS
     if gated and few and mean <= DIRECT_MEAN:
         kernel = kernel_for(DIRECT, kind, group, gpu)

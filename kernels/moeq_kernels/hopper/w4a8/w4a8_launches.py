@@ -13,13 +13,13 @@ from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a8.fold import folded
 from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, kind_of
 from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
-from moeq_kernels.hopper.w8a8.w8a8_launches import EXACT_PAIRS, Quantised, Rows
+from moeq_kernels.hopper.w8a8.w8a8_launches import MAX_EXACT_PAIRS, Quantised, Rows
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import most_tiles
 
-__all__ = ["EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready"]
+__all__ = ["MAX_EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready"]
 
 
 def ready(experts: PackedExperts) -> PackedExperts:
@@ -46,10 +46,10 @@ class W4a8Plan:
 
 
 #: Kernels for small and large tiles. Words are decoded once per tile, so large tiles are faster.
-FEW, MANY = W4a8Wide(64, 7), W4a8Wide(160, 5)
+SMALL_TILES, LARGE_TILES = W4a8Wide(64, 7), W4a8Wide(160, 5)
 #: (largest mean of tokens per expert, kernel), tried in order. On an H200 small tiles are up to 9 % faster at 48 tokens
 #: per expert, large tiles up to 28 % at 64.
-TABLE = ((48.0, FEW), (float("inf"), MANY))
+TABLE = ((48.0, SMALL_TILES), (float("inf"), LARGE_TILES))
 #: Tokens per copy, and granularity of the heights of tiles.
 BOX = 32
 
@@ -112,4 +112,4 @@ def product_launch(
     most = most_tiles(piece.ids.numel(), kernel.tokens, problem.experts) * blocks
     programs = (min(problem.gpu.multiprocessors, most),)
     name = "hopper.w4a8.device.wide:w4a8_product_wide"
-    return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.after})
+    return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.launch_options})

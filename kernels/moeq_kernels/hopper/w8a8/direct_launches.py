@@ -43,7 +43,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan
         "known": problem.known,
     }
     constants: dict[str, Any] = {"MAPPED": problem.mapped, "DEPENDENT": problem.dependent}
-    options = {"num_warps": 4, **problem.after}
+    options = {"num_warps": 4, **problem.launch_options}
     first, second = weight_boxes(problem, w13, 64, True)
     up = Launch(
         "hopper.w8a8.device.direct:few_gate_up_int8",

@@ -29,7 +29,7 @@ from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import (
-    FEW_PAIRS,
+    MAX_FEW_PAIRS,
     Sorted,
     bins_of,
     few_size,
@@ -45,9 +45,9 @@ from moeq_kernels.sorting import (
 from moeq_kernels.tuning import next_power_of_two
 
 #: Largest number of pairs at which a program quantises one row of activations only.
-SINGLE_ROWS = 2048
+MAX_SINGLE_ROW_PAIRS = 2048
 #: Largest number of pairs whose expert outputs stay float32 until they are summed.
-EXACT_PAIRS = 256
+MAX_EXACT_PAIRS = 256
 #: Queue counters, one per product, of kernels that take work items from a queue; a counter per expert follows.
 COUNTERS = 2
 #: Layout of weights with a scale per block; rows of activations then have a scale per group of k.
@@ -93,7 +93,7 @@ def plan_for(problem: Problem, tokens: int) -> Int8Plan:
         apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
         table = E4M3_TABLE if apart else E4M3_NARROW_TABLE
     plan = choose(*sizes, problem.gpu, table)
-    if pairs > FEW_PAIRS and isinstance(plan.kernel, Int8Narrow):
+    if pairs > MAX_FEW_PAIRS and isinstance(plan.kernel, Int8Narrow):
         # The sum of a split k needs `expert_of_row`, which is written for few pairs only.
         plan = replace(plan, gate_up_splits=1)
     return plan
@@ -102,8 +102,8 @@ def plan_for(problem: Problem, tokens: int) -> Int8Plan:
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:
     """Return the launches of a piece.
 
-    A token's results are summed in float32 in the order of topk_ids; with more than EXACT_PAIRS pairs, results beside
-    bfloat16 tokens are rounded to bfloat16 before that.
+    A token's results are summed in float32 in the order of topk_ids; with more than MAX_EXACT_PAIRS pairs, results
+    beside bfloat16 tokens are rounded to bfloat16 before that.
     """
     if isinstance(plan.kernel, Int8Direct):
         return direct_launches(problem, piece, arena, plan, plan.kernel)
@@ -135,7 +135,7 @@ def quantised_launches(
         result.append(product_launch(problem, piece, plan, found, found.rows, problem.w13, middle))
         again, activations = _requantised(problem, piece, arena, found, middle, shared)
         result.append(again)
-    kept = kept_dtype(problem, pairs <= EXACT_PAIRS or plan.down_splits > 1, finer=False)
+    kept = kept_dtype(problem, pairs <= MAX_EXACT_PAIRS or plan.down_splits > 1, finer=False)
     parts = arena.take(kept, plan.down_splits, pairs, problem.hidden)
     result.append(product_launch(problem, piece, plan, found, activations, problem.w2, parts))
     result.append(sum_parts(problem, piece, parts, found.sorted.inverse))
@@ -193,9 +193,9 @@ def _quantised(
     }
     constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns, "DEPENDENT": problem.dependent}
     constants |= {"MARLIN": marlin(problem.w13), "INTERPRET": problem.interpret}
-    options = {"num_warps": max(4, warps_for(columns)), **problem.after}
+    options = {"num_warps": max(4, warps_for(columns)), **problem.launch_options}
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
-    if pairs > FEW_PAIRS or grain:
+    if pairs > MAX_FEW_PAIRS or grain:
         if grain:
             result = sort_pairs(problem, piece, arena, pairs_sorted, tile, grain)
         else:
@@ -279,14 +279,16 @@ def _requantised(
             "LIMIT": epilogue.limit,
         }
         name = "hopper.w8a8.device.rows:activate_quantised"
-        return Launch(name, (pairs,), arguments, constants, {"num_warps": warps, **problem.after}), rows
+        return Launch(name, (pairs,), arguments, constants, {"num_warps": warps, **problem.launch_options}), rows
     # With many rows the rows in flight per SM decide.
-    block = max(1, 1024 // columns) if pairs > SINGLE_ROWS else 1
-    warps = max(1, columns // 1024) if pairs > SINGLE_ROWS else warps
+    block = max(1, 1024 // columns) if pairs > MAX_SINGLE_ROW_PAIRS else 1
+    warps = max(1, columns // 1024) if pairs > MAX_SINGLE_ROW_PAIRS else warps
     arguments |= {"middle": middle, "pairs": pairs}
     constants |= {"ROWS": block}
     name = "hopper.w8a8.device.rows:requantise"
-    return Launch(name, (-(-pairs // block),), arguments, constants, {"num_warps": warps, **problem.after}), rows
+    return Launch(
+        name, (-(-pairs // block),), arguments, constants, {"num_warps": warps, **problem.launch_options}
+    ), rows
 
 
 def product_launch(
@@ -305,7 +307,7 @@ def product_launch(
         "BIAS": matrix.bias is not None,
         "DEPENDENT": problem.dependent,
     }
-    options: dict[str, Any] = {"num_warps": 4, **problem.after}
+    options: dict[str, Any] = {"num_warps": 4, **problem.launch_options}
     arguments: dict[str, Argument] = {}
     programs = problem.gpu.multiprocessors
     tiles, num_tiles = (found.sorted.tiles, found.sorted.num_tiles)

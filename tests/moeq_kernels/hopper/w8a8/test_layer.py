@@ -129,8 +129,8 @@ def test_layer_equals_the_portable_kernels(
     products: dict[str, Product], monkeypatch: pytest.MonkeyPatch, tokens: int, top_k: int, plan: Int8Plan,
     mapped: bool, bias: bool, epilogue: Epilogue, few: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(layer, "FEW_PAIRS", few)
-    monkeypatch.setattr(layer, "SINGLE_ROWS", few)
+    monkeypatch.setattr(layer, "MAX_FEW_PAIRS", few)
+    monkeypatch.setattr(layer, "MAX_SINGLE_ROW_PAIRS", few)
     limit, order = epilogue.limit or None, "gate-up" if epilogue is SILU else "interleaved"
     recipe = Recipe("int8-w8a8/1", "int8", experts=4, hidden=352, intermediate=304, bias=bias,
                     activation=epilogue.activation, order=order, limit=limit)  # fmt: skip

@@ -69,8 +69,8 @@ def test_the_code_as_it_is_gives_the_layer(
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")
     if tokens >= 12:  # the kernels for many pairs, too
-        monkeypatch.setattr(w8a8, "FEW_PAIRS", 16)
-        monkeypatch.setattr(w8a8, "SINGLE_ROWS", 16)
+        monkeypatch.setattr(w8a8, "MAX_FEW_PAIRS", 16)
+        monkeypatch.setattr(w8a8, "MAX_SINGLE_ROW_PAIRS", 16)
     mapped = tokens == 6
     packed, layer = make_layer(recipe)
     known = 2 * recipe.experts if mapped else recipe.experts

@@ -25,7 +25,7 @@ from moeq_kernels.hopper.w8a8.w8a8_plan import (
 from moeq_kernels.prepared import prepare
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts
-from moeq_kernels.sorting import FEW_PAIRS
+from moeq_kernels.sorting import MAX_FEW_PAIRS
 
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (32, 4, 2880, 2880), (4, 1, 64, 48)]
 
@@ -66,8 +66,8 @@ def test_the_k_of_gate_and_up_is_shared_only_where_rows_know_their_expert(recipe
     assert plan_for(problem, 2).gate_up_splits > 1
     sizes = (problem.experts, 2560, 64, problem.gpu)
     table = TABLE if recipe.element == "int8" else E4M3_NARROW_TABLE
-    assert choose(FEW_PAIRS + 2, *sizes, table).gate_up_splits > 1
-    assert plan_for(problem, FEW_PAIRS // 2 + 1).gate_up_splits == 1
+    assert choose(MAX_FEW_PAIRS + 2, *sizes, table).gate_up_splits > 1
+    assert plan_for(problem, MAX_FEW_PAIRS // 2 + 1).gate_up_splits == 1
 
 
 def test_few_pairs_of_small_experts_are_not_sorted() -> None:
