@@ -6,9 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUFF = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["lint"]
-
-#: Rooms whose English is still to be mended, as patterns: those that ruff leaves its imperative mood (D401) out for.
-UNMENDED = [
-    pattern
-    for pattern, rules in RUFF["per-file-ignores"].items()
-    if "D401" in rules and pattern.startswith(("moeq/", "kernels/"))
-]
 
 #: Openings that leave out their noun, or that need the line above.
 OPENING = re.compile(
@@ -37,10 +27,6 @@ SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Yields|Raises):\s*$")
 
 def sources() -> list[Path]:
     return sorted([*(ROOT / "moeq").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
-
-
-def is_mended(path: Path) -> bool:
-    return not any(fnmatch(path.relative_to(ROOT).as_posix(), pattern) for pattern in UNMENDED)
 
 
 def faults(text: str) -> Iterator[tuple[int, str]]:
@@ -89,15 +75,9 @@ def test_no_docstring_opens_without_its_noun() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {sentence}"
         for path in sources()
-        if is_mended(path)
         for line, sentence in faults(path.read_text(encoding="utf-8"))
     ]
     assert not wrong, "\n".join(wrong)
-
-
-def test_rooms_still_to_be_mended_exist() -> None:
-    files = [path.relative_to(ROOT).as_posix() for path in sources()]
-    assert [pattern for pattern in UNMENDED if not any(fnmatch(name, pattern) for name in files)] == []
 
 
 @pytest.mark.parametrize(
@@ -135,7 +115,7 @@ def test_public_modules_follow_the_google_convention(package: str) -> None:
     modules = {package, *(target.partition(":")[0] for target in face._PUBLIC.values())}
     found = [Path(str(spec.origin)) for spec in map(find_spec, sorted(modules)) if spec]
     assert len(found) == len(modules)
-    files = [str(path) for path in found if is_mended(path) or path == Path(str(face.__file__))]
+    files = [str(path) for path in found]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=D", "--ignore=D105,D107"]
     convention = ["--config", 'lint.pydocstyle.convention = "google"', "--output-format=concise"]
     result = subprocess.run([*command, *convention, *files], capture_output=True, text=True, check=False)
