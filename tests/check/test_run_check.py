@@ -103,6 +103,9 @@ def test_digests_alone_need_no_kernels(converted, checkpoints) -> None:
     report = run_check(converted[INT4], checkpoints / INT4, options=CheckOptions(kernels=False))
     assert report.ok
     assert (report.digests_checked, report.layers) == (24, ())
+    for layers, count in (((1,), 12), ((), 0)):
+        options = CheckOptions(kernels=False, digest_layers=layers)
+        assert run_check(converted[INT4], checkpoints / INT4, options=options).digests_checked == count
 
 
 def test_missing_triton_is_found_before_anything_is_read(converted, checkpoints, monkeypatch) -> None:
