@@ -43,6 +43,7 @@ def check_complete(experts: Iterable[Experts]) -> None:
         MoeqError: `source.incomplete-experts` naming layer, expert and projection.
     """
     gaps: list[str] = []
+    uncalibrated = 0
     for item in experts:
         groups = item.kinds()
         present = {projection for group in groups for projection in group.kind.projections}
@@ -52,11 +53,15 @@ def check_complete(experts: Iterable[Experts]) -> None:
         if plain and len(plain) < len(groups):
             numbers = sorted(expert for group in plain for expert in group.experts)
             gaps.append(f"layer {item.layer.layer}: experts {_few(numbers)} are not quantised, the others are")
+            uncalibrated += 1
         if "down" not in present or not present & {"up", "gate_up"}:
             gaps.append(f"layer {item.layer.layer}: projections {sorted(present)}, expected (gate,) up and down")
     if gaps:
         shown = "; ".join(gaps[:5]) + (f" and {len(gaps) - 5} more" if len(gaps) > 5 else "")
-        raise MoeqError("source.incomplete-experts", shown, "the checkpoint is not complete; download it again")
+        hint = "the checkpoint is not complete; download it again"
+        if uncalibrated == len(gaps):  # quantisers leave out experts that no token of the calibration reached
+            hint = "engines take one format for all experts of a layer: quantise again with every expert calibrated"
+        raise MoeqError("source.incomplete-experts", shown, hint)
 
 
 def _missing(item: Experts, present: set[StoredName]) -> Iterator[str]:

@@ -157,3 +157,14 @@ def test_a_doubled_wrapper_is_found_by_no_class(tmp_path: Path) -> None:
         verdict = answer(moeq.open(folder), Question(Deployment(parse_gpu("H100"), engine="vllm@0.33.0"))).verdict
         assert verdict.ok == ok, verdict.refusal
         assert ok or "2 times above its layers" in verdict.refusal
+
+
+def test_experts_that_calibration_missed_are_not_a_download_error(tmp_path: Path) -> None:
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return stored.plain(n, k) if expert == 3 else stored.gptq(n, k)
+
+    with pytest.raises(moeq.MoeqError) as raised:
+        moeq.open(qwen(tmp_path / "made", stored.GPTQ, make, make))
+    assert raised.value.code == "source.incomplete-experts"
+    assert "experts 3 are not quantised" in raised.value.message
+    assert "every expert calibrated" in str(raised.value.hint)
