@@ -1,10 +1,11 @@
-"""Fit the cost model of the W4A16 kernels to recorded cells, and compare its choices with those of the tables.
+"""Fit a cost model of the W4A16 kernels to recorded cells, and compare its choices with those of the tables.
 
-    PYTHONPATH=.:kernels:tests:tests/moeq_kernels python kernels/bench/fit_plans.py [--cross-validate] [--out FILE]
+    python -m bench.fit_plans [--cross-validate] [--out FILE]
 
 The model predicts the time of a plan from bytes, waves, steps, prologue and tail (see `predict`). Its coefficients
 minimise the expected regret of the cheapest plan and, with less weight, the error of the times. `--cross-validate`
-leaves layers out (sixths of all) and each GPU out. A GPU makes the fit a matter of seconds.
+leaves layers out (sixths of all) and each GPU out. A GPU makes a fit a matter of seconds. `TUNING.md` says how far the
+model is from replacing the tables.
 """
 
 from __future__ import annotations
