@@ -278,7 +278,7 @@ def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
     columns, rows = matrix(cells)
     table = Table(title=title, title_justify="left")
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # a name that is cut could be one of several
     for row in rows:
         table.add_row(*(Text(word, style="red" if word == "-" else "") for word in row))
     console.print(table)

@@ -54,6 +54,13 @@ def test_lines_fit_and_wrapped_ones_are_indented(
         assert re.match(r"  \S", line) or line.startswith(" " * 13), line
 
 
+def test_a_sweep_wraps_names_of_backends(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoints)
+    _, lines = at_terminal(60, "oracle", "mxfp4-gptoss", "--gpu", "H100,B200", "--tp", "1,2")
+    assert max(map(len, lines)) <= 60
+    assert "…" not in "".join(lines)
+
+
 @pytest.fixture(scope="module")
 def proof(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckReport:
     out = tmp_path_factory.mktemp("proof") / "out"
