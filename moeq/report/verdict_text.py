@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def answer_text(verdict: Verdict) -> Text:
     """Say in one line what the engine runs: `H100, TP 1: vLLM 0.33.0 runs MARLIN (W4A16)`."""
     where, engine = deployment_text(verdict.deployment), engine_text(verdict.engine)
+    if verdict.chosen is None and not verdict.known:
+        return Text.assemble(f"{where}: what {engine} runs is ", ("not known", "bold yellow"), f": {verdict.refusal}")
     if verdict.chosen is None:
         return Text.assemble(f"{where}: {engine} has ", ("no backend", "bold red"), f": {verdict.refusal}")
     runs = f" ({verdict.runs_as})" if verdict.runs_as else ""

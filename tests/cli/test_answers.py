@@ -46,6 +46,10 @@ class TestInspect:
         assert "runs TRITON (W8A8)" in answer
         assert following.split()[:4] == ["next", "vllm", "serve", "ct-fp8-block-qwen3moe"]
 
+    def test_an_answer_that_is_not_known(self, capsys: pytest.CaptureFixture[str]) -> None:
+        answer, *_ = printed(capsys, "inspect", "ct-fp8-block-qwen3moe", "--gpu", "H100", "--engine", "sglang")
+        assert "what SGLang 0.5.23 runs is not known: " in answer
+
     def test_without_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
         answer, following, *_ = printed(capsys, "inspect", INT4)
         assert answer.startswith("No verdict: no GPU here")
