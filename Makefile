@@ -69,7 +69,7 @@ night: fuzz crash
 KILLS ?= 10000
 
 crash: $(STAMP)
-	MOEQ_FAULTS=crash-faults.jsonl $(BIN)/python -m pytest -q -m night tests/attacks/test_faults.py
+	MOEQ_FAULTS=crash-faults.jsonl $(BIN)/python -m pytest -q -m night tests/attacks/test_faults.py tests/attacks/test_read_faults.py
 	$(BIN)/python tests/attacks/kills.py --kills $(KILLS) --results crash-kills.json
 
 # Do tests notice a change of the code? MUTANTS places of every folder are drawn with SEED, each is changed by itself, and
