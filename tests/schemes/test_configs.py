@@ -291,3 +291,35 @@ def test_fields_of_the_right_kind() -> None:
     assert (fields.integer("d"), group_size(fields, "e"), group_size(fields, "none")) == (0, -1, None)
     with pytest.raises(MoeqError, match="expected -1 or a positive number of weights"):
         group_size(fields, "d")
+
+
+@pytest.mark.parametrize(("qscheme", "shape"), [("per_group", (1, 32)), ("per_tensor", (-1, -1))])
+def test_quark_activations_have_the_groups_of_their_scheme(qscheme: str, shape: tuple[int, int]) -> None:
+    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32}
+    inputs = {"dtype": "fp4", "qscheme": qscheme}
+    read_as = read({"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": inputs}})
+    activation = read_as.resolve(EXPERT).activation  # type: ignore[union-attr]
+    assert activation is not None
+    assert (activation.dtype, activation.scale.group_shape) == ("e2m1", shape)
+
+
+@pytest.mark.parametrize(("override", "symmetric"), [({}, False), ({"sym": True}, True), ({"sym": False}, False)])
+def test_auto_round_exceptions_change_only_what_they_name(override: dict[str, bool], symmetric: bool) -> None:
+    extra = {EXPERT: {"bits": 8, **override}}
+    table = {"quant_method": "intel/auto-round", "bits": 4, "group_size": 64, "sym": False, "extra_config": extra}
+    declared = read(table).resolve(EXPERT)
+    assert declared is not None
+    assert (declared.bits, declared.group_size, declared.symmetric) == (8, 64, symmetric)
+
+
+def test_padded_scales_need_a_declared_group_size() -> None:
+    from moeq.schemes.awq import padded_group_size
+    from moeq.schemes.declared import Declared
+    from moeq.schemes.format import Context
+
+    with pytest.raises(MoeqError, match="the group size has to be declared, and it is not"):
+        padded_group_size(Context(EXPERT, "down", Declared("awq")), 128, 4)
+    assert padded_group_size(Context(EXPERT, "down", Declared("awq", group_size=-1)), 128, 4) == 128
+    with pytest.raises(MoeqError, match="K=128 with group_size 16 needs 8 scales, there are 4"):
+        padded_group_size(Context(EXPERT, "down", Declared("awq", group_size=16)), 128, 4)
+    assert padded_group_size(Context(EXPERT, "down", Declared("awq", group_size=32)), 128, 4) == 32
