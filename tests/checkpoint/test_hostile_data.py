@@ -203,7 +203,7 @@ def test_case_40_group_indices(tmp_path: Path) -> None:
     assert found_by_scan(folder, "data.g-idx-range")
     with pytest.raises(MoeqError) as caught:
         moeq.open(folder).matrix(0, 0, "gate")
-    check(caught.value, "source.bad-data", "there are 2 groups")
+    check(caught.value, "source.bad-data", "g_idx ranges from 0 to 2; indices are 0 to 1")
     swapped = Stored("I32", (HIDDEN,), struct.pack(f"<{HIDDEN}i", *(1 - column // 32 for column in range(HIDDEN))))
     folder = write(tmp_path / "b", with_parts({"g_idx": swapped}))
     assert found_by_scan(folder, "data.gate-up-order")
