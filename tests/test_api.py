@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import resources
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import moeq
+from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
 
 NAME = "gptq-int4-g32-qwen3moe"
 
@@ -85,3 +87,15 @@ def test_a_users_script_passes_mypy_strict(tmp_path) -> None:
     argv = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "script.py"]
     result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
+
+
+def test_keywords_of_convert_are_the_fields_of_the_options() -> None:
+    """Types of keywords are spelled beside the record, since no type checker derives them from it."""
+    assert get_type_hints(ConvertKeywords) == get_type_hints(ConvertOptions)
+    assert ConvertKeywords.__optional_keys__ == {field.name for field in fields(ConvertOptions)}
+
+
+def test_an_unknown_option_of_convert_is_refused(checkpoints, tmp_path) -> None:
+    options: dict[str, Any] = {"layuot": "marlin-wna16/1"}
+    with pytest.raises(TypeError, match="layuot"):
+        moeq.convert(checkpoints / NAME, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("H100")), **options)
