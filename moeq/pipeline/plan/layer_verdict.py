@@ -101,7 +101,12 @@ def _is_vllm(deployment: Deployment) -> bool:
 
 
 def stored_tensors(checkpoint: Checkpoint, layer: int) -> tuple[StoredTensor, ...]:
-    """List the headers of a layer's experts, equal ones once; empty for stacked tensors, which classes load by name."""
+    """List the headers of a layer's experts, equal ones once.
+
+    Empty for stacked tensors, which classes load by name, and for a converted layer, whose source tensors are gone.
+    """
+    if checkpoint.is_packed(layer):
+        return ()
     experts = checkpoint.experts(layer).layer
     if experts.fused:
         return ()
