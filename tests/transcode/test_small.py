@@ -37,7 +37,8 @@ def run(source, out, target, missing):
     transcode(source, out, target, workers=1, allow_lossy=True)
     if missing:
         os.rename(path + ".away", path)
-    print(json.dumps([len(found), "numba" in sys.modules, "torch" in sys.modules, sorted(os.listdir(folder))]))
+    files = [os.path.relpath(os.path.join(at, name), folder) for at, _, inside in os.walk(folder) for name in inside]
+    print(json.dumps([len(found), "numba" in sys.modules, "torch" in sys.modules, sorted(files)]))
     sys.stdout.flush()
 for row in names:
     if not forks:
@@ -68,7 +69,7 @@ Job = tuple[str, str, str, str | None]
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Path) -> None:
@@ -106,10 +107,12 @@ def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Pat
     assert [content(tmp_path / f"{i}-second") for i in every] == reference
     # One loop is missing: nothing is compiled, and the answer is the same.
     without = [(i, name) for i in every for name in (own[i][0], own[i][-1])]
-    for slow, numba, _, files in run([job(i, name, name) for i, name in without], LARGE, ALWAYS, True, "torch"):
+    for slow, numba, _, files in run(
+        [job(i, Path(name).name, name) for i, name in without], LARGE, ALWAYS, True, "torch"
+    ):
         assert (slow > 0, numba) == (True, False)
         assert len(files) == len(objects)
-    assert all(content(tmp_path / f"{i}-{name}") == reference[i] for i, name in without)
+    assert all(content(tmp_path / f"{i}-{Path(name).name}") == reference[i] for i, name in without)
     assert content(cache) == objects
 
 
