@@ -42,8 +42,8 @@ EXPLAINED: dict[str, str] = {
     "mtp.undeclared": "Layers beyond the declared number; they were taken for multi-token prediction.",
     "name.says-awq": "The name says AWQ, the config another method. The config counts.",
     "scales.activation-missing": "Some experts lack the static activation scale that others of their layer have: they "
-    "saw no token while the model was calibrated. Engines fill the gap, or read memory that was never written. Calibrate "
-    "all experts and quantise again, or serve with weight-only kernels such as Marlin.",
+    "saw no token while the model was calibrated. Engines fill the gap, or read memory that was never written. "
+    "Calibrate all experts and quantise again, or serve with weight-only kernels such as Marlin.",
     "scheme.act-order": "Columns are reordered by activation order (desc_act). Kernels have to gather activations; "
     "vLLM 0.33 refuses it for experts, moeq's kernels and vLLM 0.26.0's Marlin read it. inspect --scan tells whether "
     "the order changes anything.",
