@@ -19,9 +19,9 @@ from moeq_kernels.gpu import GPUS
 def test_a_process_finds_what_another_compiled() -> None:
     """Names of machine code do not depend on the order in which a process asks for kernels."""
     program = (
-        "import json, sys\nfrom pathlib import Path\nfrom moeq_kernels.compiling import Specialisation, _file\n"
+        "import json, sys\nfrom moeq_kernels.compiling import Specialisation, _file\n"
         "from moeq_kernels.gpu import GPUS\nnames = json.loads(sys.argv[1])\n"
-        "files = {n: _file(Specialisation(n, (), (), frozenset(), ()), GPUS['H200']).name for n in names}\n"
+        "files = {n: _file(Specialisation(n, (), (), frozenset(), ()), GPUS['H200']) for n in names}\n"
         "print(json.dumps(files))"
     )
     direct = "hopper.w8a8.device.direct"
