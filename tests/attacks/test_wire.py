@@ -60,7 +60,7 @@ def test_a_right_copy_converts(hub, run, checkpoints, tmp_path, streamed) -> Non
 @pytest.mark.parametrize("streamed", [[], STREAMED])
 @pytest.mark.parametrize("tensor", ["model.layers.1.mlp.experts.2.up_proj.scales", "lm_head.weight"])
 def test_a_bit_that_is_flipped_on_the_way(hub, run, checkpoints, tmp_path, tensor, streamed) -> None:
-    """Of an expert, or of what is copied: the listing's digest of the file is not that of what came."""
+    """A flipped bit in an expert or in a copied file is refused: the digest differs from the listing."""
     entry = open_checkpoint(checkpoints / NAME).source.entry(tensor)
     repo = hub.add("org/flipped", checkpoints / NAME, Behaviour(flips=entry.end - 1))
     code, document = convert(run, repo, tmp_path, *streamed)
