@@ -321,7 +321,10 @@ def timed(*command: str) -> float:
 def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
     """Source and conversion, made where they are not there yet, and how long that took."""
     label = f"{options.model}-{options.format}-{options.layers or 'all'}-{options.experts or 'all'}"
-    source, converted = options.folder / f"{label}-source", options.folder / f"{label}-converted"
+    source = options.folder / f"{label}-source"
+    converted = options.folder / "-".join(
+        [label, *([options.layout.replace("/", "-")] if options.layout else []), "converted"]
+    )
     model, facts = MODELS[options.model], dict[str, Any]()
     layers = options.layers or model.layers - model.dense
     if not source.exists():
@@ -332,8 +335,10 @@ def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
         facts["make"] = round(time.perf_counter() - start, 2)
     wanted = any(name.startswith("converted") for name in options.row)
     if wanted and not converted.exists():
-        backend = ["--backend", options.backend] if options.backend else []
-        facts["convert"] = timed("convert", str(source), str(converted), "--gpu", options.gpu, *backend)
+        wanted_as = [
+            part for name in ("backend", "layout") if (one := getattr(options, name)) for part in (f"--{name}", one)
+        ]
+        facts["convert"] = timed("convert", str(source), str(converted), "--gpu", options.gpu, *wanted_as)
     if any(name in ("converted:moeq", "converted:auto") for name in options.row):
         facts["warm-up"] = timed("warmup", str(converted))
     return source, converted, {"layers": layers, **facts}
@@ -370,6 +375,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpu", default="H200", help="what to convert for [H200]")
     parser.add_argument("--backend", help="backend to convert for [the oracle's]")
+    parser.add_argument("--layout", help="layout to convert to [the best for the backend]")
     parser.add_argument("--folder", type=Path, default=Path("serve-bench"), help="checkpoints and logs [serve-bench]")
     parser.add_argument("--default-graphs", action="store_true", help="the engine's own compilation and graph settings")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
