@@ -335,9 +335,8 @@ def prepared(options: argparse.Namespace) -> tuple[Path, Path, dict[str, Any]]:
         facts["make"] = round(time.perf_counter() - start, 2)
     wanted = any(name.startswith("converted") for name in options.row)
     if wanted and not converted.exists():
-        wanted_as = [
-            part for name in ("backend", "layout") if (one := getattr(options, name)) for part in (f"--{name}", one)
-        ]
+        wanted_as = ["--backend", options.backend] if options.backend else []
+        wanted_as += ["--layout", options.layout, "--force-layout"] if options.layout else []
         facts["convert"] = timed("convert", str(source), str(converted), "--gpu", options.gpu, *wanted_as)
     if any(name in ("converted:moeq", "converted:auto") for name in options.row):
         facts["warm-up"] = timed("warmup", str(converted))
@@ -375,7 +374,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gpu", default="H200", help="what to convert for [H200]")
     parser.add_argument("--backend", help="backend to convert for [the oracle's]")
-    parser.add_argument("--layout", help="layout to convert to [the best for the backend]")
+    parser.add_argument("--layout", help="layout to convert to, even if only moeq's kernels read it [the best one]")
     parser.add_argument("--folder", type=Path, default=Path("serve-bench"), help="checkpoints and logs [serve-bench]")
     parser.add_argument("--default-graphs", action="store_true", help="the engine's own compilation and graph settings")
     parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
