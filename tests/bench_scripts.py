@@ -17,6 +17,7 @@ import make_checkpoint  # noqa: E402
 import make_family  # noqa: E402
 import measuring  # noqa: E402
 import naive_convert  # noqa: E402
+import step_profile  # noqa: E402
 import transcode_speed  # noqa: E402
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "make_family",
     "measuring",
     "naive_convert",
+    "step_profile",
     "transcode_speed",
 ]

