@@ -10,7 +10,7 @@ import typer
 
 from moeq.cli import options, shares
 from moeq.cli.out import Output
-from moeq.cli.plan import render_needs, warn_overridden, warn_slow
+from moeq.cli.plan import render_needs, warn_of_scales, warn_overridden, warn_slow
 from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
@@ -99,6 +99,7 @@ def command(
     needs = _needs(conversion) if dry_run else None
     if conversion.job is not None:
         warn_overridden(out, conversion.job)
+        warn_of_scales(out, conversion.job)
         _warn_of_code(out, conversion.job)
     answer = {
         **document(conversion),

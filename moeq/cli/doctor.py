@@ -75,6 +75,8 @@ def _asked(
     if checkpoint.kind == "converted" or deployment is None:
         return None, None
     found = advised(checkpoint, Question(deployment), explain=True)
+    unusable = (fault for layer in info.moe_layers for fault in checkpoint.scale_faults(layer) if fault.is_stored)
+    document["checkpoint"]["odd"] += [f"data.activation-scale: {fault.text}" for fault in unusable]
     facts = document["deployment"] = advice(src, checkpoint, found)
     transcoding = None if found.verdict.ok else advise(checkpoint, deployment, src)
     facts["transcode"] = None if transcoding is None else transcoding.to_json()

@@ -9,6 +9,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.plan import warn_of_scales
 
 
 def command(
@@ -30,4 +31,6 @@ def command(
     with ConversionReport(out, "finalize", quiet=quiet or json, log=events) as report:
         conversion = finalize(dst, force=force, sign=sign, workers=workers, progress=report)
         report.summarise(conversion)
+    if conversion.job is not None:
+        warn_of_scales(out, conversion.job)
     out.answer(document(conversion), lambda console: render(console, conversion))

@@ -38,8 +38,8 @@ def command(
     out: Output = ctx.obj
     checkpoint = open_checkpoint(src, revision=revision)
     deployment = asked_deployment(given)
-    found, no_verdict = decided(checkpoint, deployment)
     scanned_ = scanned(out, checkpoint) if scan else None
+    found, no_verdict = decided(checkpoint, deployment)
     sizes = () if checkpoint.kind == "converted" else degrees(checkpoint, deployment)
     document: dict[str, Any] = {
         **checkpoint.info.to_json(),

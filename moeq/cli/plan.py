@@ -49,6 +49,7 @@ def command(
         write_plan(output, document)
     warn_slow(out)
     warn_overridden(out, job)
+    warn_of_scales(out, job)
     out.answer(document, lambda console: render(console, job, needs))
 
 
@@ -62,6 +63,15 @@ def warn_overridden(out: Output, job: Job) -> None:
     """Warn about what `--force-layout` overrides."""
     for text in job.answer.overridden:
         out.warning(f"--force-layout overrides: {text}")
+
+
+def warn_of_scales(out: Output, job: Job) -> None:
+    """Warn of activation scales that are missing or unusable."""
+    from moeq.pipeline.plan.calibration import conversion_warning
+
+    text = conversion_warning(job.checkpoint, job.answer.layouts)
+    if text is not None:
+        out.warning(text)
 
 
 def render(console: Console, job: Job, needs: Needs) -> None:

@@ -14,6 +14,7 @@ from moeq.checkpoint.names import StoredName, index_experts
 from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role
+from moeq.model.activation_scales import Find, Open, ScaleFault, missing_scales, unusable_scales
 from moeq.model.declaration import find_declaration
 from moeq.model.describe import Model, describe, model_type, split_stacks
 from moeq.model.expert_kinds import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
@@ -58,6 +59,8 @@ class Checkpoint:
             number: Experts(layer, declaration, interleaved, declared, transposed=transposed)
             for number, layer in (*stacks.main.items(), *stacks.mtp.items())
         }
+        self._scale_faults: dict[int, tuple[ScaleFault, ...]] = {}
+        self._scales_read = False
         source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
         self.info: CheckpointInfo = describe(Model(source, facts, family, stacks, self._experts, declaration))
 
@@ -65,6 +68,29 @@ class Checkpoint:
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Quantisation config that takes effect, from `info.quant_origin`; None if there is none."""
         return self.declaration.raw if self.declaration else None
+
+    def scale_faults(self, layer: int) -> tuple[ScaleFault, ...]:
+        """Return the faults of a layer's static activation scales: missing by the headers, unusable if read."""
+        if layer not in self._scale_faults:
+            self._scale_faults[layer] = tuple(missing_scales(self._layer(layer)))
+        return self._scale_faults[layer]
+
+    def read_activation_scales(self, find: Find = lambda entry: entry, opened: Open | None = None) -> None:
+        """Read the static activation scales of all layers, so that `scale_faults` tells of their values as well.
+
+        Args:
+            find: place of a source tensor in the files that are read, or None where it is not among them.
+            opened: opens a file by name and returns its descriptor; None for the files of the source.
+
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        if self._scales_read:
+            return
+        for layer in self.info.moe_layers:
+            found = unusable_scales(self._layer(layer), find, opened or self.source.open)
+            self._scale_faults[layer] = (*missing_scales(self._layer(layer)), *found)
+        self._scales_read = True
 
     def expert_prefix(self, layer: int) -> str:
         """Return the module path of a layer's experts, such as `model.layers.0.mlp.experts`."""

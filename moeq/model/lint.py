@@ -11,13 +11,11 @@ from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
+from moeq.model.activation_scales import missing_scales
 from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.model.modules import quantized_routers
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
-
-#: Parts that hold static scales of activations.
-ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 
 
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
@@ -182,12 +180,8 @@ def lint_mixing(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
 def lint_activation_scales(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
     """Warn of experts without the static activation scale that others of their layer have."""
     for item in experts:
-        for part in ACTIVATION_SCALES:
-            rows = {name: entries for (name, stored), entries in item.layer.parts.items() if stored == part}
-            missing = {number for entries in rows.values() for number in item.layer.expert_ids - set(entries)}
-            if rows and missing and not item.layer.fused:
-                message = f"layer {item.layer.layer}: experts {_few(sorted(missing))} have no {part} (not calibrated)"
-                yield CheckpointWarning("scales.activation-missing", message)
+        for fault in missing_scales(item):
+            yield CheckpointWarning("scales.activation-missing", f"{fault.text} (not calibrated)")
 
 
 def _few(items: Iterable[object], limit: int = 5) -> str:

@@ -26,6 +26,8 @@ _SMALL: frozenset[PartRole] = frozenset({"scale", "scale2", "zeros", "index", "b
 #: Relative difference of gate and up second-level scales above which merging them costs accuracy.
 _SCALE_TOLERANCE = 1e-3
 
+_ACTIVATION_SCALE = "data.activation-scale"
+
 #: Sentences of the findings by their code.
 MESSAGES = {
     "data.scale-nonfinite": "scales are NaN or infinite",
@@ -43,6 +45,8 @@ MESSAGES = {
     "data.g-idx-range": "g_idx names groups that do not exist",
     "data.gate-up-order": "gate and up have different g_idx and cannot be fused",
     "data.gate-up-scale": "gate and up have different second-level scales, of which engines keep one",
+    _ACTIVATION_SCALE: "static activation scales are zero, infinite, NaN or negative: 4- and 8-bit activations "
+    "come out as NaN or wrong, weight-only kernels such as Marlin do not use them",
     "data.bias-zero": "biases are zero throughout and can be dropped",
 }
 
@@ -78,7 +82,7 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
         progress: called with `(done, total)` layers.
 
     Returns:
-        One warning for each kind of finding.
+        One warning for each kind of finding, and one for each layer's unusable activation scales.
     """
     findings = _Findings()
     layers = checkpoint.info.moe_layers
@@ -89,7 +93,9 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
             _scan_expert(checkpoint, layer, expert, findings)
     if progress:
         progress(len(layers), len(layers))
-    return findings.warnings()
+    checkpoint.read_activation_scales()
+    faults = [fault for layer in layers for fault in checkpoint.scale_faults(layer) if fault.is_stored]
+    return [*findings.warnings(), *(CheckpointWarning(_ACTIVATION_SCALE, fault.text) for fault in faults)]
 
 
 def _scan_expert(checkpoint: Checkpoint, layer: int, expert: int, findings: _Findings) -> None:

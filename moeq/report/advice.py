@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.oracle.engines.sglang.verdict import is_sglang, launch_flags
 from moeq.oracle.loaders import loads_in
+from moeq.pipeline.plan.calibration import is_weight_only
 from moeq.report.text import human_bytes
 from moeq.report.verdict_text import deployment_text
 
@@ -27,7 +28,7 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "converts": answer.ok,
         "layout": answer.first.layout if answer.ok else None,
         "loads_in": [loader.title for loader in answer.loaders],
-        "serve": serve_command(src, verdict) if verdict.ok else None,
+        "serve": serve_command(src, verdict) if verdict.ok and not _harmed(checkpoint, answer) else None,
         "convert": convert_command(src, answer) if answer.ok else None,
         "advisories": [
             {name: getattr(row, name) for name in ("code", "versions", "symptom", "workaround", "check", "issue")}
@@ -36,6 +37,12 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "memory": _memory(checkpoint, answer),
     }
     return {**facts, "lines": list(_lines(answer, facts))}
+
+
+def _harmed(checkpoint: Checkpoint, answer: Answer) -> bool:
+    """Return whether the engine runs 4- or 8-bit activations of experts whose static scales are at fault."""
+    parts = (part for part in answer.parts if not is_weight_only(part.verdict))
+    return any(checkpoint.scale_faults(layer) for part in parts for layer in part.layers)
 
 
 def _lines(answer: Answer, facts: dict[str, Any]) -> list[tuple[str, str]]:

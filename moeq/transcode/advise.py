@@ -10,10 +10,12 @@ from typing import Any, Literal
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.model.activation_scales import has_static_scale
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName
 from moeq.oracle.judge import judge
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
+from moeq.pipeline.plan.calibration import with_scales
 from moeq.pipeline.plan.expert_names import is_known, order_of, problem_of
 from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, moe_shape
 from moeq.transcode.naming import NamesOption
@@ -161,14 +163,13 @@ def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment)
     if written is None:
         return None
     projection, projected = next(iter(written.kinds[0].items()))
-    return judge(
-        plan.described[projected, projection].scheme,
-        moe_shape(checkpoint, layer),
-        deployment,
-        config=plan.config,
-        prefix=written.naming.prefix,
-        explain=False,
-    )
+    scheme = plan.described[projected, projection].scheme
+    shape, prefix = moe_shape(checkpoint, layer), written.naming.prefix
+    verdict = judge(scheme, shape, deployment, config=plan.config, prefix=prefix, explain=False)
+    if not has_static_scale(scheme):
+        return verdict
+    faulty = next((number for number in plan.layers_by_number if checkpoint.scale_faults(number)), layer)
+    return with_scales(checkpoint, verdict, faulty)  # scales are carried over, with what is wrong about them
 
 
 def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool:

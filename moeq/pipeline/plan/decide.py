@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moeq.checkpoint.manifest import CopiedLayer
+from moeq.checkpoint.source import LocalSource
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
@@ -20,6 +21,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.loaders import Loader, common
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
+from moeq.pipeline.plan.calibration import fault_kinds
 from moeq.pipeline.plan.candidates import LayoutChoice, candidates, tried
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_loaders import loaders_of_plan
@@ -126,7 +128,12 @@ def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
 
 
 def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
-    """Return what `answer` returns; the hint of a refusal names the nearest changes that work."""
+    """Return what `answer` returns; the hint of a refusal names the nearest changes that work.
+
+    The static activation scales of a local source are read.
+    """
+    if isinstance(checkpoint.source, LocalSource):  # tens of thousands of requests otherwise
+        checkpoint.read_activation_scales()
     found = answer(checkpoint, question, explain=explain, brief=brief)
     if found.error is None:
         return found
@@ -223,7 +230,8 @@ def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
         kinds = checkpoint.experts(layer).kinds()
         schemes = tuple(projection.scheme for group in kinds for projection in group.kind.projections.values())
         specs: tuple[MatrixSpec, ...] = tuple(group.kind.spec(role) for group in kinds for role in ("w13", "w2"))
-        found.setdefault((schemes, specs, checkpoint.num_experts(layer)), []).append(layer)
+        alike = (schemes, specs, checkpoint.num_experts(layer), fault_kinds(checkpoint, layer))
+        found.setdefault(alike, []).append(layer)
     return found
 
 

@@ -12,6 +12,7 @@ from moeq.model.info import RoutingInfo
 from moeq.oracle.judge import judge
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
+from moeq.pipeline.plan.calibration import with_scales
 from moeq.schemes.base import Scheme
 
 HEADS = ("num_attention_heads", "n_heads", "n_head")
@@ -70,6 +71,7 @@ def judge_checkpoint(
         admits=lambda other: heads_problem(checkpoint, other) is None,
         tensors=stored_tensors(checkpoint, layer) if stored else (),
     )
+    verdict = with_scales(checkpoint, verdict, layer)
     unread = side_config_gate(checkpoint, deployment) if stored else None
     if unread is not None:
         verdict = replace(verdict, gates=(*verdict.gates, unread))

@@ -11,6 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.header import parse_header, raw_header
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -31,7 +32,7 @@ from moeq.oracle.loaders import TRANSFORMERS_GUARD
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.job import Job
 from moeq.pipeline.plan.layer_plan import LayerPlan
-from moeq.pipeline.plan.side_files import SIGNATURE_NAME, SideFiles, stripped_file, without_code
+from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SIGNATURE_NAME, SideFiles, stripped_file, without_code
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import require_untouched
@@ -74,6 +75,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         loads_in=tuple(loader.title for loader in found.loaders),
     )
     files = folder.files
+    _read_kept_scales(checkpoint, files)
     sync_files(files, job.plan)
     copy_side_files(checkpoint.source, job.side_files, files)
     write_json(files, INDEX_NAME, index_of(job.plan))
@@ -87,6 +89,19 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         files.remove(SIGNATURE_NAME)  # of an earlier try
     folder.publish()
     return manifest
+
+
+def _read_kept_scales(checkpoint: Checkpoint, files: OutputFolder) -> None:
+    """Read the activation scales from the restore data, if they were not read in the source: a Hub may be far away."""
+    fd = files.open(RESTORE_DATA_NAME, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        kept = parse_header(raw_header(fd, RESTORE_DATA_NAME)[8:], RESTORE_DATA_NAME, size).tensors
+    finally:
+        os.close(fd)
+    checkpoint.read_activation_scales(
+        lambda entry: kept.get(f"tensor/{entry.name}"), lambda name: files.open(name, os.O_RDONLY)
+    )
 
 
 def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> None:

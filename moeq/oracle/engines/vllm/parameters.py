@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case, Method
-from moeq.oracle.engines.vllm.outcome import Outcome, runs_as
+from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.records import Gate, StoredTensor
 
 FACTS = "parameters.json"
@@ -95,25 +95,6 @@ def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]
             every = set(range(case.shape.num_experts))
             missing |= every - set().union(*(row.experts or every for row in rows))
     return tuple(sorted(missing))
-
-
-def check_calibration(outcome: Outcome) -> Gate | None:
-    """Return the failed gate if the selected backend computes NaN with the activation scales that are missing.
-
-    NVFP4 methods allocate them with `torch.empty`. FP8 methods start from 1.0, which costs accuracy only.
-    """
-    case, chosen = outcome.case, outcome.selection.selected
-    if not outcome.uncalibrated or chosen is None or case.method.family != "nvfp4":
-        return None
-    if not runs_as(case, chosen).endswith("A4"):
-        return None
-    experts = ", ".join(map(str, outcome.uncalibrated[:8]))
-    text = (
-        f"experts {experts} have no activation scale in the file: {chosen.backend} multiplies with what memory holds, "
-        "and their outputs are NaN"
-    )
-    remedy = f"{case.policy.backend_flag} marlin (16-bit activations need no such scale), or calibrate again"
-    return Gate("G13", "tensors of experts", False, text, "none", "LOADING", remedy)
 
 
 def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:

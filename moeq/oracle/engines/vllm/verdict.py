@@ -13,7 +13,7 @@ from moeq.oracle.engines.vllm.configs.question import PREFIX
 from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, sensitivity, suggested
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp, resolve, runs_as
-from moeq.oracle.engines.vllm.parameters import check_calibration, check_tensors, uncalibrated
+from moeq.oracle.engines.vllm.parameters import check_tensors, uncalibrated
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.select import select
 from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
@@ -46,10 +46,6 @@ def judge_vllm(
         outcome = replace(outcome, uncalibrated=uncalibrated(outcome.case, tensors))
     verdict = verdict_of(outcome, title, tuple(notes))
     unloadable = check_tensors(outcome, tensors) if tensors else None
-    if unloadable is None:
-        unloadable = check_calibration(outcome)
-        if unloadable is not None:
-            verdict = replace(verdict, convert=None, no_convert=unloadable.text)
     if unloadable is not None:
         verdict = replace(verdict, gates=(*verdict.gates, unloadable))
     if not explain:

@@ -1,0 +1,174 @@
+"""Static scales of activations: which experts lack one, and which have one that no kernel can use. No torch.
+
+Experts that no token reached while a model was calibrated have no scale, or one of 0, infinity or NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import isinf, isnan, prod
+
+from moeq.checkpoint.files import read_exactly
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import FUSED, StoredName
+from moeq.model.expert_kinds import Experts
+from moeq.schemes.base import Scheme
+from moeq.schemes.format import ACTIVATION_SCALES, FLOAT_NAMES
+
+#: Dtypes of scales, with their unsigned integers.
+_DTYPES = {"F32": "<u4", "F16": "<u2", "BF16": "<u2"}
+
+Find = Callable[[TensorEntry], TensorEntry | None]
+Open = Callable[[str], int]
+
+#: Most bytes that a scale's tensor may have: one float32 for each of 65,536 experts.
+_MAX_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class ScaleFault:
+    """Experts of a layer whose static activation scale is missing or unusable in one way.
+
+    Attributes:
+        layer: layer number.
+        part: name of the scale, a key of `ACTIVATION_SCALES`.
+        what: `no`, `a zero`, `an infinite`, `a NaN` or `a negative`.
+        experts: the experts, sorted.
+        projections: projections that are concerned, sorted; empty for all.
+    """
+
+    layer: int
+    part: str
+    what: str
+    experts: tuple[int, ...]
+    projections: tuple[StoredName, ...]
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the scale is in the file and unusable; False if it is missing."""
+        return self.what != "no"
+
+    @property
+    def text(self) -> str:
+        """Describe the fault: `layer 0: experts 2, 5 have a zero input_scale of down`."""
+        shown = ", ".join(map(str, self.experts[:8]))
+        more = f" and {len(self.experts) - 8} more" if self.experts[8:] else ""
+        of = f" of {', '.join(self.projections)}" if self.projections else ""
+        return f"layer {self.layer}: experts {shown}{more} have {self.what} {self.part}{of}"
+
+
+def has_static_scale(scheme: Scheme) -> bool:
+    """Return whether engines multiply a scheme's activations by a scale that the checkpoint stores."""
+    activation = scheme.activation
+    if activation is None:
+        return False
+    if scheme.format == "nvfp4":
+        return activation.dtype == "e2m1"
+    return not activation.scale.dynamic and activation.scale.granularity == "tensor"
+
+
+def missing_scales(experts: Experts) -> list[ScaleFault]:
+    """Find the experts of a layer without the static activation scale that they need, from headers."""
+    parts = experts.layer.parts
+    every = set(range(experts.num_experts))
+    found: list[tuple[str, str, StoredName, set[int]]] = []
+    for part in ACTIVATION_SCALES:
+        for projection in {name for name, _ in parts}:
+            held = parts.get((projection, part), {})
+            absent = set() if FUSED in held else every - set(held)
+            found.append((part, "no", projection, absent))
+    stored = {part for part, _, _, absent in found if len(absent) < len(every)}
+    needed = {part for part in stored or {"input_scale"} if stored or has_static_scale(experts.kind(0).scheme)}
+    return _joined(experts, [row for row in found if row[0] in needed])
+
+
+def unusable_scales(experts: Experts, find: Find, opened: Open) -> list[ScaleFault]:
+    """Read the static activation scales of a layer and find those that are no positive finite numbers.
+
+    Only scales that engines use are read.
+
+    Args:
+        experts: the layer.
+        find: place of a source tensor in the files that are read, or None where it is not among them.
+        opened: opens a file by name and returns its descriptor.
+
+    Raises:
+        MoeqError: `source.truncated`, `source.unreadable`.
+    """
+    if not any(has_static_scale(scheme) for group in experts.kinds() for scheme in group.kind.schemes):
+        return []
+    wanted = [
+        (part, projection, expert, place)
+        for (projection, part), entries in experts.layer.parts.items()
+        if part in ACTIVATION_SCALES
+        for expert, entry in entries.items()
+        if entry.nbytes <= _MAX_BYTES and entry.dtype in _DTYPES and (place := find(entry)) is not None
+    ]
+    values = _read(opened, [place for *_, place in wanted])
+    rows: list[tuple[str, str, StoredName, set[int]]] = []
+    for part, projection, expert, entry in wanted:
+        for number, owners in _owners(values[entry.name], expert, entry, experts.num_experts):
+            what = _fault(number)
+            if what is not None:
+                rows.append((part, what, projection, owners))
+    return _joined(experts, rows)
+
+
+def _owners(numbers: list[float], expert: int, entry: TensorEntry, count: int) -> Iterator[tuple[float, set[int]]]:
+    """Yield every number of a tensor with the experts that it belongs to."""
+    if expert != FUSED:
+        yield from ((number, {expert}) for number in numbers)
+    elif prod(entry.shape) == 1:
+        yield from ((number, set(range(count))) for number in numbers)
+    else:
+        each = max(1, len(numbers) // max(1, entry.shape[0]))
+        yield from ((number, {index // each}) for index, number in enumerate(numbers))
+
+
+def _fault(number: float) -> str | None:
+    if isnan(number):
+        return "a NaN"
+    if isinf(number):
+        return "an infinite"
+    return "a zero" if number == 0 else "a negative" if number < 0 else None
+
+
+def _joined(experts: Experts, rows: Iterable[tuple[str, str, StoredName, set[int]]]) -> list[ScaleFault]:
+    """Join faults of several projections of the same experts."""
+    owners: dict[tuple[str, str, StoredName], set[int]] = {}
+    for part, what, projection, numbers in rows:
+        owners.setdefault((part, what, projection), set()).update(numbers)
+    alike: dict[tuple[str, str, tuple[int, ...]], set[StoredName]] = {}
+    for (part, what, projection), found in owners.items():
+        if found:
+            alike.setdefault((part, what, tuple(sorted(found))), set()).add(projection)
+    every = {name for name, _ in experts.layer.parts}
+    return [
+        ScaleFault(experts.layer.layer, part, what, found, () if names == every else tuple(sorted(names)))
+        for (part, what, found), names in alike.items()
+    ]
+
+
+def _read(opened: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
+    """Read small tensors of floats by name, opening every file once."""
+    import numpy as np
+
+    from moeq.layouts.float_bits import numbers_of
+
+    found: dict[str, list[float]] = {}
+    by_file: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        by_file.setdefault(entry.file, []).append(entry)
+    for file, group in by_file.items():
+        fd = opened(file)
+        try:
+            for entry in sorted(group, key=lambda one: one.start):
+                data = bytearray(entry.nbytes)
+                read_exactly(fd, memoryview(data), entry.start, file)
+                bits = np.frombuffer(data, _DTYPES[entry.dtype])
+                found[entry.name] = numbers_of(bits, FLOAT_NAMES[entry.dtype]).tolist()
+        finally:
+            os.close(fd)
+    return found

@@ -1,0 +1,91 @@
+"""What an engine computes with static activation scales that are missing or unusable.
+
+Source: vLLM 0.33.0. `ModelOptNvFp4FusedMoE` and `CompressedTensorsW4A4Nvfp4MoEMethod` allocate scales with
+`torch.empty` and divide by them; FP8 methods start from 1.0 and take the largest scale of a layer for all its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from moeq.layouts.registry import layout_class
+from moeq.model import Checkpoint
+from moeq.model.activation_scales import ScaleFault
+from moeq.oracle.records import Gate, Verdict
+
+
+def fault_kinds(checkpoint: Checkpoint, layer: int) -> frozenset[str]:
+    """Return the kinds of faults of a layer: layers with other kinds get another answer."""
+    return frozenset(fault.what for fault in checkpoint.scale_faults(layer))
+
+
+def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
+    """Return the verdict, with a failed gate if the engine computes NaN with the activation scales of a layer.
+
+    A backend that leaves activations at 16 bits gets a note instead.
+    """
+    faults = checkpoint.scale_faults(layer)
+    if not faults or verdict.selected is None or not verdict.engine.startswith(("vllm", "sglang")):
+        return verdict
+    backend = verdict.selected.backend
+    if is_weight_only(verdict):
+        note = f"{shown(faults)}: {backend} is weight-only and needs none; 4- and 8-bit activations would be wrong"
+        return replace(verdict, notes=(*verdict.notes, note))
+    effect = _nvfp4(faults) if verdict.family == "nvfp4" else _fp8(faults, checkpoint.num_experts(layer))
+    if effect is None:
+        return verdict
+    flag = "--moe-runner-backend marlin" if verdict.engine.startswith("sglang") else "--moe-backend marlin"
+    remedy = f"{flag}, or calibrate every expert and quantise again"
+    text = f"{shown(faults)}: {backend} {effect}; Marlin is weight-only and unharmed"
+    gate = Gate("G13", "tensors of experts", False, text, "none", "LOADING", remedy)
+    return replace(verdict, gates=(*verdict.gates, gate), convert=None, no_convert=text)
+
+
+def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> str | None:
+    """Return what to know of the activation scales of a converted folder; None if nothing is wrong with them.
+
+    Args:
+        checkpoint: the source.
+        layouts: layout of every converted layer.
+    """
+    faulty = {layer: checkpoint.scale_faults(layer) for layer in layouts}
+    faults = [fault for found in faulty.values() for fault in found]
+    if not faults:
+        return None
+    readers = [reader for layer in faulty if faulty[layer] for reader in layout_class(layouts[layer]).vllm_readers()]
+    if all(reader.weights_only for reader in readers):
+        return f"{shown(faults)}; this layout is weight-only and unharmed, 4- and 8-bit activations would be wrong"
+    nvfp4 = any(checkpoint.scheme_of(layer).format == "nvfp4" for layer in faulty if faulty[layer])
+    effect = "give NaN" if nvfp4 or any(fault.is_stored for fault in faults) else "take 1.0 and lose accuracy"
+    return f"{shown(faults)}; kernels with 4- or 8-bit activations {effect}; --backend marlin is unharmed"
+
+
+def is_weight_only(verdict: Verdict) -> bool:
+    """Return whether the engine runs 16-bit activations, which no stored scale touches.
+
+    The emulation of NVFP4 rounds activations with the stored scale (vLLM 0.33.0,
+    `Nvfp4QuantizationEmulationTritonExperts.a1_scale`).
+    """
+    emulated = verdict.family == "nvfp4" and verdict.selected is not None and verdict.selected.backend == "EMULATION"
+    return not emulated and (verdict.runs_as is None or verdict.runs_as.endswith("A16"))
+
+
+def shown(faults: Sequence[ScaleFault]) -> str:
+    """Describe the first faults and count the others."""
+    more = f" and {len(faults) - 3} more" if faults[3:] else ""
+    return "; ".join(fault.text for fault in faults[:3]) + more
+
+
+def _nvfp4(faults: Sequence[ScaleFault]) -> str:
+    if all(fault.is_stored for fault in faults):
+        return "divides by it, and outputs are NaN or wrong"
+    return "multiplies with what memory holds (torch.empty), and outputs are NaN"
+
+
+def _fp8(faults: Sequence[ScaleFault], num_experts: int) -> str | None:
+    """Return the effect on FP8 activations; None if a larger scale of the layer hides the fault, or 1.0 fills it."""
+    if any(fault.what in ("a NaN", "an infinite") for fault in faults):
+        return "takes the largest scale of a layer for all of its experts, and all outputs are NaN"
+    every = any(fault.is_stored and len(fault.experts) == num_experts for fault in faults)
+    return "divides by the largest scale of the layer, which is not positive" if every else None

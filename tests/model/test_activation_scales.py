@@ -1,0 +1,184 @@
+"""Static activation scales that are missing or unusable: found, named, and never served or written without a word."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import stored
+from safetensors.torch import load_file, save_file
+
+import moeq
+from moeq.cli.app import run
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.model.scan import scan
+from moeq.pipeline.plan.decide import Answer, advised
+from moeq.pipeline.plan.options import Question
+
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+CT_NVFP4 = {
+    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "quantization_status": "compressed",
+    "config_groups": {"group_0": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+        "input_activations": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+                              "symmetric": True, "dynamic": "local"},
+    }},
+    "ignore": ["lm_head"],
+}  # fmt: skip
+FAULTS = {"no": None, "a zero": 0.0, "an infinite": float("inf"), "a NaN": float("nan"), "a negative": -0.5}
+NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def fp8(n: int, k: int) -> stored.Parts:
+    return {
+        "weight": (torch.float8_e4m3fn, (n, k)),
+        "weight_scale": (torch.float32, ()),
+        "input_scale": (torch.float32, ()),
+    }
+
+
+def ct_nvfp4(n: int, k: int) -> stored.Parts:
+    return {
+        "weight_packed": (torch.uint8, (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, (n, k // 16)),
+        "weight_global_scale": (torch.float32, (1,)),
+        "input_global_scale": (torch.float32, (1,)),
+    }
+
+
+KINDS = {
+    "nvfp4": (NVFP4, "input_scale", lambda e, p, n, k: stored.nvfp4(n, k)),
+    "fp8": (FP8, "input_scale", lambda e, p, n, k: fp8(n, k)),
+    "ct-nvfp4": (CT_NVFP4, "input_global_scale", lambda e, p, n, k: ct_nvfp4(n, k)),
+}
+
+
+def checkpoint(folder: Path, kind: str, faults: dict[tuple[int, int, str], float | None]) -> Path:
+    """Write a checkpoint in which experts, by layer, number and projection, have another scale or none."""
+    config, part, make = KINDS[kind]
+    prefix = "model.layers.{}.mlp.experts"
+    layers = [stored.experts(prefix.format(layer), make) for layer in range(stored.LAYERS)]
+    stored.write(folder, {**stored.QWEN, "quantization_config": config}, layers)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("scale") or name.endswith("scale_2"):
+            tensors[name] = torch.ones(tensor.shape).to(tensor.dtype)
+    for (layer, expert, projection), value in faults.items():
+        name = f"{prefix.format(layer)}.{expert}.{projection}.{part}"
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.full_like(tensors[name], value)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def asked(folder: Path, gpu: str, **fields: Any) -> Answer:
+    return advised(moeq.open(folder), Question(Deployment(parse_gpu(gpu), **fields)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", FAULTS)
+def test_every_fault_is_named(what: str, kind: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "made", kind, {(1, 2, "down_proj"): FAULTS[what], (1, 3, "down_proj"): FAULTS[what]})
+    opened = moeq.open(folder)
+    found = [*opened.info.warnings, *scan(opened)]
+    part = KINDS[kind][1]
+    wanted = [row for row in found if row.message.startswith(f"layer 1: experts 2, 3 have {what} {part} of down")]
+    assert [row.code for row in wanted] == ["scales.activation-missing" if what == "no" else "data.activation-scale"]
+    assert not [row for row in found if "layer 0" in row.message and "input" in row.message]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "ct-nvfp4"])
+@pytest.mark.parametrize("what", FAULTS)
+def test_four_bit_activations_are_refused_and_marlin_is_not(what: str, kind: str, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "made", kind, {(1, 3, name): FAULTS[what] for name in NAMES})
+    found = asked(folder, "B200")
+    assert found.error is not None
+    assert "layer 1: experts 3 have" in found.error.message
+    assert "NaN" in found.error.message
+    assert "Marlin is weight-only and unharmed" in found.error.message
+    assert "--backend marlin" in str(found.error.hint)
+    forced = asked(folder, "B200", backend="marlin")
+    assert forced.ok
+    assert {part.verdict.runs_as for part in forced.parts} == {"W4A16"}
+
+
+@pytest.mark.parametrize(
+    ("what", "experts", "refused"),
+    [
+        ("no", (1,), None),
+        ("a NaN", (1,), "largest scale of a layer for all of its experts"),
+        ("an infinite", (1,), "largest scale of a layer for all of its experts"),
+        ("a zero", (1,), None),  # larger scales of the layer hide it
+        ("a zero", (0, 1, 2, 3), "is not positive"),
+        ("a negative", (0, 1, 2, 3), "is not positive"),
+    ],
+)
+def test_eight_bit_activations(what: str, experts: tuple[int, ...], refused: str | None, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "made", "fp8", {(0, e, name): FAULTS[what] for e in experts for name in NAMES})
+    verdict = next(part.verdict for part in asked(folder, "H100").parts if 0 in part.layers)
+    assert verdict.ok == (refused is None), verdict.refusal
+    assert refused is None or refused in verdict.refusal
+    codes = [row.code for row in verdict.advisories]
+    assert ("activation-scales-missing" in codes) == (what == "no")
+
+
+def test_a_conversion_says_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = checkpoint(tmp_path / "made", "nvfp4", {(0, 1, "up_proj"): 0.0, (1, 2, "down_proj"): None})
+    assert run(["convert", str(folder), str(tmp_path / "no"), "--gpu", "B200"]) == 1
+    assert not (tmp_path / "no").exists()
+    capsys.readouterr()
+    assert run(["convert", str(folder), str(tmp_path / "dst"), "--gpu", "B200", "--backend", "marlin"]) == 0
+    said = capsys.readouterr().err
+    assert "layer 0: experts 1 have a zero input_scale of up" in said
+    assert "layer 1: experts 2 have no input_scale of down" in said
+    assert "weight-only and unharmed" in said
+
+
+def test_a_doctor_does_not_recommend_to_serve_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for kind, gpu, value in (("nvfp4", "B200", 0.0), ("fp8", "H100", None), ("fp8", "H100", float("nan"))):
+        folder = checkpoint(tmp_path / f"{kind} {value}", kind, {(1, 2, "down_proj"): value})
+        run(["doctor", str(folder), "--gpu", gpu, "--json"])
+        document = json.loads(capsys.readouterr().out)
+        assert document["deployment"]["serve"] is None
+        assert any("layer 1: experts 2" in text for text in document["checkpoint"]["odd"])
+
+
+def test_scales_that_no_engine_uses_are_no_fault(tmp_path: Path) -> None:
+    config = {**NVFP4, "quant_algo": "W4A16_NVFP4"}
+    layers = [stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: stored.nvfp4(n, k))]
+    folder = stored.write(tmp_path / "made", {**stored.QWEN, "quantization_config": config}, layers)
+    opened = moeq.open(folder)
+    opened.read_activation_scales()  # zero, every one of them
+    assert opened.scale_faults(0) == ()
+
+
+@pytest.mark.slow
+def test_random_faults_are_found_exactly(tmp_path: Path) -> None:
+    rng = random.Random(39)
+    for number in range(30):
+        kind = rng.choice([*KINDS])
+        places = [(layer, expert, name) for layer in range(2) for expert in range(4) for name in NAMES]
+        chosen = {place: rng.choice([*FAULTS]) for place in rng.sample(places, rng.randrange(12))}
+        folder = checkpoint(tmp_path / str(number), kind, {place: FAULTS[what] for place, what in chosen.items()})
+        opened = moeq.open(folder)
+        opened.read_activation_scales()
+        found = {
+            (fault.layer, expert, name): fault.what
+            for layer in range(2)
+            for fault in opened.scale_faults(layer)
+            for expert in fault.experts
+            for name in fault.projections or NAMES.values()
+        }
+        assert found == {(layer, expert, NAMES[name]): what for (layer, expert, name), what in chosen.items()}
+        verdict = asked(folder, "B200" if kind != "fp8" else "H100")
+        if kind != "fp8":
+            assert (verdict.error is None) == (not chosen)
