@@ -68,7 +68,7 @@ def checkpoint(folder: Path, kind: str, faults: dict[tuple[int, int, str], float
     stored.write(folder, {**stored.QWEN, "quantization_config": config}, layers)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
-        if name.endswith("scale") or name.endswith("scale_2"):
+        if name.endswith(("scale", "scale_2")):
             tensors[name] = torch.ones(tensor.shape).to(tensor.dtype)
     for (layer, expert, projection), value in faults.items():
         name = f"{prefix.format(layer)}.{expert}.{projection}.{part}"
