@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS
+from moeq_kernels.activations import GATED, UNGATED
+from moeq_kernels.formats import FORMATS
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Capability:
             per token and group of the weights.
         n_multiple, k_multiple: granularity of stored output features (per half for gate and up) and input features.
         biases: whether expert biases are added.
-        activations: gated activations; `swiglu_oai` in both gate-up and interleaved row order.
+        activations: gated activations, each in both gate-up and interleaved row order.
         ungated_activations: activations without a gate.
         activation_formats: `standard` (`[tokens, hidden]`) and `batched` (`[experts, max_tokens, hidden]`).
         expert_parallel: whether experts may live on other ranks (expert map).
@@ -45,8 +46,8 @@ class Capability:
     n_multiple: int
     k_multiple: int
     biases: bool = True
-    activations: tuple[str, ...] = ACTIVATIONS
-    ungated_activations: tuple[str, ...] = UNGATED_ACTIVATIONS
+    activations: tuple[str, ...] = GATED
+    ungated_activations: tuple[str, ...] = UNGATED
     activation_formats: tuple[str, ...] = ("standard", "batched")
     expert_parallel: bool = True
     router_weight_on_input: bool = True

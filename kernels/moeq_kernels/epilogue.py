@@ -11,11 +11,10 @@ class Epilogue(str):
     The class derives from `str` because Triton writes kernel constants as JSON for compile hooks (vLLM installs one).
 
     Attributes:
-        activation: `silu`, `gelu`, `gelu_tanh`, `swiglu_oai`, `relu2` (ungated), or `none`.
+        activation: name in `moeq_kernels.activations`, or `none`.
         gated: whether the activation combines a gate column and an up column into one result.
         interleaved: whether gate and up columns alternate (gate even); otherwise all gate columns come first.
-        alpha, beta: parameters of `swiglu_oai`.
-        limit: upper clamp of gate and two-sided clamp of up; 0 disables both.
+        alpha, beta, limit: parameters of the activation's formula; a limit of 0 disables clamps.
         weight: when router weights are applied (portable kernels only): `first` (before bias and activation),
             `last`, or empty for never.
     """

@@ -7,10 +7,6 @@ from dataclasses import dataclass
 
 from moeq_kernels.errors import KernelUnsupportedError
 
-#: Activations with a gate, and activations without one.
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_oai")
-UNGATED_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
-
 Shape = tuple[int, ...]
 ShapeOf = Callable[[int, int], Shape]
 

@@ -47,11 +47,11 @@ def fused_moe(
         experts: both projections in layouts of `capabilities`.
         topk_weights: floating point `[M, top_k]`, not renormalised.
         topk_ids: int32 or int64 `[M, top_k]`; -1 is a choice without an expert.
-        activation: `silu`, `gelu` (erf), `gelu_tanh`, `swiglu_oai` (gate * sigmoid(alpha * gate) * (up + beta) after
-            clamping gate from above and up on both sides at limit), or `relu2` (ungated, squared ReLU).
-        alpha: `swiglu_oai` only; 1.702 by default.
-        beta: `swiglu_oai` only; 1 by default.
-        limit: clamp of gate and up (gpt-oss: 7); None disables it.
+        activation: name in `moeq_kernels.activations`, which has the formulas.
+        alpha: number in the formulas of `swiglu_oai` (1.702 by default) and `situ` (required).
+        beta: number in the formula of `swiglu_oai`; 1 by default.
+        limit: clamp of gate and up (gpt-oss: 7), or a number in the formulas of `swiglu_step` (7 by default) and
+            `situ`; None leaves it out.
         expert_map: int32 or int64 `[global experts]`, local expert of each global expert, or -1 for an expert on
             another rank (expert parallelism), which contributes nothing.
         router_weight_on_input: whether the router weight multiplies the gate and up products (before bias and
@@ -99,9 +99,9 @@ def fused_moe_batched(
         experts: both projections of E local experts.
         num_tokens: int32 or int64 `[E]`: expert e uses rows `x[e, :num_tokens[e]]`.
         activation: name of the activation, as in `fused_moe`.
-        alpha: parameter of `swiglu_oai`, as in `fused_moe`.
-        beta: parameter of `swiglu_oai`, as in `fused_moe`.
-        limit: clamp of gate and up, as in `fused_moe`.
+        alpha: number in the formula, as in `fused_moe`.
+        beta: number in the formula, as in `fused_moe`.
+        limit: clamp, or number in the formula, as in `fused_moe`.
         row_weights: floating point `[E, max_tokens]` router weights, or None if the combine step applies them.
         router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
         blocks: tile sizes; None for the default.

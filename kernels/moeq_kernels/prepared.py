@@ -375,9 +375,9 @@ def prepare(
         top_k: experts per token.
         max_tokens: upper bound of the tokens in a call.
         activation: name of the activation, as in `fused_moe`.
-        alpha: parameter of `swiglu_oai`, as in `fused_moe`.
-        beta: parameter of `swiglu_oai`, as in `fused_moe`.
-        limit: clamp of gate and up, as in `fused_moe`.
+        alpha: number in the formula, as in `fused_moe`.
+        beta: number in the formula, as in `fused_moe`.
+        limit: clamp, or number in the formula, as in `fused_moe`.
         router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
         dtype: dtype of x and y, bfloat16 or float16.
         hidden_size: features of x; by default those of the packed w13, padding included.

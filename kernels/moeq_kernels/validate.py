@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from moeq_kernels.activations import ACTIVATIONS, GATED, UNGATED, Activation
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError, KernelUnsupportedError
-from moeq_kernels.formats import ACTIVATIONS, FORMATS, UNGATED_ACTIVATIONS, Format, find_format
+from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.hopper.support import W4A8
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
@@ -74,15 +75,8 @@ def check_routing(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> None:
 
 def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[Format, Format]:
     """Check both projections against each other, x and the activation, and return the formats of w13 and w2."""
-    known = {"gate-up": ACTIVATIONS, "interleaved": ACTIVATIONS, "ungated": UNGATED_ACTIVATIONS}
-    order = experts.w13_order
-    require(order in known, f"unknown w13_order '{order}'", f"known: {', '.join(known)}")
-    require(
-        activation in known[order],
-        f"unknown activation '{activation}' for w13_order '{order}'",
-        f"known: {', '.join(known[order])}",
-    )
-    gated = order != "ungated"
+    check_activation(activation, experts.w13_order)
+    gated = experts.w13_order != "ungated"
     require(experts.num_experts >= 1, "w13.weight holds no experts", "a rank without experts adds zeros by itself")
     require(
         experts.w13.num_experts == experts.w2.num_experts,
@@ -99,6 +93,18 @@ def check_experts(x: Tensor, experts: PackedExperts, activation: str) -> tuple[F
     require(hidden <= experts.w2.n, f"x is {shape_of(x)}, but w2.n = {experts.w2.n} is smaller than its last size")
     halves = 2 if experts.w13_order == "gate-up" else 1
     return check_matrix("w13", x, experts.w13, halves), check_matrix("w2", x, experts.w2, 1)
+
+
+def check_activation(activation: str, order: str) -> Activation:
+    """Check the name of an activation for an order of w13's rows and return its row of the table."""
+    known = {"gate-up": GATED, "interleaved": GATED, "ungated": UNGATED}
+    require(order in known, f"unknown w13_order '{order}'", f"known: {', '.join(known)}")
+    require(
+        activation in known[order],
+        f"unknown activation '{activation}' for w13_order '{order}'",
+        f"known: {', '.join(known[order])}",
+    )
+    return ACTIVATIONS[activation]
 
 
 def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> Format:
@@ -223,18 +229,22 @@ def epilogue_of(
     weight_first: bool,
 ) -> Epilogue:
     """Build the epilogue of the gate-up product with defaults for the activation's parameters."""
-    oai = activation == "swiglu_oai"
-    require(oai or (alpha is None and beta is None), f"alpha and beta belong to swiglu_oai, not to {activation}")
+    row = check_activation(activation, experts.w13_order)
+    given = {"alpha": alpha, "beta": beta}
+    for name, value in given.items():
+        takers = ", ".join(one.name for one in ACTIVATIONS.values() if getattr(one, name) is not None)
+        require(value is None or getattr(row, name) is not None, f"{name} belongs to {takers}, not to {activation}")
+    require(not row.alpha_required or bool(alpha), f"{activation} needs an alpha other than 0", f"it is {row.gated}")
+    constants = {name: getattr(row, name) if value is None else value for name, value in given.items()}
     require(limit is None or limit > 0, f"limit is {limit}; it must be positive", "leave it out for no limit")
     require(limit is None or experts.w13_order != "ungated", "limit clamps gate and up, but w13_order is 'ungated'")
     return Epilogue(
         activation=activation,
         gated=experts.w13_order != "ungated",
         interleaved=experts.w13_order == "interleaved",
-        alpha=1.702 if alpha is None else float(alpha),
-        beta=1.0 if beta is None else float(beta),
-        limit=0.0 if limit is None else float(limit),
+        limit=row.default_limit if limit is None else float(limit),
         weight="first" if weight_first else "",
+        **{name: float(value) for name, value in constants.items() if value is not None},
     )
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import activation_arguments, check_e4m3
+from moeq.load.activation import activation_arguments
+from moeq.load.kernel_experts import check_e4m3
 from moeq.load.packed_sample import PackedPart
 from moeq.reference.moe import Activation
 

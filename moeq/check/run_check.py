@@ -18,10 +18,11 @@ from moeq.check.sampling import CheckOptions, choose_samples
 from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.digest import check_digests, default_workers
 from moeq.errors import MoeqError
+from moeq.load.activation import activation_of
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.reference.arithmetic import describe_bound
-from moeq.reference.moe import ACTIVATIONS, Activation
+from moeq.reference.moe import ACTIVATIONS, COMBINATIONS, Activation
 
 __all__ = ["CheckOptions", "Progress", "check_opened", "run_check"]
 
@@ -172,12 +173,9 @@ def _changed(opened: Opened, layers: list[int]) -> tuple[str, ...]:
 
 def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
     """Find the model's activation and its parameters; SiLU and a note if the reference does not know its name."""
-    name, config = reference.info.activation, reference.source.config
-    if name == "swigluoai":
-        limit = config.get("swiglu_limit", 7.0)
-        return Activation(name, float(config.get("swiglu_alpha", 1.702)), None if limit is None else float(limit)), ()
-    if name in ACTIVATIONS:
-        return Activation(name), ()
+    name = reference.info.activation
+    if name in ACTIVATIONS or name in COMBINATIONS:
+        return activation_of(name, reference.source.config), ()
     return Activation(), (
         f"activation {name} is unknown to moeq; the check uses SiLU instead, which says as much about the weights",
     )

@@ -12,7 +12,8 @@ from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.registry import get_layout
-from moeq.load.kernel_experts import activation_arguments, kernel_experts
+from moeq.load.activation import activation_arguments
+from moeq.load.kernel_experts import kernel_experts
 from moeq.matrix import split_projections
 from moeq.model.converted import written_padding
 from moeq.reference.moe import ACTIVATIONS, Activation, Expert, Linear, activate, moe

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moeq.reference.moe import Activation
     from moeq_kernels import PackedExperts
-
-#: Names of activations in the kernels, where they differ from moeq's.
-_KERNEL_ACTIVATIONS = {"swigluoai": "swiglu_oai"}
 
 
 def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
@@ -142,11 +138,3 @@ def dummy_parts(parts: Mapping[str, Tensor]) -> None:
 def _as_stored(layout: str, spec: MatrixSpec) -> bool:
     """Return whether engines keep the floating-point scales as stored."""
     return layout in ("int8-w8a8/1", "cpu-amx-int8/1") or "e4m3" in (spec.element, spec.scale_dtype)
-
-
-def activation_arguments(activation: Activation) -> dict[str, Any]:
-    """Return the arguments by which the kernels take an activation."""
-    name = _KERNEL_ACTIVATIONS.get(activation.name, activation.name)
-    oai = name == "swiglu_oai"
-    constants = {"alpha": activation.alpha, "limit": activation.limit} if oai else {}
-    return {"activation": name, **constants}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import activation_arguments, empty_parts, kernel_experts
+from moeq.load.activation import activation_arguments, activation_of
+from moeq.load.kernel_experts import empty_parts, kernel_experts
 from moeq.load.ranks import Rank, RankPart, plan_rank
 from moeq.load.torch_loader import DTYPES, check_groups, check_kernel, uneven_unit
-from moeq.reference.moe import Activation
 
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Gpu
@@ -144,7 +143,7 @@ def _prepared(
                 hidden_size=entry.matrices["w2"].spec.n,
                 num_experts=num_experts,
                 gpu=gpu,
-                **_activation_arguments(info.activation, checkpoint.source.config),
+                **activation_arguments(activation_of(info.activation, checkpoint.source.config)),
             )
             yield numbers, layer
 
@@ -172,10 +171,3 @@ def kernel_gpu(gpu: Gpu) -> str:
     if not alike:
         raise MoeqError("usage.unknown-gpu", f"moeq has no kernels for {gpu.name}", f"they know {', '.join(GPUS)}")
     return gpu.name if gpu.name in alike else alike[0]
-
-
-def _activation_arguments(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the kernels' arguments for an activation, with the constants of the model's config."""
-    alpha, limit = (config.get(f"swiglu_{key}", getattr(Activation, key)) for key in ("alpha", "limit"))
-    clamp = {"limit": Facts(config).number(("swiglu_limit",))} if name == "silu" else {}
-    return activation_arguments(Activation(name, alpha, limit)) | clamp

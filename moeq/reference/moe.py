@@ -17,16 +17,17 @@ class Activation:
     """Activation function between the two GEMMs.
 
     Attributes:
-        name: `silu`, `gelu`, `gelu_tanh`, `relu2` or `swigluoai`.
-        alpha: sigmoid factor of `swigluoai`.
-        limit: clamp of `swigluoai`, None for no clamp.
+        name: key of `ACTIVATIONS` or `COMBINATIONS`.
+        alpha: sigmoid factor of `swigluoai`, or bound of the gate in `situ`.
+        limit: clamp of gate and up, or bound of up in `situ`; None for none.
     """
 
     name: str = "silu"
     alpha: float = 1.702
-    limit: float | None = 7.0
+    limit: float | None = None
 
 
+#: Functions of the gate, which multiply up, or of the only projection.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -35,16 +36,49 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def _swigluoai(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    gate, up = _clamped(gate, up, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+
+
+def _swiglustep(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    gate, up = _clamped(torch.nn.functional.silu(gate), up, activation.limit)
+    return gate * up
+
+
+def _situ(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    bound = activation.limit
+    up = up if bound is None else bound * torch.tanh(up / bound)
+    return activation.alpha * torch.tanh(gate / activation.alpha) * torch.sigmoid(gate) * up
+
+
+#: Functions of gate and up.
+COMBINATIONS: dict[str, Callable[[Tensor, Tensor, Activation], Tensor]] = {
+    "swigluoai": _swigluoai,
+    "swiglustep": _swiglustep,
+    "situ": _situ,
+}
+
+
 def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
-    """Combine gate and up projections `[T, I]`; without a gate the function applies to `up` itself."""
-    if activation.name == "swigluoai":
+    """Combine gate and up projections `[T, I]`; without a gate the function applies to `up` itself.
+
+    Raises:
+        ValueError: if the activation needs a gate and there is none.
+    """
+    if activation.name in COMBINATIONS:
         if gate is None:
-            raise ValueError("swigluoai needs gate and up")
-        if activation.limit is not None:
-            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+            raise ValueError(f"{activation.name} needs gate and up")
+        return COMBINATIONS[activation.name](gate, up, activation)
     function = ACTIVATIONS[activation.name]
-    return function(up) if gate is None else function(gate) * up
+    if gate is None:
+        return function(up)
+    gate, up = _clamped(gate, up, activation.limit)
+    return function(gate) * up
 
 
 @dataclass(frozen=True)

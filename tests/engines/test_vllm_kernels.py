@@ -264,15 +264,18 @@ class TestChoice:
 def test_every_activation_is_known_to_the_kernels_with_its_constants() -> None:
     from types import SimpleNamespace
 
-    from moeq_kernels.formats import ACTIVATIONS as GATED
-    from moeq_kernels.formats import UNGATED_ACTIVATIONS as UNGATED
+    from moeq_kernels.activations import GATED, UNGATED
 
-    for activation, name in ACTIVATIONS.items():
+    numbers = {"swiglu_limit": 5.0, "swiglu_alpha": 1.5, "swiglu_beta": 0.5}
+    numbers |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    found = {}
+    for activation in MoEActivation:
+        name = ACTIVATIONS[activation]  # none is unknown
         assert name in (GATED if activation.is_gated else UNGATED)
-        moe = SimpleNamespace(activation=activation, swiglu_limit=5.0, swiglu_alpha=None, swiglu_beta=None)
-        assert activation_arguments(moe)["activation"] == name
-    clamped = SimpleNamespace(
-        activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, swiglu_limit=5.0, swiglu_alpha=1.5, swiglu_beta=0.5
-    )
-    assert activation_arguments(clamped) == {"activation": "swiglu_oai", "alpha": 1.5, "beta": 0.5, "limit": 5.0}
+        found[activation.value] = activation_arguments(SimpleNamespace(activation=activation, **numbers))
+        assert found[activation.value]["activation"] == name
+    clamped = {"activation": "swiglu_oai", "alpha": 1.5, "beta": 0.5, "limit": 5.0}
+    assert found["swigluoai_uninterleave"] == clamped
+    assert found.get("situ", {"limit": 25.0})["limit"] == 25.0  # since vLLM 0.32
+    assert found.get("swiglustep", {"limit": 7.0})["limit"] == 7.0
     assert {backend.option for backend in BACKENDS.values()} >= {"marlin", "triton"}

@@ -11,10 +11,11 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.load import warmup
+from moeq.load.activation import activation_of
 from moeq.load.ranks import Rank
 from moeq.load.torch_loader import open_converted
 from moeq.model import Checkpoint
-from moeq.reference.moe import Activation, Expert, Linear, moe
+from moeq.reference.moe import Expert, Linear, moe
 from moeq_kernels.problem import Problem
 
 #: Checkpoint to the layout it is converted to: every kernel of moeq at least once.
@@ -67,4 +68,4 @@ def reference_layer(
 
         return Expert(linear("gate"), linear("up"), linear("down"))
 
-    return moe(x, expert, weights, ids, Activation(source.info.activation))
+    return moe(x, expert, weights, ids, activation_of(source.info.activation, source.source.config))

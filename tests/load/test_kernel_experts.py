@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import activation_arguments, check_e4m3, dummy_parts, empty_parts, row_order
+from moeq.load.kernel_experts import check_e4m3, dummy_parts, empty_parts, row_order
 from moeq.load.rank_reading import PAGE, Span, _spans
 from moeq.matrix import MatrixSpec
-from moeq.reference.moe import Activation
 
 W13 = MatrixSpec("w13", 256, 128, "int4", 32, "f16")
 W2 = MatrixSpec("w2", 128, 128, "int4", 32, "f16", bias_dtype="bf16")
@@ -62,12 +61,6 @@ def test_layouts_with_e4m3_activations() -> None:
         check_e4m3("marlin-wna16/1", "int4", prepared=False)
     assert "marlin-fp8/1" in (caught.value.hint or "")
     assert "marlin-wna16/1" not in (caught.value.hint or "")
-
-
-def test_constants_of_an_activation() -> None:
-    assert activation_arguments(Activation("silu")) == {"activation": "silu"}
-    expected = {"activation": "swiglu_oai", "alpha": 1.5, "limit": 6.0}
-    assert activation_arguments(Activation("swigluoai", 1.5, 6.0)) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from support.comparison import compare
 from support.reference import moe, relative_error
 
 from moeq_kernels import KernelArgumentError, KernelUnsupportedError, expert_products, fused_moe
+from moeq_kernels.activations import GATED, UNGATED
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.records import W13Order
 from moeq_kernels.tuning import Blocks
@@ -200,14 +201,13 @@ def test_gpu_tiles_in_every_format(layout: str, element: str, blocks: Blocks, de
     check(recipe, device, tokens=7, blocks=blocks)
 
 
-GATED = ["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 COMBINATIONS = [(name, order) for name in GATED for order in ("gate-up", "interleaved")]
-COMBINATIONS += [(name, "ungated") for name in ("silu", "gelu", "gelu_tanh", "relu2")]
+COMBINATIONS += [(name, "ungated") for name in UNGATED]
 
 
 @pytest.mark.cover
 @pytest.mark.parametrize("layout", ["marlin-wna16/1", "triton-wna16/1"])
 @pytest.mark.parametrize(("activation", "order"), COMBINATIONS)
 def test_activations(activation: str, order: W13Order, layout: str, device: torch.device) -> None:
-    limit = 2.0 if order != "ungated" else None
-    check(Recipe(layout, order=order, activation=activation, limit=limit, bias=True, intermediate=128), device)
+    numbers = {"limit": 2.0 if order != "ungated" else None, "alpha": 1.5 if activation == "situ" else None}
+    check(Recipe(layout, order=order, activation=activation, bias=True, intermediate=128, **numbers), device)

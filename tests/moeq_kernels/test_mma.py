@@ -74,7 +74,7 @@ def test_every_number_of_tokens_gets_sizes_that_fit(gpu: str, kind: str) -> None
 @pytest.mark.parametrize("tokens", [1, 40, 900])
 def test_launches_give_every_parameter(name: str, tokens: int) -> None:
     recipe, packed = RECIPES[name], packed_of(name)
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     x = torch.empty(0, recipe.hidden, dtype=recipe.dtype)
     problem = prepare_for(x, packed, 2, tokens, epilogue, None, family="mma-w4a16").problem
     products = []
@@ -113,7 +113,7 @@ def test_the_code_as_it_is_gives_the_layer(name: str, plan: str, device: torch.d
     layer = narrowed(whole, narrow)
     routed = route(tokens, narrow, 3, 2, dtype=recipe.dtype)
     routed.ids[1, 0] = -1
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     problem = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family="mma-w4a16").problem
     planned = schedule("mma-w4a16", problem, tokens, PLANS[plan])
     y = torch.empty_like(routed.x)
@@ -171,7 +171,7 @@ def test_it_is_as_accurate_as_bf16(name: str, tokens: int) -> None:
     recipe = RECIPES[name]
     packed, layer = make_layer(recipe, "cuda")
     routed = route(tokens, recipe.hidden, recipe.experts, 2, dtype=recipe.dtype, device="cuda")
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     y = run_family("mma-w4a16", routed.x, packed, routed.weights, routed.ids, epilogue=epilogue)
     truth = moe(routed.x, layer, routed.weights, routed.ids)
     plain = compare(packed, layer, routed).plain_error

@@ -48,7 +48,7 @@ def test_biases_are_added_before_the_activation() -> None:
 
 def test_swigluoai_clamps_and_shifts() -> None:
     gate, up = torch.tensor([[9.0, -9.0, 1.0]]), torch.tensor([[9.0, -9.0, 0.5]])
-    got = activate(gate, up, Activation("swigluoai"))
+    got = activate(gate, up, Activation("swigluoai", limit=7.0))
     g, u = torch.tensor([[7.0, -9.0, 1.0]]), torch.tensor([[7.0, -7.0, 0.5]])
     torch.testing.assert_close(got, g * torch.sigmoid(1.702 * g) * (u + 1))
 

@@ -41,6 +41,7 @@ from moeq.load.torch_loader import (
     uneven_unit,
 )
 from moeq.load.warmup import make_ready
+from moeq_kernels.activations import BY_ENGINE_NAME
 
 if TYPE_CHECKING:
     from moeq.model.converted import ConvertedCheckpoint
@@ -352,14 +353,19 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
     Raises:
         MoeqError: `answer.no-kernel` for an activation that they do not compute.
     """
+    if config.activation == "situ":
+        alpha = 4.0 if config.gemm1_alpha is None else config.gemm1_alpha
+        return {"activation": "situ", "alpha": alpha, "limit": config.gemm1_clamp_limit}
     if config.is_gated and config.gemm1_alpha is not None:
         beta = 1.0 if config.gemm1_beta is None else config.gemm1_beta
         limit = config.gemm1_clamp_limit
         return {"activation": "swiglu_oai", "alpha": config.gemm1_alpha, "beta": beta, "limit": limit}
-    if config.activation not in ("silu", "gelu", "gelu_tanh" if config.is_gated else "relu2"):
+    name = BY_ENGINE_NAME.get(config.activation if config.is_gated else f"{config.activation}_no_mul")
+    if name is None:
         raise MoeqError("answer.no-kernel", f"moeq's kernels do not compute the activation {config.activation}")
-    limit = config.swiglu_limit if config.is_gated and config.activation == "silu" else None
-    return {"activation": config.activation, "limit": limit}
+    if name == "silu" and config.is_gated and config.gemm1_clamp_limit is not None:  # clamped after the sigmoid
+        return {"activation": "swiglu_step", "limit": config.gemm1_clamp_limit}
+    return {"activation": name, "limit": config.swiglu_limit if config.is_gated and name == "silu" else None}
 
 
 def _check_options() -> None:

@@ -24,6 +24,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import check_groups, check_kernel
 from moeq.load.warmup import make_ready
+from moeq_kernels.activations import BY_ENGINE_NAME
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
@@ -33,17 +34,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
 
 #: Names of the engine's activations in the kernels.
-ACTIVATIONS = {
-    MoEActivation.SILU: "silu",
-    MoEActivation.GELU: "gelu",
-    MoEActivation.GELU_TANH: "gelu_tanh",
-    MoEActivation.SWIGLUOAI: "swiglu_oai",
-    MoEActivation.SWIGLUOAI_UNINTERLEAVE: "swiglu_oai",
-    MoEActivation.SILU_NO_MUL: "silu",
-    MoEActivation.GELU_NO_MUL: "gelu",
-    MoEActivation.GELU_TANH_NO_MUL: "gelu_tanh",
-    MoEActivation.RELU2_NO_MUL: "relu2",
-}
+ACTIVATIONS = {member: BY_ENGINE_NAME[member.value] for member in MoEActivation if member.value in BY_ENGINE_NAME}
 
 
 class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
@@ -180,6 +171,11 @@ def activation_arguments(moe: Any) -> dict[str, Any]:
     if moe.activation is MoEActivation.SWIGLUOAI_UNINTERLEAVE:
         alpha = 1.0 if moe.swiglu_alpha is None else moe.swiglu_alpha
         return {"activation": name, "alpha": alpha, "beta": moe.swiglu_beta or 0.0, "limit": moe.swiglu_limit}
+    if name == "swiglu_step":  # the engine's kernel has this limit, whatever the config
+        return {"activation": name, "limit": 7.0}
+    if name == "situ":
+        bound = moe.activation_situ_linear_beta
+        return {"activation": name, "alpha": moe.activation_situ_beta, "limit": bound if bound and bound > 0 else None}
     # SwiGLU is the only other activation that the engine clamps.
     return {"activation": name, "limit": moe.swiglu_limit if moe.activation is MoEActivation.SILU else None}
 

@@ -21,14 +21,13 @@ from moeq.oracle.engines.vllm.sizes import round_up
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
+from moeq_kernels.activations import BY_ENGINE_NAME
 from moeq_kernels.capabilities import CAPABILITIES, Capability
 from moeq_kernels.formats import FORMATS, Format
 
 #: The backend that is preferred to all others, which follow in the order of the kernels' own table.
 _PREFERRED = "MOEQ"
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
-#: Activation of the kernels -> engine-neutral names; the clamped one accepts rows in either order.
-_ACTIVATIONS = {"swiglu_oai": ("swigluoai", "swigluoai_uninterleave")}
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,10 @@ class BuiltinPolicy:
 @cache
 def builtin_policy() -> BuiltinPolicy:
     """Build the policy of moeq's own kernels."""
-    first = CAPABILITIES[0]
     layouts = [layout for layout in dict.fromkeys(entry.layout for entry in FORMATS.values()) if layout in LAYOUTS]
     rows = [row for layout in layouts for row in _kernel_rows(layout) if row.backend != row.layout]
     rows.sort(key=lambda row: row.backend != _PREFERRED)
-    gated = [name for known in first.activations for name in _ACTIVATIONS.get(known, (known,))]
-    return BuiltinPolicy(
-        _devices(first), (*gated, *(f"{name}_no_mul" for name in first.ungated_activations)), tuple(rows)
-    )
+    return BuiltinPolicy(_devices(CAPABILITIES[0]), tuple(BY_ENGINE_NAME), tuple(rows))
 
 
 def _devices(row: Capability) -> tuple[DeviceTerm, ...]:

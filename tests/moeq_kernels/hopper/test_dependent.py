@@ -57,7 +57,7 @@ def test_every_program_waits(case: Any, routed: str, monkeypatch: pytest.MonkeyP
     packed, _ = make_layer(recipe)
     given = route(9, recipe.hidden, recipe.experts, 2, dtype=recipe.dtype)
     given.ids.view(-1)[ROUTED[routed] :] = -1
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     layer = prepare_for(given.x, packed, 2, 9, epilogue, None, family=family)
     problem = replace(layer.problem, gpu=replace(layer.problem.gpu, multiprocessors=3), dependent=True)
     planned = schedule(family, problem, 9, plan)

@@ -283,7 +283,7 @@ class Recipe:
         experts, hidden, intermediate: sizes.
         group_size, zero_points: integers only; the format decides otherwise.
         dtype: type of scales and biases, and of unquantised weights.
-        order, activation, limit: as in `reference.Layer`.
+        order, activation, limit: as in `reference.Layer`; alpha as well, None for the kernels' default.
         bias: whether there are biases.
         seed: seed of the random numbers.
         activation_dtype: attribute of `PackedMatrix`.
@@ -299,6 +299,7 @@ class Recipe:
     dtype: torch.dtype = torch.bfloat16
     order: W13Order = "gate-up"
     activation: str = "silu"
+    alpha: float | None = None
     limit: float | None = None
     bias: bool = False
     seed: int = 0
@@ -318,6 +319,8 @@ def make_layer(recipe: Recipe, device: torch.device | str = "cpu") -> tuple[Pack
     b13 = None if w13.bias is None else w13.bias.float()
     b2 = None if w2.bias is None else w2.bias.float()
     layer = Layer(w13.values, w2.values, b13, b2, recipe.order, recipe.activation, limit=recipe.limit)
+    if recipe.alpha is not None:
+        layer = replace(layer, alpha=recipe.alpha)
     return packed, layer
 
 

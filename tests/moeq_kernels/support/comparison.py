@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import PackedExperts, fused_moe
+from moeq_kernels.activations import ACTIVATIONS
 from moeq_kernels.formats import find_format
 from support.cases import Routed
 from support.reference import Layer, moe, relative_error
@@ -51,6 +52,7 @@ def compare(
         routed.weights,
         routed.ids,
         activation=layer.activation,
+        alpha=layer.alpha if ACTIVATIONS[layer.activation].alpha is not None else None,
         limit=layer.limit,
         router_weight_on_input=weight_on_input,
         expert_map=expert_map,

@@ -182,8 +182,9 @@ def routed(
 
 def epilogue_of(recipe: Recipe) -> Epilogue:
     """Return the activation of a layer."""
+    alpha = {} if recipe.alpha is None else {"alpha": recipe.alpha}
     return Epilogue(
-        recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0
+        recipe.activation, recipe.order != "ungated", recipe.order == "interleaved", limit=recipe.limit or 0.0, **alpha
     )
 
 

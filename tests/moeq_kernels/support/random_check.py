@@ -30,6 +30,7 @@ from torch import Tensor
 
 from moeq_kernels import PackedExperts, PreparedLayer, interpreter
 from moeq_kernels import prepared as calls
+from moeq_kernels.activations import GATED, UNGATED
 from moeq_kernels.compiling import Specialisation, compile_all, specialise
 from moeq_kernels.formats import FORMATS
 from moeq_kernels.gpu import Gpu
@@ -140,13 +141,15 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
         order = "gate-up"
     if layout == "marlin-mxfp4-interleaved/1":
         order = "interleaved"
-    activation = generator.choice(["silu", "silu", "gelu", "gelu_tanh", "swiglu_oai"] if gated else ["relu2"])
+    activation = generator.choice(["silu", *GATED] if gated else UNGATED)
     dtype = getattr(torch, generator.choice(fmt.dtypes))
     zeros = fmt.zero_points and family != "hopper-w4a8"
     fp8 = fmt.fp8_activations and family in (None, "portable") and generator.random() < 0.5
     recipe = Recipe(
         layout, element, experts=experts, hidden=hidden, intermediate=intermediate, group_size=group, order=order,
-        activation=activation, limit=generator.choice([None, 0.7]) if gated else None, bias=generator.random() < 0.3,
+        activation=activation, alpha=1.5 if activation == "situ" else None,
+        limit=0.7 if activation == "swiglu_step" else generator.choice([None, 0.7]) if gated else None,
+        bias=generator.random() < 0.3,
         zero_points=zeros and generator.random() < 0.4, dtype=dtype, seed=generator.randrange(1 << 30),
         activation_dtype="fp8" if fp8 or family == "hopper-fp8" else "",
     )  # fmt: skip

@@ -39,8 +39,15 @@ def activate(h: Tensor, layer: Layer) -> Tensor:
         gate, up = h[:, 0::2], h[:, 1::2]
     else:
         gate, up = h.chunk(2, dim=1)
+    if layer.activation == "situ":
+        up = up if layer.limit is None else layer.limit * torch.tanh(up / layer.limit)
+        return layer.alpha * torch.tanh(gate / layer.alpha) * torch.sigmoid(gate) * up
+    if layer.activation == "swiglu_step":
+        gate = torch.nn.functional.silu(gate)
     if layer.limit is not None:
         gate, up = gate.clamp(max=layer.limit), up.clamp(-layer.limit, layer.limit)
+    if layer.activation == "swiglu_step":
+        return gate * up
     if layer.activation == "swiglu_oai":
         return gate * torch.sigmoid(layer.alpha * gate) * (up + layer.beta)
     return _activation(gate, layer.activation) * up

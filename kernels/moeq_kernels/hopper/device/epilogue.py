@@ -86,13 +86,44 @@ def activate(value, NAME: gl.constexpr):
 
 
 @gluon.jit
+def tanh(value):
+    """Return tanh; a series replaces 2 * logistic(2 * value) - 1 near zero, where that difference loses digits."""
+    square = value * value
+    higher = 0.13333333333333333 - square * 0.05396825396825397
+    series = value * (1.0 + square * (square * higher - 0.3333333333333333))
+    return gl.where(gl.abs(value) < 0.25, series, 2.0 * logistic(2.0 * value) - 1.0)
+
+
+@gluon.jit
+def at_most(value, limit: gl.constexpr):
+    """Clamp from above; NaN stays NaN as in `torch.clamp`."""
+    return gl.where(value > limit, limit, value)
+
+
+@gluon.jit
+def within(value, limit: gl.constexpr):
+    """Clamp on both sides; NaN stays NaN as in `torch.clamp`."""
+    return gl.where(value < -limit, -limit, at_most(value, limit))
+
+
+@gluon.jit
 def activate_gated(gate, up, EPILOGUE: gl.constexpr):
-    """Return activation(gate) * up in float32; NaN passes the clamps as in `torch.clamp`."""
+    """Combine gate and up in float32; `moeq_kernels.activations` lists formulas and sources."""
+    name: gl.constexpr = activation(EPILOGUE)
     limit: gl.constexpr = constant(EPILOGUE, "limit")
-    if limit > 0:
-        gate = gl.where(gate > limit, limit, gate)
-        up = gl.where(up > limit, limit, gl.where(up < -limit, -limit, up))
-    if activation(EPILOGUE) == "swiglu_oai":
-        return gate * logistic(constant(EPILOGUE, "alpha") * gate) * (up + constant(EPILOGUE, "beta"))
+    alpha: gl.constexpr = constant(EPILOGUE, "alpha")
+    if name == "situ":
+        gate = alpha * tanh(gate * (1.0 / alpha)) * logistic(gate)
+        if limit > 0:
+            up = limit * tanh(up * (1.0 / limit))
+        return gate * up
+    elif name == "swiglu_step":
+        return at_most(gate * logistic(gate), limit) * within(up, limit)
     else:
-        return activate(gate, activation(EPILOGUE)) * up
+        if limit > 0:
+            gate = at_most(gate, limit)
+            up = within(up, limit)
+        if name == "swiglu_oai":
+            return gate * logistic(alpha * gate) * (up + constant(EPILOGUE, "beta"))
+        else:
+            return activate(gate, name) * up

@@ -52,7 +52,7 @@ def run(
     routed = route(tokens, recipe.hidden, known, 2, dtype=recipe.dtype)
     if spoilt is not None:
         routed.x[spoilt, 7] = float("inf")
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     count = known if mapped else None
     problem = prepare_for(routed.x, packed, 2, tokens, epilogue, count, family="hopper-w4a16").problem
     problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)
@@ -103,6 +103,8 @@ def run(
         (MXFP8, QUEUE16, (1, 1)),
         (MXFP8, DIRECT, (1, 2)),
         (replace(MXFP8, activation="relu2", order="ungated"), QUEUE8, (1, 1)),
+        (replace(INT4, activation="situ", alpha=1.5, limit=2.0), QUEUE8, (1, 1)),
+        (replace(INT4, activation="swiglu_step", limit=0.7), NARROW8, (2, 1)),
     ],
 )
 def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: Kernel, shares: tuple[int, int]) -> None:

@@ -41,7 +41,7 @@ def test_the_code_as_it_is_gives_the_layer(name: str) -> None:
     tokens = 75 if base == WIDE160 else 37  # 75: one product of 64 and one of 32 tokens
     packed, layer = make_layer(recipe)
     routed = route(tokens, recipe.hidden, recipe.experts, 2, dtype=recipe.dtype)
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     problem = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family="hopper-w4a16").problem
     problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)
     plan = Plan(kernel_for(base, kind_of(packed.w13), group_of(packed.w13)), 1, 2)

@@ -36,7 +36,7 @@ def planned(
     """The launches of a layer on two multiprocessors: programs do several items each."""
     packed, _ = make_layer(recipe)
     x = torch.empty(0, recipe.hidden, dtype=recipe.dtype)
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     family = "hopper-w8a8" if recipe.element == "int8" else "hopper-fp8"
     problem = prepare_for(x, packed, top_k, tokens, epilogue, known, family=family).problem
     problem = replace(problem, gpu=replace(problem.gpu, multiprocessors=2), dependent=False)

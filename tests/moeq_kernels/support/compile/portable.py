@@ -148,6 +148,7 @@ def _base_case(fmt: Format, rows: int) -> Case:
 
 def _other_options(fmt: Format, base: Case) -> list[Case]:
     cases = [replace(base, name=f"{base.name} gelu bias", activation="gelu", bias=True)]
+    cases += [replace(base, name=f"{base.name} {name}", activation=name) for name in ("situ", "swiglu_step")]
     if len(fmt.dtypes) > 1:
         cases.append(replace(base, name=f"{base.name} float16", dtype=torch.float16))
     return cases
@@ -193,7 +194,7 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
         case = replace(case, layout="marlin-wna16/1", element="int4")
     down = case.epilogue == "down"
     w13, w2 = _meta_matrix(case, 2 * INTERMEDIATE, HIDDEN), _meta_matrix(case, HIDDEN, INTERMEDIATE)
-    limit = 7.0 if case.activation == "swiglu_oai" else 0.0
+    limit = 7.0 if case.activation.startswith("swiglu") else 0.0
     epilogue = Epilogue(case.activation, gated=True, interleaved=case.epilogue == "interleaved", limit=limit)
     problem = Problem(
         symbolic("w13", w13), symbolic("w2", w2), epilogue, TOP_K, HIDDEN, case.dtype, EXPERTS, False, gpu,

@@ -89,6 +89,8 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "mxfp4-permuted": {"kind": "e2m1-permuted", "group": 32, "scale": "u8"},
     "mxfp4-down": {"kind": "e2m1", "group": 32, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
     "relu2": {"epilogue": Epilogue("relu2")},
+    "situ": {"epilogue": Epilogue("situ", gated=True, alpha=4.0, limit=25.0)},
+    "swiglu-step": {"epilogue": Epilogue("swiglu_step", gated=True, limit=7.0)},
 }  # fmt: skip
 #: Floats beside MXFP4. Of the kernels for few tokens the tables are those of int4 and of MXFP4.
 _FLOATS: dict[str, dict[str, Any]] = {

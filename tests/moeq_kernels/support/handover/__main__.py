@@ -88,7 +88,7 @@ def recorded(family: str, recipe: Recipe, plan: Any, tokens: int) -> Recorder:
 
     packed, _ = make_layer(recipe)
     routed = route(tokens, recipe.hidden, recipe.experts, 2, dtype=recipe.dtype)
-    epilogue = epilogue_of(packed, recipe.activation, None, None, recipe.limit, False)
+    epilogue = epilogue_of(packed, recipe.activation, recipe.alpha, None, recipe.limit, False)
     layer = prepare_for(routed.x, packed, 2, tokens, epilogue, None, family=family)
     problem = replace(layer.problem, gpu=replace(layer.problem.gpu, multiprocessors=1), dependent=False)
     planned = schedule(family, problem, tokens, plan)
