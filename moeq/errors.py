@@ -65,8 +65,7 @@ def as_moeq_error(error: BaseException) -> MoeqError:
     if isinstance(error, MoeqError):
         return error
     if isinstance(error, KeyboardInterrupt):
-        hint = "run the same command again: it continues where it stopped"
-        return MoeqError("interrupted.signal", "interrupted; what was finished is kept", hint)
+        return MoeqError("interrupted.signal", "interrupted")
     lacking = _lacking(error)
     if lacking is not None:
         return lacking

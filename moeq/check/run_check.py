@@ -149,8 +149,7 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
             return Opened(converted, converted, manifest, (note,))
         source = name
     reference = open_checkpoint(source, revision=revision)
-    if reference.kind != "source":
-        raise MoeqError("usage.not-a-source", f"{source} is itself an output of `moeq convert`", "name its source")
+    reference.require_source()
     if reference.source.identity() != manifest.source.identity:
         raise MoeqError(
             "source.changed",

@@ -7,7 +7,9 @@ careless colleague's may change while it is read.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import shlex
 import stat
 import threading
 from pathlib import Path
@@ -17,6 +19,10 @@ from moeq.checkpoint.disk import read_at
 from moeq.errors import MoeqError, limit_error
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+#: Suffix of the name of a folder of moeq's until it is finished.
+PARTIAL_SUFFIX = ".moeq-partial"
 
 
 class FileState(NamedTuple):
@@ -39,9 +45,28 @@ class FileState(NamedTuple):
 
 def missing_folder(folder: Path, name: str) -> MoeqError:
     """Return the error for a folder that is not there; its hint names unfinished work beside it."""
-    work = folder.with_name(f"{folder.name}.moeq-partial") if folder.name else folder
-    hint = f"{work} holds unfinished work: the command that began it continues it" if work.is_dir() else None
+    work = folder.with_name(f"{folder.name}{PARTIAL_SUFFIX}") if folder.name else folder
+    hint = f"{work} holds unfinished work; {_begun_by(work)}" if work.is_dir() else None
     return MoeqError("source.missing", f"{name}: no such folder", hint)
+
+
+def refuse_unfinished(folder: Path, name: str) -> None:
+    """Refuse the folder in which moeq makes another. Raises MoeqError `source.unfinished`."""
+    if folder.name.endswith(PARTIAL_SUFFIX) and folder.is_dir():
+        raise MoeqError("source.unfinished", f"{name} holds unfinished work of moeq", _begun_by(folder))
+
+
+def _begun_by(work: Path) -> str:
+    """Return the hint for unfinished work: the command that began it, as far as its journals tell."""
+    again = "the command that began it, run again, goes on where it stopped"
+    for journal in sorted(work.glob("moeq-journal*.jsonl")):
+        try:
+            request = json.loads(read_regular(journal, journal.name, 1 << 26).partition(b"\n")[0])["request"]
+            command, source = ("transcode" if "to" in request else "convert"), shlex.quote(str(request["src"])[:500])
+        except (MoeqError, ValueError, TypeError, KeyError):
+            continue
+        return f"{again}: moeq {command} {source} {shlex.quote(str(work).removesuffix(PARTIAL_SUFFIX))} ..."
+    return again
 
 
 def open_regular(path: Path, where: str) -> int:

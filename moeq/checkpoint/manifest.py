@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 
 from blake3 import blake3
 
-from moeq.checkpoint.files import missing_folder, read_regular
+from moeq.checkpoint.files import missing_folder, read_regular, refuse_unfinished
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
 from moeq.checkpoint.paths import safe_names
 from moeq.checkpoint.source import CONFIG_NAME
@@ -226,6 +226,21 @@ class SourceEntry:
 
 
 @dataclass(frozen=True)
+class JobEntry:
+    """What the folder was asked for, by which the same command recognises that it is done.
+
+    Attributes:
+        plan: digest of the plan: source headers, options, layouts and output tensors.
+        sample: digest of sampled blocks of a local source's weights; empty for a commit of a repository.
+        options: options of the conversion (`moeq.pipeline.plan.options.ConvertOptions`).
+    """
+
+    plan: str
+    sample: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The whole of `moeq.json`.
 
@@ -243,6 +258,7 @@ class Manifest:
         files: every other file of the folder, by name; None in manifests of versions that did not record them.
         intact: whether the seal, a digest of all the rest, is right; not written to the file.
         loads_in: what loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
+        job: what was asked for; None in manifests of versions that did not record it.
     """
 
     moeq_version: str
@@ -258,6 +274,7 @@ class Manifest:
     files: Mapping[str, FileDigest] | None = None
     intact: bool = True
     loads_in: tuple[str, ...] = ()
+    job: JobEntry | None = None
 
     def layer(self, layer: int) -> LayerEntry:
         """Return the entry of a layer. Raises MoeqError `usage.no-such-layer`."""
@@ -306,6 +323,7 @@ def _no_manifest(folder: Path) -> MoeqError:
     """Return the error for a folder without a manifest: missing, a source checkpoint, or neither."""
     if not os.path.lexists(folder):
         return missing_folder(folder, str(folder))
+    refuse_unfinished(folder, str(folder))
     config = folder / CONFIG_NAME
     if os.path.lexists(config):
         raw = read_regular(config, str(config), MAX_CONFIG_BYTES)

@@ -188,7 +188,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _interrupted(out: Output) -> int:
-    out.failure(as_moeq_error(KeyboardInterrupt()), styled=False)
+    error = as_moeq_error(KeyboardInterrupt())
+    if out.kept is not None:
+        hint = "run the same command again: it continues where it stopped"
+        error = MoeqError(error.code, f"{error.message}; {out.kept} keeps what was finished", hint)
+    out.failure(error, styled=False)
     return int(ExitCode.INTERRUPTED)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from moeq.checkpoint.files import PARTIAL_SUFFIX
 from moeq.cli import github
 from moeq.cli.events import EventLog
 from moeq.cli.out import Output
@@ -28,6 +29,7 @@ class ConversionReport:
     Args:
         out: output sink of the command.
         title: name of the command.
+        destination: folder that the command makes.
         quiet: print only warnings and errors on stderr.
         log: file to which events are appended, or None.
 
@@ -35,8 +37,11 @@ class ConversionReport:
         MoeqError: `environment.write` where `log` cannot be written.
     """
 
-    def __init__(self, out: Output, title: str, *, quiet: bool = False, log: Path | None = None) -> None:
+    def __init__(
+        self, out: Output, title: str, destination: Path, *, quiet: bool = False, log: Path | None = None
+    ) -> None:
         self._out, self._title, self._quiet = out, title, quiet
+        self._work = Path(f"{destination}{PARTIAL_SUFFIX}")
         self._log = None if log is None else EventLog(log, out.warning)
         self._grouped = github.in_actions() and not quiet
         on_beat = None if self._log is None else self._on_beat
@@ -91,6 +96,7 @@ class ConversionReport:
         if self._grouped:
             self._out.line(github.END_GROUP)
         if error is not None:
+            self._out.kept = self._work if self._work.is_dir() else None
             failure = as_moeq_error(error)
             details = {"code": failure.code, "message": failure.message, "hint": failure.hint}
             self.tell("failed", **details, exit_code=int(failure.exit_code))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,7 +69,7 @@ def command(
 
     out: Output = ctx.obj
     warn_slow(out)
-    with ConversionReport(out, "convert", quiet=quiet or json, log=events) as report:
+    with ConversionReport(out, "convert", dst, quiet=quiet or json, log=events) as report:
         deployment, chosen, digest = (given.make(), choices, None) if plan is None else _planned(plan, given, choices)
         share = shares.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
@@ -96,7 +97,7 @@ def command(
         if target is not None:
             pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
-    needs = _needs(conversion) if dry_run else None
+    needs = _needs(conversion) if dry_run and not conversion.already_done else None
     if conversion.job is not None:
         warn_overridden(out, conversion.job)
         warn_of_scales(out, conversion.job)
@@ -154,6 +155,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
     return {
         "destination": str(conversion.destination),
         "written": manifest is not None,
+        "already_done": conversion.already_done,
         "resumed_units": conversion.resumed_units,
         "shard": shares.document(conversion),
         "backend": conversion.backend,
@@ -185,11 +187,12 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     from moeq.report.text import human_bytes, line
 
     plan = conversion.plan
-    verb = "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
-    head = (f"{verb} {shares.of(conversion)}{conversion.destination}", "bold")
+    head = (f"{_deed(conversion)} {shares.of(conversion)}{conversion.destination}", "bold")
     count = f"{'in all ' if conversion.share else ''}{len(plan.files)} files"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
+    if conversion.already_done:
+        line(console, "same", _same_text(conversion))
     line(console, "backend", f"{conversion.backend}, layout {layouts}")
     sizes = f"{human_bytes(plan.expert_bytes_in)} → {human_bytes(plan.expert_bytes_out)}"
     line(console, "experts", f"{len(plan.layers)} layers, {sizes} (padding {human_bytes(plan.padding_bytes)})")
@@ -202,7 +205,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
         line(console, "copied", f"layer {row.layer}: {row.reason}")
     if conversion.resumed_units:
         line(console, "resumed", f"{conversion.resumed_units} units were already finished")
-    if conversion.manifest is not None:
+    if conversion.manifest is not None and not conversion.already_done:
         _render_proof(console, conversion)
     _render_loading(console, conversion)
     shares.render_next(console, conversion)
@@ -210,6 +213,20 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
         render_needs(console, conversion.plan, needs)
     if pushed is not None:
         render_pushed(console, pushed)
+
+
+def _deed(conversion: Conversion) -> str:
+    """Return what became of the folder, in words that its name follows."""
+    if conversion.already_done:
+        return "already done,"
+    return "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
+
+
+def _same_text(conversion: Conversion) -> str:
+    """Say what was compared before a folder was called done, and what compares everything."""
+    source = conversion.job.checkpoint.source.name if conversion.job else "SRC"
+    compare = shlex.join(["moeq", "verify", str(conversion.destination), "--source", source])
+    return f"plan, headers and a sample of the weights are those it was made of; {compare} compares everything"
 
 
 def regrouping_lines(conversion: Conversion) -> list[str]:

@@ -28,7 +28,7 @@ def command(
     from moeq.pipeline.finalize import finalize
 
     out: Output = ctx.obj
-    with ConversionReport(out, "finalize", quiet=quiet or json, log=events) as report:
+    with ConversionReport(out, "finalize", dst, quiet=quiet or json, log=events) as report:
         conversion = finalize(dst, force=force, sign=sign, workers=workers, progress=report)
         report.summarise(conversion)
     if conversion.job is not None:

@@ -79,6 +79,7 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
     """Return the answer, or why there is none. A forced backend that does not fit is an error here too."""
+    from moeq.pipeline.loss_probe import find_loss
     from moeq.pipeline.plan.decide import advised
     from moeq.pipeline.plan.options import Question
 
@@ -89,7 +90,8 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answ
     found = advised(checkpoint, Question(deployment), explain=True)
     if found.error is not None and deployment.backend != "auto":
         raise found.error
-    return found, None
+    loss = find_loss(checkpoint, found) if found.ok else None
+    return (found if loss is None else found.refused(loss)), None
 
 
 def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:

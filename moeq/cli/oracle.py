@@ -69,8 +69,7 @@ def _opened(src: str, revision: str | None) -> Checkpoint:
     from moeq.model import open as open_checkpoint
 
     checkpoint = open_checkpoint(src, revision=revision)
-    if checkpoint.kind == "converted":
-        raise MoeqError("usage.converted", f"{src} is already converted", "ask about its source")
+    checkpoint.require_source()
     return checkpoint
 
 

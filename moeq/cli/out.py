@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moeq.cli import github
@@ -36,6 +37,7 @@ class Output:
         self.schema = schema
         self.json_mode = json_mode
         self.live: Console | None = None  # of a progress bar, while there is one
+        self.kept: Path | None = None  # unfinished work that an interrupted command leaves
         self._answered = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,13 +36,13 @@ def command(
 ) -> None:
     """Say what `convert` would read, write and need; `convert --plan FILE` carries out exactly that or refuses."""
     from moeq.digest import default_workers
-    from moeq.pipeline.plan.job import JobRequest, open_job
+    from moeq.pipeline.convert import plan
     from moeq.pipeline.plan_document import needs_of, plan_document, write_plan
     from moeq.pipeline.run.resources import parse_size, plan_memory
 
     out: Output = ctx.obj
     ceiling = None if max_memory is None else parse_size(max_memory)
-    job = open_job(JobRequest(src, given.make(), choices, revision))
+    job = plan(src, given.make(), revision=revision, **asdict(choices))
     memory = plan_memory(job, job.plan.units, workers or default_workers(), ceiling)
     needs = needs_of(job, memory)
     document = plan_document(job, needs)

@@ -100,7 +100,7 @@ def command(
     elif dst is None:
         raise MoeqError("usage.command-line", "DST is missing", "--check-only needs none")
     else:
-        with ConversionReport(out, "transcode", quiet=quiet or json, log=events) as report:
+        with ConversionReport(out, "transcode", dst, quiet=quiet or json, log=events) as report:
             found = transcode(
                 src,
                 dst,
@@ -131,6 +131,7 @@ def render(console: Console, found: Transcoding) -> None:
 
     plan = found.plan
     verb = "wrote" if found.written else f"did share {found.share} of" if found.share else "would write"
+    verb = "already done," if found.already_done else verb
     where = f" {found.destination}" if found.destination else ""
     size = human_bytes(plan.bytes_out)
     console.print(f"{verb}{where}: {len(plan.files)} files, {size}, {plan.target.title}", markup=False)

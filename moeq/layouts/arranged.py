@@ -260,7 +260,7 @@ class ArrangedLayout(Layout):
         return -(-rows // part.rows), columns
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
-        """Refuse values that this layout cannot hold. Raises MoeqError `usage.zero-point-range` or `usage.lossy`."""
+        """Refuse values that this layout cannot hold. Raises MoeqError `usage.zero-point-range` or `answer.lossy`."""
         spec = matrix.spec
         if matrix.zeros is not None:
             high = (1 << spec.bits) - 1
@@ -274,7 +274,7 @@ class ArrangedLayout(Layout):
         lost = 0 if self.allow_lossy else self.losses(matrix)
         if lost:
             raise MoeqError(
-                "usage.lossy",
+                "answer.lossy",
                 f"{self.id} would change {lost} stored values of {spec.role}{self._measured(matrix)}: {self.lossy}",
                 f"{self.how_to_allow()}; moeq oracle SRC lists the backends that take the numbers as they are",
             )

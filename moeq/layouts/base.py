@@ -226,8 +226,8 @@ class Layout(ABC):
     def rounds(self, spec: MatrixSpec) -> bool:
         """Whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
 
-        Values that fit are kept, and the first that does not fit is `usage.lossy`: headers cannot tell whether there is
-        one.
+        Values that fit are kept, and the first that does not fit is `answer.lossy`: headers cannot tell whether there
+        is one.
         """
         return False
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from moeq.checkpoint.files import refuse_unfinished
 from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from moeq.checkpoint.source import LocalSource, Source
@@ -71,6 +72,7 @@ def _source(path_or_repo: str | Path, revision: str | None, name: str | None) ->
     if revision is not None:
         detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
         raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
+    refuse_unfinished(Path(text), text)
     return LocalSource(Path(text), name or text)
 
 

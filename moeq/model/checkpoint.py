@@ -160,6 +160,9 @@ class Checkpoint:
             raise MoeqError("usage.no-such-layer", f"layer {layer} has no routed experts", f"MoE layers: {known}")
         return self._experts[layer]
 
+    def require_source(self) -> None:
+        """Refuse an output of `moeq convert`. Raises MoeqError `usage.already-converted`, naming its source."""
+
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
         """Return how an expert is encoded, for each projection as it is stored."""
         return self._layer(layer).kind(expert)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -67,6 +68,14 @@ class ConvertedCheckpoint(Checkpoint):
             num_tensors=len(source.tensors),
             num_files=len(source.files),
             warnings=tuple(source.warnings),
+        )
+
+    def require_source(self) -> None:
+        source = shlex.quote(self.manifest.source.name)
+        raise MoeqError(
+            "usage.already-converted",
+            f"{self.source.name} is itself an output of `moeq convert`",
+            f"name its source, {source}; or moeq restore {shlex.quote(self.source.name)} DIR brings that back",
         )
 
     def __getstate__(self) -> dict[str, Any]:

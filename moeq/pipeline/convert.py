@@ -18,16 +18,18 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.conversion_plan import Plan
-from moeq.pipeline.plan.job import Job, JobRequest, open_job, places
+from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
 from moeq.pipeline.run.execution import ExecutorOptions, one_batch, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.workers import headers_frozen
+from moeq.pipeline.state.finished import check_destination
 from moeq.pipeline.state.folder import WorkFolder
-from moeq.pipeline.state.publish import finish
+from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
 
@@ -52,6 +54,7 @@ class Conversion:
         share: the share of the units that was asked for, or None if it was all.
         memory: memory that the run takes, and its number of workers.
         job: source, decision and plan, for `moeq.pipeline.plan_document`.
+        already_done: whether the folder already held the result of the same job, so that nothing was written.
     """
 
     destination: Path
@@ -63,6 +66,7 @@ class Conversion:
     share: ShareRun | None = None
     memory: Memory | None = None
     job: Job | None = None
+    already_done: bool = False
 
     @property
     def loaders(self) -> tuple[Loader, ...]:
@@ -93,9 +97,11 @@ def convert(
 ) -> Conversion:
     """Convert a source checkpoint for a deployment.
 
+    Where `dst` already holds the result of the same job (`moeq.pipeline.state.finished`), nothing is done.
+
     Args:
         src: local folder or Hub repository.
-        dst: output folder. It must not exist, or with `force` must itself be an output of moeq.
+        dst: output folder. It must not exist or be this job's result, or with `force` must be an output of moeq.
         deployment: where the result is to run. With `tp` or `ep` above 1 the result serves every rank: one packing
             that loaders slice if the layout allows it, otherwise one packing per rank.
         backend: force a backend; `auto` takes the first supported one that has an offline layout.
@@ -120,7 +126,7 @@ def convert(
 
     Raises:
         MoeqError: `answer.no-backend` if nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
-            `usage.tp`, `usage.ep`, `usage.group-cut`, `usage.lossy`; `usage.destination-exists`,
+            `usage.tp`, `usage.ep`, `usage.group-cut`, `answer.lossy`; `usage.destination-exists`,
             `usage.destination-is-source`, `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`,
             `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
             `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
@@ -135,12 +141,17 @@ def convert(
     source.reread = reread
     _check_ways(source, share, executor, stream_source, force)
     folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
-    folder.check(*places(source))
+    done = check_destination(job, folder)
+    if done is not None:
+        if signer is not None and not dry_run:
+            sign_folder(folder.destination, signer)
+        return conversion_of(job, folder, done, already_done=True)
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
     memory = plan_memory(job, units, workers or default_workers(), max_memory)
     if dry_run:
+        _require_no_loss(job)
         return conversion_of(job, folder, None, share=part, memory=memory)
     where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
@@ -159,12 +170,23 @@ def plan(
     revision: str | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> Job:
-    """Plan what `convert` with these arguments would do: decision, files and units. Reads headers only.
+    """Plan what `convert` with these arguments would do: decision, files and units.
+
+    Reads headers, and one expert of a local source where the layout may lose numbers.
 
     Raises:
-        MoeqError: as `convert` does before it writes anything.
+        MoeqError: as `convert` does before it writes anything; `answer.lossy` if the first expert would lose numbers.
     """
-    return open_job(_request(src, deployment, backend, revision, options))
+    job = open_job(_request(src, deployment, backend, revision, options))
+    _require_no_loss(job)
+    return job
+
+
+def _require_no_loss(job: Job) -> None:
+    """Raise MoeqError `answer.lossy` if the conversion would stop at its first expert."""
+    error = find_loss(job.checkpoint, job.answer)
+    if error is not None:
+        raise error
 
 
 def _request(
@@ -200,7 +222,19 @@ def conversion_of(
     resumed: int = 0,
     share: ShareRun | None = None,
     memory: Memory | None = None,
+    *,
+    already_done: bool = False,
 ) -> Conversion:
     """Return the result of a run."""
-    found = job.answer
-    return Conversion(folder.destination, job.plan, found.verdict, manifest, resumed, found.backend, share, memory, job)
+    return Conversion(
+        destination=folder.destination,
+        plan=job.plan,
+        verdict=job.answer.verdict,
+        manifest=manifest,
+        resumed_units=resumed,
+        backend=job.answer.backend,
+        share=share,
+        memory=memory,
+        job=job,
+        already_done=already_done,
+    )

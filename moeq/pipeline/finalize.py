@@ -9,20 +9,21 @@ from pathlib import Path
 
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.hub import HubSource
-from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, conversion_of
 from moeq.pipeline.events import Finished, Progress, Started
-from moeq.pipeline.plan.job import Job, places
+from moeq.pipeline.plan.job import Job, open_job, places
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.shares import Share, is_remote, parse_label
+from moeq.pipeline.state.finished import check_destination, request_of
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
 from moeq.pipeline.state.ownership import damaged_journal, require_ours
-from moeq.pipeline.state.publish import finish, require_units
+from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp, reopen_job
 
@@ -41,6 +42,7 @@ def finalize(
     """Check that shares have done all units of a conversion, write what is left (manifest, side files) and publish it.
 
     What was asked for is in the journals of the shares, so it need not be said again. Every byte is read once more.
+    Nothing is done where `dst` is finished and no shares are left beside it.
 
     Args:
         dst: the folder to create, the `dst` of `convert`.
@@ -56,6 +58,11 @@ def finalize(
     """
     signer = None if sign is None else Signer(sign)
     begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)
+    done = _finished(destination)
+    if done is not None:
+        if signer is not None:
+            sign_folder(destination, signer)
+        return done
     job, stamp = _job_of(destination)
     folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
     folder.check(*places(job.checkpoint.source))
@@ -75,19 +82,33 @@ def finalize(
     return conversion_of(job, folder, manifest, len(records))
 
 
+def _finished(destination: Path) -> Conversion | None:
+    """Return the conversion at a destination beside which no shares are left; None if there is none to return.
+
+    Raises:
+        MoeqError: as opening its source and `check_destination`.
+    """
+    if _journals(destination)[1].stamps or not (destination / MANIFEST_NAME).is_file():
+        return None
+    request = request_of(read_manifest(destination))
+    if request is None:
+        return None
+    job = open_job(request)
+    folder = WorkFolder(destination, job_stamp(job))
+    manifest = check_destination(job, folder)
+    return None if manifest is None else conversion_of(job, folder, manifest, already_done=True)
+
+
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     """Open the job that all journals beside a destination belong to; return it with its stamp."""
     partial, journals = _journals(destination)
     if journals.damaged and not journals.stamps:
         raise damaged_journal(partial, journals.damaged[0])
     if not journals.stamps:
-        done = (destination / MANIFEST_NAME).is_file()
         raise MoeqError(
             "usage.nothing-to-finalize",
-            f"{partial} holds no shares of a conversion" + (f"; {destination} is finished already" if done else ""),
-            "run the shares first, on a file system that all of them see: moeq convert SRC DST --shard 0/8 ..."
-            if not done
-            else None,
+            f"{partial} holds no shares of a conversion",
+            "run the shares first, on a file system that all of them see: moeq convert SRC DST --shard 0/8 ...",
         )
     job = reopen_job(next(iter(journals.stamps.values())))
     stamp = job_stamp(job)

@@ -170,10 +170,5 @@ def _notes(check: Findings, alone: bool, signed: bool | None) -> Iterator[str]:
 
 def _open_source(source: str | Path, revision: str | None) -> Checkpoint:
     original = open_checkpoint(source, revision=revision)
-    if original.kind == "converted":
-        raise MoeqError(
-            "usage.already-converted",
-            f"--source {source} is itself a conversion",
-            "moeq diff compares any two checkpoints",
-        )
+    original.require_source()
     return original

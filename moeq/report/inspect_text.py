@@ -109,6 +109,8 @@ def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:
             yield "or", f"{serve} (the source as it is)"
     elif answer.verdict.ok:
         yield "next", serve_command(name, answer.verdict) or "serve it as it is"
+        if answer.error is not None and answer.error.code == "answer.lossy" and answer.error.hint:
+            yield "or", answer.error.hint
     else:
         hint = answer.error.hint if answer.error is not None else None
         yield "next", hint or f"moeq oracle {name} has all reasons"

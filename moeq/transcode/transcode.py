@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moeq.checkpoint.index import INDEX_NAME
+from moeq.checkpoint.jsonfile import read_object
+from moeq.checkpoint.manifest import MAX_MANIFEST_BYTES
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
@@ -23,7 +25,7 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.job import OpenedJob, places
-from moeq.pipeline.plan.side_files import SideFiles, plan_side_files
+from moeq.pipeline.plan.side_files import MAX_SIDE_BYTES, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import ExecutorOptions, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
@@ -100,6 +102,7 @@ class Transcoding:
         written: whether the result stands under its name.
         resumed_units: units found finished from an interrupted run.
         share: the share of the units that was asked for.
+        already_done: whether the folder already held the result of the same job, so that nothing was written.
     """
 
     destination: Path | None
@@ -110,6 +113,7 @@ class Transcoding:
     written: bool
     resumed_units: int = 0
     share: Share | None = None
+    already_done: bool = False
 
     @property
     def exact(self) -> bool:
@@ -127,6 +131,7 @@ class Transcoding:
         return {
             "destination": None if self.destination is None else str(self.destination),
             "written": self.written,
+            "already_done": self.already_done,
             "target": plan.target.id,
             "exact": self.exact,
             "projections": self.projections,
@@ -165,11 +170,11 @@ def transcode(
     reread: bool = False,
     progress: Progress | None = None,
 ) -> Transcoding:
-    """Write a checkpoint in another format.
+    """Write a checkpoint in another format. Nothing is done where `dst` already holds the result of the same job.
 
     Args:
         src: local folder or Hub repository.
-        dst: output folder; must not exist, or with `force` must itself be an output of `transcode`.
+        dst: output folder; must not exist or be this job's result, or with `force` be an output of `transcode`.
         to: a key of `moeq.transcode.target_formats.TARGETS`.
         revision: Hub revision of `src`.
         regroup: size of the groups of integer codes; has to divide the source's.
@@ -199,7 +204,9 @@ def transcode(
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
     )
-    folder.check(*places(source))
+    done = _check_destination(job, folder)
+    if done is not None:
+        return done
     units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
@@ -257,12 +264,7 @@ def check(
 def open_transcode(request: TranscodeRequest) -> TranscodeJob:
     """Open the source and plan. Raises MoeqError as `transcode`."""
     checkpoint = open_checkpoint(request.src, revision=request.revision)
-    if checkpoint.kind == "converted":
-        raise MoeqError(
-            "usage.already-converted",
-            f"{request.src} is an output of `moeq convert`",
-            "moeq restore takes it back to its source, which can be transcoded",
-        )
+    checkpoint.require_source()
     side_files = plan_side_files(checkpoint.source, no_code=False)
     plan = make_transcode_plan(checkpoint, request)
     return TranscodeJob(checkpoint=checkpoint, plan=plan, request=request, side_files=side_files)
@@ -271,6 +273,42 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
     """Make the stamp of a transcoding."""
     return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision}, job.outputs)
+
+
+def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | None:
+    """Check the destination of a job; return its result if it is finished already.
+
+    As for a conversion (`moeq.pipeline.state.finished`), weights are compared by sample: this does not see every
+    change of the source. Raises as `WorkFolder.check`.
+    """
+    try:
+        folder.check(*places(job.checkpoint.source))
+    except MoeqError as error:
+        if error.code != "usage.destination-exists" or folder.force or not _is_same(job, folder):
+            raise
+        report = read_object(folder.destination / REPORT_NAME, REPORT_NAME, MAX_MANIFEST_BYTES, "source.bad-manifest")
+        losses = tuple(Loss.from_json(row) for row in report["differences"])
+        dropped = dropped_parts(job.checkpoint, job.plan)
+        count = count_projections(job.plan)
+        return Transcoding(folder.destination, job.plan, count, losses, dropped, written=True, already_done=True)
+    return None
+
+
+def _is_same(job: TranscodeJob, folder: WorkFolder) -> bool:
+    """Return whether the folder at the destination is the result of this job, as far as sizes and samples tell."""
+    there, source = folder.destination, job.checkpoint.source
+    if there.is_symlink() or not (there / REPORT_NAME).is_file():
+        return False
+    report = read_object(there / REPORT_NAME, REPORT_NAME, MAX_MANIFEST_BYTES, "source.bad-manifest")
+    if (report.get("plan"), report.get("sample")) != (job.plan.digest, folder.stamp.sample):
+        return False
+    sizes = {file.name: file.form.size for file in job.plan.files}
+    if report.get("files") != sorted(job.outputs) or not all((there / name).is_file() for name in job.outputs):
+        return False
+    copied = {*job.side_files.sizes} & {*job.outputs} - {*job.side_configs}
+    return all((there / name).stat().st_size == size for name, size in sizes.items()) and all(
+        (there / name).read_bytes() == source.read_file(name, MAX_SIDE_BYTES) for name in copied
+    )
 
 
 def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
@@ -338,7 +376,8 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
     write_json(folder.files, INDEX_NAME, index_of(job.plan))
     write_json(folder.files, CONFIG_NAME, written_config(job))
     source.require_unchanged()
-    write_json(folder.files, REPORT_NAME, report(job, found))
+    document = report(job, found)
+    write_json(folder.files, REPORT_NAME, {**document, "plan": job.plan.digest, "sample": folder.stamp.sample})
     folder.publish()
 
 

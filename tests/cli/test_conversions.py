@@ -59,7 +59,7 @@ def test_numbers_that_the_engine_rounds_itself(call, text, checkpoints, tmp_path
     """Float32 scales on Marlin: refused with what would be lost and who else loses it, then written and taken back."""
     source, out, back = checkpoints / "modelopt-fp8-qwen3moe", tmp_path / "out", tmp_path / "back"
     code, document = call("convert", source, out, "--gpu", "a100", "--workers", 1)  # the first expert is refused
-    assert (code, document["error"]["code"]) == (ExitCode.USAGE, "usage.lossy")
+    assert (code, document["error"]["code"]) == (ExitCode.NO, "answer.lossy")
     assert "scales by at most 0.24 %" in document["error"]["message"]
     assert "the engine itself makes of this checkpoint at every start" in document["error"]["hint"]
     code, shown, _ = text("convert", source, out, "--gpu", "a100", "--allow-lossy")
@@ -131,3 +131,20 @@ def test_folders_that_are_no_checkpoints(command, call, checkpoints, tmp_path) -
     code, document = call(command, empty, *more)
     assert code == ExitCode.SOURCE
     assert document["error"]["message"]
+
+
+@pytest.mark.parametrize("command", [("plan",), ("convert", "OUT", "--dry-run"), ("convert", "OUT")])
+def test_a_loss_is_told_before_anything_is_written(call, checkpoints, tmp_path, command) -> None:
+    """Gate and up with a scale each, for a kernel with one: `plan` and `--dry-run` end as `convert` does."""
+    name, *more = [str(tmp_path / "out") if word == "OUT" else word for word in command]
+    code, document = call(name, checkpoints / "ct-fp8-tensor-qwen3moe", *more, "--gpu", "h100", "--workers", 1)
+    assert (code, document["error"]["code"]) == (ExitCode.NO, "answer.lossy")
+    assert document["error"]["message"].startswith("layer 0 expert 0: flashinfer-cutlass-fp8-tensor/1 would change 64")
+    code, document = call(name, checkpoints / "ct-fp8-tensor-qwen3moe", *more, "--gpu", "h100", "--allow-lossy")
+    assert code == ExitCode.OK
+
+
+def test_inspect_tells_a_loss(call, checkpoints) -> None:
+    code, document = call("inspect", checkpoints / "ct-fp8-tensor-qwen3moe", "--gpu", "h100")
+    assert (code, document["converts"], document["verdict"]["convert"]) == (ExitCode.OK, False, None)
+    assert "would change 64 stored values" in document["verdict"]["no_convert"]

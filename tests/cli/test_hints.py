@@ -213,15 +213,26 @@ class TestSituations:
     def test_destination_exists(self, checkpoints, tmp_path, capsys) -> None:
         argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--quiet")
         self.follow(capsys, *argv)
-        assert "--force replaces it" in self.hint(capsys, *argv)
-        self.follow(capsys, *argv, "--force")
+        self.follow(capsys, *argv)  # the same job is already done
+        assert "--force replaces it" in self.hint(capsys, *argv, "--no-code")
+        self.follow(capsys, *argv, "--no-code", "--force")
 
     def test_already_converted(self, checkpoints, tmp_path, capsys) -> None:
         self.follow(capsys, "convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--quiet")
         hint = self.hint(capsys, "convert", tmp_path / "out", tmp_path / "two", "--gpu", "A100")
-        assert "restore it" in hint
+        assert "moeq restore" in hint
         self.follow(capsys, "restore", tmp_path / "out", tmp_path / "back", "--quiet")
         self.follow(capsys, "convert", tmp_path / "back", tmp_path / "two", "--gpu", "A100", "--quiet")
+
+    def test_unfinished_work(self, checkpoints, tmp_path, capsys) -> None:
+        argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--quiet")
+        self.follow(capsys, *argv, "--shard", "0/2")
+        hints = [self.hint(capsys, "verify", tmp_path / name) for name in ("out", "out.moeq-partial")]
+        hints.append(self.hint(capsys, "inspect", tmp_path / "out.moeq-partial"))
+        for hint in hints:
+            again = shlex.split(hint.rpartition(": moeq ")[2].removesuffix(" ..."))
+            assert again == [str(word) for word in argv[:3]]
+        self.follow(capsys, *again, *argv[3:])
 
     def test_memory(self, checkpoints, tmp_path, capsys) -> None:
         argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--dry-run")

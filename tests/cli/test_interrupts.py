@@ -17,9 +17,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.convert import convert
 
-TOLD = (
-    "error: interrupted; what was finished is kept\nhint: run the same command again: it continues where it stopped\n"
-)
+TOLD = "error: interrupted\n"
 
 #: `moeq gpus` (or what follows) with a command that is interrupted where `{body}` says.
 SCRIPT = """

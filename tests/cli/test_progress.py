@@ -183,7 +183,9 @@ class TestEvents:
         log = tmp_path / "events.jsonl"
         for code in (0, 130):
             try:
-                with ConversionReport(Output("moeq.convert/1"), "convert", quiet=True, log=log) as report:
+                with ConversionReport(
+                    Output("moeq.convert/1"), "convert", tmp_path / "out", quiet=True, log=log
+                ) as report:
                     report(events.Started("ab" * 32, 3, 90, 100, 1, 40))
                     report(events.Advanced(70, 100, "layer 3"))
                     wait_for(log, "layer 3", code)

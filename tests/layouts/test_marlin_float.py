@@ -46,7 +46,7 @@ def test_scales_too_small_beside_the_largest_are_counted_and_become_zero() -> No
     matrix = with_scales(random_matrix(NVFP4), [2.0**-6, 2.0**-7, 2.0**-9, 0.0, 448.0])
     with pytest.raises(MoeqError, match="would change 2 stored values of w13") as caught:
         nvfp4().pack(matrix)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     layout = nvfp4(allow_lossy=True)
     back = layout.unpack(layout.pack(matrix), NVFP4)
     assert back.scales.float().view(-1)[:5].tolist() == [2.0**-6, 0.0, 0.0, 0.0, 448.0]
@@ -128,7 +128,7 @@ def test_float32_scales_are_rounded_as_the_engine_does_and_counted() -> None:
     measured = rf"would change {inexact} stored values of w13 \(scales by at most {100 * largest:.2g} %\)"
     with pytest.raises(MoeqError, match=measured) as caught:
         get_layout("marlin-fp8/1").pack(matrix)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     assert "the numbers that the engine itself makes" in (caught.value.hint or "")
     layout = get_layout("marlin-fp8/1", allow_lossy=True)
     back = layout.unpack(layout.pack(matrix), FP8)

@@ -70,7 +70,7 @@ def test_fp16_exponents_saturate_only_when_allowed_and_are_counted() -> None:
     assert layout.losses(matrix) == outside
     with pytest.raises(MoeqError, match=f"would change {outside} stored values") as caught:
         layout.pack(matrix)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     allowed = get_layout("marlin-mxfp4-fp16/1", allow_lossy=True)
     back = allowed.unpack(allowed.pack(matrix), MX)
     assert int((back.scales != matrix.scales).sum()) == outside

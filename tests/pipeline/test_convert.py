@@ -142,8 +142,9 @@ class TestDestination:
     def test_an_existing_conversion_needs_force(self, checkpoints, tmp_path) -> None:
         convert(checkpoints / self.name, tmp_path / "out", A100)
         before = content(tmp_path / "out")
-        with pytest.raises(MoeqError, match="already holds a conversion") as caught:
-            convert(checkpoints / self.name, tmp_path / "out", A100)
+        other = Deployment(gpu=parse_gpu("H100"))
+        with pytest.raises(MoeqError, match=r"already holds a conversion, .*gpu\.name 'A100' there") as caught:
+            convert(checkpoints / self.name, tmp_path / "out", other)
         assert caught.value.exit_code == ExitCode.USAGE
         assert "--force" in (caught.value.hint or "")
         assert content(tmp_path / "out") == before

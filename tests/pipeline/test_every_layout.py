@@ -155,7 +155,7 @@ def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout,
     source, out = checkpoints / name, tmp_path / "out"
     with pytest.raises(MoeqError, match=r"would change [1-9]") as caught:
         convert(source, out, DEPLOYMENT, layout=layout, force_layout=True)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     assert list(tmp_path.iterdir()) == []
 
     manifest = convert(source, out, DEPLOYMENT, layout=layout, force_layout=True, allow_lossy=True).manifest

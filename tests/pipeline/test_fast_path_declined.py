@@ -43,14 +43,14 @@ DECLINED = [
     ("gptq-int4", _set("g_idx", 1, (5,)), "usage.layout-does-not-fit"),
     ("gptq-int4", _set("g_idx", 9, (5,)), "source.bad-data"),
     ("nvfp4", _set("weight_scale", float("nan"), (3, 1)), "source.bad-data"),
-    ("nvfp4", _set("weight_scale", -1.0, (3, 1)), "usage.lossy"),
-    ("nvfp4", _set("weight_scale", torch.tensor([448.0, 2.0**-9, 1.0, 1.0]), (3,)), "usage.lossy"),
+    ("nvfp4", _set("weight_scale", -1.0, (3, 1)), "answer.lossy"),
+    ("nvfp4", _set("weight_scale", torch.tensor([448.0, 2.0**-9, 1.0, 1.0]), (3,)), "answer.lossy"),
     ("nvfp4", _set("weight_scale_2", float("inf"), ()), "source.bad-data"),
     ("fp8-block", _set("weight_scale_inv", float("inf"), (0, 0)), "source.bad-data"),
-    ("fp8-block", _set("weight_scale_inv", 0.1, (0, 0)), "usage.lossy"),
+    ("fp8-block", _set("weight_scale_inv", 0.1, (0, 0)), "answer.lossy"),
     ("fp8-block", _set("weight_scale_inv", 2.0**20, (0, 0)), "usage.scale-range"),
     ("fp8-channel", _set("weight_scale", float("nan"), (7, 0)), "source.bad-data"),
-    ("fp8-channel", _set("weight_scale", 0.3, (7, 0)), "usage.lossy"),
+    ("fp8-channel", _set("weight_scale", 0.3, (7, 0)), "answer.lossy"),
     ("mxfp8", _set("weight_scale", 255, (7, 0)), "source.bad-data"),
 ]
 LAYOUT_OF = {

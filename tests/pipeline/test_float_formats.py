@@ -129,7 +129,7 @@ def test_two_scales_for_gate_and_up_are_named_before_anything_is_written(checkpo
     where = Deployment(gpu=parse_gpu("H100"), backend="flashinfer_cutlass")
     with pytest.raises(MoeqError, match="a scale each, are requantised to the larger") as caught:
         convert(checkpoints / "ct-fp8-tensor-qwen3moe", tmp_path / "out", where)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,7 +197,7 @@ def test_a_layout_that_changes_numbers_is_never_chosen_and_takes_permission(chec
     assert "rounds them, which changes numbers; --layout flashinfer-b12x-nvfp4/1 --allow-lossy" in found.message
     with pytest.raises(MoeqError, match="changes numbers: scales are multiplied by the global scale") as caught:
         convert(source, tmp_path / "out", where, layout=layout)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     manifest = convert(source, tmp_path / "out", where, layout=layout, allow_lossy=True).manifest
     assert sum(layer.losses for layer in manifest.layers) > 0
     assert verify(tmp_path / "out", source).ok
@@ -259,7 +259,7 @@ def test_gate_and_up_with_two_global_scales(checkpoints: Path, tmp_path: Path) -
     where = Deployment(gpu=parse_gpu("A100"))
     with pytest.raises(MoeqError, match="expert 1: marlin-nvfp4/1 would change 64 stored values of w13") as caught:
         convert(source, tmp_path / "out", where)
-    assert caught.value.code == "usage.lossy"
+    assert caught.value.code == "answer.lossy"
     manifest = convert(source, tmp_path / "out", where, allow_lossy=True).manifest
     assert sum(layer.losses for layer in manifest.layers) == 128
     assert any(name.endswith("up_proj.weight_scale_2") for name in manifest.restore.kept)

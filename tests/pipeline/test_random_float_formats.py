@@ -33,7 +33,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ROLES: tuple[StackedRole, ...] = ("w13", "w2")
 
 #: Why values may be refused that sizes allow; float16 makes large scales infinite.
-_REFUSALS = {"usage.lossy", "usage.scale-range", "usage.scales-not-shared", "source.bad-data"}
+_REFUSALS = {"answer.lossy", "usage.scale-range", "usage.scales-not-shared", "source.bad-data"}
 
 
 @pytest.fixture(autouse=True)

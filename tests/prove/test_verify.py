@@ -119,7 +119,7 @@ def test_only_conversions_are_verified(checkpoints, clean) -> None:
     with pytest.raises(MoeqError, match="not an output of `moeq convert`") as caught:
         verify(checkpoints / NAME)
     assert caught.value.exit_code == ExitCode.USAGE
-    with pytest.raises(MoeqError, match="itself a conversion"):
+    with pytest.raises(MoeqError, match="itself an output"):
         verify(clean, clean)
 
 

@@ -325,7 +325,7 @@ def test_only_its_own_output_is_replaced(checkpoints: Path, tmp_path: Path) -> N
     assert (out / "photo.jpg").read_bytes() == b"mine"
     transcode(source, tmp_path / "second", "gptq")
     with pytest.raises(MoeqError) as error:
-        transcode(source, tmp_path / "second", "gptq")
+        transcode(source, tmp_path / "second", "gptq_v2")
     assert error.value.code == "usage.destination-exists"
     transcode(source, tmp_path / "second", "gptq_v2", force=True)
     assert config_of(tmp_path / "second")["quantization_config"]["checkpoint_format"] == "gptq_v2"

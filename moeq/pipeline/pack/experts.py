@@ -203,7 +203,7 @@ class Packer(UnitWorker[PackUnit, int]):
         regrouped = self._regrouped(matrix)
         written, losses, stored, hashes = 0, 0, [], list[bytes]()
         for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
-            padded = _padded(shard, regrouped)
+            padded = cut_and_pad(shard, regrouped)
             unpacked = self._write(shard, slots, layout, expert, padded, hashes)
             written += sum(size for _, size in slots.values())
             if not same_matrix(unpacked, padded):
@@ -259,7 +259,7 @@ class Packer(UnitWorker[PackUnit, int]):
         for expert in self.items:
             matrix = self._regrouped(self._matrix(expert))
             for index, shard in enumerate(self._shards):
-                value = layout.calibrate(_padded(shard, matrix))
+                value = layout.calibrate(cut_and_pad(shard, matrix))
                 if value is not None:
                     found[index] = max(found.get(index, value), value)
         return [layout.with_calibration(found[i]) if i in found else layout for i in range(len(self._shards))]
@@ -318,7 +318,7 @@ def _slots(work: Work, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int,
     return found
 
 
-def _padded(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
+def cut_and_pad(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Cut one rank's part out of a matrix and pad it to the sizes of its layout."""
     from moeq.model.shards import shard_matrix
 

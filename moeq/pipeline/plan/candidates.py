@@ -134,7 +134,7 @@ def _asked_layout(
             )
     if any(row.lossy_layout == layout for row in rows) and not (options.allow_lossy or options.force_layout):
         kind = layout_class(layout)
-        raise MoeqError("usage.lossy", f"{layout} changes numbers: {kind.lossy}", kind.how_to_allow())
+        raise MoeqError("answer.lossy", f"{layout} changes numbers: {kind.lossy}", kind.how_to_allow())
     against = [heads] if (heads := heads_problem(checkpoint, deployment)) else []
     reasons = []
     for row in rows:

@@ -111,16 +111,19 @@ class Answer:
         """Reasons against the layouts that were overridden by force."""
         return tuple(dict.fromkeys(text for choice in self.choices.values() for text in choice.overridden))
 
+    def refused(self, error: MoeqError) -> Answer:
+        """Return the answer with nothing converted, for an error that headers do not show."""
+        return replace(self, parts=tuple(_withdrawn(part, error) for part in self.parts), error=error)
+
 
 def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
     """Decide which backend runs this checkpoint's experts on that deployment, what `convert` writes, and why.
 
     Raises:
-        MoeqError: `usage.converted` for a converted checkpoint; `source.no-top-k` if the config does not say how many
-            experts a token uses; for a backend asked for by name that does not fit, why not and what does.
+        MoeqError: `usage.already-converted` for a converted checkpoint; `source.no-top-k` if the config does not say
+            how many experts a token uses; for a backend asked for by name that does not fit, why not and what does.
     """
-    if checkpoint.kind == "converted":
-        raise MoeqError("usage.converted", f"{checkpoint.source.name} is already converted", "ask about its source")
+    checkpoint.require_source()
     found = advised(checkpoint, Question(deployment), explain=True)
     if found.error is not None and deployment.backend != "auto":
         raise found.error
@@ -183,7 +186,7 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
         someone_fits = len(refused) < sum(len(part.layers) for part in parts)
         problem = refusal(dict(sorted(refused.items())), options.skip_unfit, someone_fits=someone_fits)
         if problem is not None:
-            return Answer(question, tuple(_withdrawn(part, problem) for part in parts), error=problem)
+            return Answer(question, tuple(parts)).refused(problem)
         copied += [CopiedLayer(layer, error.message) for layer, error in refused.items()]
     return Answer(question, tuple(parts), tuple(sorted(copied, key=lambda row: row.layer)))
 

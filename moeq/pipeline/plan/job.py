@@ -138,12 +138,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
             `advised`, `plan_side_files` and `make_plan` raise.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
-    if checkpoint.kind == "converted":
-        raise MoeqError(
-            "usage.already-converted",
-            f"{request.src} is itself an output of `moeq convert`",
-            "convert its source, or restore it",
-        )
+    checkpoint.require_source()
     found = advised(checkpoint, request.question, brief=True)
     if found.error is not None:
         raise found.error

@@ -153,12 +153,20 @@ def _plainest(question: Question) -> Iterator[Suggestion]:
         "--regroup": question.options.regroup is not None,
     }
     options = " and ".join(name for name, asked in given.items() if asked)
-    leaving = f"leaving out {options} and with " if options else ""
+    leaving = [f"leaving out {options}"] if options else []
     fields = {"tp": 1, "ep": 1, "dp": 1, "backend": "auto", "lora": False, "batched": False}
     own = question.deployment
     engines, names = dict.fromkeys((own.engine, OWN_ENGINE)), dict.fromkeys((own.gpu.name, *_DEVICES))
     for engine, name, dtype in product(engines, names, dict.fromkeys((own.dtype, "bf16", "fp16"))):
         gpu = own.gpu if name == own.gpu.name else parse_gpu(name)
-        cast = f" --dtype {dtype}" if dtype != own.dtype else ""
-        text = f"{leaving}--tp 1 --ep 1 --backend auto --gpu {shlex.quote(name)} --engine {engine}{cast}"
-        yield _with(plain, text, gpu=gpu, engine=engine, dtype=dtype, **fields)
+        asked: dict[str, Any] = {**fields, "gpu": gpu, "engine": engine, "dtype": dtype}
+        changed = {field: value for field, value in asked.items() if value != getattr(own, field)}
+        with_others = " ".join(map(_spelled, changed, changed.values()))
+        yield _with(plain, " and with ".join([*leaving, *filter(None, [with_others])]), **asked)
+
+
+def _spelled(field: str, value: Any) -> str:
+    """Return a field of a deployment as the option that sets it."""
+    if isinstance(value, bool):
+        return {"lora": "--no-lora", "batched": "--standard"}[field]
+    return f"--{field} {shlex.quote(getattr(value, 'name', None) or str(value))}"

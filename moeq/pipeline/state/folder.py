@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.files import PARTIAL_SUFFIX
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
@@ -43,7 +44,7 @@ from moeq.pipeline.state.records import UnitRecord
 T = TypeVar("T")
 
 #: Errors after which the same command cannot succeed, so that finished units are of no use.
-_FINAL = ("source.", "usage.", "bug.", "answer.not-exact", "answer.zero-points")
+_FINAL = ("source.", "usage.", "bug.", "answer.lossy", "answer.not-exact", "answer.zero-points")
 #: Errors among those that may pass.
 _PASSING = (
     "source.gated",
@@ -53,9 +54,6 @@ _PASSING = (
     "usage.foreign-files",
     "usage.running",
 )
-
-#: Suffix of a destination's name until it is finished.
-PARTIAL_SUFFIX = ".moeq-partial"
 
 #: Bytes of a file name on common file systems.
 _LONGEST_NAME = 255

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Container, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
@@ -16,6 +17,7 @@ from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
     FileDigest,
+    JobEntry,
     LayerEntry,
     Manifest,
     Projection,
@@ -73,6 +75,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         copied=job.plan.copied,
         restore=write_restore_data(checkpoint, job.side_files, kept, folder.files),
         loads_in=tuple(loader.title for loader in found.loaders),
+        job=JobEntry(job.plan.digest, folder.stamp.sample, asdict(job.request.options)),
     )
     files = folder.files
     _read_kept_scales(checkpoint, files)
@@ -102,6 +105,12 @@ def _read_kept_scales(checkpoint: Checkpoint, files: OutputFolder) -> None:
     checkpoint.read_activation_scales(
         lambda entry: kept.get(f"tensor/{entry.name}"), lambda name: files.open(name, os.O_RDONLY)
     )
+
+
+def sign_folder(folder: Path, signer: Signer) -> None:
+    """Sign the manifest of a finished conversion. Raises MoeqError `resources.disk-full`, `environment.write`."""
+    with disk_errors(folder), OutputFolder(folder) as files:
+        files.write_file(SIGNATURE_NAME, signer.sign(files.read_file(MANIFEST_NAME)))
 
 
 def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> None:

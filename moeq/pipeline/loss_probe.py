@@ -1,0 +1,61 @@
+"""Say before a conversion starts that it will stop because numbers would change: pack one expert and see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.checkpoint.source import LocalSource
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+from moeq.pipeline.plan.layer_plan import plan_layer
+
+if TYPE_CHECKING:
+    from moeq.pipeline.plan.decide import Answer
+    from moeq.pipeline.plan.layer_plan import LayerPlan
+
+
+def find_loss(checkpoint: Checkpoint, answer: Answer) -> MoeqError | None:
+    """Return the error with which a conversion would stop at its first expert, or None.
+
+    One expert of every layout is packed that may lose numbers and was not allowed to; others may still lose some.
+    Nothing is read of a repository, of which it would be a download.
+
+    Returns:
+        `answer.lossy`, worded as by `convert`, or None.
+    """
+    if not isinstance(checkpoint.source, LocalSource):
+        return None
+    question = answer.question
+    found = (
+        _loss(checkpoint, plan_layer(checkpoint, layer, layout, question.ranks, question.options))
+        for layer, layout in _first_layers(answer.layouts)
+    )
+    return next(filter(None, found), None)
+
+
+def _first_layers(layouts: Mapping[int, str]) -> Iterable[tuple[int, str]]:
+    """Return the first layer of every layout, with it."""
+    return {layout: (layer, layout) for layer, layout in reversed(layouts.items())}.values()
+
+
+def _loss(checkpoint: Checkpoint, plan: LayerPlan) -> MoeqError | None:
+    """Pack the first expert of a layer for its first shard."""
+    layout, entry, shard = plan.layout, plan.entry, plan.shards[0]
+    if type(layout).lossy is None or plan.allow_lossy or layout.calibration_scope is not None:
+        return None
+    from moeq.model.regroup import regroup
+    from moeq.pipeline.pack.experts import cut_and_pad
+
+    for role in STACKED_ROLES:
+        try:
+            matrix = checkpoint.matrix(entry.layer, 0, role)
+            if entry.source_group is not None:
+                matrix = regroup(matrix, entry.matrices[role].spec.group_size)
+            layout.pack(cut_and_pad(shard, matrix))
+        except MoeqError as error:
+            if error.code != "answer.lossy":  # whatever else is wrong, `convert` says where it happens
+                return None
+            return MoeqError(error.code, f"layer {entry.layer} expert 0: {error.message}", error.hint)
+    return None
