@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from moeq.pipeline.plan_document import Needs
 
 
+#: Bytes per second of the disk in an estimate: a network disk of a cloud; a local one is faster.
+DISK_RATE = 300 * 2**20
+
+
 @options.with_deployment()
 def command(
     ctx: typer.Context,
@@ -93,7 +97,7 @@ def render(console: Console, job: Job, needs: Needs) -> None:
 
 def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     """Print units and what they need: totals, then one line per kind."""
-    from moeq.report.text import human_bytes, human_seconds, line
+    from moeq.report.text import human_bytes, line
 
     memory = needs.memory
     read = sum(unit.bytes_in for unit in plan.units)
@@ -104,7 +108,7 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         "memory": f"{peak}: {base} + {memory.workers} workers x {per_worker}",
         "disk": f"{human_bytes(needs.disk_bytes)} in {len(plan.files)} weight files and what goes beside them",
         **_stream_line(needs),
-        "time": f"about {human_seconds(needs.seconds)} where the disk keeps up (an estimate)",
+        "time": _time(plan, needs),
         "plan": plan.digest,
     }
     for name, text in lines.items():
@@ -116,6 +120,16 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
         sizes = (kind.bytes_in, kind.bytes_out, kind.padding_bytes, kind.memory)
         cells = " ".join(f"{human_bytes(size):>11}" for size in sizes)
         console.print(f"  {kind.title:<24} {kind.way:<9} {kind.count:>6} {cells}")
+
+
+def _time(plan: Plan, needs: Needs) -> str:
+    """Say how long the processors take, and a disk of a stated speed: the slower of both counts."""
+    from moeq.report.text import human_bytes, human_seconds
+
+    moved = sum(unit.bytes_in for unit in plan.units) + plan.bytes_out
+    disk = f"{human_seconds(moved / DISK_RATE)} to read and write at {human_bytes(DISK_RATE)}/s"
+    workers = f"{needs.memory.workers} worker{'s' if needs.memory.workers > 1 else ''}"
+    return f"the longer of {human_seconds(needs.seconds)} to pack with {workers} and {disk} (estimates)"
 
 
 def _stream_line(needs: Needs) -> dict[str, str]:

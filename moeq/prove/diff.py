@@ -13,6 +13,7 @@ from moeq.digest import default_workers, in_order
 from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
+from moeq.prove.diff_bytes import same_layer
 from moeq.prove.diff_rest import compare_rest
 from moeq.typed import spell_floats
 
@@ -129,6 +130,8 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints: experts by dequantised values, everything else byte for byte.
 
+    Layers that are stored in the same bytes are equal without dequantising.
+
     Args:
         left: a checkpoint, source or converted.
         right: another checkpoint.
@@ -153,6 +156,12 @@ def diff(
         if a.num_experts(layer) != b.num_experts(layer):
             missing.append(f"layer {layer} has {a.num_experts(layer)} and {b.num_experts(layer)} experts")
         experts = range(min(a.num_experts(layer), b.num_experts(layer)))
+
+        if same_layer(a, b, layer):
+            done += len(experts)
+            count += len(experts) * len(_projections(a, b))
+            report(done, total, f"layer {layer}")
+            continue
 
         def compare(expert: int, layer: int = layer) -> list[ProjectionDifference | None]:
             return [_compare(a, b, layer, expert, projection) for projection in _projections(a, b)]

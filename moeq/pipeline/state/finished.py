@@ -59,7 +59,7 @@ def request_of(manifest: Manifest) -> JobRequest | None:
     """
     if manifest.job is None:
         return None
-    deployment = read_as(Deployment, manifest.deployment, "deployment", "source.bad-manifest")
+    deployment = Deployment.from_json(manifest.deployment)
     options = read_as(ConvertOptions, manifest.job.options, "job.options", "source.bad-manifest")
     return JobRequest(manifest.source.name, deployment, options, manifest.source.revision)
 

@@ -1,0 +1,70 @@
+"""Layers are told apart by bytes: every changed byte counts, wherever it lies."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.convert import convert
+from moeq.prove.diff import diff
+from moeq.prove.diff_bytes import equal_bytes, same_layer
+
+NAMES = ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss", "ct-fp8-block-qwen3moe"]
+
+
+def flipped(folder: Path, file: str, place: int) -> None:
+    with (folder / file).open("r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)[0]
+        opened.seek(place)
+        opened.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_byte_counts(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    left, copy = checkpoints / name, tmp_path / "copy"
+    shutil.copytree(left, copy)
+    a, b = moeq.open(left), moeq.open(copy)
+    assert equal_bytes(a.source, b.source, a.source.tensors)
+    assert all(same_layer(a, b, layer) for layer in a.info.moe_layers)
+    rng = random.Random(7)
+    for entry in rng.sample(sorted(a.source.tensors.values()), 20):
+        place = rng.randrange(entry.start, entry.end)
+        flipped(copy, entry.file, place)
+        other = moeq.open(copy)
+        assert not equal_bytes(a.source, other.source, a.source.tensors)
+        for layer in a.info.moe_layers:
+            of_layer = entry.name in {one.name for one in a.experts(layer).layer.tensors()}
+            assert same_layer(a, other, layer) is not of_layer
+        flipped(copy, entry.file, place)
+    assert equal_bytes(a.source, moeq.open(copy).source, a.source.tensors)
+
+
+def test_conversions(checkpoints: Path, tmp_path: Path) -> None:
+    where = Deployment(gpu=parse_gpu("A100"))
+    for out in ("one", "two"):
+        convert(checkpoints / NAMES[0], tmp_path / out, where)
+    a, b = moeq.open(tmp_path / "one"), moeq.open(tmp_path / "two")
+    assert same_layer(a, b, 0)
+    entry = next(one for one in b.source.tensors.values() if ".1." in one.name and one.name in b.source.expert_names)
+    flipped(tmp_path / "two", entry.file, entry.start)
+    b = moeq.open(tmp_path / "two")
+    assert same_layer(a, b, 0)
+    assert not same_layer(a, b, 1)
+    found = diff(tmp_path / "one", tmp_path / "two")
+    assert (found.equal, found.projections, {row.layer for row in found.differing}) == (False, 24, {1})
+
+
+def test_another_config_may_mean_other_values(checkpoints: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(checkpoints / NAMES[0], tmp_path / "copy"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    assert not same_layer(moeq.open(checkpoints / NAMES[0]), moeq.open(copy), 0)
+    assert diff(checkpoints / NAMES[0], copy).equal  # the numbers are compared, and are the same
