@@ -37,7 +37,7 @@ def find_loss(checkpoint: Checkpoint, answer: Answer) -> MoeqError | None:
 
 def _first_layers(layouts: Mapping[int, str]) -> Iterable[tuple[int, str]]:
     """Return the first layer of every layout, with it."""
-    return {layout: (layer, layout) for layer, layout in reversed(layouts.items())}.values()
+    return {layout: (layer, layout) for layer, layout in reversed([*layouts.items()])}.values()
 
 
 def _loss(checkpoint: Checkpoint, plan: LayerPlan) -> MoeqError | None:
