@@ -16,7 +16,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # Seconds that `make fuzz` takes for the parsers, all together.
 FUZZ_SECONDS ?= 600
 
-.PHONY: demo test test-slow lint pages site fuzz fuzz-minute night crash mutate gpu-test compile-matrix clean
+# Folder of the engine and the quantisers of tools/engines.txt, some 400 MB; another one may serve several checkouts.
+ENGINES ?= $(CURDIR)/.engines
+
+.PHONY: demo test test-slow engine-tests lint pages site fuzz fuzz-minute atheris night crash mutate gpu-test \
+	compile-matrix clean
 
 # The environment is rebuilt when what it holds changes. torch goes first: PyPI's build for Linux brings 2.5 GiB of GPU
 # libraries, so the script looks for one for CPUs and says which it takes.
@@ -38,6 +42,17 @@ test: $(STAMP) lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
 
+# The plug-in in vLLM's own Python, transcoded checkpoints in the libraries that read them, and parity: all without a GPU.
+# `make night` has the slow ones as well.
+ENGINE_TESTS ?= not slow
+
+engine-tests: $(STAMP)
+	$(BIN)/python tools/engine_site.py $(ENGINES)
+	PYTHONPATH=$(ENGINES)/site MOEQ_ENGINES=$(ENGINES) MOEQ_TEST_VLLM=$(ENGINES)/site MOEQ_VLLM_SITE=$(ENGINES)/site \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines \
+		tests/prove/test_parity.py tests/transcode/test_libraries.py tests/transcode/test_libraries_vllm.py \
+		tests/oracle/differential
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,18 +67,21 @@ site: $(STAMP)
 
 # Parsers of strangers' files, fed by coverage where atheris has a wheel (Linux, CPython), else by random damage; then
 # every wrong type in every document.
-fuzz: $(STAMP)
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: atheris
+fuzz: $(STAMP) atheris
 	$(BIN)/python tests/attacks/fuzz/run.py --seconds $(FUZZ_SECONDS) --findings fuzz-findings --corpus fuzz-corpus
 	MOEQ_MUTATIONS=1000000 MOEQ_FUZZ_EXAMPLES=2000 $(BIN)/python -m pytest -q --timeout 7200 \
 		tests/attacks/test_wrong_types.py tests/attacks/test_fuzz_parsers.py
 
-fuzz-minute: $(STAMP)
+fuzz-minute: $(STAMP) atheris
 	$(BIN)/python tests/attacks/fuzz/run.py --seconds 60 --findings fuzz-findings
+
+atheris: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --only-binary :all: atheris
 
 # Everything that takes hours: for a scheduled run.
 night: fuzz crash
 	$(BIN)/python -m pytest -q -m night tests/pipeline
+	$(MAKE) engine-tests ENGINE_TESTS="slow or not slow"
 
 # Every change of a file fails once in every way, then commands are killed KILLS times.
 KILLS ?= 10000

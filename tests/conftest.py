@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import quick_interpreter
 import sampling
+import skips
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -50,6 +51,11 @@ os.fsync = os.fdatasync = _flushed
 # No test depends on how fast the machine is.
 settings.register_profile("moeq", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("moeq")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI"):
+        config.pluginmanager.register(skips.StrictSkips(), "strict-skips")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,6 +9,7 @@ import pytest
 from bench_scripts import inspect_speed
 
 
+@pytest.mark.slow
 def test_opening_a_quarter_terabyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect_speed, "LAYERS", 15)
     inspect_speed.write_checkpoint(tmp_path)

@@ -22,6 +22,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "kind", "layout"), CASES)
 def test_the_naive_script_writes_the_same_tensors(model: str, kind: str, layout: str, tmp_path: Path) -> None:
     """Two independent packers: plain torch in a script, and moeq's layouts."""

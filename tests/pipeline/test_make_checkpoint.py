@@ -30,6 +30,7 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize(("model", "kind"), PAIRS)
 def test_moeq_recognises_every_model_and_format(model: str, kind: str, tmp_path: Path) -> None:
     size = generator.Size(layers=2, shard_bytes=1 << 30)
@@ -53,6 +54,7 @@ def test_the_seed_decides_the_bytes_and_the_files_do_not(tmp_path: Path) -> None
     assert {name.rpartition(".")[2] for name in values} == {"g_idx", "qzeros"}, "only these are not random"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "kind"), [("tiny", kind) for kind in TINY.formats])
 def test_values_are_finite(model: str, kind: str, tmp_path: Path) -> None:
     generator.write_checkpoint(tmp_path, generator.MODELS[model], kind)

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 #: Transcodings (JSON) with `words`' bounds of what compiles loops and of what uses those of the cache, each in a fork
 #: or all in this process; for each the experts on the reference path, which modules are there, and the cache then.
 SCRIPT = """
@@ -72,6 +74,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

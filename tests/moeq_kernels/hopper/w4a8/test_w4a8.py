@@ -26,25 +26,23 @@ OAI = Recipe("marlin-mxfp4-interleaved/1", "e2m1", experts=2, hidden=192, interm
 INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128, group_size=64)
 
 
+#: A layer in the interpreter takes five seconds of processor time; `make test` has one of either format.
+QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2), 23)]
+SLOW = [
+    (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
+    (PLAIN, W4a8Wide(160, 2), 150),
+    (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),
+    (replace(PLAIN, intermediate=192), W4a8Wide(160, 3), 23),
+    (OAI, W4a8Wide(160, 3), 170),
+    (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3), 70),
+    (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2), 120),
+    (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3), 90),
+    (replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0), W4a8Wide(128, 2), 60),
+]
+
+
 @pytest.mark.parametrize(
-    ("recipe", "kernel", "tokens"),
-    [
-        (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
-        (OAI, W4a8Wide(64, 3), 23),
-        (PLAIN, W4a8Wide(160, 2), 150),
-        (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),
-        (replace(PLAIN, intermediate=192), W4a8Wide(160, 3), 23),
-        (OAI, W4a8Wide(160, 3), 170),
-        (INT4, W4a8Wide(64, 2), 23),
-        (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3), 70),
-        (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2), 120),
-        (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3), 90),
-        (
-            replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0),
-            W4a8Wide(128, 2),
-            60,
-        ),
-    ],
+    ("recipe", "kernel", "tokens"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: W4a8Wide, tokens: int) -> None:
     """Every expert gets all tokens. 150 are a tile of 160, 90 one of 96 and 170 two: two products each.
