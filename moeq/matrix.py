@@ -117,7 +117,7 @@ class QuantizedMatrix:
 
     Attributes:
         spec: sizes and types.
-        codes: uint8 `[N, K]`, unsigned codes.
+        codes: uint8 `[N, K]`, unsigned codes; the numbers themselves where the element type is a plain float.
         scales: `[N, G]` in the stored dtype (`e8m0`: uint8 exponent bytes; `e4m3`: torch.float8_e4m3fn).
         zeros: uint8 or int16 `[N, G]` effective zero points, or None when symmetric.
         group_index: int32 `[K]`, group of each input column; None unless `spec.act_order`.

@@ -163,11 +163,15 @@ class Source(ABC):
         entry = self.entry(name)
         return tensor_of(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
 
+    def read_rows(self, entry: TensorEntry, first: int, stop: int) -> Tensor:
+        """Read `tensor[first:stop]`, only that slice of the leading axis."""
+        size = (entry.end - entry.start) // entry.shape[0]
+        data = self.read_bytes(entry.file, entry.start + first * size, entry.start + stop * size)
+        return tensor_of(data, entry.dtype, (stop - first, *entry.shape[1:]), entry.name)
+
     def read_row(self, entry: TensorEntry, row: int) -> Tensor:
         """Read `tensor[row]`, only that slice of the leading axis."""
-        size = (entry.end - entry.start) // entry.shape[0]
-        start = entry.start + row * size
-        return tensor_of(self.read_bytes(entry.file, start, start + size), entry.dtype, entry.shape[1:], entry.name)
+        return self.read_rows(entry, row, row + 1)[0]
 
 
 #: Torch dtype by safetensors dtype, for those torch has.
@@ -231,6 +235,11 @@ class LocalSource(Source):
         self.tensors, warnings = merge_headers(weights, headers)
         self.warnings = [*weights.warnings, *warnings]
         self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Paths that belong to the checkpoint with all that is in them."""
+        return (self.folder,)
 
     def path(self, file: str) -> Path:
         return self.folder / file

@@ -13,6 +13,7 @@ from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
+from moeq.gguf.source import GgufSource, is_gguf
 from moeq.model.checkpoint import Checkpoint
 
 
@@ -73,7 +74,8 @@ def _source(path_or_repo: str | Path, revision: str | None, name: str | None) ->
         detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
         raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
     refuse_unfinished(Path(text), text)
-    return LocalSource(Path(text), name or text)
+    kind = GgufSource if is_gguf(Path(text)) else LocalSource
+    return kind(Path(text), name or text)
 
 
 __all__ = ["Checkpoint", "open"]

@@ -64,6 +64,11 @@ class _Module:
     matrix: bool = False
 
 
+def _is_quantised_leaf(leaf: str) -> bool:
+    """Return whether only quantised modules have a tensor of that name."""
+    return leaf in _QUANT_LEAVES or leaf.startswith("gguf_")
+
+
 def part_of(module: str) -> str:
     """Return the part of the model that a module belongs to."""
     components = set(module.split("."))
@@ -83,7 +88,7 @@ def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[Modu
         name, _, leaf = entry.name.rpartition(".")
         module = modules.setdefault(name, _Module())
         module.matrix |= len(entry.shape) >= 2
-        module.quantized |= leaf in _QUANT_LEAVES or (leaf == "weight" and entry.dtype in _QUANT_DTYPES)
+        module.quantized |= _is_quantised_leaf(leaf) or (leaf == "weight" and entry.dtype in _QUANT_DTYPES)
         part = part_of(name)
         sizes[part] = sizes.get(part, 0) + entry.nbytes
     counts: dict[str, list[int]] = {}
@@ -100,6 +105,6 @@ def quantized_routers(tensors: Iterable[TensorEntry]) -> list[str]:
     for entry in tensors:
         name, _, leaf = entry.name.rpartition(".")
         # DeepSeek-V4's hash-routed layers keep an integer table that is not a weight.
-        if leaf != "tid2eid" and part_of(name) == "router" and (leaf in _QUANT_LEAVES or entry.dtype in _PACKED):
+        if leaf != "tid2eid" and part_of(name) == "router" and (_is_quantised_leaf(leaf) or entry.dtype in _PACKED):
             found[name] = None
     return list(found)

@@ -97,10 +97,23 @@ def _by_module(tensors: Iterable[TensorEntry]) -> Iterable[tuple[str, dict[str, 
     return grouped.items()
 
 
-def read_module(source: Source, module: QuantizedModule) -> QuantizedMatrix:
-    """Decode a module, reading just its tensors. Raises MoeqError `source.bad-data` if the data is impossible."""
-    parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
-    return decode(parts, module.described.spec, module.described.scheme, module.name)
+def read_module(source: Source, module: QuantizedModule, rows: tuple[int, int] | None = None) -> QuantizedMatrix:
+    """Decode a module, reading just its tensors.
+
+    Args:
+        source: the checkpoint's files.
+        module: the module.
+        rows: first row and the row after the last; None for all. Only of formats whose parts all have rows.
+
+    Raises:
+        MoeqError: `source.bad-data` if the data is impossible.
+    """
+    scheme, spec = module.described.scheme, module.described.spec
+    if rows is None:
+        parts = {part: source.read(entry.name) for part, entry in module.parts.items()}
+        return decode(parts, spec, scheme, module.name)
+    some = {part: source.read_rows(entry, *rows) for part, entry in module.parts.items()}
+    return decode(some, spec.with_sizes(n=rows[1] - rows[0]), scheme, module.name)
 
 
 def decode(parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme, module: str) -> QuantizedMatrix:

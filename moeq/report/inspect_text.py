@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
@@ -14,6 +14,7 @@ from moeq.report.advice import convert_command, serve_command
 from moeq.report.conversion_facts import conversion_facts
 from moeq.report.text import hanging, human_bytes, line, ranges
 from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
+from moeq.schemes.gguf_blocks import CODED, exactness
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,6 +67,8 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     line(console, "checkpoint", Text(info.name, style="bold"))
     for label, text in _facts(info, verbose):
         line(console, label, text)
+    if info.quant_method == "gguf":
+        line(console, "types", _gguf_types(checkpoint.quantization_config or {}))
     if inspection.degrees:
         line(console, "convert TP", "; ".join(map(_short_degree, inspection.degrees)))
         for degree in inspection.degrees if verbose else ():
@@ -101,6 +104,8 @@ def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:
     name = shlex.quote(checkpoint.info.name)
     if isinstance(checkpoint, ConvertedCheckpoint):
         yield "next", f"moeq verify {name}, moeq run-check {name}, then an engine that it loads in"
+    elif checkpoint.info.quant_method == "gguf":
+        yield "next", _from_gguf(name, checkpoint.info)
     elif answer is None:
         yield "next", f"moeq inspect {name} --gpu NAME"
     elif answer.ok:
@@ -114,6 +119,23 @@ def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:
     else:
         hint = answer.error.hint if answer.error is not None else None
         yield "next", hint or f"moeq oracle {name} has all reasons"
+
+
+def _gguf_types(table: Mapping[str, Any]) -> str:
+    """Count the tensors of a GGUF file by type."""
+    counts = [
+        f"{part} " + ", ".join(f"{kind} {count}" for kind, count in table[key].items())
+        for part, key in (("experts", "experts"), ("the rest", "others"))
+    ]
+    return "; ".join(counts)
+
+
+def _from_gguf(name: str, info: CheckpointInfo) -> str:
+    """Return the command that writes a checkpoint of the same values that engines load, where there is one."""
+    coded = all(use.scheme.checkpoint_format in CODED for use in info.schemes)
+    if coded:
+        return f"moeq transcode {name} DST --to compressed-tensors"
+    return f"moeq transcode {name} DST --to bf16 --check-only (fp32 is exact)"
 
 
 def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:
@@ -171,6 +193,8 @@ def _scheme(use: SchemeUse, layers: int) -> str:
     where = "" if len(use.layers) == layers else f" in layers {ranges(use.layers)}"
     part = "" if len(use.projections) > 1 else f" ({', '.join(use.projections)})"
     scheme = use.scheme
+    if scheme.format == "gguf":
+        return f"{use.title}{part}{where}"
     order = "act-order" if scheme.act_order else "no act-order"
     symmetry = "symmetric" if scheme.weight.symmetric else "with zero points"
     group = (
@@ -182,6 +206,8 @@ def _scheme(use: SchemeUse, layers: int) -> str:
 
 def _storage(use: SchemeUse) -> str:
     scheme = use.scheme
+    if scheme.format == "gguf":
+        return exactness(scheme.checkpoint_format)
     unused = ", unused" if scheme.weight.symmetric and scheme.zero_point != "none" else ""
     writer = f", written by {scheme.writer}" if scheme.writer else ""
     return f"scales {scheme.weight.scale.dtype}, {_ZERO_POINTS[scheme.zero_point]}{unused}{writer}"

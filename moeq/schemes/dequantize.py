@@ -37,6 +37,8 @@ def code_values(matrix: QuantizedMatrix) -> Tensor:
     import torch
 
     spec = matrix.spec
+    if matrix.codes.is_floating_point():
+        return matrix.codes.to(torch.float32, copy=True)
     if spec.element == "e2m1":
         return torch.tensor(E2M1_VALUES)[matrix.codes.int()]
     if spec.element in ("e4m3", "e5m2"):

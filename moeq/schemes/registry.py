@@ -30,6 +30,7 @@ FORMATS: dict[str, str] = {
     "mxfp8": "moeq.schemes.fp8:Mxfp8",
     "fp8": "moeq.schemes.fp8:Fp8",
     "fp8-block": "moeq.schemes.fp8:Fp8Block",
+    "gguf": "moeq.schemes.gguf:Gguf",
     "unquantized": "moeq.schemes.unquantized:Unquantized",
     "foreign": "moeq.schemes.foreign:Foreign",
 }
@@ -47,6 +48,7 @@ DIALECTS: dict[str, str] = {
     "quark": "moeq.schemes.quark:read_config",
     "w4afp8": "moeq.schemes.w4afp8:read_config",
     "modelopt": "moeq.schemes.modelopt:read_config",
+    "gguf": "moeq.schemes.gguf:read_config",
 }
 
 

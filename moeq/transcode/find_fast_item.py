@@ -15,7 +15,7 @@ from moeq.pipeline.pack.inputs import Place
 from moeq.pipeline.plan.units import place_of, signature_of
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
-from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan
+from moeq.transcode.transcode_plan import ExpertItem, Item, ModuleItem, TranscodePlan
 
 if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.path import ProjectionReader
@@ -42,6 +42,8 @@ class FastPaths:
 
     def of(self, item: Item) -> FastItem | CachedItem | None:
         """Return the fast path of an item; None leaves it to the reference path."""
+        if isinstance(item, ModuleItem) and item.rows is not None:
+            return None
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:

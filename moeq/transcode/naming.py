@@ -85,7 +85,7 @@ def choose_naming(
             raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
-    keeps_stack = layer.fused and stackable and (floats or not first.interleaved)
+    keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
     if asked == "stacked" or (asked == "source" and keeps_stack):
         if not stackable:
             raise MoeqError(

@@ -162,10 +162,10 @@ def _blocks(values: Tensor, width: int) -> Tensor:
 
 
 def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
-    """Return `[N, K]` in `bf16` or `f16`: every value rounded once, to nearest even."""
+    """Return `[N, K]` in `bf16`, `f16` or `f32`: every value rounded once, to nearest even."""
     import torch
 
-    dtype = torch.bfloat16 if element == "bf16" else torch.float16
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}[element]
     result = torch.empty(matrix.spec.n, matrix.spec.k, dtype=dtype)
     for start in range(0, matrix.spec.n, _ROWS):
         stop = min(start + _ROWS, matrix.spec.n)

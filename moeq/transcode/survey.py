@@ -23,7 +23,7 @@ from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
 from moeq.transcode.spellings import SPELLINGS
-from moeq.transcode.target_formats import TargetFormat
+from moeq.transcode.target_formats import TargetFormat, kind_of
 
 #: Words in names of modules that hold a matrix but multiply nothing.
 _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
@@ -173,7 +173,9 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
         raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
     taken = {entry.name for module in modules for entry in module.source.parts.values()}
     copied = tuple(entry for entry in rest if entry.name not in taken)
-    plain = tuple(rename(name, renamed) for name in _plain_modules(copied))
+    floats = [module.written for module in modules if module.projected.spelling == "plain"]
+    floats = [name for name in floats if not _is_no_linear(name.rpartition(".")[2])]
+    plain = (*(rename(name, renamed) for name in _plain_modules(copied)), *(floats if target.element is None else ()))
     return Survey(tuple(layers), modules, copied, _contents(layers, modules, plain), family)
 
 
@@ -259,7 +261,13 @@ def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) ->
 
 
 def project(
-    described: Described, parts: Mapping[str, PartSig], target: TargetFormat, request: TranscodeRequest, where: str
+    described: Described,
+    parts: Mapping[str, PartSig],
+    target: TargetFormat,
+    request: TranscodeRequest,
+    where: str,
+    *,
+    plain: bool = False,
 ) -> Projected:
     """Describe what the target makes of one projection.
 
@@ -269,9 +277,10 @@ def project(
         target: the format.
         request: what was asked for.
         where: its module.
+        plain: write floats, whatever the target does with experts.
     """
     static = static_part(parts, described.scheme)
-    spelling = target.spelling(described, where, static=static is not None)
+    spelling = "plain" if plain else target.spelling(described, where, static=static is not None)
     place = SPELLINGS[spelling].activation
     activation = None
     if static is not None and place is not None:
@@ -285,7 +294,7 @@ def project(
         if request.regroup and spec.group_size != described.spec.group_size:
             _check_regroup(described.spec, spec.group_size, where)
         declared = request.regroup or declared
-    elif request.regroup:
+    elif request.regroup and not plain:
         detail = f"{where} becomes {spelling}, whose groups have one size; --regroup is for integer codes"
         raise MoeqError("usage.regroup", detail, "leave out --regroup")
     if spelling == "ct-pack":
@@ -346,11 +355,24 @@ def _modules(
     """Yield quantised modules among the tensors that are no routed experts."""
     for module in quantized_modules(rest, checkpoint.declaration):
         signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
-        projected = project(module.described, signatures, target, request, module.name)
+        plain = _stays_float(module, target)
+        projected = project(module.described, signatures, target, request, module.name, plain=plain)
         # What belongs to no format (scales of a KV cache) is not part of the matrix.
         known = get_format(module.described.scheme.format).parts
         parts = {part: entry for part, entry in module.parts.items() if part in known}
         yield ModuleSurvey(replace(module, parts=parts), rename(module.name, renamed), projected)
+
+
+def _stays_float(module: QuantizedModule, target: TargetFormat) -> bool:
+    """Return whether a module becomes floats: GGUF also has blocks for embeddings, which no other format quantises."""
+    if module.described.scheme.format != "gguf":
+        return False
+    leaf = module.name.rpartition(".")[2]
+    return leaf == "lm_head" or _is_no_linear(leaf) or kind_of(module.described) not in target.spellings
+
+
+def _is_no_linear(leaf: str) -> bool:
+    return any(word in leaf for word in _NO_LINEAR)
 
 
 def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
@@ -358,7 +380,7 @@ def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
     for entry in copied:
         name, _, part = entry.name.rpartition(".")
         leaf = name.rpartition(".")[2]
-        if part == "weight" and len(entry.shape) == 2 and not any(word in leaf for word in _NO_LINEAR):
+        if part == "weight" and len(entry.shape) == 2 and not _is_no_linear(leaf):
             yield name
 
 
@@ -369,6 +391,7 @@ def _contents(layers: list[LayerSurvey], modules: tuple[ModuleSurvey, ...], plai
             for projection, projected in projections.items():
                 found.setdefault(projected.weights, []).append(layer.naming.module(projection, expert))
     for module in modules:
-        found.setdefault(module.projected.weights, []).append(module.written)
+        if module.projected.spelling != "plain":
+            found.setdefault(module.projected.weights, []).append(module.written)
     ranked = sorted(found.items(), key=lambda row: -len(row[1]))
     return Contents({weights: tuple(dict.fromkeys(names)) for weights, names in ranked}, plain)

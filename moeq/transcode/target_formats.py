@@ -74,7 +74,8 @@ class TargetFormat:
         if spelling == "plain":
             return replace(
                 spec,
-                element=self.element or "bf16",
+                # What a format of quantised weights leaves alone keeps every value; engines round it to their dtype.
+                element=self.element or "f32",
                 group_size=spec.k,
                 scale_dtype="f32",
                 symmetric=True,
@@ -133,6 +134,9 @@ def kind_of(described: Described) -> str:
 
 _ALL_QUANTISED = ("int", "mxfp4", "nvfp4", "fp8", "fp8-block", "mxfp8")
 
+#: Every kind; floats are those of GGUF types that are no codes under scales.
+_ALL = (*_ALL_QUANTISED, "float")
+
 TARGETS: dict[str, TargetFormat] = {
     target.id: target
     for target in (
@@ -184,7 +188,7 @@ TARGETS: dict[str, TargetFormat] = {
         TargetFormat(
             "fp8",
             "block-scaled FP8, 128 x 128 (DeepSeek, Qwen, GLM)",
-            dict.fromkeys(_ALL_QUANTISED, "fp8-block"),
+            dict.fromkeys(_ALL, "fp8-block"),
             configs.fp8_blocks,
         ),
         TargetFormat(
@@ -216,7 +220,7 @@ TARGETS: dict[str, TargetFormat] = {
         TargetFormat(
             "bf16",
             "bfloat16, not quantised",
-            dict.fromkeys(_ALL_QUANTISED, "plain"),
+            dict.fromkeys(_ALL, "plain"),
             None,
             element="bf16",
             stackable=True,
@@ -224,9 +228,17 @@ TARGETS: dict[str, TargetFormat] = {
         TargetFormat(
             "fp16",
             "float16, not quantised",
-            dict.fromkeys(_ALL_QUANTISED, "plain"),
+            dict.fromkeys(_ALL, "plain"),
             None,
             element="f16",
+            stackable=True,
+        ),
+        TargetFormat(
+            "fp32",
+            "float32, not quantised",
+            dict.fromkeys(_ALL, "plain"),
+            None,
+            element="f32",
             stackable=True,
         ),
     )

@@ -46,7 +46,7 @@ from moeq.pipeline.state.stamps import work_stamp
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption, misplaced
 from moeq.transcode.survey import Projected, TranscodeRequest
-from moeq.transcode.transcode_plan import TranscodePlan, TranscodeUnit, make_transcode_plan
+from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
 from moeq.version import __version__
 
@@ -55,7 +55,7 @@ REPORT_SCHEMA = "moeq.transcoding/1"
 
 #: Config keys of a model's dtype.
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16"}
+_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 #: Takes items done, items in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -317,9 +317,10 @@ def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
 
 
 def count_projections(plan: TranscodePlan) -> int:
-    """Count the projections that are transcoded and compared with the source."""
+    """Count what is transcoded and compared with the source: projections, or runs of rows of very large ones."""
     experts = sum(len(projections) for layer in plan.survey.layers for projections in layer.kinds.values())
-    return experts + len(plan.survey.modules)
+    units = (unit for unit in plan.units if isinstance(unit, TranscodeUnit))
+    return experts + sum(isinstance(item, ModuleItem) for unit in units for item in unit.items)
 
 
 def dropped_parts(checkpoint: Checkpoint, plan: TranscodePlan) -> dict[str, int]:

@@ -39,6 +39,9 @@ from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
 from moeq.transcode.target_formats import TargetFormat, get_target
 
+#: Most numbers of one module that are decoded at once, where its rows can be taken apart.
+_ITEM_NUMBERS = 8 * 2**20
+
 #: Most bytes of modules outside the experts that one unit writes, unless a single module is larger.
 _UNIT_BYTES = 256 * 2**20
 
@@ -79,9 +82,15 @@ class ExpertItem:
 
 @dataclass(frozen=True)
 class ModuleItem:
-    """A quantised module that is no routed expert."""
+    """A quantised module that is no routed expert, or some of its rows.
+
+    Attributes:
+        name: the source's name of the module.
+        rows: first row and the row after the last; None for all.
+    """
 
     name: str
+    rows: Span | None = None
 
 
 Item = ExpertItem | ModuleItem
@@ -133,7 +142,8 @@ class TranscodePlan(Plan):
             signatures = module.projected.signatures
             places = {part: form.ranges[f"{module.written}.{part}"] for part in signatures}
             described = self.described[module.projected, ""]
-            return {"down": WrittenProjection(module.written, described, signatures, places, module.projected)}
+            whole = WrittenProjection(module.written, described, signatures, places, module.projected)
+            return {"down": whole if item.rows is None else _some_rows(whole, item.rows)}
         layer = self.layers_by_number[item.layer]
         found: dict[StoredName, WrittenProjection] = {}
         for projection in _of_role(layer, item.expert, item.role):
@@ -185,9 +195,32 @@ def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> Tr
 def item_specs(plan: TranscodePlan, item: Item) -> list[MatrixSpec]:
     """Return sizes of the projections of an item."""
     if isinstance(item, ModuleItem):
-        return [plan.modules_by_name[item.name].projected.spec]
+        spec = plan.modules_by_name[item.name].projected.spec
+        return [spec if item.rows is None else spec.with_sizes(n=item.rows[1] - item.rows[0])]
     layer = plan.layers_by_number[item.layer]
     return [layer.kinds[item.expert][name].spec for name in _of_role(layer, item.expert, item.role)]
+
+
+def _some_rows(whole: WrittenProjection, rows: Span) -> WrittenProjection:
+    """Return some rows of a projection as they are written; every part has a row for each output feature."""
+    start, stop = rows
+    count, projected, described = whole.described.spec.n, whole.projected, whole.described
+
+    def place(span: Span) -> Span:
+        size = (span[1] - span[0]) // count
+        return span[0] + start * size, span[0] + stop * size
+
+    def cut(spec: MatrixSpec) -> MatrixSpec:
+        return spec.with_sizes(n=stop - start)
+
+    source = replace(projected.source, spec=cut(projected.source.spec))
+    return WrittenProjection(
+        f"{whole.module} rows {start}..{stop - 1}",
+        replace(described, spec=cut(described.spec)),
+        {part: PartSig(dtype, (stop - start, *shape[1:])) for part, (dtype, shape) in whole.signatures.items()},
+        {part: place(span) for part, span in whole.places.items()},
+        replace(projected, source=source, spec=cut(projected.spec)),
+    )
 
 
 def _of_role(layer: LayerSurvey, expert: int, role: StackedRole) -> list[StoredName]:
@@ -236,7 +269,8 @@ def _reader(projected: Projected, module: str, declaration: Declaration | None) 
     known = declared or Declared(method="", rule="tensor headers")
     spec = projected.spec
     context = Context(module, spec.role, known, k_hint=spec.k, gated=spec.gated)
-    if matched is not None and matched.id == spelling.format and (declaration is None or declared is not None):
+    expected = declaration is None or declared is not None or spelling.id == "plain"
+    if matched is not None and matched.id == spelling.format and expected:
         described = matched.describe(signatures, context)
         static = static_part(signatures, described.scheme)
         if described.spec == spec and (static is None) == (projected.activation is None):
@@ -352,8 +386,19 @@ def _module_units(plan: TranscodePlan, modules: Iterator[ModuleSurvey], file: Fi
 
 def _modules_unit(plan: TranscodePlan, file: FilePlan, modules: Sequence[ModuleSurvey]) -> TranscodeUnit:
     entries = [entry for module in modules for entry in module.source.parts.values()]
-    items = tuple(ModuleItem(module.source.name) for module in modules)
+    items = tuple(item for module in modules for item in _module_items(module))
     return _unit(f"modules/{modules[0].source.name}", plan, file, items, entries)
+
+
+def _module_items(module: ModuleSurvey) -> Iterator[ModuleItem]:
+    """Yield a module; of GGUF blocks that become floats, such as an embedding's, as many rows as fit in memory."""
+    spec, name = module.projected.spec, module.source.name
+    rows = max(1, _ITEM_NUMBERS // spec.k)
+    if module.source.described.scheme.format != "gguf" or module.projected.spelling != "plain" or spec.n <= rows:
+        yield ModuleItem(name)
+        return
+    for start in range(0, spec.n, rows):
+        yield ModuleItem(name, (start, min(start + rows, spec.n)))
 
 
 def _unit(

@@ -268,7 +268,7 @@ def read_item(
     from moeq.model.stored_parts import interleaved
 
     if not isinstance(item, ExpertItem):
-        matrix = read_module(checkpoint.source, plan.modules_by_name[item.name].source)
+        matrix = read_module(checkpoint.source, plan.modules_by_name[item.name].source, item.rows)
         return {"down": act_order.require_sorted(matrix, item.name) if plan.request.sort_act_order else matrix}
     layer, expert = item.layer, item.expert
     naming = plan.layers_by_number[layer].naming

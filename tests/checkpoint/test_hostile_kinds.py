@@ -136,7 +136,7 @@ def test_case_10_other_containers(tmp_path: Path) -> None:
     folder = write(tmp_path)
     (folder / "model.safetensors").unlink()
     (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
-    refused(folder, "source.no-weights", "GGUF")
+    refused(folder, "source.truncated", "GGUF")
 
 
 def test_case_17_mixed_bits_by_layer_and_expert(tmp_path: Path) -> None:

@@ -217,8 +217,9 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
 }
 
 
-#: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only.
-ELSEWHERE = {"awq-gemv-fast", "foreign", "gptq", "marlin-v1", "mxfp4", "unquantized"}
+#: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only, GGUF
+#: files are made by `tests/gguf_files.py`.
+ELSEWHERE = {"awq-gemv-fast", "foreign", "gguf", "gptq", "marlin-v1", "mxfp4", "unquantized"}
 
 
 def test_every_format_goes_through_a_whole_checkpoint() -> None:

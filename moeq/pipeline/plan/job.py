@@ -159,5 +159,5 @@ def places(source: Source) -> list[Path]:
     """Return the folders of a source on this machine: its own, and those of files that it links to."""
     if isinstance(source, LocalSource):
         files = [source.path(file.name) for file in source.files]
-        return [source.folder, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]
+        return [*source.roots, *{Path(os.path.realpath(path)).parent for path in files if path.is_symlink()}]
     return [source.path(CONFIG_NAME).parent]

@@ -1,0 +1,147 @@
+"""`config.json` of a GGUF file: its metadata under Hugging Face's keys.
+
+Keys are those of transformers 5.23 (`transformers.integrations.ggml.GGUF_CONFIG_MAPPING`) and, for architectures that
+it does not convert, those of the models' own configs. What no metadata tells is left to the model's defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from moeq.errors import MoeqError
+from moeq.gguf.names import ARCHITECTURES, GgufArchitecture
+
+_CONFIG = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
+
+_TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
+
+#: `LLAMA_EXPERT_GATING_FUNC_TYPE_*` of llama.cpp.
+_SCORING = {1: "softmax", 2: "sigmoid"}
+
+
+def architecture_of(metadata: Mapping[str, Any], where: str) -> tuple[str, GgufArchitecture]:
+    """Return the architecture of a file.
+
+    Raises:
+        MoeqError: `source.bad-header` if the metadata names none; `source.unsupported-format` for one that moeq does
+            not know; `answer.not-moe` for a model without experts.
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 64:
+        raise MoeqError("source.bad-header", f"{where}: general.architecture is {ascii(name)[:80]}, expected a name")
+    if not metadata.get(f"{name}.expert_count"):
+        detail = f"{where}: is a dense {name} model, its metadata has no {name}.expert_count"
+        raise MoeqError("answer.not-moe", detail, "moeq is for models with routed experts")
+    if name not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise MoeqError("source.unsupported-format", f"{where}: moeq does not know the architecture {name}", known)
+    return name, ARCHITECTURES[name]
+
+
+def config_of(
+    metadata: Mapping[str, Any], name: str, architecture: GgufArchitecture, tensors: Iterable[str], where: str
+) -> dict[str, Any]:
+    """Make `config.json` of a file.
+
+    Args:
+        metadata: its metadata.
+        name: its architecture's name.
+        architecture: the architecture.
+        tensors: names of its tensors.
+        where: its name in messages.
+
+    Raises:
+        MoeqError: `source.bad-header` for values of a wrong type.
+    """
+    model_type, model_class = architecture.model_type, architecture.model_class
+    if name == "deepseek2" and metadata.get("deepseek2.expert_gating_func", 1) == 1:
+        model_type, model_class = "deepseek_v2", "DeepseekV2ForCausalLM"
+    config: dict[str, Any] = {"architectures": [model_class], "model_type": model_type, "dtype": "bfloat16"}
+    config |= architecture.defaults
+    for key, target in {**_CONFIG, **architecture.config}.items():
+        value = metadata.get(f"{name}.{key}")
+        if value is not None:
+            config[target] = _plain(value, f"{where}: {name}.{key}")
+    config["num_hidden_layers"] = _layers(metadata, name, where)
+    scoring = metadata.get(f"{name}.expert_gating_func")
+    if scoring in _SCORING and (name in ("deepseek2", "minimax-m2") or "scoring_func" in config):
+        config["scoring_func"] = _SCORING[scoring]
+    if name == "deepseek2":
+        config |= _latent_heads(config, metadata)
+    config |= dict(_token_ids(metadata, where))
+    vocabulary = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(vocabulary, list):
+        config["vocab_size"] = len(vocabulary)
+    config.setdefault("tie_word_embeddings", "output.weight" not in set(tensors))
+    scaling = dict(_rope_scaling(metadata, name, where))
+    if scaling:
+        config["rope_scaling"] = scaling
+    return config
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Return a number, or a list where they differ by layer. Raises MoeqError `source.bad-header` for other values."""
+    if isinstance(value, memoryview):
+        numbers = value.tolist()
+        return numbers[0] if numbers and len(set(numbers)) == 1 else numbers
+    if isinstance(value, float):
+        # Metadata holds float32: the shortest decimal that reads back as the same one is what the writer had.
+        value = float(f"{value:.7g}")
+    if isinstance(value, (int, float)) and isfinite(value):
+        return value
+    raise MoeqError("source.bad-header", f"{where} is {ascii(value)[:60]}, expected a number")
+
+
+def _layers(metadata: Mapping[str, Any], name: str, where: str) -> int:
+    """Return the number of decoder layers: blocks without those of multi-token prediction."""
+    blocks, extra = metadata.get(f"{name}.block_count"), metadata.get(f"{name}.nextn_predict_layers", 0)
+    if type(blocks) is not int or type(extra) is not int or not 0 <= extra < blocks <= 1 << 12:
+        detail = f"{where}: {name}.block_count is {ascii(blocks)[:40]}, nextn_predict_layers {ascii(extra)[:40]}"
+        raise MoeqError("source.bad-header", detail)
+    return blocks - extra
+
+
+def _latent_heads(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return head sizes of multi-head latent attention, of whole keys and values as the model has them."""
+    keys = metadata.get("deepseek2.attention.key_length_mla", config.get("head_dim", 0))
+    values = metadata.get("deepseek2.attention.value_length_mla", metadata.get("deepseek2.attention.value_length"))
+    rope = config.get("qk_rope_head_dim", 0)
+    heads = {"num_key_value_heads": config.get("num_attention_heads"), "head_dim": rope}
+    return {**heads, "qk_nope_head_dim": keys - rope, "v_head_dim": values}
+
+
+def _token_ids(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, int]]:
+    for name, target in _TOKENS.items():
+        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if value is None:
+            continue
+        if type(value) is not int:
+            detail = f"{where}: tokenizer.ggml.{name}_token_id is {ascii(value)[:40]}, expected a number"
+            raise MoeqError("source.bad-header", detail)
+        yield target, value
+
+
+def _rope_scaling(metadata: Mapping[str, Any], name: str, where: str) -> Iterator[tuple[str, Any]]:
+    kind = metadata.get(f"{name}.rope.scaling.type")
+    if kind not in ("linear", "yarn"):
+        return
+    yield "rope_type", kind
+    for key, target in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
+        value = metadata.get(f"{name}.rope.scaling.{key}")
+        if value is not None:
+            yield target, _plain(value, f"{where}: {name}.rope.scaling.{key}")

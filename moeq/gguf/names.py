@@ -1,0 +1,273 @@
+"""llama.cpp's architectures with experts: their tensor names in Hugging Face's spelling, and how their rows moved.
+
+Names of files are those of `gguf.constants` 0.19, Hugging Face names those of the models' published checkpoints. What
+llama.cpp's converter (`convert_hf_to_gguf.py`) does to a tensor beside renaming it is a `Change`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: What a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of length 1
+#: goes in front.
+Change = Literal["rotary", "row"]
+
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+?)\.(weight|bias)")
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+
+_ATTENTION = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
+
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+
+_NEXT = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
+
+
+def _feed_forward(module: str, router: str, shared: str = "shared_experts") -> dict[str, str]:
+    """Return the names of a feed-forward module with experts of its own, shared experts and a dense form."""
+    dense = {f"ffn_{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
+    return (
+        dense
+        | {f"ffn_{name}_shexp": f"{module}.{shared}.{name}_proj" for name in ("gate", "up", "down")}
+        | {
+            "ffn_gate_inp": f"{module}.{router}",
+        }
+    )
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """One architecture of llama.cpp.
+
+    Attributes:
+        model_type: `model_type` of its `config.json`.
+        model_class: the class under `architectures`.
+        blocks: names within a block to names within a layer.
+        top: names outside of blocks.
+        layers: path of the layers.
+        experts: path of the experts under a layer.
+        correction: name under a layer of the bias that takes part in choosing experts.
+        changes: names within a block to what their tensors need.
+        config: keys of metadata (without the architecture) to keys of `config.json` that only this model has.
+        defaults: entries of `config.json` that no metadata tells.
+        refusal: why its tensors cannot be turned back, or None.
+    """
+
+    model_type: str
+    model_class: str
+    blocks: Mapping[str, str]
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
+    layers: str = "model.layers"
+    experts: str = "mlp.experts"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    changes: Mapping[str, Change] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    refusal: str | None = None
+
+    def name(self, stored: str) -> tuple[str, Change | None] | None:
+        """Return a tensor's Hugging Face name and what it needs; None if there is no such tensor in the model."""
+        head, _, part = stored.rpartition(".")
+        if head in self.top:
+            return f"{self.top[head]}.{part}", None
+        match = _BLOCK.fullmatch(stored)
+        if match is None:
+            return None
+        number, inner, part = match.groups()
+        layer = f"{self.layers}.{number}"
+        expert = re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", inner)
+        if expert is not None:
+            return f"{layer}.{self.experts}.{expert[1]}_proj.{part}", None
+        if inner == "exp_probs_b":
+            return f"{layer}.{self.correction}", self.changes.get(inner)
+        if inner == "attn_sinks":
+            return f"{layer}.self_attn.sinks", None
+        if inner not in self.blocks:
+            return None
+        return f"{layer}.{self.blocks[inner]}.{part}", self.changes.get(inner)
+
+
+_ROTARY: Mapping[str, Change] = {"attn_q": "rotary", "attn_k": "rotary"}
+_MLP = _ATTENTION | _feed_forward("mlp", "gate")
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts"}
+_ROUTED_EXPERTS = {
+    "expert_count": "n_routed_experts",
+    "expert_shared_count": "n_shared_experts",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+_LINEAR_ATTENTION = "its linear attention is stored with other signs and orders of heads, which moeq does not turn back"
+
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": GgufArchitecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts="block_sparse_moe.experts",
+        changes=_ROTARY,
+        config=_LOCAL_EXPERTS,
+    ),
+    "llama4": GgufArchitecture(
+        "llama4_text",
+        "Llama4ForCausalLM",
+        _ATTENTION | _feed_forward("feed_forward", "router", "shared_expert"),
+        experts="feed_forward.experts",
+        config=_LOCAL_EXPERTS
+        | {
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size",
+        },
+    ),
+    "qwen2moe": GgufArchitecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _ATTENTION | _feed_forward("mlp", "gate", "shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        changes={"ffn_gate_inp_shexp": "row"},
+        config={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM", _MLP, defaults={"norm_topk_prob": True}),
+    "qwen3next": GgufArchitecture(
+        "qwen3_next", "Qwen3NextForCausalLM", _MLP, defaults={"norm_topk_prob": True}, refusal=_LINEAR_ATTENTION
+    ),
+    "qwen35moe": GgufArchitecture(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _MLP, defaults={"norm_topk_prob": True}, refusal=_LINEAR_ATTENTION
+    ),
+    "deepseek2": GgufArchitecture(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        _MLP | _LATENT,
+        config=_ROUTED_EXPERTS
+        | {
+            "attention.q_lora_rank": "q_lora_rank",
+            "attention.kv_lora_rank": "kv_lora_rank",
+            "rope.dimension_count": "qk_rope_head_dim",
+        },
+    ),
+    "glm4moe": GgufArchitecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _MLP | _NEXT,
+        config=_ROUTED_EXPERTS | {"nextn_predict_layers": "num_nextn_predict_layers"},
+        defaults={"partial_rotary_factor": 0.5},
+    ),
+    "dots1": GgufArchitecture("dots1", "Dots1ForCausalLM", _MLP, config=_ROUTED_EXPERTS),
+    "gpt-oss": GgufArchitecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        _ATTENTION | {"ffn_gate_inp": "mlp.router"},
+        config=_LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
+        defaults={"attention_bias": True, "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False},
+    ),
+    "minimax-m2": GgufArchitecture(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts="block_sparse_moe.experts",
+        correction="block_sparse_moe.e_score_correction_bias",
+        config=_LOCAL_EXPERTS
+        | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
+        defaults={"use_routing_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid"},
+    ),
+    "hunyuan-moe": GgufArchitecture(
+        "hunyuan_v1_moe",
+        "HunYuanMoEV1ForCausalLM",
+        _ATTENTION
+        | _feed_forward("mlp", "gate.wg", "shared_mlp")
+        | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        config={"expert_used_count": "moe_topk"},
+    ),
+    "ernie4_5-moe": GgufArchitecture(
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        _MLP,
+        correction="mlp.moe_statics.e_score_correction_bias",
+        changes={"exp_probs_b": "row"},
+        config={
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "expert_shared_count": "moe_num_shared_experts",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+        },
+    ),
+    "granitemoe": GgufArchitecture(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        experts="block_sparse_moe.experts",
+        changes=_ROTARY,
+        config=_LOCAL_EXPERTS
+        | {
+            "attention.scale": "attention_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+    ),
+    "olmoe": GgufArchitecture("olmoe", "OlmoeForCausalLM", _ATTENTION | {"ffn_gate_inp": "mlp.gate"}),
+    "phimoe": GgufArchitecture(
+        "phimoe",
+        "PhiMoEForCausalLM",
+        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.gate"},
+        experts="block_sparse_moe.experts",
+        config=_LOCAL_EXPERTS,
+        defaults={"attention_bias": True, "lm_head_bias": True},
+    ),
+    "jamba": GgufArchitecture(
+        "jamba",
+        "JambaForCausalLM",
+        _ATTENTION | _feed_forward("feed_forward", "router") | {"ffn_norm": "pre_ff_layernorm"},
+        top=_TOP | {"output_norm": "model.final_layernorm"},
+        experts="feed_forward.experts",
+        refusal="its state-space layers are stored as -exp(A_log) in float32, which has no exact inverse",
+    ),
+    "bailingmoe2": GgufArchitecture(
+        "bailing_moe_v2",
+        "BailingMoeV2ForCausalLM",
+        _MLP
+        | {
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "attn_q_norm": "attention.query_layernorm",
+            "attn_k_norm": "attention.key_layernorm",
+        },
+        top=_TOP | {"token_embd": "model.word_embeddings"},
+        correction="mlp.gate.expert_bias",
+        config={"expert_shared_count": "num_shared_experts"},
+    ),
+}

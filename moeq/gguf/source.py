@@ -1,0 +1,236 @@
+"""A GGUF file, or a set of split files, as the files of a checkpoint: Hugging Face's names, config and side files.
+
+Tensors of experts, and matrices of types that safetensors does not have, are parts `gguf_<type>` of a module, as
+`moeq.schemes.gguf` reads them. What llama.cpp's converter rearranged is turned back in files that do not exist on
+disk: `open` makes them (`moeq.gguf.derived`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.files import SeenFiles
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
+from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
+from moeq.checkpoint.warning import CheckpointWarning
+from moeq.errors import MoeqError
+from moeq.gguf.config import architecture_of, config_of
+from moeq.gguf.derived import UnpermutedTensor, derive
+from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
+from moeq.gguf.names import GgufArchitecture
+from moeq.schemes.gguf import METHOD, part_of
+
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+
+#: Types that safetensors has.
+_PLAIN = {
+    "f32": "F32",
+    "f16": "F16",
+    "bf16": "BF16",
+    "f64": "F64",
+    "i8": "I8",
+    "i16": "I16",
+    "i32": "I32",
+    "i64": "I64",
+}
+
+#: Tensors that engines compute from the config instead of reading them.
+_COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path is a GGUF file, or a folder with GGUF files and no safetensors."""
+    if path.suffix.lower() == ".gguf":
+        return path.is_file()
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return bool(_weights(names)) and not any(
+        name.endswith((".safetensors", ".safetensors.index.json")) for name in names
+    )
+
+
+def _weights(names: Sequence[str]) -> list[str]:
+    """Return the GGUF files of a language model among some names; `mmproj` files hold vision towers."""
+    return sorted(name for name in names if name.lower().endswith(".gguf") and not name.lower().startswith("mmproj"))
+
+
+def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[str, ...]:
+    """Return the files of one model, in order.
+
+    Args:
+        names: names of the folder's files.
+        asked: the file that was asked for; None if the folder was.
+        where: name of the folder in messages.
+
+    Raises:
+        MoeqError: `usage.several-models` if the folder holds more than one; `source.missing-shard`.
+    """
+    present = _weights(names)
+    stems = {match[1] if (match := _SPLIT.fullmatch(name)) else name for name in present}
+    if asked is None and len(stems) > 1:
+        shown = ", ".join(sorted(present)[:6]) + (" ..." if len(present) > 6 else "")
+        raise MoeqError("usage.several-models", f"{where} holds {len(stems)} GGUF models: {shown}", "name one file")
+    chosen = asked or present[0]
+    match = _SPLIT.fullmatch(chosen)
+    if match is None:
+        return (chosen,)
+    stem, count = match[1], int(match[3])
+    wanted = [f"{stem}-{number:05d}-of-{match[3]}.gguf" for number in range(1, count + 1)]
+    missing = [name for name in wanted if name not in names]
+    if missing or not count:
+        detail = f"{where}: {len(missing)} of the {count} parts of {stem} are missing: {', '.join(missing[:5])}"
+        raise MoeqError("source.missing-shard", detail, "finish the download")
+    return tuple(wanted)
+
+
+class GgufSource(LocalSource):
+    """A model in GGUF files of a local folder.
+
+    Raises:
+        MoeqError: `source.*` if anything is wrong with the files, `answer.not-moe` for models without experts,
+            `usage.several-models`.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        whole = self._whole = path.is_dir()
+        self.folder = path if whole else path.parent
+        self._seen = SeenFiles(self.folder, name)
+        self._derived: dict[str, UnpermutedTensor] = {}
+        names = os.listdir(self.folder)
+        files = choose_files(names, None if whole else path.name, name)
+        headers = [self._gguf_header(file) for file in files]
+        metadata = _metadata(headers, name)
+        title, architecture = architecture_of(metadata, files[0])
+        stored = _tensors(headers)
+        config = config_of(metadata, title, architecture, stored, files[0])
+        if whole and CONFIG_NAME in names:
+            config = parse_object(self.read_file(CONFIG_NAME, MAX_CONFIG_BYTES), CONFIG_NAME, "source.bad-config")
+        Source.__init__(self, name, config, {})
+        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.tensors = dict(self._entries(stored, architecture))
+        refusal = self._refusal(stored, architecture, title)
+        experts, others = _counts(stored)
+        table = {"quant_method": METHOD, "experts": experts, "others": others}
+        config["quantization_config"] = table | ({"refusal": refusal} if refusal else {})
+        sides = (
+            [side for side in names if side not in _weights(names) and (self.folder / side).is_file()] if whole else []
+        )
+        self._side_files = tuple(sorted(sides))
+
+    def _gguf_header(self, file: str) -> GgufHeader:
+        fd = self.open(file)
+        try:
+            size = os.fstat(fd).st_size
+
+            def read(count: int) -> bytes:
+                found = bytearray(count)
+                read_at(fd, memoryview(found), 0)
+                return bytes(found)
+
+            return read_gguf_header(read, file, size)
+        finally:
+            os.close(fd)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        # A file that was named owns nothing beside it.
+        return (self.folder,) if self._whole else tuple(self.folder / file.name for file in self.files)
+
+    def open(self, file: str) -> int:
+        derived = self._derived.get(file)
+        return self._seen.open(file) if derived is None else derived.open(self._seen.open)
+
+    def _entries(
+        self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
+    ) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield the tensors under their Hugging Face names."""
+        found: dict[str, str] = {}
+        for source_name, (file, tensor) in stored.items():
+            known = architecture.name(source_name)
+            if known is None:
+                continue
+            name, change = known
+            if name in found:
+                detail = f"{file}: {found[name]} and {source_name} are both {name}"
+                raise MoeqError("source.bad-names", detail)
+            found[name] = source_name
+            entry = entry_of(name, tensor, file)
+            if change is not None:
+                entry, derived = derive(change, entry, self.config, source_name)
+                if derived is not None:
+                    self._derived[entry.file] = derived
+            yield entry.name, entry
+
+    def _refusal(
+        self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture, title: str
+    ) -> str | None:
+        """Return why the file cannot be written as another checkpoint, and warn about what is left out."""
+        unknown = [name for name in stored if architecture.name(name) is None]
+        for name in [name for name in unknown if name in _COMPUTED]:
+            unknown.remove(name)
+            text = f"{name} is left out: engines compute it from rope_scaling, which GGUF does not keep in full"
+            self.warnings.append(CheckpointWarning("gguf.computed", text))
+        if architecture.refusal:
+            return f"{title}: {architecture.refusal}"
+        if unknown:
+            shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4:,} more" if len(unknown) > 4 else "")
+            return f"moeq knows no Hugging Face names of {len(unknown):,} of its tensors: {shown}"
+        return None
+
+
+def entry_of(name: str, tensor: GgufTensor, file: str) -> TensorEntry:
+    """Return the entry of a tensor under a Hugging Face name: floats as they are, blocks as rows of bytes."""
+    rank = len(tensor.shape)
+    blocks = tensor.type not in _PLAIN or (".experts." in name and rank == 3)
+    if not blocks:
+        return TensorEntry(name, _PLAIN[tensor.type], tensor.shape, file, tensor.start, tensor.end)
+    rows = 1
+    for size in tensor.shape[:-1]:
+        rows *= size
+    width = (tensor.end - tensor.start) // rows if rows else 0
+    module = name.removesuffix(".weight")
+    return TensorEntry(
+        f"{module}.{part_of(tensor.type)}", "U8", (*tensor.shape[:-1], width), file, tensor.start, tensor.end
+    )
+
+
+def _metadata(headers: Sequence[GgufHeader], where: str) -> Mapping[str, Any]:
+    """Return the metadata of the first part. Raises MoeqError `source.inconsistent` if the split is another."""
+    first = headers[0].metadata
+    count = first.get("split.count", 1)
+    if len(headers) > 1 or count not in (0, 1):
+        for number, header in enumerate(headers):
+            said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
+            if said != (number, len(headers)):
+                detail = (
+                    f"{header.file} says that it is part {said[0]} of {said[1]}, its name {number} of {len(headers)}"
+                )
+                raise MoeqError("source.inconsistent", f"{where}: {detail}", "parts are counted from 0")
+    return first
+
+
+def _tensors(headers: Sequence[GgufHeader]) -> dict[str, tuple[str, GgufTensor]]:
+    """Return file and tensor by name. Raises MoeqError `source.bad-names` for a tensor in two parts."""
+    found: dict[str, tuple[str, GgufTensor]] = {}
+    for header in headers:
+        for name, tensor in header.tensors.items():
+            if name in found:
+                raise MoeqError("source.bad-names", f"tensor {name} is in {found[name][0]} and in {header.file}")
+            found[name] = header.file, tensor
+    return found
+
+
+def _counts(stored: Mapping[str, tuple[str, GgufTensor]]) -> tuple[dict[str, int], dict[str, int]]:
+    """Count tensors by type: those of experts, and the others."""
+    experts = Counter(tensor.type for name, (_, tensor) in stored.items() if "_exps." in name)
+    others = Counter(tensor.type for name, (_, tensor) in stored.items() if "_exps." not in name)
+    return dict(experts), dict(others)

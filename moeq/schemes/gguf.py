@@ -1,0 +1,104 @@
+"""GGUF: blocks of llama.cpp's types, rows of whole blocks, as `moeq.gguf` presents them.
+
+A projection is one tensor U8 `[N, bytes of a row]` whose part names the type (`gguf_q4_0`). MXFP4, NVFP4, Q4_0, Q5_0,
+Q8_0 and IQ4_NL are codes under scales; Q5_0 and IQ4_NL are read as int8, which holds their numbers. Every other type
+is read as the floats that llama.cpp computes. Checked against `gguf.quants` 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import ScaleKey, Scheme
+from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Encoding,
+    PartRoles,
+    Parts,
+    ReadOnlyFormat,
+    expect_input_features,
+    matrix_spec,
+)
+from moeq.schemes.gguf_blocks import CODED, FLOATS, float_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METHOD = "gguf"
+
+_PREFIX = "gguf_"
+
+
+def part_of(kind: str) -> str:
+    """Return the part that holds blocks of a type."""
+    return _PREFIX + kind
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read what `moeq.gguf` says of a file; `refusal` is why it cannot be written in another format.
+
+    Other checkpoints that name this method hold nothing that it describes.
+    """
+    declared = Declared(METHOD, rule=origin)
+    refusal = table.get("refusal") if "experts" in table else "quantised with gguf (GGUF weights)"
+    return Declaration(METHOD, origin, declared, lambda module: declared, refusal=refusal, raw=table)
+
+
+class Gguf(ReadOnlyFormat):
+    """Blocks of one of llama.cpp's types."""
+
+    id = "gguf"
+    title = "GGUF: blocks of llama.cpp's types"
+    parts: ClassVar[PartRoles] = {
+        **{part_of(kind): "codes" for kind in (*CODED, *FLOATS)},
+        "bias": "bias",
+    }
+    refusal = "GGUF has blocks that no GPU layout holds: `moeq transcode` writes a checkpoint that can be converted"
+
+    def title_of(self, scheme: Scheme) -> str:
+        return f"gguf {scheme.checkpoint_format}"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        return any(part in self.parts and part != "bias" for part in parts) and parts.keys() <= self.parts.keys()
+
+    def out_features(self, parts: Parts) -> int:
+        return parts[self._part(parts)].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        part = self._part(parts)
+        kind = part.removeprefix(_PREFIX)
+        n, octets = parts[part].shape
+        coded = CODED.get(kind)
+        block, width = (coded.block, coded.octets) if coded else FLOATS[kind]
+        k = octets // width * block
+        expect_input_features(k, context)
+        if coded:
+            spec = matrix_spec(parts, context, n, k, coded.element, coded.group, coded.scale)
+        else:
+            element = kind if kind in ("f16", "bf16") else "f32"
+            spec = matrix_spec(parts, context, n, k, element, k, "f32")
+        scale2 = ScaleKey("f32", "tensor", (-1, -1)) if kind == "nvfp4" else None
+        encoding = Encoding("u8-packed", f"blocks of {block}", group_shape=(1, spec.group_size), scale2=scale2)
+        declared = Declared(METHOD, variant=kind, rule=context.declared.rule)
+        return self._described(spec, declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        rows, bias = parts[part_of(scheme.checkpoint_format)], parts.get("bias")
+        coded = CODED.get(scheme.checkpoint_format)
+        if coded is None:
+            values = float_values(scheme.checkpoint_format, rows)
+            return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=bias)
+        codes, scales = coded.unpack(rows.reshape(-1, coded.octets))
+        second = torch.ones(spec.n) if scheme.weight.scale2 else None
+        shaped = scales.reshape(spec.n, spec.num_groups)
+        return QuantizedMatrix(spec, codes.reshape(spec.n, spec.k), shaped, global_scale=second, bias=bias)
+
+    @staticmethod
+    def _part(parts: Parts) -> str:
+        return next(part for part in parts if part.startswith(_PREFIX))

@@ -1,0 +1,182 @@
+"""Blocks of GGUF types: which of them are codes under scales, and the numbers of the others.
+
+Codes are unpacked here. Types whose numbers are no code times a scale (minimums, two levels of scales, codebooks of
+several numbers) are dequantised by `gguf.quants` (0.19), which is complete; importing it is put off until one is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Numbers of IQ4_NL's codes (`kvalues_iq4nl` of ggml), which int8 holds.
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+@dataclass(frozen=True)
+class CodedType:
+    """A type whose numbers are codes times one scale.
+
+    Attributes:
+        element: element type of the codes, as `moeq.matrix` has it.
+        group: codes per scale.
+        scale: type of a scale.
+        block: codes per stored block.
+        octets: bytes per stored block.
+        unpack: takes blocks uint8 `[B, octets]`, gives codes uint8 `[B, block]` and scales `[B, block / group]`.
+    """
+
+    element: str
+    group: int
+    scale: str
+    block: int
+    octets: int
+    unpack: Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def _halves(octets: Tensor) -> Tensor:
+    """Return codes of nibbles `[..., 2 n]`: all low ones, then all high ones."""
+    import torch
+
+    return torch.cat([octets & 15, octets >> 4], dim=-1)
+
+
+def _f16(octets: Tensor) -> Tensor:
+    import torch
+
+    return octets.contiguous().view(torch.float16)
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return _halves(blocks[:, 2:]), _f16(blocks[:, :2])
+
+
+def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    import torch
+
+    bits = (blocks[:, 2:6, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    # int5 counts from -16; as int8, which engines load, codes count from -128.
+    return _halves(blocks[:, 6:]) + (bits.flatten(1) << 4) + (128 - 16), _f16(blocks[:, :2])
+
+
+def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    return blocks[:, 2:] ^ 128, _f16(blocks[:, :2])
+
+
+def _iq4_nl(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    import torch
+
+    table = torch.tensor([value + 128 for value in _IQ4_NL], dtype=torch.uint8)
+    return table[_halves(blocks[:, 2:]).int()], _f16(blocks[:, :2])
+
+
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    # ggml's table has doubled values under halved scales: the exponent byte means what OCP's does.
+    return _halves(blocks[:, 1:]), blocks[:, :1].contiguous()
+
+
+def _nvfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    import torch
+
+    scales = blocks[:, :4].contiguous()
+    if bool((scales >= 127).any()):
+        detail = f"an NVFP4 scale has the byte {int(scales.max())}, unsigned E4M3 ends at 126"
+        raise MoeqError("source.bad-data", detail, "the file is damaged")
+    return _halves(blocks[:, 4:].reshape(-1, 4, 8)).flatten(1), scales.view(torch.float8_e4m3fn)
+
+
+#: Types that are codes under scales.
+CODED: dict[str, CodedType] = {
+    "q4_0": CodedType("int4", 32, "f16", 32, 18, _q4_0),
+    "q5_0": CodedType("int8", 32, "f16", 32, 22, _q5_0),
+    "q8_0": CodedType("int8", 32, "f16", 32, 34, _q8_0),
+    "iq4_nl": CodedType("int8", 32, "f16", 32, 18, _iq4_nl),
+    "mxfp4": CodedType("e2m1", 32, "e8m0", 32, 17, _mxfp4),
+    "nvfp4": CodedType("e2m1", 16, "e4m3", 64, 36, _nvfp4),
+}
+
+#: Elements and bytes per block of the types whose numbers are floats of their own.
+FLOATS: dict[str, tuple[int, int]] = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q4_1": (32, 20),
+    "q5_1": (32, 24),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "iq2_xxs": (256, 66),
+    "iq2_xs": (256, 74),
+    "iq3_xxs": (256, 98),
+    "iq1_s": (256, 50),
+    "iq3_s": (256, 110),
+    "iq2_s": (256, 82),
+    "iq4_xs": (256, 136),
+    "iq1_m": (256, 56),
+    "tq1_0": (256, 54),
+    "tq2_0": (256, 66),
+}
+
+
+#: What formats hold a type's numbers exactly; everything else rounds them once, and says how far.
+_EXACT = {
+    "q4_0": "int4, groups of 32: exact in compressed-tensors and GPTQ",
+    "q5_0": "int8, groups of 32: exact in compressed-tensors and GPTQ",
+    "q8_0": "int8, groups of 32: exact in compressed-tensors and GPTQ",
+    "iq4_nl": "int8, groups of 32: exact in compressed-tensors and GPTQ",
+    "mxfp4": "MXFP4: exact in compressed-tensors, gpt-oss' own format, FP8 blocks and bfloat16",
+    "nvfp4": "NVFP4: exact in compressed-tensors and ModelOpt",
+    "bf16": "bfloat16: exact in bf16 and fp32",
+    "f16": "float16: exact in fp16 and fp32",
+}
+
+
+def exactness(kind: str) -> str:
+    """Say what a type is to other formats, for people."""
+    return _EXACT.get(kind, "floats: exact in fp32, rounded once in bf16, fp16 and fp8")
+
+
+def float_values(kind: str, rows: Tensor) -> Tensor:
+    """Return the numbers of a type of `FLOATS`: `[N, K]` in float32, or in the stored float type.
+
+    Args:
+        kind: name of the type.
+        rows: uint8 `[N, bytes of a row]`.
+
+    Raises:
+        MoeqError: `environment.no-gguf` without the package gguf; `source.bad-data` for numbers that are not
+            finite.
+    """
+    import numpy as np
+    import torch
+
+    plain = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    if kind in plain:
+        values = rows.contiguous().view(plain[kind])
+    else:
+        quants, types = _library()
+        with np.errstate(all="ignore"):  # damaged scales overflow, and are found below
+            values = torch.from_numpy(quants.dequantize(rows.contiguous().numpy(), types[kind.upper()]))
+    if not bool(torch.isfinite(values).all()):
+        raise MoeqError("source.bad-data", f"some {kind} numbers are not finite", "the file is damaged")
+    return values
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        from gguf import GGMLQuantizationType, quants
+    except ImportError:
+        raise MoeqError(
+            "environment.no-gguf",
+            "this GGUF type is dequantised by the package gguf, which is not installed",
+            "pip install gguf",
+        ) from None
+    return quants, GGMLQuantizationType

@@ -1,0 +1,211 @@
+"""`moeq transcode` from GGUF: values against blocks that are decoded on their own, names, exactness, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_files import gguf_bytes, moe_metadata, moe_tensors, write_model
+from safetensors.torch import load_file
+
+from moeq.errors import MoeqError
+from moeq.model import open as open_checkpoint
+from moeq.schemes.dequantize import dequantize
+from moeq.transcode.transcode import check, transcode
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def q8_0_values(raw: bytes) -> np.ndarray:
+    """Dequantise Q8_0 blocks with numpy alone."""
+    blocks = np.frombuffer(raw, np.uint8).reshape(-1, 34)
+    return blocks[:, :2].copy().view(np.float16).astype(np.float32) * blocks[:, 2:].view(np.int8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "bits"),
+    [("q4_0", "compressed-tensors", 4), ("q8_0", "compressed-tensors", 8), ("q5_0", "gptq", 8), ("iq4_nl", "gptq", 8)],
+)
+def test_integers_are_exact(tmp_path: Path, kind: str, target: str, bits: int) -> None:
+    source = write_model(tmp_path / "m.gguf", expert_type=kind)
+    found = transcode(source, tmp_path / "out", target)
+    assert found.exact
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    assert after.spec(0, "up").bits == bits
+    for layer in (0, 1):
+        for expert in range(4):
+            for projection in ("gate", "up", "down"):
+                assert torch.equal(
+                    before.dequantize(layer, expert, projection), after.dequantize(layer, expert, projection)
+                )
+
+
+def test_experts_are_the_blocks_of_the_file(tmp_path: Path) -> None:
+    """Row `n` of expert `e` is the block row `e * N + n`, decoded with numpy alone."""
+    tensors = moe_tensors(np.random.default_rng(3), layers=1, expert_type="q8_0")
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata("qwen3moe", layers=1, hidden=256, inner=256, experts=4), tensors))
+    expected = q8_0_values(tensors["blk.0.ffn_up_exps.weight"][2]).reshape(4, 256, 256)
+    checkpoint = open_checkpoint(source)
+    for expert in range(4):
+        assert np.array_equal(checkpoint.dequantize(0, expert, "up").numpy(), expected[expert])
+
+
+def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
+    """Stacks, interleaved rows and biases are those of OpenAI's format; attention keeps its values in float32."""
+    tensors = moe_tensors(np.random.default_rng(4), layers=1, expert_type="mxfp4")
+    rng = np.random.default_rng(5)
+    for name in ("gate", "up", "down"):
+        bias = rng.standard_normal((4, 256)).astype(np.float32)
+        tensors[f"blk.0.ffn_{name}_exps.bias"] = ("f32", bias.shape, bias.tobytes())
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata("gpt-oss", layers=1, hidden=256, inner=256, experts=4), tensors))
+    assert transcode(source, tmp_path / "out", "mxfp4").exact
+    written = loaded(tmp_path / "out")
+    assert written["model.layers.0.mlp.experts.gate_up_proj_blocks"].shape == (4, 512, 8, 16)
+    gate_bias = np.frombuffer(tensors["blk.0.ffn_gate_exps.bias"][2], np.float32).reshape(4, 256)
+    assert np.array_equal(written["model.layers.0.mlp.experts.gate_up_proj_bias"][:, 0::2].numpy(), gate_bias)
+    assert written["model.layers.0.self_attn.o_proj.weight"].dtype == torch.float32
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    for projection in ("gate", "up", "down"):
+        assert torch.equal(before.dequantize(0, 3, projection), after.dequantize(0, 3, projection))
+    assert transcode(source, tmp_path / "ct", "compressed-tensors").exact
+
+
+def test_rotary_rows_are_turned_back(tmp_path: Path) -> None:
+    """Mixtral's queries and keys get their two halves per head back, blocks and all."""
+    rng = np.random.default_rng(6)
+    tensors = moe_tensors(rng, layers=1, other_type="q8_0")
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata("llama", layers=1, hidden=256, inner=256, experts=4), tensors))
+    assert transcode(source, tmp_path / "out", "fp32").exact
+    written = loaded(tmp_path / "out")
+    for name, spelled, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        blocks = np.frombuffer(tensors[f"blk.0.{name}.weight"][2], np.uint8).reshape(-1, 8, 34)
+        stored = (blocks[..., :2].copy().view(np.float16).astype(np.float32) * blocks[..., 2:].view(np.int8)).reshape(
+            -1, 256
+        )
+        # llama.cpp: w.reshape(heads, 2, rows / heads / 2, K).swapaxes(1, 2)
+        model = written[f"model.layers.0.self_attn.{spelled}.weight"].numpy()
+        permuted = model.reshape(heads, 2, -1, 256).swapaxes(1, 2).reshape(-1, 256)
+        assert np.array_equal(permuted, stored)
+    assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
+
+
+@pytest.mark.parametrize("kind", ["q4_k", "q6_k", "iq3_s"])
+def test_other_types_are_exact_in_float32(tmp_path: Path, kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = write_model(tmp_path / "m.gguf", layers=1, expert_type=kind, down_type="q5_1")
+    assert transcode(source, tmp_path / "out", "fp32").exact
+    rounded = check(source, "bf16")
+    assert not rounded.exact
+    assert all(loss.relative < 2.0**-8 for loss in rounded.losses)
+    reader = gguf.GGUFReader(source)
+    stored = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_gate_exps.weight")
+    expected = gguf.quants.dequantize(stored.data, stored.tensor_type).reshape(4, 256, 256)
+    written = loaded(tmp_path / "out")
+    for expert in range(4):
+        assert np.array_equal(
+            written[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"].numpy(), expected[expert]
+        )
+    with pytest.raises(MoeqError, match="no floats"):
+        transcode(source, tmp_path / "no", "compressed-tensors")
+
+
+def test_types_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    source = write_model(tmp_path / "m.gguf", layers=1, expert_type="q4_k")
+    with pytest.raises(MoeqError, match="is dequantised by the package gguf"):
+        check(source, "fp32", workers=1)
+
+
+def test_large_modules_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeq.transcode.transcode_plan._ITEM_NUMBERS", 20 * 256)
+    source = write_model(tmp_path / "m.gguf", layers=1)
+    found = transcode(source, tmp_path / "out", "compressed-tensors")
+    assert found.exact
+    assert found.projections == 4 * 3 + 4 + 2 * 4  # 64 rows of the embedding and of the head, 20 at a time
+    monkeypatch.undo()
+    assert transcode(source, tmp_path / "whole", "compressed-tensors").exact
+    one, other = loaded(tmp_path / "out"), loaded(tmp_path / "whole")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_split_files(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    tensors, metadata = moe_tensors(rng), moe_metadata("qwen3moe", layers=2, hidden=256, inner=256, experts=4)
+    names = list(tensors)
+    for number, part in enumerate((names[:9], names[9:])):
+        said = {"split.no": number, "split.count": 2, **(metadata if number == 0 else {})}
+        raw = gguf_bytes(said, {name: tensors[name] for name in part})
+        (tmp_path / f"m-{number + 1:05d}-of-00002.gguf").write_bytes(raw)
+    write_model(tmp_path / "whole.gguf")
+    split, whole = open_checkpoint(tmp_path / "m-00002-of-00002.gguf"), open_checkpoint(tmp_path / "whole.gguf")
+    assert split.source.config == whole.source.config
+    assert torch.equal(split.dequantize(1, 2, "down"), whole.dequantize(1, 2, "down"))
+    with pytest.raises(MoeqError, match="holds 2 GGUF models"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "m-00001-of-00002.gguf").unlink()
+    with pytest.raises(MoeqError, match="1 of the 2 parts"):
+        open_checkpoint(tmp_path / "m-00002-of-00002.gguf")
+
+
+def test_config_of_a_folder(tmp_path: Path) -> None:
+    """A folder's own config and tokenizer are kept; a file that is named alone takes nothing from beside it."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(folder / "m.gguf")
+    (folder / "config.json").write_text(json.dumps({**open_checkpoint(folder / "m.gguf").source.config, "mine": 1}))
+    (folder / "tokenizer.json").write_text("{}")
+    transcode(folder, tmp_path / "out", "compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["mine"], config["quantization_config"]["quant_method"]) == (1, "compressed-tensors")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    assert open_checkpoint(folder / "m.gguf").source.side_files() == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"general.architecture": "gpt2"}, "answer.not-moe", "dense gpt2 model"),
+        ({"general.architecture": "grok", "grok.expert_count": 8}, "source.unsupported-format", "grok"),
+        ({"general.architecture": 7}, "source.bad-header", "general.architecture is 7"),
+        ({"qwen3moe.block_count": 1 << 30}, "source.bad-header", "block_count"),
+        ({"qwen3moe.embedding_length": "wide"}, "source.bad-header", "embedding_length"),
+        ({"qwen3moe.expert_count": 5}, "source.inconsistent", "5"),
+    ],
+)
+def test_metadata_that_does_not_fit(tmp_path: Path, change: dict[str, object], code: str, words: str) -> None:
+    metadata = moe_metadata("qwen3moe", layers=2, hidden=256, inner=256, experts=4) | change
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, moe_tensors(np.random.default_rng(0))))
+    with pytest.raises(MoeqError) as caught:
+        open_checkpoint(tmp_path / "m.gguf")
+    assert caught.value.code == code
+    assert words in caught.value.message
+
+
+def test_tensors_without_a_name(tmp_path: Path) -> None:
+    """A tensor that moeq cannot name is told by inspect and refused by transcode: nothing is lost in silence."""
+    tensors = moe_tensors(np.random.default_rng(0))
+    tensors["blk.0.attn_strange.weight"] = tensors["blk.0.attn_norm.weight"]
+    metadata = moe_metadata("qwen3moe", layers=2, hidden=256, inner=256, experts=4)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    assert "attn_strange" in " ".join(open_checkpoint(tmp_path / "m.gguf").info.refusals)
+    with pytest.raises(MoeqError, match="attn_strange"):
+        check(tmp_path / "m.gguf", "bf16")
+
+
+def test_decoded_once(tmp_path: Path) -> None:
+    """A float type's matrix is its numbers under a scale of one, and decoding it does not change it."""
+    pytest.importorskip("gguf")
+    checkpoint = open_checkpoint(write_model(tmp_path / "m.gguf", layers=1, expert_type="q4_k"))
+    matrix = checkpoint.matrix(0, 0, "down")
+    first = dequantize(matrix)
+    first.zero_()
+    assert bool(dequantize(matrix).any())
