@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeq_kernels.errors import KernelUnsupportedError
 
@@ -19,7 +19,8 @@ class Format:
         layout: layout id.
         element: value of `PackedMatrix.element`.
         codec: reader in `device.codecs`.
-        kind: element kind in `device.scales.weight_tile`: `uint4`, `uint8`, `e2m1`, `e4m3`, `int8` or `float`.
+        kind: element kind in `device.scales.weight_tile`: `uint2`, `uint3`, `uint4`, `uint8`, `e2m1`, `e4m3`, `int8`
+            or `float`.
         weight_shape: function from (n, k) to the shape of one packed expert in elements of `weight_dtype`.
         weight_dtype: torch dtype name of the packed weights.
         group_order: order of group scales, or None where the format has none.
@@ -37,6 +38,7 @@ class Format:
         block_rows: output features that share a scale.
         global_exponent: binary exponent by which the stored global scale exceeds the factor of the matrix.
         global_scale: `optional`, `required`, or `instead` if a global scale may replace the scales.
+        high_shape: function like `weight_shape` for `PackedMatrix.weight_high`, or None where there is none.
         hopper_scales: torch dtype names of scales that the Hopper kernels for 16-bit activations read; empty where they
             do not read the format.
     """
@@ -63,6 +65,7 @@ class Format:
     block_rows: int = 1
     global_exponent: int = 0
     global_scale: str = "optional"
+    high_shape: ShapeOf | None = None
     hopper_scales: tuple[str, ...] = ()
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
@@ -113,6 +116,19 @@ def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
         n_multiple=64,
         k_multiple=16,
         hopper_scales=() if act_order else ("bfloat16", "float16"),
+    )
+
+
+def _few_bits(element: str, codec: str, high_shape: ShapeOf | None = None) -> Format:
+    """Describe 2- and 3-bit integers in the order of Marlin's words, symmetric."""
+    return replace(
+        _marlin("moeq-wna16/1", element, codec, 2),
+        weight_shape=lambda n, k: (k // 32, 2 * n),
+        group_sizes=(32, 64, 128, -1),
+        zero_points=False,
+        k_multiple=64,
+        high_shape=high_shape,
+        hopper_scales=(),
     )
 
 
@@ -240,6 +256,8 @@ _TABLE = (
     _marlin("marlin-wna16/1", "int8", "marlin8", 4),
     _marlin("marlin-act-order/1", "int4", "marlin4", 2),
     _marlin("marlin-act-order/1", "int8", "marlin8", 4),
+    _few_bits("int2", "marlin2"),
+    _few_bits("int3", "marlin3", lambda n, k: (k // 64, 2 * n)),
     _plain("triton-wna16/1", "int4", "nibbles", "uint4", 2),
     _plain("triton-wna16/1", "int8", "rows", "uint8", 1),
     _plain("int8-w8a8/1", "int8", "rows", "int8", 1),

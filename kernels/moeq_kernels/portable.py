@@ -97,6 +97,8 @@ def _gemm(
     out: Area, blocks: Blocks,
 ) -> Launch:  # fmt: skip
     """Return the launch of `moe_gemm`; x are the rows, or their int8 or e4m3 codes with x_scale."""
+    if fmt.kind in ("uint2", "uint3"):  # a row of words holds 32 or 64 of k
+        blocks = replace(blocks, k=max(blocks.k, 64))
     kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
     columns = -(-(matrix.n // 2 if kind == "halves" else matrix.n) // blocks.n)
     weight: Area = matrix.weight
@@ -105,6 +107,7 @@ def _gemm(
         "x": x,
         "x_scale": x_scale,
         "w": words,
+        "high": matrix.weight_high,
         "scale": None if matrix.scale is None else as_bytes(matrix.scale),
         "zero": matrix.zero,
         "bias": matrix.bias,
@@ -118,6 +121,7 @@ def _gemm(
         "stride_x": x.strides[0],
         "stride_out": out.strides[0],
         "stride_we": words.strides[0],
+        "stride_he": 0 if matrix.weight_high is None else matrix.weight_high.strides[0],
         "stride_se": 0 if matrix.scale is None else matrix.scale.strides[0],
         "stride_ze": 0 if matrix.zero is None else matrix.zero.strides[0],
         "stride_be": 0 if matrix.bias is None else matrix.bias.strides[0],

@@ -20,7 +20,8 @@ class PackedMatrix:
         weight: packed codes `[E, ...]`; the layout defines shape and dtype.
         n: output features as stored, padding included (`w13`: gate and up together).
         k: input features as stored, padding included.
-        element: type of a code: `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` for unquantised weights.
+        element: type of a code: `int2`, `int3`, `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` for unquantised
+            weights.
         group_size: codes along `k` that share a scale; -1, `k` or more means one scale per output feature.
         scale: scales `[E, ...]` in the layout's order; None for unquantised weights and for FP8 with one scale per
             tensor, which has only a global scale.
@@ -35,6 +36,7 @@ class PackedMatrix:
             its own.
         scale_factor: factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for
             e4m3 activations beside MXFP4 keep their factors here, float32 `[E, n]`.
+        weight_high: third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
         activation_dtype: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the
             weights; empty for the activation dtype that the layout implies.
     """
@@ -53,6 +55,7 @@ class PackedMatrix:
     global_scale: Tensor | None = None
     input_scale: Tensor | None = None
     scale_factor: Tensor | None = None
+    weight_high: Tensor | None = None
     activation_dtype: str = ""
 
     @property

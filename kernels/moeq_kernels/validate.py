@@ -126,6 +126,13 @@ def check_matrix(name: str, x: Tensor, matrix: PackedMatrix, halves: int) -> For
     )
     dtypes = ("float8_e4m3fn", "uint8") if fmt.weight_dtype == "float8_e4m3fn" else (fmt.weight_dtype,)
     _check_tensor(f"{name}.weight", x, matrix.weight, (experts, *fmt.weight_shape(n, k)), dtypes)
+    require(
+        (matrix.weight_high is not None) == (fmt.high_shape is not None),
+        f"{name}.weight_high is {'missing' if fmt.high_shape else 'given'}; only int3 codes have a third bit",
+    )
+    if matrix.weight_high is not None and fmt.high_shape is not None:
+        shape = (experts, *fmt.high_shape(n, k))
+        _check_tensor(f"{name}.weight_high", x, matrix.weight_high, shape, (fmt.weight_dtype,))
     if not matrix.channelwise and matrix.group_size not in fmt.group_sizes:
         raise KernelUnsupportedError(
             f"{name} has groups of {matrix.group_size}; {kind} kernels read {', '.join(map(str, fmt.group_sizes))}"

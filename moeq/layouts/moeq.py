@@ -1,15 +1,24 @@
-"""MXFP4 for moeq's own kernels."""
+"""Layouts for moeq's own kernels: MXFP4, and integers of 2 and 3 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import Part
+from moeq.layouts.arranged import ArrangedLayout, Part, rearrange
+from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.base import SliceRule
 from moeq.layouts.bits import MOEQ_MXFP4
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part, whole_groups
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
+from moeq.layouts.padding import PaddingRule
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Greatest exponent byte that the kernels decode.
 GREATEST = 188
@@ -44,3 +53,56 @@ class MoeqMXFP4(MarlinMXFP4):
         super().check_values(matrix)
         why = f"{self.id} holds exponent bytes up to {GREATEST} (scales up to 2^{GREATEST - 127})"
         refuse_exponents_above(GREATEST, matrix, why, "marlin-mxfp4/1 (--backend MARLIN) keeps every exponent")
+
+
+#: Words of the lower two bits and of the third bit: Marlin's for 4 bits, with rows of k that are 16 apart in a nibble.
+_LOWER = Arrangement("n c4 o2 r8, k t2 h2 p4 q2 -> k n r p c | q o h t")
+_THIRD = Arrangement("n c4 o2 r8, k t4 h2 p4 q2 -> k n r p c | q o h t")
+
+
+class MoeqWNA16(ArrangedLayout):
+    """2- and 3-bit integers for 16-bit activations, symmetric.
+
+    `weight` int32 `[K / 32, 2 N]` holds the lower two bits of each code, and for int3 `weight_high` int32
+    `[K / 64, 2 N]` the third one. A nibble of a word has the place that Marlin's words for 4 bits give it; it holds the
+    bits of two (four) rows of k that are 16 apart. So one mask and one shift turn a word into a word of Marlin's.
+    `scale` `[G, N]` and `bias` `[N]` are Marlin's. No engine has a kernel for these bytes.
+    """
+
+    id = "moeq-wna16/1"
+    title = "2- and 3-bit integers for moeq's own kernels, 16-bit activations"
+    readers = (MOEQ("MOEQ"),)
+    source = "moeq"
+    elements = ("int2", "int3")
+    schemes = "int2 and int3, symmetric, groups of 32, 64 or 128 or channel-wise, with bias"
+    arch = "SM80 and newer, gfx942, gfx950"
+    slicing = "N by 64, K by whole groups and 64"
+    padding = PaddingRule(intermediate=64, whole_groups=True)
+    group_sizes = (32, 64, 128)
+    n_multiple = 64
+    k_multiple = 64
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        shape = (spec.k // 32, 2 * spec.n)
+        parts = {"weight": Part("codes", _LOWER, shape, "I32", 2)}
+        if spec.bits == 3:
+            parts["weight_high"] = Part("codes", _THIRD, (spec.k // 64, 2 * spec.n), "I32", 1)
+        parts["scale"] = scale_part(spec, SINGLE if spec.num_groups == 1 else GROUPED)
+        return parts | bias_part(spec)
+
+    def slices(self, spec: MatrixSpec) -> SliceRule:
+        return whole_groups(super().slices(spec), spec)
+
+    def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        if name == "weight":
+            return matrix.codes & 3
+        return matrix.codes >> 2 if name == "weight_high" else super().encode(name, matrix)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        found = super().unpack(parts, spec)
+        if spec.bits == 2:
+            return found
+        lower, third = (
+            rearrange(self.parts(spec)[name], parts[name], (spec.n, spec.k)) for name in ("weight", "weight_high")
+        )
+        return replace(found, codes=lower | third << 2)

@@ -51,7 +51,7 @@ QUICK = CheckOptions(layers=[1], tokens=[1, 5])
 
 
 def test_no_layout_with_a_kernel_is_left_out() -> None:
-    readable = {layout for layout, _ in FORMATS} & set(LAYOUTS) - HALF
+    readable = {layout for layout, _ in FORMATS} & set(LAYOUTS) - HALF - {"moeq-wna16/1"}  # `test_few_bits`
     assert readable == {layout for layouts in LAYOUTS_OF.values() for layout in layouts}
 
 

@@ -11,10 +11,16 @@ import triton
 import triton.language as tl
 
 
+@triton.constexpr_function
+def in_marlin_order(codec):
+    """Return whether positions are columns in the order of Marlin's words."""
+    return codec.startswith("marlin")
+
+
 @triton.jit
 def column_of(position, CODEC: tl.constexpr):
     """Return the output feature at a position."""
-    if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
+    if in_marlin_order(CODEC):
         # position = 64 tile + 8 octet + 2 block + half; feature = 64 tile + 16 block + 8 half + octet
         inner = position % 64
         return position - inner + 16 * ((inner // 2) % 4) + 8 * (inner % 2) + inner // 8
@@ -23,12 +29,19 @@ def column_of(position, CODEC: tl.constexpr):
 
 
 @triton.jit
-def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CODEC: tl.constexpr):
-    """Read the codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; they are 0 beyond the matrix."""
+def codes(w, high, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, CODEC: tl.constexpr):
+    """Read the codes of rows k0 .. k0 + BK and positions p0 .. p0 + BN; they are 0 beyond the matrix.
+
+    `high` holds the third bits of 3-bit codes; otherwise it is None.
+    """
     if CODEC == "marlin4":
         return _marlin4(w, k0, p0, K, N, BK, BN)
     elif CODEC == "marlin4-permuted":
         return _marlin4_permuted(w, k0, p0, K, N, BK, BN)
+    elif CODEC == "marlin2":
+        return _marlin2(w, k0, p0, K, N, BK, BN)
+    elif CODEC == "marlin3":
+        return _marlin2(w, k0, p0, K, N, BK, BN) | (_third_bits(high, k0, p0, K, N, BK, BN) << 2)
     elif CODEC == "marlin8":
         return _marlin8(w, k0, p0, K, N, BK, BN)
     elif CODEC == "nibbles":
@@ -42,12 +55,13 @@ def codes(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.
 
 @triton.jit
 def _marlin_words(
-    w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr
+    w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr = 16,
 ):  # fmt: skip
-    """Load the words of a tile, EACH per column and 16 rows."""
-    rows = k0 // 16 + tl.arange(0, BK // 16)
+    """Load the words of a tile, EACH per column and ROWS rows."""
+    rows = k0 // ROWS + tl.arange(0, BK // ROWS)
     words = p0 * EACH + tl.arange(0, EACH * BN)
-    mask = (rows[:, None] < K // 16) & (words[None, :] < EACH * N)
+    mask = (rows[:, None] < K // ROWS) & (words[None, :] < EACH * N)
     return tl.load(w + rows[:, None] * (EACH * N) + words[None, :], mask=mask, other=0).to(tl.uint32, bitcast=True)
 
 
@@ -61,6 +75,33 @@ def _marlin4(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: 
     fields = tl.reshape(fields & 15, (BK // 16, BN // 64, 8, 4, 4, 2, 2, 2))
     # (k tile, n tile, octet, k pair, block, k + 8, half, k + 1) -> k in order, then position
     return tl.reshape(tl.permute(fields, (0, 5, 3, 7, 1, 2, 4, 6)), (BK, BN))
+
+
+@triton.jit
+def _marlin2(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """Decode int32 [K / 32, 2 N]: the words of `_marlin4`, with codes of k and k + 16 in a nibble."""
+    packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2, 32)
+    fields = tl.join(packed, packed >> 2)  # k + 16
+    fields = tl.join(fields, fields >> 4)  # k + 8
+    fields = tl.join(fields, fields >> 8)  # column + 8
+    fields = tl.join(fields, fields >> 16)  # k + 1
+    fields = tl.reshape(fields & 3, (BK // 32, BN // 64, 8, 4, 4, 2, 2, 2, 2))
+    # (k tile, n tile, octet, k pair, block, k + 16, k + 8, half, k + 1) -> k in order, then position
+    return tl.reshape(tl.permute(fields, (0, 5, 6, 3, 8, 1, 2, 4, 7)), (BK, BN))
+
+
+@triton.jit
+def _third_bits(w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
+    """Decode int32 [K / 64, 2 N]: the words of `_marlin4`, with bits of k, k + 16, k + 32 and k + 48 in a nibble."""
+    packed = _marlin_words(w, k0, p0, K, N, BK, BN, 2, 64)
+    fields = tl.join(packed, packed >> 1)  # k + 16
+    fields = tl.join(fields, fields >> 2)  # k + 32
+    fields = tl.join(fields, fields >> 4)  # k + 8
+    fields = tl.join(fields, fields >> 8)  # column + 8
+    fields = tl.join(fields, fields >> 16)  # k + 1
+    fields = tl.reshape(fields & 1, (BK // 64, BN // 64, 8, 4, 4, 2, 2, 2, 2, 2))
+    # (k tile, n tile, octet, k pair, block, k + 16, k + 32, k + 8, half, k + 1) -> k in order, then position
+    return tl.reshape(tl.permute(fields, (0, 6, 5, 7, 3, 9, 1, 2, 4, 8)), (BK, BN))
 
 
 @triton.jit

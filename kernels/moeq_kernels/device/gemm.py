@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.activations import activate, activate_gated
-from moeq_kernels.device.codecs import codes, column_of
+from moeq_kernels.device.codecs import codes, column_of, in_marlin_order
 from moeq_kernels.device.numerics import dot, e4m3_to_float, float_to_e4m3, round_half_even, round_to
 from moeq_kernels.device.scales import group_scales, scale_offset, scale_to_float, single_order, weight_tile
 
@@ -56,7 +56,7 @@ def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.
 
     Hopper's tensor cores keep 14 bits of a sum of e4m3 products, so sums of BK columns are added up in float32.
     """
-    b = codes(w, k0, p0, K, N, BK, BN, CODEC).to(tl.uint8)
+    b = codes(w, None, k0, p0, K, N, BK, BN, CODEC).to(tl.uint8)
     if FP8 == "native":
         value = tl.dot(a, b.to(tl.float8e4nv, bitcast=True))
     else:
@@ -71,9 +71,9 @@ def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.
 
 @triton.jit
 def moe_gemm(
-    x, x_scale, w, scale, zero, bias, global_scale, permutation, group_index, out,
+    x, x_scale, w, high, scale, zero, bias, global_scale, permutation, group_index, out,
     tiles, pair_of_row, pair_weights, stride_x, stride_out,
-    stride_we, stride_se, stride_ze, stride_be,
+    stride_we, stride_he, stride_se, stride_ze, stride_be,
     TOP_K: tl.constexpr, K_X: tl.constexpr, N_OUT: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
@@ -110,6 +110,8 @@ def moe_gemm(
     if TOP_K > 0:
         rows = pairs // TOP_K
     w += expert * stride_we
+    if high is not None:
+        high += expert * stride_he
     if scale is not None:
         scale += expert * stride_se
     if zero is not None:
@@ -135,12 +137,12 @@ def moe_gemm(
         inside = valid[:, None] & ((source >= 0) & (source < K_X))[None, :]
         a = tl.load(x_rows + source[None, :], mask=inside, other=0.0 if FP8 == "native" else 0)
         if FP8 == "":
-            b = weight_tile(w, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER, STRIDE,
-                            SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+            b = weight_tile(w, high, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER,
+                            STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
             acc = dot(a, b, acc, INTERPRET)
             if EPILOGUE == "halves":
-                b = weight_tile(w, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC, ELEMENT,
-                                ORDER, STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+                b = weight_tile(w, high, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC,
+                                ELEMENT, ORDER, STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
                 acc_up = dot(a, b, acc_up, INTERPRET)
         else:
             acc += _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K, N, G, GROUP, CODEC, ORDER, STRIDE, SCALE,
@@ -166,7 +168,7 @@ def moe_gemm(
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
         # A position in Marlin's order is 8 octet + ...; gate and up differ in the octet's lowest bit.
-        if CODEC == "marlin4" or CODEC == "marlin4-permuted" or CODEC == "marlin8":
+        if in_marlin_order(CODEC):
             pairs_last = tl.permute(tl.reshape(value, (BM, BN // 16, 2, 8)), (0, 1, 3, 2))
             column = tl.reshape(tl.permute(tl.reshape(column, (BN // 16, 2, 8)), (0, 2, 1)), (BN // 2, 2))
         else:

@@ -140,9 +140,15 @@ def e2m1_to_float(code):
     return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
 
 
+@triton.constexpr_function
+def middle_of(element):
+    """Return 2**23 plus the code of `uint2` to `uint8` that stands for zero."""
+    return 8388608.0 + 2.0 ** (int(element[4:]) - 1)
+
+
 @triton.jit
 def weight_tile(
-    w, scale, zero, group_index, k0, p0,
+    w, high, scale, zero, group_index, k0, p0,
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
     CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
@@ -151,7 +157,7 @@ def weight_tile(
 
     The epilogue applies channel-wise scales: integers minus zero points are exact in 16-bit floats.
     """
-    code = codes(w, k0, p0, K, N, BK, BN, CODEC)
+    code = codes(w, high, k0, p0, K, N, BK, BN, CODEC)
     if ELEMENT == "float" or ELEMENT == "int8":
         return code
     else:
@@ -166,10 +172,9 @@ def weight_tile(
             if zero is not None:
                 points = zero_points(zero, groups, p0, G, N, ROWS, BN, CODEC, ELEMENT)
                 value = value - spread((points | 0x4B000000).to(tl.float32, bitcast=True), ROWS, BK, BN)
-            elif ELEMENT == "uint4":
-                value = value - 8388616.0
             else:
-                value = value - 8388736.0
+                MIDDLE: tl.constexpr = middle_of(ELEMENT)
+                value = value - MIDDLE
         if not CHANNELWISE:
             scales = group_scales(scale, groups, p0, G, N, CODEC, ORDER, STRIDE, SCALE, BN)
             value = value * spread(scales, ROWS, BK, BN)

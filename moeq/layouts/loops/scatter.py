@@ -16,7 +16,7 @@ from moeq.layouts.loops.native import Loops
 Array = np.ndarray[Any, Any]
 
 _loops = Loops("moeq.layouts.loops.scatter_loops")
-#: Packing loops by fields of a word.
+#: Packing loops by fields of a word; `pack_fields` packs any other number.
 _PACK = {1: _loops.pack1, 2: _loops.pack2, 4: _loops.pack4, 8: _loops.pack8}
 
 #: Dtypes of 2 and 4 codes taken as one.
@@ -49,7 +49,8 @@ def pack(arrangement: Arrangement, elements: Array, bits: int, out: Array) -> No
     arrangement, elements, out = _widened(arrangement, elements, out)
     table = _tables(arrangement, elements.shape[0], elements.shape[1])
     source, target = _unsigned(elements), _unsigned(out)
-    _PACK[len(table.field)](source, target, table.sizes, table.element, table.word, table.field, bits)
+    loop = _PACK.get(len(table.field), _loops.pack_fields)
+    loop(source, target, table.sizes, table.element, table.word, table.field, bits)
 
 
 def unpack(arrangement: Arrangement, words: Array, bits: int, out: Array) -> None:

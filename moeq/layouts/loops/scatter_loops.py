@@ -60,6 +60,20 @@ def pack8(source, target, sizes, element, word, field, bits):  # type: ignore[no
 
 
 @loop
+def pack_fields(source, target, sizes, element, word, field, bits):  # type: ignore[no-untyped-def]
+    for a in range(sizes[1]):
+        for b in range(sizes[4]):
+            s = sizes[0] + a * sizes[2] + b * sizes[5]
+            t = a * sizes[3] + b * sizes[6]
+            for i in range(len(word)):
+                e = s + element[i]
+                value = np.uint32(0)
+                for f in range(len(field)):
+                    value |= np.uint32(source[e + field[f]]) << np.uint32(f * bits)
+                target[t + word[i]] = value
+
+
+@loop
 def unpack1(source, target, sizes, element, word, field, bits, mask):  # type: ignore[no-untyped-def]
     for a in range(sizes[1]):
         for b in range(sizes[4]):

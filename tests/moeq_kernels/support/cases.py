@@ -164,6 +164,15 @@ def _marlin(bits: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
     }
 
 
+def _few_bits(m: Quantised) -> dict[str, Tensor | None]:
+    high = m.codes >> 2
+    return {
+        "weight": packing.few_bits_words(m.codes & 3, 2),
+        "scale": packing.marlin_scale(m.scales),
+        "weight_high": packing.few_bits_words(high, 1) if bool(high.any()) else None,
+    }
+
+
 def _marlin_act_order(bits: int) -> Callable[[Quantised], dict[str, Tensor | None]]:
     def parts(m: Quantised) -> dict[str, Tensor | None]:
         assert m.group_index is not None
@@ -244,6 +253,8 @@ PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = 
     ("marlin-wna16/1", "int8"): _marlin(8),
     ("marlin-act-order/1", "int4"): _marlin_act_order(4),
     ("marlin-act-order/1", "int8"): _marlin_act_order(8),
+    ("moeq-wna16/1", "int2"): _few_bits,
+    ("moeq-wna16/1", "int3"): _few_bits,
     ("triton-wna16/1", "int4"): _wna16(4),
     ("triton-wna16/1", "int8"): _wna16(8),
     ("int8-w8a8/1", "int8"): _w8a8,
@@ -398,7 +409,12 @@ def meta_matrix(layout: str, element: str, experts: int, n: int, k: int, group: 
     weight = torch.empty(experts, *fmt.weight_shape(n, k), dtype=getattr(torch, fmt.weight_dtype), device="meta")
     scale = torch.empty(experts, *fmt.scale_shape(order or "", n, groups), dtype=kind, device="meta")
     whole = torch.empty(experts, device="meta") if fmt.global_scale == "required" else None
-    return PackedMatrix(layout, weight, n, k, element, group, scale, global_scale=whole)
+    high = (
+        None
+        if fmt.high_shape is None
+        else torch.empty(experts, *fmt.high_shape(n, k), dtype=weight.dtype, device="meta")
+    )
+    return PackedMatrix(layout, weight, n, k, element, group, scale, global_scale=whole, weight_high=high)
 
 
 def meta_experts(

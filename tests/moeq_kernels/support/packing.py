@@ -39,6 +39,23 @@ def marlin_weight(codes: Tensor, bits: int) -> Tensor:
     return torch.stack([pack_words(codes[e].reshape(-1)[flat], bits) for e in range(experts)])
 
 
+def few_bits_words(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes `[E, N, K]` of 2 bits or 1 -> int32 `[E, K / 32, 2 N]` or `[E, K / 64, 2 N]` (`moeq-wna16/1`).
+
+    Words are Marlin's for 4 bits; a nibble holds the codes of two or four rows of k that are 16 apart.
+    """
+    experts, n_size, k_size = codes.shape
+    tiles = 4 // bits
+    row = torch.arange(k_size // (16 * tiles), device=codes.device)[:, None, None]
+    col = torch.arange(2 * n_size, device=codes.device)[None, :, None]
+    p = torch.arange(8 * tiles, device=codes.device)[None, None, :]
+    nibble, lane, m = p // tiles, (col % 128) // 4, col % 4
+    n = 64 * (col // 128) + 16 * m + 8 * ((nibble % 4) // 2) + lane // 4
+    k = 16 * (tiles * row + p % tiles) + 8 * (nibble % 2) + 2 * (lane % 4) + nibble // 4
+    flat = n * k_size + k
+    return torch.stack([pack_words(codes[e].reshape(-1)[flat], bits) for e in range(experts)])
+
+
 def permuted_weight(codes: Tensor) -> Tensor:
     """uint8 e2m1 codes `[E, N, K]` -> int32 `[E, K / 16, 2 N]`: Marlin's words, their bits as `moeq-mxfp4/1` has them.
 

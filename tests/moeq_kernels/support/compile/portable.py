@@ -226,6 +226,7 @@ def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
     return PackedMatrix(
         layout=case.layout,
         weight=meta(EXPERTS, *fmt.weight_shape(n, k), dtype=getattr(torch, fmt.weight_dtype)),
+        weight_high=None if fmt.high_shape is None else meta(EXPERTS, *fmt.high_shape(n, k), dtype=torch.int32),
         n=n,
         k=k,
         element=case.element,
