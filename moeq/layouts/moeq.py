@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import ArrangedLayout, Part, rearrange
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import SliceRule
+from moeq.layouts.base import PaddingRule, SliceRule
 from moeq.layouts.bits import MOEQ_MXFP4
 from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part, whole_groups
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
-from moeq.layouts.padding import PaddingRule
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
