@@ -5,19 +5,24 @@
     ckpt = moeq.open("path/or/hub-org/name")          # headers only
     ckpt.info                                         # what `moeq inspect --json` prints, as records
     ckpt.dequantize(0, 3, "gate")                     # float32 [N, K]
-    deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
-    verdict = moeq.decide(ckpt, deployment)           # backend, layout and every reason
-    moeq.plan("source", deployment).plan.bytes_out    # what `moeq plan` prints, as records
-    moeq.convert("source", "destination", deployment)
+    moeq.decide("source", gpu="H100", tp=2)           # backend, layout and every reason
+    moeq.plan("source", gpu="H100").plan.bytes_out    # what `moeq plan` prints, as records
+    moeq.convert("source", "destination", gpu="H100", progress=True)
+    moeq.verify("destination", "source").ok
     moeq.run_check("destination", source="source")
     experts = moeq.load_experts("destination", 0, device="cuda")  # for moeq_kernels.fused_moe
+
+What a command does is one function with the command's options by the same names; one `moeq.Deployment` may stand for
+the deployment options. Records are one line as text, and a table in a notebook.
 
 Importing this module imports no torch.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from moeq.version import __version__
@@ -30,14 +35,16 @@ _PUBLIC = {
     "Deployment": "moeq.deploy.deployment:Deployment",
     "Gpu": "moeq.deploy.deployment:Gpu",
     "gpu": "moeq.deploy.gpus:parse_gpu",
-    "decide": "moeq.pipeline.plan.decide:decide",
-    "plan": "moeq.pipeline.convert:plan",
-    "convert": "moeq.pipeline.convert:convert",
-    "finalize": "moeq.pipeline.finalize:finalize",
-    "verify": "moeq.prove.verify:verify",
-    "restore": "moeq.prove.restore:restore",
-    "diff": "moeq.prove.diff:diff",
-    "run_check": "moeq.check.run_check:run_check",
+    "decide": "moeq.api.functions:decide",
+    "plan": "moeq.api.functions:plan",
+    "convert": "moeq.api.functions:convert",
+    "finalize": "moeq.api.functions:finalize",
+    "transcode": "moeq.api.functions:transcode",
+    "push": "moeq.api.functions:push",
+    "verify": "moeq.api.proofs:verify",
+    "restore": "moeq.api.proofs:restore",
+    "diff": "moeq.api.proofs:diff",
+    "run_check": "moeq.api.proofs:run_check",
     "CheckOptions": "moeq.check.run_check:CheckOptions",
     "load_experts": "moeq.load.torch_loader:load_experts",
     "load_tensors": "moeq.load.torch_loader:load_tensors",
@@ -46,8 +53,17 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from moeq.api.functions import convert as convert
+    from moeq.api.functions import decide as decide
+    from moeq.api.functions import finalize as finalize
+    from moeq.api.functions import plan as plan
+    from moeq.api.functions import push as push
+    from moeq.api.functions import transcode as transcode
+    from moeq.api.proofs import diff as diff
+    from moeq.api.proofs import restore as restore
+    from moeq.api.proofs import run_check as run_check
+    from moeq.api.proofs import verify as verify
     from moeq.check.run_check import CheckOptions as CheckOptions
-    from moeq.check.run_check import run_check as run_check
     from moeq.deploy.deployment import Deployment as Deployment
     from moeq.deploy.deployment import Gpu as Gpu
     from moeq.deploy.gpus import parse_gpu
@@ -56,15 +72,19 @@ if TYPE_CHECKING:
     from moeq.load.torch_loader import load_tensors as load_tensors
     from moeq.model import Checkpoint as Checkpoint
     from moeq.model import open as open
-    from moeq.pipeline.convert import convert as convert
-    from moeq.pipeline.convert import plan as plan
-    from moeq.pipeline.finalize import finalize as finalize
-    from moeq.pipeline.plan.decide import decide as decide
-    from moeq.prove.diff import diff as diff
-    from moeq.prove.restore import restore as restore
-    from moeq.prove.verify import verify as verify
 
     gpu = parse_gpu
+
+
+class _FrontDoor(ModuleType):
+    """Module whose functions no imported folder of the same name hides (`moeq.transcode`)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _PUBLIC and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _FrontDoor
 
 
 def __getattr__(name: str) -> Any:

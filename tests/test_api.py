@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from dataclasses import fields
@@ -20,6 +21,14 @@ def test_every_public_name_resolves() -> None:
     for name in moeq.__all__:
         assert getattr(moeq, name) is not None
     assert set(moeq.__all__) == set(dir(moeq))
+
+
+def test_folders_do_not_hide_functions() -> None:
+    import moeq.transcode.transcode
+
+    assert inspect.isfunction(moeq.transcode)
+    assert moeq.transcode.__module__ == "moeq.api.functions"
+    assert sys.modules["moeq.transcode.transcode"].transcode is not moeq.transcode
 
 
 def test_the_example_of_the_readme(checkpoints, tmp_path) -> None:

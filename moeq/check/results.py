@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from moeq.digest import DigestDifference
+from moeq.shown import Shown
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,8 @@ class LayerReport:
         return all(result.passed for result in self.results) and not self.unequal
 
 
-@dataclass(frozen=True)
-class CheckReport:
+@dataclass(frozen=True, repr=False)
+class CheckReport(Shown):
     """Results of `run-check`.
 
     Attributes:

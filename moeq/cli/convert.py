@@ -12,7 +12,7 @@ import typer
 from moeq.cli import options, shares
 from moeq.cli.out import Output
 from moeq.cli.plan import render_needs, warn_of_scales, warn_overridden, warn_slow
-from moeq.cli.push import BaseModelOption, PublicOption, open_push, push_conversion
+from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
 
@@ -66,6 +66,7 @@ def command(
     from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
     from moeq.pipeline.run.resources import parse_size
+    from moeq.report.publishing import open_push
 
     out: Output = ctx.obj
     warn_slow(out)
@@ -184,18 +185,20 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     """Print a conversion for people."""
     from rich.text import Text
 
-    from moeq.report.text import human_bytes, line
+    from moeq.report.text import counted, human_bytes, line
 
     plan = conversion.plan
     head = (f"{_deed(conversion)} {shares.of(conversion)}{conversion.destination}", "bold")
-    count = f"{'in all ' if conversion.share else ''}{len(plan.files)} files"
+    count = f"{'in all ' if conversion.share else ''}{counted(len(plan.files), 'file')}"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     if conversion.already_done:
         line(console, "same", _same_text(conversion))
     line(console, "backend", f"{conversion.backend}, layout {layouts}")
     sizes = f"{human_bytes(plan.expert_bytes_in)} → {human_bytes(plan.expert_bytes_out)}"
-    line(console, "experts", f"{len(plan.layers)} layers, {sizes} (padding {human_bytes(plan.padding_bytes)})")
+    line(
+        console, "experts", f"{counted(len(plan.layers), 'layer')}, {sizes} (padding {human_bytes(plan.padding_bytes)})"
+    )
     for text in regrouping_lines(conversion):
         line(console, "groups", text)
     for text in sharding_lines(conversion):
@@ -204,7 +207,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     for row in plan.copied:
         line(console, "copied", f"layer {row.layer}: {row.reason}")
     if conversion.resumed_units:
-        line(console, "resumed", f"{conversion.resumed_units} units were already finished")
+        line(console, "resumed", f"{counted(conversion.resumed_units, 'unit')} had been finished before")
     if conversion.manifest is not None and not conversion.already_done:
         _render_proof(console, conversion)
     _render_loading(console, conversion)
@@ -268,7 +271,7 @@ def sharding_lines(conversion: Conversion) -> list[str]:
 
 def _render_proof(console: Console, conversion: Conversion) -> None:
     from moeq.layouts.registry import layout_class
-    from moeq.report.text import line
+    from moeq.report.text import counted, line
 
     manifest = conversion.manifest
     if manifest is None:
@@ -283,4 +286,4 @@ def _render_proof(console: Console, conversion: Conversion) -> None:
         line(console, "proof", f"{units} of {units} packed matrices unpacked again and equal to the source")
     kept = len(manifest.restore.kept) if manifest.restore else 0
     if kept:
-        line(console, "kept", f"{kept} source tensors verbatim, for `moeq restore`")
+        line(console, "kept", f"{counted(kept, 'source tensor')} verbatim, for `moeq restore`")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeq.cli import options
+from moeq.cli.files import require_writable, write_text
 from moeq.cli.out import Output
 from moeq.errors import MoeqError
 
@@ -28,6 +29,7 @@ def command(
         bool, typer.Option("--scan", help="Also read every expert's scales, zero points and group indices.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every fact and every reason.")] = False,
+    html: options.HtmlOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads headers only."""
@@ -36,8 +38,12 @@ def command(
     from moeq.report.inspect_text import Inspection, render
 
     out: Output = ctx.obj
+    if html is not None:
+        require_writable(html)
     checkpoint = open_checkpoint(src, revision=revision)
     deployment = asked_deployment(given)
+    if html is not None:
+        write_text(html, _page(checkpoint, deployment))
     scanned_ = scanned(out, checkpoint) if scan else None
     found, no_verdict = decided(checkpoint, deployment)
     sizes = () if checkpoint.kind == "converted" else degrees(checkpoint, deployment)
@@ -54,6 +60,19 @@ def command(
     }
     inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or ())
     out.answer(document, lambda console: render(console, inspection, verbose=verbose))
+
+
+def _page(checkpoint: Checkpoint, deployment: Deployment | None) -> str:
+    """Render backends by GPU: the one that was asked about, then common ones."""
+    from moeq.deploy.deployment import Deployment
+    from moeq.deploy.gpus import parse_gpu
+    from moeq.report.backend_matrix import TP_SIZES
+    from moeq.report.oracle_page import DEVICES, render
+
+    checkpoint.require_source()
+    base = deployment or Deployment(gpu=parse_gpu(DEVICES[0]))
+    gpus = {gpu.name: gpu for gpu in (*([] if deployment is None else [base.gpu]), *map(parse_gpu, DEVICES))}
+    return render(checkpoint, base, list(gpus.values()), TP_SIZES)
 
 
 def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:

@@ -33,6 +33,9 @@ EventsOption = Annotated[
     Path | None, typer.Option("--events", metavar="FILE", help="Append what happens to FILE, as JSON lines.")
 ]
 
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Also write a self-contained HTML page.")
+]
 MaxMemoryOption = Annotated[
     str | None,
     typer.Option(

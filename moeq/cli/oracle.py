@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeq.cli import options
+from moeq.cli.files import require_writable, write_text
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -45,6 +46,7 @@ def command(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="Only the first reason of each backend.")] = False,
+    html: options.HtmlOption = None,
     json: options.JsonOption = False,
 ) -> int:
     """Decide the kernel backend for a deployment, with every reason. Several values of --gpu, --tp, --ep: a matrix."""
@@ -56,7 +58,11 @@ def command(
         gpus, tps, eps = gpus or named_gpus, tps or named_tps, eps or named_eps
     base = given.make(gpu=gpus[0] if gpus else None, tp=tps[0] if tps else None, ep=eps[0] if eps else None)
     out: Output = ctx.obj
+    if html is not None:
+        require_writable(html)
     checkpoint = _opened(src, revision)
+    if html is not None:
+        write_text(html, _page(checkpoint, base, gpus, tps))
     if ".." in base.engine:
         return _upgrade(out, src, checkpoint, base)
     is_matrix = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
@@ -71,6 +77,15 @@ def _opened(src: str, revision: str | None) -> Checkpoint:
     checkpoint = open_checkpoint(src, revision=revision)
     checkpoint.require_source()
     return checkpoint
+
+
+def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list[int]) -> str:
+    """Render backends by GPU and size; sizes that were not given are the usual ones."""
+    from moeq.deploy.gpus import parse_gpu
+    from moeq.report.backend_matrix import TP_SIZES
+    from moeq.report.oracle_page import render
+
+    return render(checkpoint, base, [parse_gpu(name) for name in gpus] or [base.gpu], sizes or TP_SIZES)
 
 
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:

@@ -97,7 +97,7 @@ def render(console: Console, job: Job, needs: Needs) -> None:
 
 def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     """Print units and what they need: totals, then one line per kind."""
-    from moeq.report.text import human_bytes, line
+    from moeq.report.text import counted, human_bytes, line
 
     memory = needs.memory
     read = sum(unit.bytes_in for unit in plan.units)
@@ -105,8 +105,8 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     lines = {
         "units": f"{len(plan.units)}, which read {human_bytes(read)} and write {human_bytes(plan.bytes_out)}",
         "padding": human_bytes(plan.padding_bytes),
-        "memory": f"{peak}: {base} + {memory.workers} workers x {per_worker}",
-        "disk": f"{human_bytes(needs.disk_bytes)} in {len(plan.files)} weight files and what goes beside them",
+        "memory": f"{peak}: {base} + {counted(memory.workers, 'worker')} x {per_worker}",
+        "disk": f"{human_bytes(needs.disk_bytes)} in {counted(len(plan.files), 'weight file')} and files beside them",
         **_stream_line(needs),
         "time": _time(plan, needs),
         "plan": plan.digest,
@@ -124,11 +124,11 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
 
 def _time(plan: Plan, needs: Needs) -> str:
     """Say how long the processors take, and a disk of a stated speed: the slower of both counts."""
-    from moeq.report.text import human_bytes, human_seconds
+    from moeq.report.text import counted, human_bytes, human_seconds
 
     moved = sum(unit.bytes_in for unit in plan.units) + plan.bytes_out
     disk = f"{human_seconds(moved / DISK_RATE)} to read and write at {human_bytes(DISK_RATE)}/s"
-    workers = f"{needs.memory.workers} worker{'s' if needs.memory.workers > 1 else ''}"
+    workers = counted(needs.memory.workers, "worker")
     return f"the longer of {human_seconds(needs.seconds)} to pack with {workers} and {disk} (estimates)"
 
 

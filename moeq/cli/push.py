@@ -40,6 +40,7 @@ def command(
     """Upload a conversion to the Hub, with a model card. One commit; run a failed push again and it continues."""
     from moeq.checkpoint.manifest import read_manifest
     from moeq.pipeline.push import gather
+    from moeq.report.publishing import open_push
 
     out: Output = ctx.obj
     gather(dst, read_manifest(dst))
@@ -48,51 +49,22 @@ def command(
     out.answer(document(pushed), lambda console: render(console, pushed))
 
 
-def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
-    """Check everything that can refuse a push, before there is anything to push."""
-    from moeq.pipeline.push import check_name, open_target
-
-    if base_model is not None:
-        check_name(base_model)
-    return open_target(repo, private=not public)
-
-
 def push_conversion(
     out: Output, folder: Path, target: PushTarget, base_model: str | None, sign: Path | None, *, quiet: bool
 ) -> Pushed:
     """Push `folder` with its card, showing progress; the manifest is adapted and signed anew."""
-    from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
     from moeq.cli.progress import ProgressReport
-    from moeq.pipeline.plan.side_files import CARD, SIGNATURE_NAME, SOURCE_CARD
-    from moeq.pipeline.push import base_model_of, gather, published_manifest, push
-    from moeq.pipeline.state.signature import Signer
-    from moeq.report import model_card
+    from moeq.pipeline.plan.side_files import SIGNATURE_NAME
+    from moeq.report.publishing import push_with_card
 
-    manifest = read_manifest(folder)
-    base = base_model or base_model_of(manifest)
-    upload = gather(folder, manifest)
-    own = upload.card
-    card = model_card.CardOptions(
-        repo=target.repo,
-        base_model=base,
-        size=upload.size,
-        source_card=None if own is None else SOURCE_CARD,
-        source_fields={} if own is None else model_card.read_front_matter(own),
-    )
-    replaced = {CARD: model_card.render(manifest, card).encode()}
-    if own is not None:
-        replaced[SOURCE_CARD] = own
-    replaced[MANIFEST_NAME] = published_manifest(manifest, base, replaced)
-    if sign is not None:
-        replaced[SIGNATURE_NAME] = Signer(sign).sign(replaced[MANIFEST_NAME])
-    elif (folder / SIGNATURE_NAME).exists():
+    if sign is None and (folder / SIGNATURE_NAME).exists():
         out.warning("the repository gets no signature: its moeq.json is not that of the folder; --sign KEY signs it")
-    beside = sorted(name for name in {*upload.contents, *replaced} if not name.endswith(".safetensors"))
-    out.note(f"beside the weights, {target.repo} gets {', '.join(beside)}")
-    layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
-    message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
+
+    def tell(beside: list[str]) -> None:
+        out.note(f"beside the weights, {target.repo} gets {', '.join(beside)}")
+
     with ProgressReport(out, "push", quiet=quiet) as progress:
-        return push(upload, target, replaced, message=message, progress=progress.update)
+        return push_with_card(folder, target, base_model, sign, progress=progress.update, tell=tell)
 
 
 def document(pushed: Pushed) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeq.cli import options
+from moeq.cli.files import require_writable, write_text
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -52,7 +52,7 @@ def command(
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU (default: by the amount of work)."),
     ] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a self-contained HTML report.")] = None,
+    html: options.HtmlOption = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
@@ -103,20 +103,6 @@ def complaints(report: CheckReport) -> list[str]:
     """List what is wrong, the digests first."""
     wrong = [row.text for row in report.digest_mismatches]
     return wrong + [text for result in report.results for text in result.complaints]
-
-
-def require_writable(path: Path) -> None:
-    """Refuse a report that could not be written, before anything long starts.
-
-    Raises:
-        MoeqError: `environment.cannot-write`.
-    """
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        why = (
-            "is a folder" if path.is_dir() else "cannot be written" if folder.is_dir() else "its folder does not exist"
-        )
-        raise MoeqError("environment.cannot-write", f"{path}: {why}", "name another file, in a folder that exists")
 
 
 def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None, command: str) -> list[MoeqError]:
@@ -176,14 +162,6 @@ def deployment_of(manifest: Manifest) -> Deployment:
     from moeq.deploy.deployment import Deployment
 
     return Deployment.from_json(manifest.deployment)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a report. Raises MoeqError `environment.cannot-write`."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise MoeqError("environment.cannot-write", f"{path}: {error.strerror or error}") from error
 
 
 def numbers(option: str, text: str | None) -> Sequence[int] | None:

@@ -74,6 +74,8 @@ def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, det
 
 
 def _gpu(name: Any, detect: bool) -> Gpu:
+    if isinstance(name, Gpu):
+        return name
     if name is not None:
         return parse_gpu(str(name))
     found = detect_gpu() if detect else None

@@ -23,12 +23,13 @@ from moeq.model.quantized_modules import decode
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
 from moeq.schemes.registry import get_format
+from moeq.shown import Shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Checkpoint:
+class Checkpoint(Shown):
     """A checkpoint that was opened.
 
     Attributes:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from moeq.deploy.deployment import Deployment
+from moeq.shown import Shown
 
 Routing = Literal[
     "Default",
@@ -258,8 +259,8 @@ class ConvertTarget:
     rounding: str | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Shown):
     """Answer of the oracle for one scheme, shape and deployment.
 
     Attributes:

@@ -32,6 +32,7 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
+from moeq.shown import Shown
 
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from moeq.oracle.records import Verdict
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, repr=False)
+class Conversion(Shown):
     """What `convert` did, or with `dry_run` would do.
 
     Attributes:

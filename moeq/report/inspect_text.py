@@ -12,7 +12,7 @@ from rich.text import Text
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.report.advice import convert_command, serve_command
 from moeq.report.conversion_facts import conversion_facts
-from moeq.report.text import hanging, human_bytes, line, ranges
+from moeq.report.text import counted, hanging, human_bytes, line, ranges
 from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
 from moeq.schemes.gguf_blocks import CODED, exactness
 
@@ -65,7 +65,7 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     for label, text in next_steps(inspection):
         line(console, label, text)
     line(console, "checkpoint", Text(info.name, style="bold"))
-    for label, text in _facts(info, verbose):
+    for label, text in checkpoint_facts(info, verbose):
         line(console, label, text)
     if info.quant_method == "gguf":
         line(console, "types", _gguf_types(checkpoint.quantization_config or {}))
@@ -157,7 +157,8 @@ def _short_degree(degree: Degree) -> str:
     return f"{degree.tp}: {degree.intermediate if degree.fits else 'no'}"
 
 
-def _facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:
+def checkpoint_facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:
+    """Yield labelled lines about model, sizes, schemes and bytes."""
     family = f"{info.family}, told from tensor names" if info.family_from_names else info.family
     yield "model", f"{info.architecture} ({family})"
     yield "layers", _layers(info)
@@ -177,7 +178,7 @@ def _facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:
     yield (
         "bytes",
         f"experts {human_bytes(info.expert_bytes)} ({share:.0f} %), the rest {human_bytes(info.other_bytes)}; "
-        f"{info.num_tensors:,} tensors in {info.num_files} file{'s' if info.num_files != 1 else ''}",
+        f"{info.num_tensors:,} tensors in {counted(info.num_files, 'file')}",
     )
     if info.modules:
         yield "quantised", ", ".join(f"{use.part} {use.quantized}/{use.quantized + use.plain}" for use in info.modules)

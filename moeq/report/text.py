@@ -43,6 +43,11 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a count with its noun: `1 layer`, `3 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Format ascending numbers as ranges: `0-3, 7`."""
     parts: list[list[int]] = []

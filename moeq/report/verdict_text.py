@@ -80,7 +80,7 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
     width = max((len(one.backend) for one in shown), default=0)
     for one in shown:
-        row = Text(f"  {one.backend:<{width}}  {_reasons(one, verbose)}", style="dim")
+        row = Text(f"  {one.backend:<{width}}  {reasons_text(one, verbose)}", style="dim")
         hanging(console, row, width + 4)
     counts = [f"{len(elsewhere)} for other devices"] if elsewhere else []
     counts += [f"{len(far)} more than one change away"] if far else []
@@ -111,7 +111,8 @@ def deployment_text(deployment: Deployment) -> str:
     return ", ".join([deployment.gpu.name, *sizes, *switches, deployment.dtype])
 
 
-def _reasons(candidate: CandidateReport, verbose: bool) -> str:
+def reasons_text(candidate: CandidateReport, verbose: bool = True) -> str:
+    """Say that a backend works too, or why it does not and what would make it work."""
     if candidate.supported:
         nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
         return f"works too: --backend {candidate.flag}{nothing}"

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     HERE = Path(__file__).parents[2]
     sys.path[:0] = [str(HERE / name) for name in ("tools", "tests", "kernels", ".")]
 
-from pages import demo, documents, errors, import_graph, results, support, transcode_matrix
+from pages import demo, documents, errors, import_graph, results, support, terminal, transcode_matrix
 from pages.backends import backends_page
 from pages.commands import commands_page
 from pages.python_api import python_page
@@ -67,7 +67,10 @@ BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {
 }
 
 #: What runs commands or transcodes every test checkpoint, and takes a minute each.
-SLOW_PAGES: Mapping[Path, Callable[[], str]] = {REFERENCE / "transcode-matrix.md": transcode_matrix.matrix_page}
+SLOW_PAGES: Mapping[Path, Callable[[], str]] = {
+    REFERENCE / "transcode-matrix.md": transcode_matrix.matrix_page,
+    DOCS / "terminal.svg": terminal.recording,
+}
 SLOW_BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {(README, "demo"): demo.transcript}
 
 

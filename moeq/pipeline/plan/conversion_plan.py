@@ -21,6 +21,7 @@ from moeq.model import Checkpoint
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Piece, Unit, copy_units, pack_units
+from moeq.shown import Shown
 
 #: Name to shape and dtype, in file order.
 TensorForms = dict[str, tuple[tuple[int, ...], str]]
@@ -58,8 +59,8 @@ class FilePlan:
         return file_form(self.tensors, metadata)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """A whole conversion.
 
     Attributes:

@@ -25,6 +25,7 @@ from moeq.pipeline.plan.decide import Answer, advised
 from moeq.pipeline.plan.options import DEFAULTS, ConvertOptions, Question
 from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SIGNATURE_NAME, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
+from moeq.shown import Shown
 from moeq.typed import read_as
 
 #: Code of errors in a journal that cannot be read.
@@ -100,8 +101,8 @@ class OpenedJob(Work):
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Job(OpenedJob):
+@dataclass(frozen=True, repr=False)
+class Job(Shown, OpenedJob):
     """A conversion, ready to run.
 
     Attributes:

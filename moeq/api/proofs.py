@@ -1,0 +1,161 @@
+"""The commands that check and compare, as functions. Errors are `MoeqError`, worded for Python; results are records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moeq.api.bars import Advance, shown
+from moeq.api.words import speaks_python
+
+if TYPE_CHECKING:
+    from moeq.check.results import CheckReport
+    from moeq.check.run_check import CheckOptions
+    from moeq.prove.diff import Difference
+    from moeq.prove.restore import Restoration
+    from moeq.prove.verify import Verification
+
+
+@speaks_python
+def verify(
+    dst: str | Path,
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    signed_by: str | None = None,
+    slow: bool = False,
+    workers: int | None = None,
+    progress: Advance | bool = False,
+) -> Verification:
+    """Check every byte of a conversion against its manifest, or with `source` against the source. `.ok` is the answer.
+
+    Args:
+        dst: output of `convert`.
+        source: the checkpoint it came from.
+        revision: Hub revision of `source`.
+        signed_by: minisign public key that has to have signed the manifest.
+        slow: also unpack every packed tensor and compare digests of the values.
+        workers: threads.
+        progress: True for a bar, or a function that takes steps done, all steps, and a label.
+
+    Raises:
+        MoeqError: `usage.not-converted`, `usage.already-converted`, `usage.sign-key`, `source.*`.
+    """
+    from moeq.prove.verify import verify as check
+
+    with shown(progress, "verify") as advance:
+        return check(dst, source, revision=revision, signed_by=signed_by, slow=slow, workers=workers, progress=advance)
+
+
+@speaks_python
+def restore(
+    dst: str | Path,
+    out: str | Path,
+    *,
+    slow: bool = False,
+    workers: int | None = None,
+    progress: Advance | bool = False,
+) -> Restoration:
+    """Rebuild the source checkpoint from a conversion, byte for byte.
+
+    Args:
+        dst: output of `convert`.
+        out: folder to create; one that holds the source already is compared instead.
+        slow: take the independent reference path.
+        workers: threads.
+        progress: True for a bar, or a function that takes bytes done, all bytes, and a label.
+
+    Raises:
+        MoeqError: `usage.not-converted`, `source.no-keepsake`, `source.digest-mismatch`, `usage.destination-exists`,
+            `resources.disk-full`.
+    """
+    from moeq.prove.restore import restore as rebuild
+
+    with shown(progress, "restore") as advance:
+        return rebuild(dst, out, slow=slow, workers=workers, progress=advance)
+
+
+@speaks_python
+def diff(
+    left: str | Path,
+    right: str | Path,
+    *,
+    experts_only: bool = False,
+    workers: int | None = None,
+    progress: Advance | bool = False,
+) -> Difference:
+    """Compare two checkpoints by dequantised values, whatever their packing. `.equal` is the answer.
+
+    Args:
+        left: a checkpoint, source or converted.
+        right: another one.
+        experts_only: compare routed experts alone.
+        workers: threads.
+        progress: True for a bar, or a function that takes steps done, all steps, and a label.
+
+    Raises:
+        MoeqError: `source.*` for checkpoints that cannot be read.
+    """
+    from moeq.prove.diff import diff as compare
+
+    with shown(progress, "diff") as advance:
+        return compare(left, right, experts_only=experts_only, workers=workers, progress=advance)
+
+
+@speaks_python
+def run_check(
+    dst: str | Path,
+    source: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    options: CheckOptions | None = None,
+    layers: Sequence[int] | None = None,
+    experts: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
+    seed: int | None = None,
+    device: str | None = None,
+    digests: bool | None = None,
+    kernels: bool | None = None,
+    fp8_activations: bool = False,
+    jobs: int | None = None,
+    progress: Advance | bool = False,
+) -> CheckReport:
+    """Run fused kernels on converted weights against a float32 reference on the source's. `.ok` is the answer.
+
+    Args:
+        dst: output of `convert`.
+        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
+        revision: Hub revision of `source`.
+        options: extent of the check; the keywords below change it.
+        layers: layer numbers; None: all on a GPU, a few on a CPU.
+        experts: expert numbers; None: all on a GPU, a few on a CPU.
+        tokens: token counts, one run each.
+        seed: seed of the random tokens.
+        device: `auto`, `cpu` (Triton's interpreter) or `cuda`.
+        digests: recompute the digest of every expert first.
+        kernels: run kernels; False checks digests alone.
+        fp8_activations: multiply FP8 weights with activations quantised to FP8.
+        jobs: processes that check layers at the same time on a CPU.
+        progress: True for a bar, or a function that takes steps done, all steps, and a label.
+
+    Raises:
+        MoeqError: `usage.not-converted`, `source.no-manifest`, `source.changed`, `answer.no-kernel`,
+            `environment.no-triton`, `usage.*` for layers or experts that do not exist.
+    """
+    from moeq.check.run_check import CheckOptions
+    from moeq.check.run_check import run_check as check
+
+    asked: dict[str, Any] = {
+        "layers": layers,
+        "experts": experts,
+        "tokens": tokens,
+        "seed": seed,
+        "device": device,
+        "jobs": jobs,
+    }
+    asked |= {"digests": digests, "kernels": kernels, "activation_dtype": "fp8" if fp8_activations else None}
+    extent = replace(options or CheckOptions(), **{name: value for name, value in asked.items() if value is not None})
+    with shown(progress, "run-check") as advance:
+        return check(dst, source, revision=revision, options=extent, progress=advance)

@@ -1,0 +1,104 @@
+"""The oracle's answers as one HTML page: backends by GPU and size, with every reason; no script, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moeq.foreign import in_html
+from moeq.report.backend_matrix import BackendMatrix, MatrixCell, backend_matrix
+from moeq.report.inspect_text import checkpoint_facts
+from moeq.report.verdict_text import deployment_text, engine_text
+
+if TYPE_CHECKING:
+    from moeq.deploy.deployment import Deployment, Gpu
+    from moeq.model import Checkpoint
+
+#: Words for the states of a cell.
+_WORDS = {"chosen": "chosen", "works": "works", "no": "no", "absent": "–"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One deployment of the page.
+
+    Attributes:
+        gpu: number of its GPU, from 0, which the filter shows or hides.
+        name: name of the GPU.
+        size: tensor-parallel size.
+        chosen: backend that the engine runs there, or `none`.
+    """
+
+    gpu: int
+    name: str
+    size: int
+    chosen: str
+
+
+#: Devices that the page of `inspect` compares with the one that was asked about.
+DEVICES = ("A100", "H100", "B200", "MI300X")
+
+
+def render(checkpoint: Checkpoint, deployment: Deployment, gpus: Sequence[Gpu], sizes: Sequence[int]) -> str:
+    """Render the page.
+
+    Args:
+        checkpoint: a source checkpoint.
+        deployment: what is the same everywhere: engine, dtype, options.
+        gpus: devices, in the order of the columns.
+        sizes: tensor-parallel sizes, for every device.
+
+    Raises:
+        MoeqError: as `moeq.pipeline.plan.layer_verdict.judge_checkpoint`.
+    """
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    def escaped(value: object) -> object:
+        return value if hasattr(value, "__html__") else Markup(in_html(value))
+
+    environment = Environment(
+        loader=PackageLoader("moeq.report"), autoescape=True, finalize=escaped, trim_blocks=True, lstrip_blocks=True
+    )
+    tables = [backend_matrix(checkpoint, replace(deployment, gpu=gpu), sizes) for gpu in gpus]
+    return environment.get_template("oracle.html").render(
+        name=checkpoint.source.name,
+        engine=engine_text(deployment.engine),
+        options=", ".join(deployment_text(replace(deployment, tp=1, ep=1, dp=1)).split(", ")[2:]),
+        facts=[(label, str(text)) for label, text in checkpoint_facts(checkpoint.info, verbose=True)],
+        gpus=[gpu.name for gpu in gpus],
+        columns=_columns(gpus, tables),
+        rows=_rows(tables),
+        words=_WORDS,
+        levels=0,
+    )
+
+
+def _columns(gpus: Sequence[Gpu], tables: Sequence[BackendMatrix]) -> list[Column]:
+    found = []
+    for number, (gpu, table) in enumerate(zip(gpus, tables, strict=True)):
+        for index, size in enumerate(table.sizes):
+            chosen = [backend for backend, cells in table.rows if cells[index].state == "chosen"]
+            found.append(Column(number, gpu.name, size, ", ".join(chosen) or "none"))
+    return found
+
+
+def _rows(tables: Sequence[BackendMatrix]) -> list[tuple[str, list[tuple[int, MatrixCell]]]]:
+    """Return every backend with the number of the GPU and the cell of every column; those that run come first."""
+    by_name = [dict(table.rows) for table in tables]
+    names = list(dict.fromkeys(name for table in tables for name, _ in table.rows))
+    absent = MatrixCell("absent", "not considered")
+    rows = [
+        (name, [(gpu, cell) for gpu, rows in enumerate(by_name) for cell in rows.get(name, [absent] * _width(tables))])
+        for name in names
+    ]
+    return sorted(rows, key=lambda row: _best([cell.state for _, cell in row[1]]))
+
+
+def _width(tables: Sequence[BackendMatrix]) -> int:
+    return len(tables[0].sizes)
+
+
+def _best(states: Sequence[str]) -> int:
+    return min(["chosen", "works", "no", "absent"].index(state) for state in states)

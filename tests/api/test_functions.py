@@ -1,0 +1,124 @@
+"""The commands as functions: options by the command line's names, records as results, errors in Python's words."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import moeq
+from moeq.api.functions import PlanKeywords, Where
+from moeq.api.words import in_python
+from moeq.cli import options
+from moeq.cli.app import COMMANDS
+from moeq.pipeline.events import Finished
+
+NAME = "gptq-int4-g32-qwen3moe"
+
+#: Options that are about a terminal or files, and names that Python spells otherwise.
+NOT_IN_PYTHON = {"json", "quiet", "events", "html", "junit", "ctx"}
+POSITIONAL = {"out_folder": "out", "left": "left", "right": "right"}
+
+
+@pytest.mark.parametrize(
+    "command", ["plan", "convert", "finalize", "transcode", "push", "verify", "restore", "diff", "run-check"]
+)
+def test_options_have_the_command_lines_names(command: str) -> None:
+    module = __import__(COMMANDS[command].module, fromlist=["command"])
+    theirs = set(inspect.signature(module.command).parameters) - NOT_IN_PYTHON
+    ours = set(inspect.signature(getattr(moeq, command.replace("-", "_"))).parameters)
+    if command in ("plan", "convert"):
+        ours |= set(get_type_hints(PlanKeywords))
+    theirs -= {"output", "workers", "max_memory"} if command == "plan" else set()  # about the text that is printed
+    assert {POSITIONAL.get(name, name) for name in theirs} <= ours
+
+
+def test_deployment_options_have_the_command_lines_names() -> None:
+    assert set(get_type_hints(Where)) == set(options.DEPLOYMENT)
+
+
+def test_a_deployment_and_keywords(checkpoints: Path) -> None:
+    source = checkpoints / NAME
+    where = moeq.Deployment(gpu=moeq.gpu("H100"), env=(("A", "1"),), packages=(("humming", False),))
+    by_record = moeq.decide(moeq.open(source), where)
+    by_name = moeq.decide(str(source), gpu="H100", env={"A": "1"}, package={"humming": False})
+    assert by_record == by_name
+    changed = moeq.decide(source, where, tp=2, gpu=moeq.gpu("A100"))
+    assert (changed.deployment.gpu.name, changed.deployment.tp, changed.deployment.env) == ("A100", 2, where.env)
+    with pytest.raises(TypeError, match="gpus"):
+        moeq.decide(source, gpus="H100")  # type: ignore[call-arg]
+
+
+def test_a_plan_is_carried_out(checkpoints: Path, tmp_path: Path) -> None:
+    source, out = checkpoints / NAME, tmp_path / "out"
+    job = moeq.plan(source, gpu="A100", no_code=True)
+    events: list[Any] = []
+    done = moeq.convert(source, out, plan=job, max_memory="2GiB", progress=events.append)
+    assert done.plan.digest == job.plan.digest
+    assert done.manifest is not None
+    assert done.manifest.job is not None
+    assert done.manifest.job.options["no_code"]
+    assert isinstance(events[-1], Finished)
+    with pytest.raises(moeq.MoeqError) as caught:
+        moeq.convert(source, tmp_path / "other", plan=job, gpu="A100", layout="triton-wna16/1", force_layout=True)
+    assert caught.value.code == "usage.other-plan"
+
+
+def test_transcode_checks_or_writes(checkpoints: Path, tmp_path: Path) -> None:
+    assert moeq.transcode(checkpoints / NAME, to="compressed-tensors", check_only=True).exact
+    assert moeq.transcode(checkpoints / NAME, tmp_path / "out", to="compressed-tensors").written
+    with pytest.raises(TypeError, match="dst"):
+        moeq.transcode(checkpoints / NAME, to="compressed-tensors")
+
+
+def test_errors_say_keywords(checkpoints: Path, tmp_path: Path) -> None:
+    moeq.convert(checkpoints / NAME, tmp_path / "out", gpu="A100")
+    with pytest.raises(moeq.MoeqError) as caught:
+        moeq.convert(checkpoints / NAME, tmp_path / "out", gpu="H100")
+    assert caught.value.hint == "force=True replaces it"
+    assert caught.value.__notes__ == ["nearest: force=True replaces it"]
+    with pytest.raises(moeq.MoeqError) as caught:
+        moeq.plan(checkpoints / "gptq-int4-g32-actorder-qwen3moe", gpu="H100")
+    assert caught.value.hint is not None
+    assert "engine='moeq'" in caught.value.hint
+    assert "--" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--tp 1, or --no-lora works", "tp=1, or lora=False works"),
+        ("leaving out --layout; --force-layout writes it", "leaving out layout; force_layout=True writes it"),
+        ("name one: --gpu H100, --gpu cpu or --gpu sm90", "name one: gpu='H100', gpu='cpu' or gpu='sm90'"),
+        ("--backend auto (MARLIN) works", "backend='auto' (MARLIN) works"),
+        ("--backend triton works", "backend='triton' works"),
+        ("--max-memory 300MiB is enough", "max_memory='300MiB' is enough"),
+        ("--source compares with the source itself", "source compares with the source itself"),
+        (
+            "run it: moeq convert SRC DST --shard 0/8 ...; --force",
+            "run it: moeq convert SRC DST --shard 0/8 ...; force=True",
+        ),
+        ("`moeq verify --slow` does, --slow-motion not", "`moeq verify --slow` does, --slow-motion not"),
+    ],
+)
+def test_words(text: str, said: str) -> None:
+    assert in_python(text) == said
+
+
+def test_records_are_one_line(checkpoints: Path, tmp_path: Path) -> None:
+    source, out = checkpoints / NAME, tmp_path / "<b>out"
+    opened, job = moeq.open(source), moeq.plan(source, gpu="A100")
+    done = moeq.convert(source, out, gpu="A100")
+    report = moeq.run_check(out, source, kernels=False)
+    records = [opened, moeq.decide(opened, gpu="A100"), job, job.plan, done, report, moeq.open(out)]
+    for record in records:
+        text, page = repr(record), record._repr_html_()
+        assert text.startswith(f"<{type(record).__name__} ")
+        assert len(text) < 300
+        assert "\n" not in text
+        assert "<b>" not in page
+        assert "<table>" in page
+    assert repr(records[1]) == "<Verdict A100, TP 1, bf16: vLLM 0.33.0 runs MARLIN (W4A16)>"
+    assert "&lt;b&gt;out" in done._repr_html_()
