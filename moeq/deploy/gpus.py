@@ -6,6 +6,7 @@ import difflib
 import re
 from dataclasses import replace
 from functools import cache
+from typing import Literal
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
@@ -143,6 +144,11 @@ def parse_gpu(name: str) -> Gpu:
         f"no GPU is known as '{name}'",
         f"nearest known: {names}; an architecture works too: sm90, gfx942, x86-amx; moeq gpus lists all names",
     )
+
+
+def default_dtype(gpu: Gpu) -> Literal["bf16", "fp16"]:
+    """Return the activation dtype that engines take by themselves: bf16 on hardware that has it."""
+    return "fp16" if gpu.capability is not None and gpu.capability < (8, 0) else "bf16"
 
 
 def find_by_device_name(reported: str) -> Gpu | None:

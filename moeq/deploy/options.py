@@ -9,7 +9,7 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.detect import detect_gpu
-from moeq.deploy.gpus import parse_gpu
+from moeq.deploy.gpus import default_dtype, parse_gpu
 from moeq.errors import MoeqError
 
 DTYPES = {
@@ -89,9 +89,8 @@ def _gpu(name: Any, detect: bool) -> Gpu:
 
 
 def _dtype(name: Any, gpu: Gpu) -> str:
-    """Return the activation dtype. The default is bf16 on hardware that has it, as in engines."""
     if name is None:
-        return "fp16" if gpu.capability is not None and gpu.capability < (8, 0) else "bf16"
+        return default_dtype(gpu)
     if str(name).lower() not in DTYPES:
         raise MoeqError("usage.deployment", f"dtype '{name}' is not known", "bf16 or fp16")
     return DTYPES[str(name).lower()]

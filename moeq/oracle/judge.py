@@ -6,7 +6,7 @@ moeq's own kernels by rules in code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.moeq import judge_builtin
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
 from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.engines.vllm.counterfactuals import Admits, admit_all
 from moeq.oracle.engines.vllm.verdict import judge_vllm
 from moeq.oracle.quantization_config import checked, config_of
 from moeq.oracle.records import MoeShape, StoredTensor, Verdict
@@ -29,7 +30,7 @@ def judge(
     config: Mapping[str, Any] | None = None,
     prefix: str = PREFIX,
     explain: bool = True,
-    admits: Callable[[Deployment], bool] | None = None,
+    admits: Admits = admit_all,
     tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge every backend for a scheme on a deployment. A refusal is a verdict too.
@@ -65,7 +66,7 @@ def judge_config(
     *,
     prefix: str = PREFIX,
     explain: bool = True,
-    admits: Callable[[Deployment], bool] | None = None,
+    admits: Admits = admit_all,
     tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge a `quantization_config` under an engine policy (see `judge`)."""

@@ -75,8 +75,8 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
         near: whether only backends are printed that work on this device, or are one change away; others are counted.
     """
     others = [one for one in verdict.candidates if verdict.chosen is None or one.backend != verdict.chosen.backend]
-    elsewhere = [one for one in others if one.unlock and one.unlock.startswith(_OTHER_DEVICE)]
-    far = [one for one in others if not one.supported and one.unlock is None]
+    elsewhere = [one for one in others if any(str(row.remedy).startswith(_OTHER_DEVICE) for row in one.reasons)]
+    far = [one for one in others if not one.supported and one.unlock is None and one not in elsewhere]
     shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
     width = max((len(one.backend) for one in shown), default=0)
     for one in shown:
@@ -91,7 +91,7 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
 #: How engines are called.
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "moeq": "moeq"}
 
-#: Begin of a change that no option of this machine can make.
+#: Begin of a remedy that no option on this machine can be.
 _OTHER_DEVICE = "a device of kind"
 
 
@@ -115,7 +115,8 @@ def reasons_text(candidate: CandidateReport, verbose: bool = True) -> str:
     """Say that a backend works too, or why it does not and what would make it work."""
     if candidate.supported:
         nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
-        return f"works too: --backend {candidate.flag}{nothing}"
+        how = f"--backend {candidate.flag}" if candidate.flag else "without --backend"
+        return f"works too: {how}{nothing}"
     shown = candidate.reasons if verbose else candidate.reasons[:1]
     text = "; ".join(reason.text for reason in shown)
     if len(candidate.reasons) > len(shown):

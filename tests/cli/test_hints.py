@@ -153,7 +153,7 @@ SILENT = {"usage.mixed-experts", "answer.not-convertible", "answer.nothing-to-co
 UNLOCKS = (
     (r"tp (\d+)", r"--tp \1"),
     (r"ep (\d+) \(whole experts per rank\)", r"--ep \1"),
-    (r"ep 1", "--ep 1 --dp 1"),
+    (r"ep 1( and dp 1)?", "--ep 1 --dp 1"),
     (r"dtype (\w+)", r"--dtype \1"),
     (r"install (\w+)", r"--package \1=yes"),
     (r"set (\w+=\S+)", r"--env \1"),

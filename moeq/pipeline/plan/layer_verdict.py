@@ -68,7 +68,9 @@ def judge_checkpoint(
         config=checkpoint.quantization_config if stored else None,
         prefix=checkpoint.expert_prefix(layer),
         explain=explain,
-        admits=lambda other: heads_problem(checkpoint, other) is None,
+        admits=lambda other: (
+            not heads_problem(checkpoint, other) and not (stored and side_config_gate(checkpoint, other))
+        ),
         tensors=stored_tensors(checkpoint, layer) if stored else (),
     )
     verdict = with_scales(checkpoint, verdict, layer)

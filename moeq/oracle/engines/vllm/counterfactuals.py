@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.deploy.deployment import Deployment
-from moeq.oracle.engines.vllm.case import Case
-from moeq.oracle.engines.vllm.gates import run_gates
+from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp
-from moeq.oracle.engines.vllm.select import on_device
 from moeq.oracle.engines.vllm.tables import Variant
-from moeq.oracle.records import CandidateReport, MoeShape
+from moeq.oracle.records import MoeShape
 
 Config = Mapping[str, Any]
 Again = Callable[[Config, MoeShape, Deployment], Outcome]
+Admits = Callable[[Deployment], bool]
+
+
+def admit_all(_: Deployment) -> bool:
+    """Admit every deployment."""
+    return True
+
 
 TP_SIZES = (1, 2, 4, 8, 16)
 GROUP_SIZES = (128, 64, 32)
@@ -31,42 +36,13 @@ class Change:
     deployment: Deployment
 
 
-def suggested(
-    outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
-) -> tuple[CandidateReport, ...]:
-    """Return the candidates, each unsupported one with the first change that makes it supported."""
-    rows = outcome.selection.candidates
-    family = outcome.case.policy.families[outcome.case.method.family]
-    waiting = {r.backend for r in rows if not r.supported and on_device(outcome.case, family.backends[r.backend])}
-    found: dict[str, str] = {}
-    for change in changes(outcome, shape):
-        if not waiting - set(found):
-            break
-        if admits is not None and not admits(change.deployment):
-            continue
-        other = again(change.config, change.shape, change.deployment)
-        if other.refused:
-            continue
-        for row in other.selection.candidates:
-            if row.supported and row.backend in waiting - set(found) and builds(other, row):
-                found[row.backend] = change.text
-    # A refused config is one reason for all backends: only changes that were tried say something about each.
-    hopeless = outcome.refused or (admits is not None and not admits(outcome.case.deployment))
-    rest: Callable[[CandidateReport], str | None] = (lambda row: None) if hopeless else together
-    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend) or rest(row)) for row in rows)
-
-
-def nearest_yes(
-    outcome: Outcome, shape: MoeShape, again: Again, admits: Callable[[Deployment], bool] | None = None
-) -> Change | None:
+def nearest_yes(outcome: Outcome, shape: MoeShape, again: Again, admits: Admits = admit_all) -> Change | None:
     """Return the first change with which the engine runs with any backend; None if no single change helps.
 
     Every change is tried as a whole: config, selection and every gate.
     """
     for change in (*_asked(outcome, shape), *changes(outcome, shape)):
-        if admits is not None and not admits(change.deployment):
-            continue
-        if again(change.config, change.shape, change.deployment).runs is not None:
+        if admits(change.deployment) and again(change.config, change.shape, change.deployment).runs is not None:
             return change
     return None
 
@@ -81,21 +57,6 @@ def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
     if d.backend == "auto":
         for name in dict.fromkeys(row.flag for row in outcome.selection.candidates if row.flag):
             yield Change(f"{flag} {name}", config, shape, replace(d, backend=name))
-
-
-def builds(outcome: Outcome, row: CandidateReport) -> bool:
-    """Tell whether that backend would pass every gate."""
-    return all(gate.passed for gate in run_gates(outcome.stage(row)))
-
-
-def together(row: CandidateReport) -> str | None:
-    """Combine the remedies of all failed rules, if each has one; None otherwise."""
-    moved = any(reason.code == "P01_DEVICE" for reason in row.reasons)
-    # On another device the order of this platform is of no interest.
-    remedies = [reason.remedy for reason in row.reasons if not (moved and reason.code == "F11_NOT_LISTED")]
-    if not remedies or any(remedy is None for remedy in remedies):
-        return None
-    return " and ".join(dict.fromkeys(str(remedy) for remedy in remedies))
 
 
 def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
@@ -120,12 +81,16 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
             yield f"tp {tp}", replace(d, tp=tp)
         if d.tp > 1:
             yield f"ep {d.tp} (whole experts per rank)", derive_dp(replace(d, ep=d.tp))
+        if d.dp > 1:
+            yield "dp 1", replace(d, dp=1)
     else:
-        yield "ep 1", replace(d, ep=1)
-    if d.dp > 1:
-        yield "dp 1", replace(d, dp=1, ep=d.tp if d.ep > 1 else 1)
+        yield "ep 1 and dp 1" if d.dp > 1 else "ep 1", replace(d, ep=1, dp=1)
+        if d.dp > 1 and d.tp > 1:
+            yield f"ep {d.tp} and dp 1", replace(d, ep=d.tp, dp=1)
     if d.batched or d.all2all:
-        yield "all-to-all allgather_reducescatter", replace(d, batched=False, all2all=None)
+        words = [f"all-to-all {DEFAULT_ALL2ALL}"] if d.all2all else []
+        words += ["no --batched"] if d.batched else []
+        yield " and ".join(words), replace(d, batched=False, all2all=None)
     if d.lora:
         yield "no LoRA on experts", replace(d, lora=False)
     if d.eplb:
@@ -146,12 +111,23 @@ def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
             yield f"set {name}={value}" if value is not None else f"unset {name}", with_env(d, name, value)
     for name, _ in d.env:
         yield f"unset {name}", with_env(d, name, None)
+    yield from equipped(case, d, rows)
+
+
+def equipped(case: Case, d: Deployment, rows: Iterable[Variant]) -> Iterator[tuple[str, Deployment]]:
+    """Yield deployments with all packages and variables that a variant lacks."""
     for row in rows:
-        missing = [package for package in row.packages if not case.package(package)]
+        packages = [name for name in row.packages if not case.package(name)]
         unmet = [(name, allowed[0]) for name, allowed in row.env if case.flag(name) not in allowed]
-        if missing and unmet and unmet[0][1] is not None:
-            (name, value), package = unmet[0], missing[0]
-            yield f"install {package} and set {name}={value}", with_env(with_package(d, package, True), name, value)
+        if not packages and not unmet:
+            continue
+        words, changed = [f"install {name}" for name in packages], d
+        for name in packages:
+            changed = with_package(changed, name, True)
+        for name, value in unmet:
+            words.append(f"unset {name}" if value is None else f"set {name}={value}")
+            changed = with_env(changed, name, value)
+        yield " and ".join(words), changed
 
 
 def _gemm_types(case: Case) -> set[str]:

@@ -353,13 +353,18 @@ GATES: tuple[GateRule, ...] = (
 
 
 def run_gates(stage: Stage) -> tuple[Gate, ...]:
-    """Return every gate's result. G4, selection itself, is not among them: it is the verdict."""
+    """Return every gate's result, up to the first failure in a brief case.
+
+    G4, selection itself, is not among them: it is the verdict.
+    """
     found = []
     for rule in GATES:
         failures = list(rule.check(stage))
         if not failures:
             found.append(Gate(rule.code, rule.stage, True, _passed(rule, stage)))
         found.extend(Gate(rule.code, rule.stage, False, f.text, f.error, f.kind, f.remedy) for f in failures)
+        if failures and stage.case.brief:
+            break
     return tuple(found)
 
 

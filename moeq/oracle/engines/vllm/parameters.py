@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -64,6 +65,13 @@ def parameters_of(version: str, method: Method) -> Parameters | None:
             found: Parameters = row["parameters"]
             return found
     return None
+
+
+def with_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Outcome:
+    """Return the outcome for a file with these tensors: with gate G13 if it fails, and with uncalibrated experts."""
+    outcome = replace(outcome, uncalibrated=uncalibrated(outcome.case, tensors))
+    gate = check_tensors(outcome, tensors)
+    return replace(outcome, gates=(*outcome.gates, gate)) if gate else outcome
 
 
 def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | None:

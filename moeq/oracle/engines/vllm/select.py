@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,8 @@ def activation_of(case: Case, attempt: Attempt) -> str:
 def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
     """Judge one backend: report its first class that fits, else the closest one with every failed rule."""
     before = filter_reasons(case, backend)
+    if case.brief and before:
+        attempts = itertools.islice(attempts, 1)  # the class does not matter any more
     best: tuple[int, int] = (-1, 0)
     experts, reasons, key = "", before, "none"
     for attempt in attempts:
@@ -110,7 +113,7 @@ def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) 
             best, experts, reasons, key = score, attempt.experts, before + found, activation
         if not found:
             break
-    layout, lossy = layout_of(case, backend)
+    layout, lossy = (None, None) if case.brief else layout_of(case, backend)
     return CandidateReport(
         backend=backend.name,
         experts=experts.rpartition(":")[2],
@@ -193,7 +196,9 @@ def _usual_order(case: Case, family: Family) -> frozenset[str]:
 
 def _not_tried(case: Case, family: Family, report: CandidateReport, usual: bool) -> CandidateReport:
     """Add the reason why automatic selection passes over a backend."""
-    if usual and family.name.startswith("mxfp4") and case.method.activation_key:
+    if case.brief:
+        reason = Reason("F11_NOT_LISTED", "not in the order")
+    elif usual and family.name.startswith("mxfp4") and case.method.activation_key:
         text = (
             f"runs activations as {_plain(report.activation_key)}, the checkpoint asks for {case.method.activation_key}"
         )
@@ -218,14 +223,16 @@ def select(case: Case) -> Selection:
     """Run the engine's selection for a case. A refusal is part of the result and never raised."""
     family = case.policy.families[case.method.family]
     asked = case.deployment.backend
-    candidates = candidate_reports(case, family)
+    named = asked != "auto" and case.method.fixed is None and case.method.built_in is None
+    search = search_of(case, family, asked)
+    # A request that changes nothing is ignored by the engine.
+    ignored = named and search == search_of(case, family, "auto")
+    # A brief answer to a request is about that backend alone.
+    candidates = () if case.brief and named and not ignored else candidate_reports(case, family)
     if case.method.fixed is not None:
         return _fixed(case, family, candidates)
     if case.method.built_in is not None:
         return _built_in(case, candidates)
-    search = search_of(case, family, asked)
-    # A request that changes nothing is ignored by the engine.
-    ignored = asked != "auto" and search == search_of(case, family, "auto")
     notes: tuple[str, ...] = (f"this method does not look at {case.policy.backend_flag} {asked}",) if ignored else ()
     if asked == "auto" or ignored:
         chosen = next((row for row in candidates if row.supported), None)

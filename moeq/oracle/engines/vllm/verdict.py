@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +10,20 @@ from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.advisories import advisories_for
 from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.configs.question import PREFIX
-from moeq.oracle.engines.vllm.counterfactuals import nearest_yes, sensitivity, suggested
+from moeq.oracle.engines.vllm.counterfactuals import Admits, admit_all, nearest_yes, sensitivity
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp, resolve, runs_as
-from moeq.oracle.engines.vllm.parameters import check_tensors, uncalibrated
-from moeq.oracle.engines.vllm.policy import load_policy
-from moeq.oracle.engines.vllm.select import select
+from moeq.oracle.engines.vllm.parameters import with_tensors
+from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
+from moeq.oracle.engines.vllm.select import alternatives, select
 from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
+from moeq.oracle.engines.vllm.unlocks import tried_candidates
 from moeq.oracle.records import CandidateReport, ConvertTarget, MoeShape, StoredTensor, Verdict
 from moeq.oracle.versions import choose_engine
 
 _MARLIN = ("MARLIN", "BATCHED_MARLIN")
+#: Kinds of errors about a requested backend, whose hint names the backends that work.
+_OVERRIDES = ("OVERRIDE_UNKNOWN", "OVERRIDE_UNSUPPORTED")
 
 
 def judge_vllm(
@@ -31,7 +34,7 @@ def judge_vllm(
     *,
     prefix: str = PREFIX,
     explain: bool = True,
-    admits: Callable[[Deployment], bool] | None = None,
+    admits: Admits = admit_all,
     tensors: Sequence[StoredTensor] = (),
 ) -> Verdict:
     """Judge a checked `quantization_config` by the tables of one version of vLLM (see `moeq.oracle.judge.judge`)."""
@@ -39,25 +42,44 @@ def judge_vllm(
     policy = load_policy(choice.policy)
     notes = list(choice.notes)
     deployment = derive_dp(deployment, notes)
-    outcome = resolve(policy, config, shape, deployment, prefix=prefix)
+    decided = resolve(policy, config, shape, deployment, prefix=prefix)
     if choice.other is not None:
-        notes.append(_beside(outcome, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
-    if tensors:
-        outcome = replace(outcome, uncalibrated=uncalibrated(outcome.case, tensors))
+        notes.append(_beside(decided, resolve(load_policy(choice.other), config, shape, deployment, prefix=prefix)))
+    outcome = with_tensors(decided, tensors) if tensors else decided
     verdict = verdict_of(outcome, title, tuple(notes))
-    unloadable = check_tensors(outcome, tensors) if tensors else None
-    if unloadable is not None:
-        verdict = replace(verdict, gates=(*verdict.gates, unloadable))
     if not explain:
         return verdict
+    again = _Trials(policy, config, shape, prefix, tensors)
+    mattered = sensitivity(decided, lambda other: again(config, shape, other))
+    candidates = tried_candidates(outcome, shape, again, admits)
+    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
+    error = verdict.error
+    if error is not None and error.kind in _OVERRIDES:
+        error = replace(error, hint=alternatives(outcome.case, candidates))
+    return replace(verdict, error=error, mattered=mattered, candidates=candidates, works=works.text if works else None)
 
-    def again(asked: Mapping[str, Any], layer: MoeShape, where: Deployment) -> Outcome:
-        return resolve(policy, asked, layer, where, prefix=prefix, brief=True)
 
-    mattered = sensitivity(outcome, lambda other: again(config, shape, other))
-    candidates = suggested(outcome, shape, again, admits)
-    works = None if verdict.ok or unloadable else nearest_yes(outcome, shape, again, admits)
-    return replace(verdict, mattered=mattered, candidates=candidates, works=works.text if works else None)
+class _Trials:
+    """Decisions on changed questions, each made once."""
+
+    def __init__(
+        self, policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, prefix: str,
+        tensors: Sequence[StoredTensor],
+    ) -> None:  # fmt: skip
+        self._policy, self._config, self._shape, self._prefix = policy, config, shape, prefix
+        self._tensors = tensors
+        # The config is kept beside its answer: its id must stay its own.
+        self._known: dict[tuple[int, MoeShape, Deployment], tuple[Mapping[str, Any], Outcome]] = {}
+
+    def __call__(self, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> Outcome:
+        """Decide a changed question; the tensors of the file belong to the unchanged checkpoint only."""
+        key = (id(config), shape, deployment)
+        if key not in self._known:
+            outcome = resolve(self._policy, config, shape, deployment, prefix=self._prefix, brief=True)
+            if self._tensors and config is self._config and shape == self._shape and outcome.runs is not None:
+                outcome = with_tensors(outcome, self._tensors)
+            self._known[key] = (config, outcome)
+        return self._known[key][1]
 
 
 def _beside(outcome: Outcome, other: Outcome) -> str:

@@ -1,0 +1,160 @@
+"""Candidates as the engine runs them: each is tried by name, and what unlocks the others is found by trying changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import default_dtype, parse_gpu
+from moeq.oracle.engines.vllm.counterfactuals import Admits, Again, Change, admit_all, changes, equipped
+from moeq.oracle.engines.vllm.outcome import Outcome
+from moeq.oracle.engines.vllm.policy import Family
+from moeq.oracle.engines.vllm.select import on_device
+from moeq.oracle.records import CandidateReport, MoeShape, Reason
+
+#: Reasons of a backend that the automatic order passes over, and that its name may still select.
+_ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
+#: Rules about the model itself, which no change of `changes` alters, and about the activation format.
+_LASTING_CODES = (
+    *("P02_NOT_GATED", "P03_ACTIVATION", "P06_HASH_ROUTING", "P08_ROUTING", "P10_HIDDEN", "L02_EXPERTS", "L05_TOP_K"),
+    *("L07_LIMIT", "P11_FORMAT"),
+)
+#: Backends that wait for an unlock, with the option's value that names them, if one does.
+Waiting = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The question without a requested backend, and the way to ask a changed one."""
+
+    outcome: Outcome
+    shape: MoeShape
+    again: Again
+    admits: Admits
+
+    @property
+    def deployment(self) -> Deployment:
+        """The deployment without a requested backend."""
+        return replace(self.outcome.case.deployment, backend="auto")
+
+    @property
+    def family(self) -> Family:
+        """Family of the question's backends."""
+        return self.outcome.case.policy.families[self.outcome.case.method.family]
+
+    def unlocks(self, backend: str, flag: str | None, change: Change) -> str | None:
+        """Return what makes the engine run a backend of the family after a change; None if it does not.
+
+        The text is the change's, with the option where the backend has to be asked for by name. Every answer is a whole
+        decision: config, selection and every gate.
+        """
+        if not self.admits(change.deployment):
+            return None
+        changed = self.again(change.config, change.shape, change.deployment)
+        if self._is_run(changed, backend):
+            return change.text
+        row = next((row for row in changed.selection.candidates if row.backend == backend), None)
+        if flag is None or row is None or changed.refused or any(r.code not in _ORDER_CODES for r in row.reasons):
+            return None
+        if not self._is_run(self.asked(change, flag), backend):
+            return None
+        option = "" if row.supported else f"{self.outcome.case.policy.backend_flag} {flag}"
+        return " and ".join(filter(None, (change.text, option)))
+
+    def asked(self, change: Change, flag: str) -> Outcome:
+        """Decide a changed question with a backend that is asked for by name."""
+        return self.again(change.config, change.shape, replace(change.deployment, backend=flag))
+
+    def _is_run(self, outcome: Outcome, backend: str) -> bool:
+        runs, family = outcome.runs, outcome.case.method.family
+        return runs is not None and runs.partition("/")[0] == backend and family == self.family.name
+
+
+def tried_candidates(
+    outcome: Outcome, shape: MoeShape, again: Again, admits: Admits = admit_all
+) -> tuple[CandidateReport, ...]:
+    """Return the candidates as the engine runs them: what no rule refuses is tried, and the rest gets its unlock.
+
+    An unlock is the nearest change with which the engine was found to run the backend, by itself or asked by name.
+
+    Args:
+        outcome: answer to the question.
+        shape: layer.
+        again: function that decides a changed question.
+        admits: function that returns False for deployments that must not be suggested.
+    """
+    trial = _Trial(outcome, shape, again, admits)
+    unchanged = Change("", outcome.config, shape, trial.deployment)
+    rows = [_as_run(trial, unchanged, row) for row in outcome.selection.candidates]
+    here, elsewhere = {}, {}
+    for row in rows:
+        if row.supported:
+            continue
+        if not on_device(outcome.case, trial.family.backends[row.backend]):
+            elsewhere[row.backend] = row.flag
+        elif not any(reason.code in _LASTING_CODES for reason in row.reasons) or outcome.case.format == "batched":
+            here[row.backend] = row.flag
+    found = dict(_here(trial, unchanged, here)) | dict(_elsewhere(trial, elsewhere))
+    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend)) for row in rows)
+
+
+def _as_run(trial: _Trial, unchanged: Change, row: CandidateReport) -> CandidateReport:
+    """Return a candidate that no rule refuses as refused if the engine does not run it, with the reason."""
+    if not row.supported or trial.unlocks(row.backend, row.flag, unchanged) is not None:
+        return row
+    outcome = trial.again(unchanged.config, unchanged.shape, unchanged.deployment)
+    if row.flag is None and outcome.selection.selected is not None:
+        text = f"{outcome.selection.selected.backend} is selected before it, and no option names it"
+        return replace(row, supported=False, reasons=(Reason("F11_NOT_LISTED", text),))
+    named = trial.asked(unchanged, row.flag or "auto")
+    error = named.selection.error
+    failed = [Reason(error.code or "G4", error.text, error.hint)] if error else []
+    failed += [Reason(gate.code, gate.text, gate.remedy) for gate in named.gates if not gate.passed]
+    reasons = tuple(failed) or (Reason("G5", "the engine does not start with this checkpoint here"),)
+    return replace(row, supported=False, reasons=reasons)
+
+
+def _here(trial: _Trial, unchanged: Change, waiting: Waiting) -> Iterator[tuple[str, str]]:
+    """Yield backend and unlock for the backends that one change makes the engine run on this device."""
+    left = dict(waiting)
+    case = replace(trial.outcome.case, deployment=trial.deployment)
+    for change in itertools.chain([unchanged], changes(replace(trial.outcome, case=case), trial.shape)):
+        if not left:
+            return
+        for backend, flag in list(left.items()):
+            text = trial.unlocks(backend, flag, change)
+            if text:
+                del left[backend]
+                yield backend, text
+
+
+def _elsewhere(trial: _Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
+    """Yield backend and unlock for backends that only other devices have: the kinds that run it, the plainest first."""
+    policy, config = trial.outcome.case.policy, trial.outcome.config
+    found: dict[str, dict[str, list[str]]] = {}
+    for kind in policy.devices:
+        where = on_kind(trial.deployment, kind)
+        case = replace(trial.outcome.case, deployment=where)
+        for backend, flag in waiting.items():
+            variants = [
+                variant
+                for name in trial.family.backends[backend].classes
+                for variant in policy.classes[name].variants.get(kind, ())
+            ]
+            for words, equipment in (("", where), *equipped(case, where, variants)) if variants else ():
+                text = trial.unlocks(backend, flag, Change(words, config, trial.shape, equipment))
+                if text is not None:
+                    found.setdefault(backend, {}).setdefault(text, []).append(kind)
+                    break
+    for backend, by_text in found.items():
+        text = min(by_text, key=len)
+        yield backend, " and ".join(filter(None, (f"a device of kind {', '.join(by_text[text])}", text)))
+
+
+def on_kind(deployment: Deployment, kind: str) -> Deployment:
+    """Return the deployment on another kind of device, with its default dtype if the deployment has the default."""
+    gpu = parse_gpu(kind)
+    default = deployment.dtype == default_dtype(deployment.gpu)
+    return replace(deployment, gpu=gpu, dtype=default_dtype(gpu) if default else deployment.dtype)
