@@ -1,4 +1,4 @@
-"""What the oracle prints behind an arrow works: each unlock is followed word for word, and the engine runs the backend."""
+"""What the oracle prints behind an arrow works: each unlock is followed, and the engine runs the backend."""
 
 from __future__ import annotations
 
