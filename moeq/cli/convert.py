@@ -165,6 +165,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "loads_in": [loader.title for loader in conversion.loaders],
         "overridden": list(conversion.job.answer.overridden) if conversion.job else [],
         "engine_flag": target.flag if target and target.layout == layouts[0] else None,
+        "next": _next(conversion),
         "files": [{"name": file.name, "bytes": file.data_bytes} for file in plan.files],
         "layers": len(plan.layers),
         "sharding": [{"layer": layer.entry.layer, **asdict(layer.entry.sharding)} for layer in plan.layers],
@@ -216,6 +217,21 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
         render_needs(console, conversion.plan, needs)
     if pushed is not None:
         render_pushed(console, pushed)
+    following = _next(conversion)
+    if following is not None:
+        line(console, "next", following)
+
+
+def _next(conversion: Conversion) -> str | None:
+    """Return the line that serves a finished conversion; None for one that is not finished, or that nothing loads."""
+    from moeq.pipeline.plan.commands import serve_converted
+
+    job = conversion.job
+    if conversion.manifest is None or job is None:
+        return None
+    names = [loader.name for loader in conversion.loaders]
+    place = shlex.quote(str(conversion.destination))
+    return serve_converted(place, job.checkpoint.info.dtype, job.request.deployment, names)
 
 
 def _deed(conversion: Conversion) -> str:
@@ -253,8 +269,6 @@ def _render_loading(console: Console, conversion: Conversion) -> None:
     if target and target.why:
         line(console, "", target.why)
     names = {loader.name for loader in loaders}
-    if target and target.flag and ("vllm" in names or not names):
-        line(console, "start", f"vLLM with {target.flag}")
     if "transformers" in names:
         line(console, "start", "transformers after `import moeq.engines.transformers`: without it, loading stops")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +91,7 @@ def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list
 
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:
     from moeq.cli.inspect import verdict_document
+    from moeq.pipeline.plan.commands import next_command
     from moeq.pipeline.plan.decide import advised
     from moeq.pipeline.plan.options import Question
     from moeq.transcode.advise import advise
@@ -114,7 +116,10 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
             line(console, "nearest", found.error.hint)
         if transcoding is not None:
             line(console, "transcode", transcoding.text)
+        if following is not None:
+            line(console, "next", following)
 
+    following = next_command(shlex.quote(src), checkpoint, found)
     first, *others = ({"layers": part.layers, "verdict": verdict_document(found, part)} for part in found.parts)
     document = {
         "source": src,
@@ -122,6 +127,7 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         "other_schemes": others,
         "converts": found.ok,
         "loads_in": [loader.title for loader in found.loaders],
+        "next": following,
         "transcode": None if transcoding is None else transcoding.to_json(),
     }
     out.answer(document, render, ok=ok)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from moeq.errors import MoeqError
+from moeq.pipeline.in_memory import Proof
 
 Kernels = Literal["auto", "moeq", "engine"]
 KERNELS: tuple[Kernels, ...] = ("auto", "moeq", "engine")
@@ -34,25 +35,50 @@ class Choice:
     why: str
 
 
-def asked_kernels(options: Mapping[str, Any] | None) -> Kernels:
-    """Read which kernels were asked for: `auto`, `moeq` or `engine`.
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of moeq inside an engine.
+
+    Attributes:
+        kernels: which kernels run converted layers.
+        prove: which experts are proven where a source checkpoint is packed while it is loaded.
+    """
+
+    kernels: Kernels = "auto"
+    prove: Proof = "sample"
+
+
+#: Options, the environment variable of each, and its values.
+_OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kernels": (VARIABLE, KERNELS),
+    "prove": ("MOEQ_PROVE", ("sample", "all")),
+}
+
+
+def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
+    """Read the options of moeq inside an engine.
 
     Args:
-        options: the engine's options for moeq: `{"kernels": ...}`. Without that key the environment variable
-            MOEQ_KERNELS decides, and without that the result is `auto`.
+        given: the engine's options for moeq: `{"kernels": ..., "prove": ...}`. Without a key its environment variable
+            decides, MOEQ_KERNELS or MOEQ_PROVE, and without that the default.
 
     Raises:
         MoeqError: `usage.kernels` for any other value, and for unknown options.
     """
-    unknown = sorted(map(str, set(options or {}) - {"kernels"}))
+    given = given or {}
+    unknown = sorted(map(str, set(given) - set(_OPTIONS)))
     if unknown:
         what = f"moeq has no option {', '.join(unknown)} for engines"
-        raise MoeqError("usage.kernels", what, "the one there is: kernels")
-    where = "the option kernels" if options and "kernels" in options else VARIABLE
-    found = (options or {}).get("kernels", os.environ.get(VARIABLE) or "auto")
-    if found not in KERNELS:
-        raise MoeqError("usage.kernels", f"{where} is {found!r}; it must be {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
-    return cast(Kernels, found)
+        raise MoeqError("usage.kernels", what, f"those there are: {', '.join(_OPTIONS)}")
+    found: dict[str, Any] = {}
+    for name, (variable, values) in _OPTIONS.items():
+        value = given.get(name, os.environ.get(variable) or values[0])
+        if value not in values:
+            where = f"the option {name}" if name in given else variable
+            known = f"{', '.join(values[:-1])} or {values[-1]}"
+            raise MoeqError("usage.kernels", f"{where} is {value!r}; it must be {known}")
+        found[name] = value
+    return EngineOptions(**found)
 
 
 def outcome(check: Callable[[], T]) -> T | MoeqError:
@@ -95,4 +121,4 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
     return Choice(True, f"moeq's kernels for any GPU: {slow}")
 
 
-__all__ = ["KERNELS", "VARIABLE", "Choice", "Kernels", "asked_kernels", "choose", "outcome"]
+__all__ = ["KERNELS", "VARIABLE", "Choice", "EngineOptions", "Kernels", "choose", "engine_options", "outcome"]

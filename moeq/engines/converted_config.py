@@ -1,4 +1,4 @@
-"""Common part of the quantisation configs of converted checkpoints in vLLM and SGLang.
+"""Common part of the quantisation configs `moeq` in vLLM and SGLang.
 
 Both engines ask their `QuantizationConfig` the same questions. The source's own config, inside of ours, still decides
 about every layer outside the experts. Registries and layer classes differ: see `vllm/config.py` and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from moeq.errors import MoeqError
@@ -23,18 +24,26 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 class ConvertedQuantization(ABC):
-    """Mixin for the `quantization_config` of a converted checkpoint, which holds the source's own.
+    """Mixin for the `quantization_config` of a converted checkpoint, which holds the source's own, or of a source.
 
     Args:
         original: the source's quantisation config, or None if its `config.json` has none.
+        converted: whether the config is that of a converted checkpoint.
 
     Attributes:
         inner: the engine's config of the source's method, or None.
+        converted: whether the config is that of a converted checkpoint.
     """
 
-    def __init__(self, original: dict[str, Any] | None) -> None:
+    def __init__(self, original: dict[str, Any] | None, *, converted: bool) -> None:
         super().__init__()
-        self.inner: Any = self.source_config(original) if original else None
+        self.converted = converted
+        self.inner: Any = None
+        self._read_source_config(original)
+
+    def _read_source_config(self, original: Mapping[str, Any] | None) -> None:
+        """Set `inner` to the engine's config of the source's method."""
+        self.inner = self.source_config(dict(original)) if original else None
 
     @staticmethod
     @abstractmethod
@@ -43,8 +52,9 @@ class ConvertedQuantization(ABC):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Make the config from `config.json`."""
-        return cls(config.get("original"))
+        """Make the config from the quantisation config in `config.json`, of a converted checkpoint or of a source."""
+        converted = config.get("quant_method") == NAME
+        return cls(config.get("original") if converted else config, converted=converted)
 
     def get_name(self) -> str:
         """Return `moeq`."""

@@ -52,8 +52,6 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
         MoeqError: `source.no-keepsake` if the file with the restore data is missing, `source.missing-part` if only some
             experts have a scale, `source.bad-manifest` if one is no number.
     """
-    import torch
-
     restore = checkpoint.manifest.restore
     if restore is None or not any(name.endswith(tuple(ACTIVATION_SCALES)) for name in restore.kept):
         return None
@@ -65,16 +63,27 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
             "copy the whole folder, or convert the source again",
         )
     kept = _kept(path).get(entry.prefix)
-    part = next((name for _, name in (kept.parts if kept else ()) if name in ACTIVATION_SCALES), None)
-    if kept is None or part is None:
+    return None if kept is None else stored_scales(checkpoint.source, kept, entry)
+
+
+def stored_scales(source: Source, stored: LayerExperts, entry: LayerEntry) -> ActivationScales | None:
+    """Read the scales of one layer from tensors by their names in the source; None if there are none.
+
+    Raises:
+        MoeqError: `source.missing-part`, `source.bad-manifest`.
+    """
+    import torch
+
+    part = next((name for _, name in stored.parts if name in ACTIVATION_SCALES), None)
+    if part is None:
         return None
 
     def scales(projection: StoredName) -> Tensor:
-        found = kept.parts.get((projection, part), {})
+        found = stored.parts.get((projection, part), {})
         if FUSED in found:
-            numbers = _numbers(checkpoint.source, found[FUSED], entry.num_experts)
+            numbers = _numbers(source, found[FUSED], entry.num_experts)
         elif sorted(found) == list(range(entry.num_experts)):
-            numbers = torch.cat([_numbers(checkpoint.source, found[expert]) for expert in range(entry.num_experts)])
+            numbers = torch.cat([_numbers(source, found[expert]) for expert in range(entry.num_experts)])
         else:
             raise MoeqError(
                 "source.missing-part",
@@ -83,7 +92,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
         return 1.0 / numbers if ACTIVATION_SCALES[part] else numbers
 
     first: list[StoredName] = ["gate", "up"] if "gate" in entry.projections else ["up"]
-    if ("gate_up", part) in kept.parts:  # one number for both
+    if ("gate_up", part) in stored.parts:  # one number for both
         first = ["gate_up"] * len(first)
     return ActivationScales(torch.stack([scales(name) for name in first], dim=1), scales("down"), part)
 

@@ -118,18 +118,18 @@ def empty_parts(
 
 
 def dummy_parts(parts: Mapping[str, Tensor]) -> None:
-    """Fill the tensors of one matrix with numbers that any kernel accepts, for an engine that reads no weights.
+    """Fill tensors by `{role}_{part}` with numbers that any kernel accepts, for an engine that reads no weights.
 
     Floating-point tensors are not filled: engines do that for all layers.
     """
     import torch
 
     for part, tensor in parts.items():
-        if part == "permutation":
+        if part.endswith("permutation"):
             tensor.copy_(torch.arange(tensor.shape[-1], device=tensor.device).expand_as(tensor))
-        elif part == "group_index":
+        elif part.endswith("group_index"):
             tensor.zero_()
-        elif part == "scale" and tensor.dtype == torch.uint8:
+        elif part.endswith("scale") and tensor.dtype == torch.uint8:
             tensor.fill_(117)  # 2^-10
         elif not tensor.is_floating_point():
             tensor.view(torch.uint8).random_(0, 256)

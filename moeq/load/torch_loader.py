@@ -251,16 +251,18 @@ def check_kernel(entry: LayerEntry, dtype: torch.dtype | None, converted_for: st
 
 def check_device(checkpoint: ConvertedCheckpoint, device: torch.device) -> None:
     """Raise MoeqError `environment.gpu-mismatch` on a GPU of another architecture than the one converted for."""
+    if device.type == "cuda":
+        require_arch(checkpoint, device_arch(device))
+
+
+def device_arch(device: torch.device) -> str:
+    """Return the architecture of a CUDA or ROCm device: `sm90`, `gfx942`."""
     import torch
 
-    if device.type != "cuda":
-        return
     if torch.version.hip:
-        arch = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    else:
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm{major}{minor}"
-    require_arch(checkpoint, arch)
+        return str(torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
 
 
 def require_arch(checkpoint: ConvertedCheckpoint, arch: str) -> None:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from moeq.oracle.engines.sglang.verdict import is_sglang, launch_flags
 from moeq.oracle.loaders import loads_in
-from moeq.pipeline.plan.calibration import is_weight_only
+from moeq.pipeline.plan.commands import convert_command, next_command, serve_source
 from moeq.report.text import human_bytes
 from moeq.report.verdict_text import deployment_text
 
 if TYPE_CHECKING:
-    from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
-    from moeq.oracle.records import Verdict
     from moeq.pipeline.plan.decide import Answer
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
@@ -28,8 +23,9 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "converts": answer.ok,
         "layout": answer.first.layout if answer.ok else None,
         "loads_in": [loader.title for loader in answer.loaders],
-        "serve": serve_command(src, verdict) if verdict.ok and not _harmed(checkpoint, answer) else None,
+        "serve": serve_source(src, checkpoint, answer) if verdict.ok else None,
         "convert": convert_command(src, answer) if answer.ok else None,
+        "next": next_command(src, checkpoint, answer),
         "advisories": [
             {name: getattr(row, name) for name in ("code", "versions", "symptom", "workaround", "check", "issue")}
             for row in verdict.advisories
@@ -37,12 +33,6 @@ def advice(src: str, checkpoint: Checkpoint, answer: Answer) -> dict[str, Any]:
         "memory": _memory(checkpoint, answer),
     }
     return {**facts, "lines": list(_lines(answer, facts))}
-
-
-def _harmed(checkpoint: Checkpoint, answer: Answer) -> bool:
-    """Return whether the engine runs 4- or 8-bit activations of experts whose static scales are at fault."""
-    parts = (part for part in answer.parts if not is_weight_only(part.verdict))
-    return any(checkpoint.scale_faults(layer) for part in parts for layer in part.layers)
 
 
 def _lines(answer: Answer, facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -65,47 +55,11 @@ def _lines(answer: Answer, facts: dict[str, Any]) -> list[tuple[str, str]]:
             rows.append(("", f"{more} more while the engine repacks the source at load, none for a converted folder"))
         if memory["gpu_bytes"]:
             rows.append(("", f"the GPU has {human_bytes(memory['gpu_bytes'])}"))
-    if facts["convert"]:
-        rows.append(("next", facts["convert"]))
-    if facts["serve"]:
-        rows.append(("or serve", f"{facts['serve']} (the source as it is)"))
+    if facts["convert"] and facts["serve"]:
+        rows.append(("or", f"{facts['serve']} (the source in the engine's kernels)"))
+    if facts["next"]:
+        rows.append(("next", facts["next"]))
     return rows
-
-
-def _flags(deployment: Deployment) -> list[str]:
-    flags = [f"--tensor-parallel-size {deployment.tp}"] if deployment.tp > 1 else []
-    flags += [f"--data-parallel-size {deployment.dp}"] if deployment.dp > 1 else []
-    flags += ["--enable-expert-parallel"] if deployment.ep > 1 else []
-    return [*flags, f"--dtype {_DTYPES[deployment.dtype]}"]
-
-
-def serve_command(src: str, verdict: Verdict) -> str | None:
-    """Say how to serve the source with the engine's own choice."""
-    if is_sglang(verdict.engine):
-        return f"python -m sglang.launch_server --model-path {src} {launch_flags(verdict.deployment)}"
-    if not verdict.engine.startswith("vllm"):
-        return None
-    deployment = verdict.deployment
-    asked = [f"--moe-backend {deployment.backend}"] if deployment.backend != "auto" else []
-    env = [f"{name}={value}" for name, value in deployment.env]
-    return " ".join([*env, "vllm serve", src, *_flags(deployment), *asked])
-
-
-def convert_command(src: str, answer: Answer) -> str:
-    """Say how to convert, and to load the result."""
-    names = {loader.name for loader in answer.loaders}
-    deployment = answer.question.deployment
-    options = [f"--gpu '{deployment.gpu.name}'" if " " in deployment.gpu.name else f"--gpu {deployment.gpu.name}"]
-    options += [f"--{name} {size}" for name in ("tp", "ep", "dp") if (size := getattr(deployment, name)) > 1]
-    options += [f"--dtype {deployment.dtype}"] if deployment.dtype != "bf16" else []
-    options += [f"--engine {deployment.engine}"] if deployment.engine == "moeq" else []
-    options += [f"--backend {deployment.backend}"] if deployment.backend != "auto" else []
-    command = " ".join(["moeq convert", src, "DST", *options])
-    if "vllm" in names:
-        return f"{command}, then {' '.join(['vllm serve DST', *_flags(answer.verdict.deployment)])}"
-    if "transformers" in names:
-        return f"{command}, then `import moeq.engines.transformers` and from_pretrained('DST')"
-    return f"{command}, then moeq.load_experts('DST', layer)" if names else command
 
 
 def _memory(checkpoint: Checkpoint, answer: Answer) -> dict[str, int] | None:

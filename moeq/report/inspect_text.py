@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.report.advice import convert_command, serve_command
+from moeq.pipeline.plan.commands import next_command, next_of_converted, serve_source
 from moeq.report.conversion_facts import conversion_facts
 from moeq.report.text import counted, hanging, human_bytes, line, ranges
 from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
@@ -103,17 +103,15 @@ def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:
     checkpoint, answer = inspection.checkpoint, inspection.answer
     name = shlex.quote(checkpoint.info.name)
     if isinstance(checkpoint, ConvertedCheckpoint):
-        yield "next", f"moeq verify {name}, moeq run-check {name}, then an engine that it loads in"
+        yield "next", next_of_converted(name, checkpoint)
     elif checkpoint.info.quant_method == "gguf":
         yield "next", _from_gguf(name, checkpoint.info)
     elif answer is None:
         yield "next", f"moeq inspect {name} --gpu NAME"
-    elif answer.ok:
-        yield "next", convert_command(name, answer)
-        if answer.verdict.ok and (serve := serve_command(name, answer.verdict)):
-            yield "or", f"{serve} (the source as it is)"
-    elif answer.verdict.ok:
-        yield "next", serve_command(name, answer.verdict) or "serve it as it is"
+    elif following := next_command(name, checkpoint, answer):
+        yield "next", following
+        if answer.ok and answer.verdict.ok and (serve := serve_source(name, checkpoint, answer)):
+            yield "or", f"{serve} (the source in the engine's kernels)"
         if answer.error is not None and answer.error.code == "answer.lossy" and answer.error.hint:
             yield "or", answer.error.hint
     else:

@@ -29,8 +29,9 @@ def test_a_checkpoint_on_a_deployment(mixtral, capsys) -> None:
     advice = document["deployment"]
     assert code == 0
     assert advice["converts"]
-    assert "--tensor-parallel-size 2 --dtype bfloat16" in advice["serve"]
+    assert advice["serve"].endswith(" --tensor-parallel-size 2")
     assert "--gpu A100 --tp 2" in advice["convert"]
+    assert advice["next"] == f"{advice['convert']} && vllm serve DST --tensor-parallel-size 2"
     # 419 KiB of experts become 396 KiB for both ranks; the rest is 127.5 KiB.
     assert advice["memory"]["rest_per_rank"] == pytest.approx(127.5 * 1024 / 2, rel=0.01)
     assert 150_000 < advice["memory"]["experts_per_rank"] < 450_000

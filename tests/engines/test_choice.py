@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.engines.choice import Choice, asked_kernels, choose
+from moeq.engines.choice import Choice, choose, engine_options
 from moeq.errors import MoeqError
 
 SLOW = "no kernels for sm_75"
@@ -59,5 +59,5 @@ def test_options_that_there_are_not_are_refused(options) -> None:
     with pytest.raises(
         MoeqError, match=r"no option (kernel|lora) for engines|it must be auto, moeq or engine"
     ) as refused:
-        asked_kernels(options)
+        engine_options(options)
     assert refused.value.code == "usage.kernels"

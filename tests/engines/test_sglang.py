@@ -26,6 +26,7 @@ from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_flags, get_spec
 
 import moeq
+from moeq.engines.experts_source import ConvertedExpertsSource
 from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang import plugin
 from moeq.engines.sglang.config import MoeqConfig, MoeqMoEMethod, register_config
@@ -265,7 +266,7 @@ class TestDraftLayers:
         config_of(folders["ct-w8a8-qwen3moe"])
         with get_spec().override(speculative_draft_model_path=str(folders[INT4])):
             method = MoeqConfig(None).get_quant_method(self.experts(), "model.layers.0.mlp.experts")
-        assert method.checkpoint.source.name == moeq.open(folders[INT4]).source.name
+        assert method.experts.checkpoint.source.name == moeq.open(folders[INT4]).source.name
 
 
 class TestRefusals:
@@ -288,8 +289,8 @@ class TestRefusals:
         config_of(folders[INT4])
         with get_exec().moe.override(**option):
             layer = SimpleNamespace(num_fused_shared_experts=0, uses_expert_location=True)
-            checkpoint = open_converted(folders[INT4])
-            method = MoeqMoEMethod(checkpoint, checkpoint.manifest.layers[0])
+            experts = ConvertedExpertsSource(open_converted(folders[INT4]))
+            method = MoeqMoEMethod(experts, experts.checkpoint.manifest.layers[0])
             with pytest.raises(MoeqError) as caught:
                 method.create_weights(layer, 4, 256, 128, torch.bfloat16)
         assert caught.value.code == "usage.eplb"
@@ -299,8 +300,8 @@ class TestRefusals:
         """Kernels would read what is left, or nothing, and give numbers all the same."""
         config_of(folders[INT4])
         with get_exec().offload.override(**option):
-            checkpoint = open_converted(folders[INT4])
-            method = MoeqMoEMethod(checkpoint, checkpoint.manifest.layers[0])
+            experts = ConvertedExpertsSource(open_converted(folders[INT4]))
+            method = MoeqMoEMethod(experts, experts.checkpoint.manifest.layers[0])
             layer = SimpleNamespace(num_fused_shared_experts=0)
             with pytest.raises(MoeqError) as caught:
                 method.create_weights(layer, 4, 256, 128, torch.bfloat16)

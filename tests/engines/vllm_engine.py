@@ -57,9 +57,12 @@ if "marlin-act-order/1" in BACKENDS:  # up to 0.29.0
     NAMES["gptq-int4-g32-actorder-qwen3moe"] = "marlin-act-order/1"
 
 
-def engine(**options: Any) -> Any:
-    """The context in which the engine builds layers."""
-    return set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"), **options))
+def engine(*, tp: int = 1, ep: int = 1, **options: Any) -> Any:
+    """The context in which the engine builds layers, on one of so many ranks."""
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"), **options)
+    config.parallel_config.tensor_parallel_size = max(tp, ep)  # a record that is made so would look for devices
+    config.parallel_config.enable_expert_parallel = ep > 1
+    return set_current_vllm_config(config)
 
 
 def config_of(folder: Path) -> Any:
@@ -127,17 +130,22 @@ def ranks_of(
     return moe, manager
 
 
-def experts_layer(folder: Path, *, kernels: str | None = None, load_format: str = "auto", **options: Any) -> Any:
+def experts_layer(
+    folder: Path, *, kernels: str | None = None, prove: str | None = None, load_format: str = "auto", **options: Any
+) -> Any:
     """The engine's own layer class with our config, on one rank.
 
     Args:
         kernels: what `--additional-config` asks for.
+        prove: which experts it asks to prove.
         load_format: as `--load-format`.
         options: as of `ranks_of`.
     """
     moe, manager = ranks_of(folder, **options)
-    additional = {"moeq": {"kernels": kernels}} if kernels else {}
-    with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format)):
+    asked = {name: value for name, value in (("kernels", kernels), ("prove", prove)) if value}
+    ranks = {name: options[name][1] for name in ("tp", "ep") if name in options}
+    additional = {"moeq": asked} if asked else {}
+    with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format), **ranks):
         return RoutedExperts("model.layers.1.mlp.experts", moe.in_dtype, moe, config_of(folder), manager)
 
 

@@ -1,7 +1,8 @@
 """Serve converted checkpoints in SGLang (0.5.23): the quantisation method `moeq`, and the MoE runner of that name.
 
 Experts are created in their converted shapes, filled from the files with the bytes of this rank, and run in moeq's
-kernels. Other layers keep the method that the source's config asks for.
+kernels. With `--quantization moeq` the checkpoint may be a source, which is packed while it is loaded. Other layers
+keep the method that the source's config asks for.
 """
 
 from __future__ import annotations
@@ -27,24 +28,20 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec, get_model, get_server_args, get_spec
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.options import make_deployment
+from moeq.engines.choice import engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
+from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import (
-    check_device,
-    check_groups,
-    check_kernel,
-    fill_parts,
-    layer_entry,
-    open_converted,
-    uneven_unit,
-)
+from moeq.load.torch_loader import check_groups, check_kernel, device_arch, uneven_unit
 from moeq.load.warmup import make_ready
+from moeq.oracle.versions import BUILTIN
 from moeq_kernels.activations import BY_ENGINE_NAME
 
 if TYPE_CHECKING:
-    from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PreparedLayer
 
 logger = logging.getLogger(__name__)
@@ -88,7 +85,7 @@ def load_others(
     configs: list[tuple[Any, MoeqConfig]] = []
     for module in model.modules():
         if isinstance(method := getattr(module, "quant_method", None), MoeqMoEMethod):
-            stacked |= method.checkpoint.source.expert_names
+            stacked |= method.experts.names
         if isinstance(config := getattr(module, "quant_config", None), MoeqConfig):
             configs.append((module, config))
 
@@ -115,15 +112,17 @@ def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config
 class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[misc]
     """Quantisation config `moeq` in SGLang."""
 
-    def __init__(self, original: dict[str, Any] | None) -> None:
-        super().__init__(original)
-        self._checkpoint: ConvertedCheckpoint | None = None
+    def __init__(self, original: dict[str, Any] | None, *, converted: bool = True) -> None:
+        super().__init__(original, converted=converted)
+        self._experts: ExpertsSource | None = None
         if self.inner is not None:
             self.packed_modules_mapping = self.inner.packed_modules_mapping
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
         """Make the config from `config.json`. Additions of the engine are for the source's config, too."""
+        if config.get("quant_method") != NAME:
+            return cls(config, converted=False)
         if not (original := config.get("original")):
             return cls(None)
         return cls(original | {key: config[key] for key in ("packed_modules_mapping", "hf_config") if key in config})
@@ -167,8 +166,16 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         """Return False: shared experts are not converted, so they cannot run as one more converted expert."""
         return False
 
-    def checkpoint(self, draft: bool) -> ConvertedCheckpoint | None:
-        """Open the served checkpoint once. Raises MoeqError `usage.not-converted`, `source.*`.
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None) -> str | None:
+        """Return `moeq` for a checkpoint of any method if the user asks for it: `--quantization moeq`."""
+        return NAME if user_quant == NAME else None
+
+    def experts(self, layer: Any, draft: bool) -> ExpertsSource | None:
+        """Open the served checkpoint once, and decide how a source is packed for the ranks of a layer.
+
+        Raises:
+            MoeqError: `usage.not-converted`, `source.*`, and for a source as `convert`.
 
         Returns None for draft layers in the same checkpoint: they were copied unchanged, and some models count them
         from 0.
@@ -179,16 +186,19 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             if drafter in (None, where):
                 return None
             where, revision = drafter, get_spec().speculative_draft_model_revision
-        if self._checkpoint is None:
-            self._checkpoint = open_converted(where, revision)
-        return self._checkpoint
+        if self._experts is None:
+            self._experts = open_experts(where, revision, logger, converted=self.converted)
+        if isinstance(self._experts, PackingExpertsSource):
+            self._experts.decide(_deployment(layer), engine_options(None).prove)
+        return self._experts
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return moeq's method for converted experts, and the source's for all other layers."""
         if isinstance(layer, FusedMoE) and (number := layer_number(prefix)) is not None:
-            checkpoint = self.checkpoint(layer.is_draft)
-            if checkpoint is not None and checkpoint.is_packed(number):
-                return MoeqMoEMethod(checkpoint, layer_entry(checkpoint, number))
+            experts = self.experts(layer, layer.is_draft)
+            entry = None if experts is None else experts.entry(number)
+            if experts is not None and entry is not None:
+                return MoeqMoEMethod(experts, entry)
         if self.inner is None:
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
         return self.inner.get_quant_method(layer, prefix)
@@ -233,12 +243,12 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """Method for the experts of one layer.
 
     Args:
-        checkpoint: the converted checkpoint.
-        entry: the layer in its manifest.
+        experts: packed experts of the checkpoint.
+        entry: how the layer is packed.
     """
 
-    def __init__(self, checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, experts: ExpertsSource, entry: LayerEntry) -> None:
+        self.experts = experts
         self.entry = entry
         self.runner: MoeRunner | None = None
 
@@ -277,8 +287,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 "start without --enable-eplb and --init-expert-location",
             )
         check_kernel(self.entry, params_dtype, "bf16")
-        rank = Rank(layer.moe_tp_rank, layer.moe_tp_size, layer.moe_ep_rank, layer.moe_ep_size)
-        self.part = plan_rank(self.entry, rank, uneven_unit(self.checkpoint, self.entry.layer))
+        rank = self.rank = Rank(layer.moe_tp_rank, layer.moe_tp_size, layer.moe_ep_rank, layer.moe_ep_size)
+        self.part = plan_rank(self.entry, rank, uneven_unit(self.experts.checkpoint, self.entry.layer))
         check_groups(self.entry, self.part)
         self.specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
         held = self.part.experts[1] - self.part.experts[0]
@@ -314,12 +324,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
             for role in STACKED_ROLES
         }
-        check_device(self.checkpoint, layer.w13_weight.device)
-        for role in STACKED_ROLES:
-            if get_server_args().load_format == "dummy":
-                dummy_parts(tensors[role])
-            else:
-                fill_parts(self.checkpoint, self.entry, self.part, self.part.matrices[role], tensors[role])
+        device = layer.w13_weight.device
+        if device.type == "cuda":
+            self.experts.require_arch(device_arch(device))
+        flat = {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in tensors[role].items()}
+        if get_server_args().load_format == "dummy":
+            dummy_parts(flat)
+        else:
+            self.experts.fill(self.entry, self.part, self.rank, flat)
         prepared = self.prepared(tensors)
         make_ready(prepared, logger)
         self.info = MoeqQuantInfo(prepared)
@@ -366,6 +378,13 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
     if name == "silu" and config.is_gated and config.gemm1_clamp_limit is not None:  # clamped after the sigmoid
         return {"activation": "swiglu_step", "limit": config.gemm1_clamp_limit}
     return {"activation": name, "limit": config.swiglu_limit if config.is_gated and name == "silu" else None}
+
+
+def _deployment(layer: Any) -> Deployment:
+    """Describe where the engine runs a source, for kernels of moeq: its other runners read no layout of moeq."""
+    ranks = {"tp": layer.moe_tp_size} if layer.moe_ep_size == 1 else {"ep": layer.moe_ep_size}
+    dtype = str(torch.get_default_dtype()).removeprefix("torch.")  # the engine builds a model under its dtype
+    return make_deployment({"engine": BUILTIN, "dtype": dtype, **ranks})
 
 
 def _check_options() -> None:

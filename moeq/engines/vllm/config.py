@@ -1,6 +1,7 @@
-"""Quantisation config `moeq` in vLLM: moeq's method for converted experts, the source's own for other layers.
+"""Quantisation config `moeq` in vLLM: moeq's method for packed experts, the source's own for other layers.
 
-`moeq.engines.vllm.plugin` registers it.
+Experts come from a converted checkpoint, or with `--quantization moeq` from a source, which is packed while it is
+loaded. `moeq.engines.vllm.plugin` registers the config.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from vllm.model_executor.layers.quantization import (
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
-from moeq.engines.choice import asked_kernels
+from moeq.deploy.deployment import Deployment
+from moeq.engines.choice import EngineOptions, engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
+from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
+from moeq.engines.vllm.engine_experts import RELEASE
 from moeq.engines.vllm.experts_method import MoeqMoEMethod
 from moeq.engines.vllm.model_classes import leave_experts_out
+from moeq.engines.vllm.own_experts import logger
+from moeq.engines.vllm.this_device import this_device
 from moeq.errors import MoeqError
-from moeq.load.torch_loader import layer_entry, open_converted
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
+from moeq.oracle.versions import BUILTIN
 
 if TYPE_CHECKING:
     import torch
 
-    from moeq.model.converted import ConvertedCheckpoint
+    from moeq.model import Checkpoint
 
 
 def register_config() -> None:
@@ -41,24 +47,36 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
     """Quantisation config `moeq` in vLLM.
 
     Attributes:
-        checkpoint: checkpoint that is loaded; None until the engine names it.
+        experts: packed experts of the checkpoint that is loaded; None until the engine names it.
         opened: its folder or Hub repository, and the revision.
     """
 
-    def __init__(self, original: dict[str, Any] | None) -> None:
-        super().__init__(original)
-        self.checkpoint: ConvertedCheckpoint | None = None
+    def __init__(self, original: dict[str, Any] | None = None, *, converted: bool = False) -> None:
+        super().__init__(original, converted=converted)
+        self.experts: ExpertsSource | None = None
         self.opened: tuple[str, str | None] | None = None
         self._plain: dict[str, bool] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the checkpoint: the engine sends its config to the processes of ranks, and each opens it again."""
-        return {**self.__dict__, "checkpoint": None}
+        return {**self.__dict__, "experts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self.opened is not None:
-            self.checkpoint = open_converted(*self.opened)
+            self.experts = open_experts(*self.opened, logger, converted=self.converted)
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """Checkpoint that is loaded; None until the engine names it."""
+        return None if self.experts is None else self.experts.checkpoint
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Return `moeq` for a checkpoint of any method if the user asks for it: `--quantization moeq`."""
+        return NAME if user_quant == NAME else None
 
     @staticmethod
     def source_config(original: dict[str, Any]) -> Any:
@@ -73,9 +91,15 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         return 75
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Open the checkpoint, a folder or a Hub repository. Raises MoeqError `usage.not-converted`, `source.*`."""
+        """Open the checkpoint, a folder or a Hub repository.
+
+        Raises:
+            MoeqError: `usage.not-converted`, `source.*`, `answer.*` for a source whose experts are never packed.
+        """
         self.opened = (model_name, None if Path(model_name).is_dir() else revision)
-        self.checkpoint = open_converted(*self.opened)
+        self.experts = open_experts(*self.opened, logger, converted=self.converted)
+        if self.inner is None and not self.converted:  # a file beside `config.json` may hold it
+            self._read_source_config(self.experts.checkpoint.quantization_config)
         if getattr(hf_config, "_experts_implementation", None) == TRANSFORMERS_GUARD:
             hf_config._experts_implementation = "eager"  # some of the engine's classes are transformers'
         if self.inner is not None:
@@ -93,19 +117,18 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             self.inner.apply_vllm_mapper(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return moeq's method for converted experts, and the source's for all other layers."""
-        if self.checkpoint is not None:
+        """Return moeq's method for packed experts, and the source's for all other layers."""
+        if self.experts is not None:
             config = get_current_vllm_config()
-            leave_experts_out(config.model_config, self.checkpoint)
+            options = engine_options(_own_options(config.additional_config))
+            if isinstance(self.experts, PackingExpertsSource):
+                self.experts.decide(deployment_of(config, options), options.prove)
+            leave_experts_out(config.model_config, self.experts.names)
             number = layer_number(prefix)
-            if isinstance(layer, RoutedExperts) and number is not None and self.checkpoint.is_packed(number):
-                return MoeqMoEMethod(
-                    layer.moe_config,
-                    self.checkpoint,
-                    layer_entry(self.checkpoint, number),
-                    asked_kernels(_own_options(config.additional_config)),
-                    dummy=config.load_config.load_format == "dummy",
-                )
+            entry = self.experts.entry(number) if isinstance(layer, RoutedExperts) and number is not None else None
+            if entry is not None:
+                dummy = config.load_config.load_format == "dummy"
+                return MoeqMoEMethod(layer.moe_config, self.experts, entry, options.kernels, dummy=dummy)
         if isinstance(layer, LinearBase) and (self.inner is None or self._is_plain(prefix.partition(".")[0])):
             return UnquantizedLinearMethod()
         if self.inner is None:
@@ -126,6 +149,28 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             dtypes = {entry.dtype for name, entry in entries if name.startswith(f"{part}.")}
             self._plain[part] = bool(dtypes) and dtypes <= {"F64", "F32", "F16", "BF16"}
         return self._plain[part]
+
+
+def deployment_of(config: Any, options: EngineOptions) -> Deployment:
+    """Describe where the engine runs a source, as `convert` would be asked.
+
+    Args:
+        config: the engine's config.
+        options: moeq's options; only moeq's own kernels decide if they are asked for.
+    """
+    parallel = config.parallel_config
+    tp, dp = parallel.tensor_parallel_size, parallel.data_parallel_size
+    backend = str(getattr(getattr(config, "kernel_config", None), "moe_backend", "auto"))
+    dtype = None if config.model_config is None else str(config.model_config.dtype)
+    return Deployment(
+        gpu=this_device(),
+        tp=tp,
+        ep=tp * dp if parallel.enable_expert_parallel else 1,
+        dp=dp,
+        dtype="fp16" if dtype == "torch.float16" else "bf16",
+        backend="auto" if options.kernels == "moeq" else backend,
+        engine=BUILTIN if options.kernels == "moeq" else f"vllm@{RELEASE}",
+    )
 
 
 def _own_options(additional: Any) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
 from moeq.engines.choice import Kernels, choose, outcome
+from moeq.engines.experts_source import ExpertsSource
 from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
 from moeq.engines.vllm.own_experts import (
@@ -31,13 +32,12 @@ from moeq.engines.vllm.own_experts import (
 )
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
-from moeq.load.activation_scales import ActivationScales, activation_scales
+from moeq.load.activation_scales import ActivationScales
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import fill_parts, require_arch, uneven_unit
+from moeq.load.torch_loader import uneven_unit
 
 if TYPE_CHECKING:
-    from moeq.model.converted import ConvertedCheckpoint
     from moeq_kernels import PackedExperts
 
 
@@ -50,8 +50,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     Args:
         moe: the engine's record of the layer.
-        checkpoint: the converted checkpoint.
-        entry: the layer in its manifest.
+        experts: packed experts of the checkpoint.
+        entry: how the layer is packed.
         asked: kernels that were asked for.
         dummy: whether no weights are read (`--load-format dummy`).
 
@@ -61,25 +61,24 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """
 
     def __init__(
-        self, moe: Any, checkpoint: ConvertedCheckpoint, entry: LayerEntry, asked: Kernels = "auto", dummy: bool = False
+        self, moe: Any, experts: ExpertsSource, entry: LayerEntry, asked: Kernels = "auto", dummy: bool = False
     ) -> None:
         super().__init__(moe)
-        self.checkpoint = checkpoint
+        self.experts = experts
         self.entry = entry
         self.dummy = dummy
-        _check_deployment(moe, checkpoint)
+        _check_deployment(moe, experts)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.
         self.rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
         if not parallel.use_ep:
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
-        self.part = plan_rank(entry, self.rank, uneven_unit(checkpoint, entry.layer))
+        self.part = plan_rank(entry, self.rank, uneven_unit(experts.checkpoint, entry.layer))
 
         w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
-        scheme = checkpoint.scheme_of(entry.layer)
+        scheme = experts.checkpoint.scheme_of(entry.layer)
         self.weights = RankWeights(w13, w2, scheme, self.part.experts, moe.activation.value)
-        preferred = checkpoint.manifest.backend
-        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights, preferred))
+        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights, experts.backend))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -149,12 +148,15 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters from the files and set the kernel up on them."""
-        for role in STACKED_ROLES:
-            targets = {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
-            if self.dummy:
-                dummy_parts(targets)
-            else:
-                fill_parts(self.checkpoint, self.entry, self.part, self.part.matrices[role], targets)
+        tensors = {
+            f"{role}_{part}": getattr(layer, f"{role}_{part}").data
+            for role in STACKED_ROLES
+            for part in self.part.matrices[role].stored.tensors
+        }
+        if self.dummy:
+            dummy_parts(tensors)
+        else:
+            self.experts.fill(self.entry, self.part, self.rank, tensors)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = own_kernel(self.moe, self.packed(dict(layer.named_parameters())), layer)
@@ -169,7 +171,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def _activation_scales(self) -> ActivationScales | None:
         """Read the scales of activations that the source stores; return ones if no weights are read."""
         if not self.dummy:
-            return activation_scales(self.checkpoint, self.entry)
+            return self.experts.activation_scales(self.entry)
         ones = torch.ones(self.entry.num_experts, 2 if self.weights.w13.gated else 1)
         return ActivationScales(ones, ones[:, 0], "input_scale")
 
@@ -243,7 +245,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
 
-def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
+def _check_deployment(moe: Any, experts: ExpertsSource) -> None:
     """Reject deployments that no kernels support."""
     if moe.moe_parallel_config.enable_eplb:
         raise MoeqError(
@@ -251,7 +253,7 @@ def _check_deployment(moe: Any, checkpoint: ConvertedCheckpoint) -> None:
         )
     capability = current_platform.get_device_capability()
     if capability is not None and current_platform.is_cuda():
-        require_arch(checkpoint, f"sm{capability.major}{capability.minor}")
+        experts.require_arch(f"sm{capability.major}{capability.minor}")
 
 
 def _engine_experts(

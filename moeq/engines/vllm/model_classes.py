@@ -1,4 +1,4 @@
-"""Keep converted experts away from vLLM's model classes, which would look for the source's tensors.
+"""Keep packed experts away from vLLM's model classes, which would look for the source's tensors.
 
 Their own method fills experts, whatever the model. A model class gets all other tensors of the checkpoint.
 """
@@ -18,17 +18,15 @@ from moeq.errors import MoeqError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.model.converted import ConvertedCheckpoint
-
     Weights = Iterable[tuple[str, Tensor]]
     Load = Callable[[Any, Weights], set[str] | None]
 
-#: Names of all tensors with converted experts in checkpoints of a model class.
+#: Names of all tensors with experts that moeq's method fills, in checkpoints of a model class.
 _STACKED: dict[type, set[str]] = {}
 
 
-def leave_experts_out(model_config: Any, checkpoint: ConvertedCheckpoint) -> None:
-    """Hide the converted experts of a checkpoint from the class of the model that is about to be built.
+def leave_experts_out(model_config: Any, names: frozenset[str]) -> None:
+    """Hide experts, by the names of their tensors, from the class of the model that is about to be built.
 
     Other checkpoints of that class still load in the same process. Further calls have no effect.
     """
@@ -38,7 +36,7 @@ def leave_experts_out(model_config: Any, checkpoint: ConvertedCheckpoint) -> Non
     if kind not in _STACKED:
         _STACKED[kind] = set()
         kind.load_weights = _without_experts(kind)
-    _STACKED[kind] |= checkpoint.source.expert_names
+    _STACKED[kind] |= names
 
 
 def _without_experts(kind: Any) -> Load:

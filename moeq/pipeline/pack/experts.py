@@ -25,14 +25,15 @@ from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import ShardPlan, describe
 from moeq.pipeline.plan.units import PackUnit, place_of
-from moeq.pipeline.state.records import piece_digest
+from moeq.pipeline.state.records import Bytes, piece_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.layouts.base import Layout
     from moeq.matrix import QuantizedMatrix
-    from moeq.pipeline.pack.fast.path import FastPath, Inputs
+    from moeq.pipeline.pack.fast.formats import Fields
+    from moeq.pipeline.pack.fast.path import Digests, FastPath, Inputs, Outputs
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class ExpertResult:
 
 class Packer(UnitWorker[PackUnit, int]):
     """Executes one `PackUnit`, expert by expert."""
+
+    #: Whether the unit's record needs hashes of the packed bytes and names of what cannot be rebuilt from them.
+    _records = True
 
     def __init__(
         self, work: Work, unit: PackUnit, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory
@@ -141,13 +145,21 @@ class Packer(UnitWorker[PackUnit, int]):
         each = iter(packed)
         outputs = [{part: next(each) for part in slots} for slots in self._slots]
         fast_path.pack(read, outputs, scratch)
+        digests = self._proven(fast_path, expert, read, outputs, scratch)
+        hashes = tuple(map(piece_digest, packed)) if self._records else ()
+        kept = fast_path.kept(inputs, scratch) if self._records else ()
+        names = frozenset(self._entry(key, expert).name for key in kept)
+        result = ExpertResult(sum(sizes), digests, names, fast_path.losses(read), hashes)
+        return result, tuple(zip(packed, places, strict=True))
+
+    def _proven(
+        self, fast_path: FastPath, expert: int, read: list[Fields], outputs: Outputs, scratch: Bytes
+    ) -> Digests:
+        """Return the digests of what was packed. Raises MoeqError `bug.round-trip` if it is not the source's."""
         digests = fast_path.prove(read, outputs, scratch)
         if digests is None:
             raise self._round_trip(expert)
-        hashes = tuple(map(piece_digest, packed))
-        kept = frozenset(self._entry(key, expert).name for key in fast_path.kept(inputs, scratch))
-        result = ExpertResult(sum(sizes), digests, kept, fast_path.losses(read), hashes)
-        return result, tuple(zip(packed, places, strict=True))
+        return digests
 
     def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
         """Read the stored bytes of one expert into reused memory."""

@@ -45,16 +45,17 @@ class InputFile:
         name: its name in the source, for messages.
         spans: spans that will be read.
         reread: read everything twice and compare.
+        direct: read past the page cache what it does not hold.
 
     Attributes:
         cached: whether the page cache holds them; None if it holds some of them, or the kernel cannot tell.
     """
 
-    def __init__(self, fd: int, name: str, spans: Sequence[Span], *, reread: bool = False) -> None:
+    def __init__(self, fd: int, name: str, spans: Sequence[Span], *, reread: bool = False, direct: bool = True) -> None:
         self.name = name
         self._reread = reread
         self.fd = fd
-        self._direct = reopen_direct(self.fd, os.O_RDONLY)
+        self._direct = reopen_direct(self.fd, os.O_RDONLY) if direct else -1
         share = _cached_share(self.fd, spans)
         self.cached = None if share is None or _NOTHING < share < _EVERYTHING else share >= _EVERYTHING
 

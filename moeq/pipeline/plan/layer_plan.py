@@ -80,15 +80,9 @@ def plan_layer(
 ) -> LayerPlan:
     """Plan one layer. Raises MoeqError as `make_plan` does."""
     layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
-    specs: Specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
-    group = None
-    if options.regroup is not None and options.regroup != specs["w2"].group_size:
-        group = _common_group(layer, specs)
-        specs = {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}
-    count = checkpoint.num_experts(layer)
-    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
-    division = divide(f"layer {layer}", specs, layout, count, ranks.tp, ranks.ep, unit)
-    prefix = checkpoint.expert_prefix(layer)
+    specs, group = _written_specs(checkpoint, layer, options)
+    division = _division(checkpoint, layer, specs, layout, ranks)
+    count, prefix = checkpoint.num_experts(layer), checkpoint.expert_prefix(layer)
     sharding = Sharding(division.axis, division.written, division.why)
     if division.written == "unsharded":
         everything = Shard(0, Range(0, count), Range(0, specs["w2"].k))
@@ -108,6 +102,54 @@ def plan_layer(
     wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
     entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=entries, source_group=group)
     return LayerPlan(entry, shards, options.allow_lossy)
+
+
+def plan_layer_on_rank(
+    checkpoint: Checkpoint,
+    layer: int,
+    layout_id: str,
+    ranks: Ranks,
+    number: int,
+    options: ConvertOptions = DEFAULTS,
+) -> LayerPlan:
+    """Plan the packing of one rank alone: the bytes that it would read of the layer that `plan_layer` plans.
+
+    Args:
+        checkpoint: the source.
+        layer: layer number.
+        layout_id: layout to pack to.
+        ranks: ranks that experts are divided among.
+        number: number of the rank, within tensor or expert parallelism.
+        options: options of the conversion.
+
+    Raises:
+        MoeqError: as `make_plan`.
+    """
+    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
+    specs, group = _written_specs(checkpoint, layer, options)
+    division = _division(checkpoint, layer, specs, layout, ranks)
+    prefix = checkpoint.expert_prefix(layer)
+    if division.written == "ranks":
+        plan = _plan_ranks(layer, prefix, layout, specs, division)[number]
+    else:
+        plan = _plan_shard(layer, prefix, layout, specs, division.shards[number])
+    wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
+    entry = LayerEntry(layer, prefix, checkpoint.num_experts(layer), layout.id, wholes, source_group=group)
+    return LayerPlan(entry, (plan,), options.allow_lossy)
+
+
+def _written_specs(checkpoint: Checkpoint, layer: int, options: ConvertOptions) -> tuple[Specs, int | None]:
+    """Return the matrices in the groups that are written, and the source's group size if that differs."""
+    specs: Specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
+    if options.regroup is None or options.regroup == specs["w2"].group_size:
+        return specs, None
+    group = _common_group(layer, specs)
+    return {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}, group
+
+
+def _division(checkpoint: Checkpoint, layer: int, specs: Specs, layout: Layout, ranks: Ranks) -> Division:
+    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
+    return divide(f"layer {layer}", specs, layout, checkpoint.num_experts(layer), ranks.tp, ranks.ep, unit)
 
 
 def _common_group(layer: int, specs: Specs) -> int:

@@ -70,10 +70,12 @@ class Executor:
 
     Args:
         job: the conversion.
-        folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written anywhere.
+        folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written to a disk.
         workers: threads.
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
         helpers: threads that read for a worker, and as many that write for it.
+        sink: without a folder, function that makes the destination of a unit's bytes.
+        direct: whether to read past the page cache; other processes then read the same files for themselves.
     """
 
     def __init__(
@@ -83,9 +85,14 @@ class Executor:
         workers: int = 1,
         spare: SpareMemory | None = None,
         helpers: int = 1,
+        *,
+        sink: Callable[[Unit], Sink] = lambda unit: NoOutput(),
+        direct: bool = True,
     ) -> None:
         self.job = job
         self.folder = folder
+        self.sink = sink
+        self.direct = direct
         self._helpers = helpers
         self._spare = spare or SpareMemory(None)
         self._buffers = [Buffers() for _ in range(max(workers, 1))]
@@ -145,7 +152,7 @@ class Executor:
             MoeqError: as `execute`.
         """
         with headers_frozen():
-            run = _Run(self.job, self.folder, units, self._buffers, self._spare, self._helpers)
+            run = _Run(self, units, self._buffers, self._spare, self._helpers)
             try:
                 for outcome in run.outcomes():
                     if isinstance(outcome, _Failed):
@@ -185,18 +192,13 @@ class _Run:
     """One list of units while threads execute it."""
 
     def __init__(
-        self,
-        job: Work,
-        folder: OutputFolder | None,
-        units: Sequence[Unit],
-        buffers: Sequence[Buffers],
-        spare: SpareMemory,
-        helpers: int,
+        self, executor: Executor, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory, helpers: int
     ) -> None:
-        self._job = job
-        self._path = Path() if folder is None else folder.path
+        self._job = executor.job
+        self._executor = executor
+        self._folder = executor.folder
+        self._path = Path() if self._folder is None else self._folder.path
         self._spare = spare
-        self._folder = folder
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
         self._items: Iterator[WorkItem] = iter(())
@@ -325,9 +327,10 @@ class _Run:
         output: Sink | None = None
         try:
             for name, spans in unit.inputs.items():
-                inputs[name] = InputFile(source.open(name), name, spans, reread=source.reread)
+                fd = source.open(name)
+                inputs[name] = InputFile(fd, name, spans, reread=source.reread, direct=self._executor.direct)
             with disk_errors(self._path / unit.file):
-                output = NoOutput() if self._folder is None else OutputFile(self._folder, unit.file)
+                output = self._executor.sink(unit) if self._folder is None else OutputFile(self._folder, unit.file)
             worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._spare)
         except BaseException:
             for file in inputs.values():

@@ -43,7 +43,8 @@ def bind(
     if replace(spec, group_size=written.group_size) != written:
         return None
     # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
-    dense = len(shards) == 1 and all(len(reader.holds) == 1 for reader in readers)
+    whole = len(shards) == 1 and shards[0].shard.intermediate.size == kind.spec("w2").k
+    dense = whole and all(len(reader.holds) == 1 for reader in readers)
     ranks = [_shard_path(layout, written, plan, dense=dense) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:

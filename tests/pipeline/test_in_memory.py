@@ -1,0 +1,101 @@
+"""Packing the experts of a rank into memory gives the bytes that the rank reads from the converted folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from load.deployments import LAYOUTS, convert
+
+import moeq
+from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.errors import MoeqError
+from moeq.load.ranks import Rank, plan_rank
+from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
+from moeq.pipeline.in_memory import RankPacker
+from moeq.pipeline.plan.options import Ranks
+
+#: Deployments by name: `(tp, ep)`.
+WHERE = {"whole": (1, 1), "tp": (2, 1), "ep": (1, 2)}
+
+FLOATS = {
+    "ct-fp8-block-qwen3moe": "marlin-fp8/1",
+    "ct-mxfp8-qwen3moe": "marlin-mxfp8/1",
+    "modelopt-nvfp4-qwen3moe": "marlin-nvfp4/1",
+    "modelopt-fp8-qwen3moe": "flashinfer-cutlass-fp8-tensor/1",
+}
+
+
+@pytest.mark.cover("name", "where")
+@pytest.mark.parametrize("where", list(WHERE))
+@pytest.mark.parametrize("name", [*LAYOUTS, *FLOATS])
+def test_bytes_are_those_of_the_converted_folder(name: str, where: str, checkpoints: Path, tmp_path: Path) -> None:
+    tp, ep = WHERE[where]
+    layout = {**LAYOUTS, **FLOATS}[name]
+    try:
+        folder = convert(checkpoints / name, tmp_path / "out", layout, allow_lossy=False, tp=tp, ep=ep)
+    except MoeqError as error:
+        with pytest.raises(MoeqError, match=error.message.partition(":")[0]):
+            RankPacker(moeq.open(checkpoints / name), {1: layout}, Ranks(tp, ep), 0)
+        return
+    converted = open_converted(folder)
+    layers = [entry.layer for entry in converted.manifest.layers]
+    for number in range(tp * ep):
+        packer = RankPacker(
+            moeq.open(checkpoints / name), dict.fromkeys(layers, layout), Ranks(tp, ep), number, prove="all"
+        )
+        rank = Rank(number, tp) if tp > 1 else Rank(0, 1, number, ep)
+        for layer in layers:
+            entry = converted.manifest.layer(layer)
+            part = plan_rank(entry, rank, uneven_unit(converted, layer))
+            wanted = {
+                f"{role}_{name}": tensor
+                for role in STACKED_ROLES
+                for name, tensor in read_parts(converted, entry, part, part.matrices[role]).items()
+            }
+            found = {
+                name: torch.full_like(tensor.view(torch.uint8), 255).view(tensor.dtype).view(tensor.shape)
+                for name, tensor in wanted.items()
+            }
+            packer.pack(layer, found)
+            for tensor_name, tensor in wanted.items():
+                bits = [one.contiguous().view(-1).view(torch.uint8) for one in (found[tensor_name], tensor)]
+                assert torch.equal(*bits), (layer, number, tensor_name)
+
+
+def test_scales_are_rounded_to_the_dtype_of_the_tensors(checkpoints: Path) -> None:
+    source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    packer = RankPacker(source, {1: "marlin-wna16/1"}, Ranks(), 0)
+    shard = packer.layer(1).shards[0]
+    made = {}
+    for dtype in (torch.float16, torch.bfloat16):
+        made[dtype] = {
+            f"{role}_{part}": torch.zeros(4, *spec.shape, dtype=dtype if spec.dtype == "F16" else torch.int32)
+            for role in STACKED_ROLES
+            for part, spec in shard.parts[role].items()
+        }
+        packer.pack(1, made[dtype])
+    for name, exact in made[torch.float16].items():
+        assert torch.equal(made[torch.bfloat16][name], exact.to(made[torch.bfloat16][name].dtype))
+
+
+def test_damage_is_found_and_nothing_is_written(checkpoints: Path, tmp_path: Path) -> None:
+    import shutil
+
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    checkpoint = moeq.open(source)
+    packer = RankPacker(checkpoint, {1: "marlin-wna16/1"}, Ranks(), 0)
+    for path in source.glob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    shard = packer.layer(1).shards[0]
+    tensors = {
+        f"{role}_{part}": torch.zeros(4, *spec.shape, dtype=torch.float16 if spec.dtype == "F16" else torch.int32)
+        for role in STACKED_ROLES
+        for part, spec in shard.parts[role].items()
+    }
+    with pytest.raises(MoeqError, match=r"ended before byte|truncated|changed"):
+        packer.pack(1, tensors)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
