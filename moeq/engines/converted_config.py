@@ -33,17 +33,27 @@ class ConvertedQuantization(ABC):
     Attributes:
         inner: the engine's config of the source's method, or None.
         converted: whether the config is that of a converted checkpoint.
+        unread: why the engine does not read the other layers of a source, or None.
     """
 
     def __init__(self, original: dict[str, Any] | None, *, converted: bool) -> None:
         super().__init__()
         self.converted = converted
         self.inner: Any = None
+        self.unread: MoeqError | None = None
         self._read_source_config(original)
 
     def _read_source_config(self, original: Mapping[str, Any] | None) -> None:
-        """Set `inner` to the engine's config of the source's method."""
-        self.inner = self.source_config(dict(original)) if original else None
+        """Set `inner` to the engine's config of the source's method, or for a source `unread` to why there is none.
+
+        What `convert` says against a source is said first.
+        """
+        try:
+            self.inner = self.source_config(dict(original)) if original else None
+        except MoeqError as error:
+            if self.converted:
+                raise
+            self.unread = error
 
     @staticmethod
     @abstractmethod

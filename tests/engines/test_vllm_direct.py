@@ -133,7 +133,7 @@ def test_nothing_is_left_behind(checkpoints, tmp_path) -> None:
     for path in source.glob("*.safetensors"):
         path.write_bytes(path.read_bytes()[:-50_000])
     names = sorted(str(path) for path in tmp_path.rglob("*"))
-    with pytest.raises(MoeqError, match="ended before byte"):
+    with pytest.raises(MoeqError, match=r"ended before byte|changed while it was being read"):
         layer.quant_method.process_weights_after_loading(layer)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == names
 

@@ -190,6 +190,8 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             self._experts = open_experts(where, revision, logger, converted=self.converted)
         if isinstance(self._experts, PackingExpertsSource):
             self._experts.decide(_deployment(layer), engine_options(None).prove)
+            if self.unread is not None:
+                raise self.unread
         return self._experts
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

@@ -98,7 +98,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         """
         self.opened = (model_name, None if Path(model_name).is_dir() else revision)
         self.experts = open_experts(*self.opened, logger, converted=self.converted)
-        if self.inner is None and not self.converted:  # a file beside `config.json` may hold it
+        if self.inner is None and self.unread is None and not self.converted:  # a file beside `config.json` may hold it
             self._read_source_config(self.experts.checkpoint.quantization_config)
         if getattr(hf_config, "_experts_implementation", None) == TRANSFORMERS_GUARD:
             hf_config._experts_implementation = "eager"  # some of the engine's classes are transformers'
@@ -123,6 +123,8 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             options = engine_options(_own_options(config.additional_config))
             if isinstance(self.experts, PackingExpertsSource):
                 self.experts.decide(deployment_of(config, options), options.prove)
+                if self.unread is not None:
+                    raise self.unread
             leave_experts_out(config.model_config, self.experts.names)
             number = layer_number(prefix)
             entry = self.experts.entry(number) if isinstance(layer, RoutedExperts) and number is not None else None
