@@ -11,6 +11,8 @@
     moeq.verify("destination", "source").ok
     moeq.run_check("destination", source="source")
     experts = moeq.load_experts("destination", 0, device="cuda")  # for moeq_kernels.fused_moe
+    writer = moeq.Writer([moeq.writable_layer("destination", 0, tensors=served)])
+    writer.update(0, 3, "gate", new_weights)          # in place, the bytes of a fresh conversion
 
 What a command does is one function with the command's options by the same names; one `moeq.Deployment` may stand for
 the deployment options. Records are one line as text, and a table in a notebook.
@@ -48,6 +50,9 @@ _PUBLIC = {
     "CheckOptions": "moeq.check.run_check:CheckOptions",
     "load_experts": "moeq.load.torch_loader:load_experts",
     "load_tensors": "moeq.load.torch_loader:load_tensors",
+    "writable_layer": "moeq.update.layers:writable_layer",
+    "Writer": "moeq.update.writer:Writer",
+    "snapshot": "moeq.update.writer:snapshot",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -72,6 +77,9 @@ if TYPE_CHECKING:
     from moeq.load.torch_loader import load_tensors as load_tensors
     from moeq.model import Checkpoint as Checkpoint
     from moeq.model import open as open
+    from moeq.update.layers import writable_layer as writable_layer
+    from moeq.update.writer import Writer as Writer
+    from moeq.update.writer import snapshot as snapshot
 
     gpu = parse_gpu
 

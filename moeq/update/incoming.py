@@ -1,0 +1,318 @@
+"""Turn the tensors of an update into logical matrices: packed as the checkpoint packs them, or floats to quantise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.manifest import Projection
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
+from moeq.model.quantized_modules import decode
+from moeq.model.shards import Range
+from moeq.schemes.base import Scheme
+from moeq.schemes.declared import Declared
+from moeq.schemes.dequantize import check_matrix
+from moeq.schemes.format import Context, PartSig
+from moeq.schemes.joining import select_rows
+from moeq.schemes.registry import get_format
+from moeq.update.layers import WritableLayer
+from moeq.update.quantize import Rule, nvfp4_global_scale, quantize
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+#: Tensors of one projection by part (`qweight`, `weight_packed`, ...), or its float weights `[N, K]` alone.
+Parts = Mapping[str, "Tensor"]
+
+#: Projections by what an update may name. `w13` takes the parts of `gate` and `up` apart, `gate_up` one fused tensor.
+PROJECTIONS: Mapping[str, tuple[Projection, ...]] = {
+    "gate": ("gate",),
+    "up": ("up",),
+    "down": ("down",),
+    "w2": ("down",),
+    "w13": ("gate", "up"),
+    "gate_up": ("gate", "up"),
+}
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """New weights of one projection.
+
+    Attributes:
+        matrix: the codes and scales that are written.
+        weight: the float weights `[N, K]` of which they were made, or None.
+    """
+
+    matrix: QuantizedMatrix
+    weight: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Output features `rows` and input features `columns` of one projection."""
+
+    rows: Range
+    columns: Range
+
+    def of(self, spec: MatrixSpec) -> MatrixSpec:
+        """Return the spec of this block of a projection. Groups are whole, except for the last of the matrix."""
+        found = replace(spec, n=self.rows.size)
+        if self.columns.size == spec.k:
+            return found
+        return replace(found, k=self.columns.size, group_size=min(spec.group_size, self.columns.size))
+
+
+def whole_block(spec: MatrixSpec) -> Block:
+    """Return the block that is the whole projection."""
+    return Block(Range(0, spec.n), Range(0, spec.k))
+
+
+def check_block(layer: WritableLayer, projection: str, block: Block) -> None:
+    """Check that a block can be written by itself.
+
+    Raises:
+        MoeqError: `usage.illegal-slice` for bounds outside the matrix or inside a group, `usage.shared-tensor` where
+            the rest of the matrix shares a scale or an order with the block.
+    """
+    spec = projection_spec(layer.specs["w2" if projection == "down" else "w13"], projection)  # type: ignore[arg-type]
+    where = f"layer {layer.layer} {projection}"
+    for axis, part, size in (("row", block.rows, spec.n), ("column", block.columns, spec.k)):
+        if not 0 <= part.start < part.stop <= size:
+            raise MoeqError("usage.illegal-slice", f"{where}: {axis}s {part.start} .. {part.stop} of {size}")
+    if block == whole_block(spec):
+        return
+    if spec.act_order:
+        raise _shared(where, "act-order sorts all columns of the matrix in one order")
+    columns, rows = block.columns, layer.scheme.weight.scale.group_shape[0]
+    if columns.size < spec.k and spec.num_groups == 1:
+        raise _shared(where, "one scale belongs to all columns of a row")
+    _check_units(where, "column", columns, spec.k, spec.group_size)
+    if rows < 0:
+        raise _shared(where, "one scale belongs to the whole matrix")
+    _check_units(where, "row", block.rows, spec.n, rows)
+
+
+def _check_units(where: str, axis: str, part: Range, size: int, unit: int) -> None:
+    if part.start % unit or (part.stop % unit and part.stop != size):
+        raise MoeqError(
+            "usage.illegal-slice",
+            f"{where}: {axis}s {part.start} .. {part.stop} cut a scale's block of {unit} "
+            f"({part.start} % {unit} = {part.start % unit}, {part.stop} % {unit} = {part.stop % unit})",
+            f"{axis}s {part.start // unit * unit} .. {min(-(-part.stop // unit) * unit, size)} are whole blocks",
+        )
+
+
+def _shared(where: str, why: str) -> MoeqError:
+    return MoeqError("usage.shared-tensor", f"{where} has no slices: {why}", "write the whole projection")
+
+
+def read_update(
+    layer: WritableLayer,
+    projection: str,
+    tensors: Tensor | Parts | Mapping[str, Tensor | Parts],
+    block: Block | None,
+    rule: Rule,
+) -> dict[Projection, Incoming]:
+    """Decode or quantise the tensors of an update.
+
+    Args:
+        layer: the layer that is written.
+        projection: key of `PROJECTIONS`.
+        tensors: parts by name, or a float tensor `[N, K]`; for `w13` the same for `gate` and `up`.
+        block: part of the projection that the tensors hold; None: all of it.
+        rule: how float weights are quantised.
+
+    Returns:
+        New weights by projection, each with the role of its projection.
+
+    Raises:
+        MoeqError: `usage.no-such-projection`; `usage.update-tensors` if the tensors are not the checkpoint's own form;
+            `source.*` for values that no checkpoint has.
+    """
+    names = [name for name in PROJECTIONS.get(projection, ()) if name in layer.projections]
+    if not names:
+        known = ", ".join(PROJECTIONS)
+        raise MoeqError(
+            "usage.no-such-projection", f"an expert has no projection {projection!r}", f"projections: {known}"
+        )
+    if projection == "gate_up" and len(names) == 2:
+        return _fused(layer, tensors, rule)
+    if projection == "w13":
+        if not isinstance(tensors, Mapping) or tensors.keys() != set(names):
+            raise _unfit(layer, "w13", f"pass a mapping with the tensors of {' and '.join(names)}")
+        shared = _common_global_scale(layer, tensors, rule)
+        return {name: _one(layer, name, tensors[name], None, rule, shared) for name in names}
+    return {names[0]: _one(layer, names[0], tensors, block, rule)}
+
+
+def _one(
+    layer: WritableLayer,
+    projection: Projection,
+    tensors: object,
+    block: Block | None,
+    rule: Rule,
+    shared: Tensor | None = None,
+) -> Incoming:
+    whole = projection_spec(layer.specs["w2" if projection == "down" else "w13"], projection)
+    return _matrix(layer, projection, tensors, whole if block is None else block.of(whole), rule, shared)
+
+
+def _common_global_scale(layer: WritableLayer, tensors: Mapping[str, object], rule: Rule) -> Tensor | None:
+    """Return the second-level scale that NVFP4 gives to float gate and up rows together; None in other cases."""
+    import torch
+
+    weights = [one["weight"] if isinstance(one, Mapping) and "weight" in one else one for one in tensors.values()]
+    given = [one for one in weights if isinstance(one, torch.Tensor) and one.dtype in _float_dtypes()]
+    if layer.scheme.weight.scale2 is None or len(given) < len(weights):
+        return None
+    scales = torch.cat([nvfp4_global_scale(one, rule) for one in given])
+    return (scales.max() if rule == "modelopt" else scales.min()).reshape(1)
+
+
+def _fused(layer: WritableLayer, tensors: object, rule: Rule) -> dict[Projection, Incoming]:
+    """Read a tensor of gate and up rows, in the order in which the source's family stores them."""
+    if layer.interleaved is None:
+        raise _unfit(layer, "gate_up", "nothing says whether its rows are two halves or alternate; pass w13")
+    both = layer.specs["w13"]
+    found: dict[Projection, Incoming] = {}
+    read = _matrix(layer, "gate_up", tensors, both, rule)
+    half = both.n // 2
+    order: tuple[tuple[Projection, int], ...] = (("gate", 0), ("up", 1))
+    for name, start in order:
+        spec = projection_spec(both, name)
+        matrix = select_rows(read.matrix, spec, first=name == "gate", interleaved=layer.interleaved)
+        rows = slice(start, None, 2) if layer.interleaved else slice(start * half, (start + 1) * half)
+        found[name] = Incoming(matrix, None if read.weight is None else read.weight[rows])
+    return found
+
+
+def _matrix(
+    layer: WritableLayer,
+    projection: str,
+    tensors: object,
+    wanted: MatrixSpec,
+    rule: Rule,
+    shared: Tensor | None = None,
+) -> Incoming:
+    import torch
+
+    if isinstance(tensors, torch.Tensor):
+        tensors = {"weight": tensors}
+    if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        raise _unfit(layer, projection, f"a tensor or tensors by part are needed, not {type(tensors).__name__}")
+    weight = tensors.get("weight")
+    if weight is not None and weight.dtype in _float_dtypes() and wanted.bits <= 8:
+        return _quantized(layer, projection, tensors, wanted, rule, shared)
+    return Incoming(_decoded(layer, projection, tensors, wanted))
+
+
+def _float_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes of weights that are not quantised."""
+    import torch
+
+    return (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _quantized(
+    layer: WritableLayer,
+    projection: str,
+    tensors: Mapping[str, Tensor],
+    wanted: MatrixSpec,
+    rule: Rule,
+    shared: Tensor | None,
+) -> Incoming:
+    weight, more = tensors["weight"], tensors.keys() - {"weight", "bias"}
+    if more:
+        raise _unfit(layer, projection, f"float weights come with no {', '.join(sorted(more))}")
+    if tuple(weight.shape) != (wanted.n, wanted.k):
+        raise _unfit(layer, projection, f"the weights are {list(weight.shape)}, {[wanted.n, wanted.k]} are written")
+    bias = tensors.get("bias")
+    if bias is not None and (tuple(bias.shape) != (wanted.n,) or wanted.bias_dtype is None):
+        raise _unfit(layer, projection, f"bias is {list(bias.shape)}, the layer has {wanted.bias_dtype} [{wanted.n}]")
+    rows = layer.scheme.weight.scale.group_shape[0]
+    found = replace(quantize(weight, wanted, rule, rows=rows, global_scale=shared), bias=bias)
+    check_matrix(found, f"layer {layer.layer} {projection}")
+    return Incoming(found, weight)
+
+
+def _decoded(
+    layer: WritableLayer, projection: str, tensors: Mapping[str, Tensor], wanted: MatrixSpec
+) -> QuantizedMatrix:
+    """Decode the checkpoint's own form, whose headers have to say what is wanted."""
+    scheme, where = layer.scheme, f"layer {layer.layer} {projection}"
+    known = get_format(scheme.format)
+    sigs = {part: PartSig(_stored_dtype(tensor), tuple(tensor.shape)) for part, tensor in tensors.items()}
+    context = Context(where, wanted.role, _declared(scheme), wanted.k, wanted.gated)
+    if not known.matches(sigs, context.declared):
+        shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(sigs.items())) or "nothing"
+        raise _unfit(layer, projection, f"{known.title} is written, these tensors are {shown}")
+    try:
+        described = known.describe(sigs, context)
+    except MoeqError as error:
+        raise MoeqError("usage.update-tensors", error.message, error.hint) from None
+    found = described.spec
+    if "bias" not in tensors:
+        found = replace(found, bias_dtype=wanted.bias_dtype)
+    if replace(found, act_order=wanted.act_order, role=wanted.role, gated=wanted.gated) != wanted:
+        raise _unfit(layer, projection, f"the tensors hold {_text(found)}, {_text(wanted)} is written")
+    matrix = decode(tensors, replace(wanted, bias_dtype=found.bias_dtype), scheme, where)
+    if matrix.spec.act_order != wanted.act_order:
+        raise _unfit(layer, projection, "g_idx and the act-order of the layer contradict each other")
+    return replace(matrix, spec=wanted)
+
+
+def _text(spec: MatrixSpec) -> str:
+    zeros = "symmetric" if spec.symmetric else "with zero points"
+    return (
+        f"{spec.element} [{spec.n}, {spec.k}] {zeros} in groups of {spec.group_size}, {spec.scale_dtype} scales, "
+        f"bias {spec.bias_dtype}"
+    )
+
+
+def _unfit(layer: WritableLayer, projection: str, why: str) -> MoeqError:
+    return MoeqError(
+        "usage.update-tensors",
+        f"layer {layer.layer} {projection}: {why}",
+        f"pass the parts as the source stores them ({layer.scheme.title}), or float weights [N, K]",
+    )
+
+
+def _stored_dtype(tensor: Tensor) -> str:
+    import torch
+
+    names = {
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e8m0fnu: "F8_E8M0",
+        torch.uint8: "U8",
+        torch.int8: "I8",
+        torch.int16: "I16",
+        torch.int32: "I32",
+        torch.int64: "I64",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.float32: "F32",
+    }
+    return names.get(tensor.dtype, str(tensor.dtype))
+
+
+def _declared(scheme: Scheme) -> Declared:
+    """Return what a config would declare for a scheme."""
+    rows, group = scheme.weight.scale.group_shape
+    blocks = scheme.weight.scale.granularity == "block"
+    return Declared(
+        method=scheme.quant_method,
+        variant=scheme.checkpoint_format,
+        bits=scheme.bits,
+        group_size=None if blocks else group,
+        symmetric=scheme.weight.symmetric,
+        act_order=scheme.act_order,
+        strategy=scheme.weight.scale.granularity,
+        block=(rows, group) if blocks else None,
+        activation=scheme.activation,
+        writer=scheme.writer,
+        rule="the converted checkpoint",
+    )

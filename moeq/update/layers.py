@@ -1,0 +1,228 @@
+"""Describe the tensors of a layer on one rank so that experts can be written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.facts import Facts
+from moeq.checkpoint.families import find_family
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Projection, StackedRole
+from moeq.errors import MoeqError
+from moeq.layouts.base import Layout
+from moeq.layouts.padding import PaddingPlan
+from moeq.layouts.registry import get_layout
+from moeq.load.ranks import Rank, RankPart
+from moeq.load.torch_loader import checked_part, layer_entry, open_converted, read_parts
+from moeq.matrix import MatrixSpec
+from moeq.model.describe import model_type
+from moeq.model.shards import Range, shard_spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from moeq.model import Checkpoint
+    from moeq.schemes.base import Scheme
+
+#: Tensors of one layer: stacked matrix to part to tensor `[experts, ...]`.
+RankTensors = Mapping[StackedRole, Mapping[str, "Tensor"]]
+
+
+@dataclass(frozen=True)
+class WritableLayer:
+    """Tensors of one layer on one rank, with everything that is needed to write an expert into them.
+
+    Attributes:
+        layer: layer number.
+        layout: layout that packed it, with losses allowed if the conversion had some.
+        scheme: how the source encodes these experts.
+        specs: logical `w13` and `w2` of a whole expert, as the source has them.
+        written: the same in the groups that are written (`moeq convert --regroup`).
+        padding: sizes of this rank's part before and after padding.
+        intermediate: intermediate features of this rank.
+        first: whether the rank adds the bias of `w2`.
+        tensors: the tensors that are written, `[rows, ...]` each, on one device.
+        experts: expert of every row, as the model counts them; an expert in several rows is redundant.
+        num_experts: experts of the layer on all ranks.
+        digests: projection to the digest of every expert where the manifest's are those of this rank, else empty.
+        rank: the rank.
+        interleaved: whether a `gate_up` tensor of the source alternates gate and up rows; None if unknown.
+    """
+
+    layer: int
+    layout: Layout
+    scheme: Scheme
+    specs: Mapping[StackedRole, MatrixSpec]
+    written: Mapping[StackedRole, MatrixSpec]
+    padding: PaddingPlan
+    intermediate: Range
+    first: bool
+    tensors: RankTensors
+    experts: tuple[int, ...]
+    num_experts: int
+    digests: Mapping[Projection, Sequence[str]] = field(default_factory=dict)
+    rank: Rank = field(default_factory=Rank)
+    interleaved: bool | None = False
+
+    def __post_init__(self) -> None:
+        """Raise MoeqError `usage.update-target` unless the tensors are what the layout writes."""
+        for role in STACKED_ROLES:
+            wanted = self.layout.tensors(self.padded(role))
+            if wanted.keys() != self.tensors[role].keys():
+                raise self.unsuitable(f"{role} has parts {sorted(self.tensors[role])}, {sorted(wanted)} are needed")
+            for part, spec in wanted.items():
+                self._check(f"{role}_{part}", self.tensors[role][part], (len(self.experts), *spec.shape), spec.dtype)
+        self._check_overlap()
+
+    def rows(self, expert: int) -> list[int]:
+        """Return the rows that hold an expert: none if it is on other ranks, several if it is redundant."""
+        return [row for row, held in enumerate(self.experts) if held == expert]
+
+    def padded(self, role: StackedRole) -> MatrixSpec:
+        """Return the spec of this rank's part as it is packed."""
+        return self.padding.w2 if role == "w2" else self.padding.w13
+
+    def own(self, role: StackedRole) -> MatrixSpec:
+        """Return the spec of this rank's part without padding."""
+        return self.padding.original_w2 if role == "w2" else self.padding.original_w13
+
+    @property
+    def projections(self) -> tuple[Projection, ...]:
+        """Projections of which an expert consists."""
+        return ("gate", "up", "down") if self.specs["w13"].gated else ("up", "down")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank holds whole experts."""
+        return self.own("w2").k == self.specs["w2"].k
+
+    def unsuitable(self, why: str) -> MoeqError:
+        """Return the error for tensors that cannot be written."""
+        return MoeqError(
+            "usage.update-target",
+            f"layer {self.layer} in layout {self.layout.id}: {why}",
+            "pass the tensors that moeq.load_tensors returns for this rank",
+        )
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> None:
+        from moeq.layouts.arranged import torch_dtype
+
+        want = torch_dtype(dtype)
+        is_float = tensor.dtype.is_floating_point and want.is_floating_point
+        same_kind = tensor.dtype == want or (is_float and min(tensor.element_size(), want.itemsize) > 1)
+        if tuple(tensor.shape) != shape or not same_kind:
+            raise self.unsuitable(f"{name} is {tensor.dtype} {list(tensor.shape)}, {want} {list(shape)} is written")
+        if not tensor.is_contiguous():
+            raise self.unsuitable(f"{name} has strides {tensor.stride()}, so its bytes are not one block")
+        if tensor.requires_grad:
+            raise self.unsuitable(f"{name} requires a gradient, and packed weights have none")
+        if tensor.is_inference():
+            raise self.unsuitable(f"{name} was made in torch's inference mode, which freezes it")
+
+    def _check_overlap(self) -> None:
+        """Check that no byte belongs to two tensors, since one update would change both."""
+        spans = sorted(
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, f"{role}_{part}")
+            for role in STACKED_ROLES
+            for part, tensor in self.tensors[role].items()
+            if tensor.device.type != "meta" and tensor.nbytes
+        )
+        for (_, stop, one), (start, _, other) in pairwise(spans):
+            if start < stop:
+                raise self.unsuitable(f"{one} and {other} share memory")
+        if len({tensor.device for parts in self.tensors.values() for tensor in parts.values()}) > 1:
+            raise self.unsuitable("its tensors are on several devices")
+
+
+def writable_layer(
+    dst: str | Path | Checkpoint,
+    layer: int,
+    *,
+    tensors: RankTensors | None = None,
+    device: str | torch.device = "cpu",
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    ep_rank: int = 0,
+    ep_size: int = 1,
+    check_gpu: bool = True,
+) -> WritableLayer:
+    """Describe one layer of a converted checkpoint for `moeq.Writer`.
+
+    Args:
+        dst: output of `moeq convert`: a folder, or the result of `moeq.open`.
+        layer: layer number.
+        tensors: tensors that an engine serves from, as `moeq.load_tensors` returns them; None: read them here.
+        device: device of the tensors that are read here.
+        tp_rank: rank within tensor parallelism.
+        tp_size: number of ranks that share every expert.
+        ep_rank: rank within expert parallelism.
+        ep_size: number of ranks that share the experts.
+        check_gpu: refuse a GPU of another architecture than the one converted for.
+
+    Raises:
+        MoeqError: `usage.update-target` if the tensors are not those of the layout, and the errors of
+            `moeq.load_tensors`.
+    """
+    import torch
+
+    checkpoint = open_converted(dst)
+    entry, rank = layer_entry(checkpoint, layer), Rank(tp_rank, tp_size, ep_rank, ep_size)
+    target = torch.device(device)
+    part = checked_part(checkpoint, entry, rank, target, verify=False, check_gpu=check_gpu and tensors is None)
+    if tensors is None:
+        tensors = {role: read_parts(checkpoint, entry, part, part.matrices[role], target) for role in STACKED_ROLES}
+    return describe_layer(checkpoint, entry, rank, part, tensors)
+
+
+def describe_layer(
+    checkpoint: Checkpoint, entry: LayerEntry, rank: Rank, part: RankPart, tensors: RankTensors
+) -> WritableLayer:
+    """Describe a rank's part of a layer, as `moeq.load.ranks.plan_rank` planned it, for writing."""
+    layout = get_layout(entry.layout, allow_lossy=entry.losses > 0)
+    written = {role: entry.matrices[role].spec for role in STACKED_ROLES}
+    held = _features(entry, part)
+    own = {role: shard_spec(written[role], held) for role in STACKED_ROLES}
+    w13, w2 = (part.matrices[role].spec for role in STACKED_ROLES)
+    family = find_family(model_type(Facts(checkpoint.source.config)))
+    return WritableLayer(
+        layer=entry.layer,
+        layout=layout,
+        scheme=checkpoint.scheme_of(entry.layer),
+        specs={role: entry.source_spec(role) for role in STACKED_ROLES},
+        written=written,
+        padding=PaddingPlan(layout.padding, w13, w2, own["w13"], own["w2"]),
+        intermediate=held,
+        first=held.start == 0,
+        tensors=tensors,
+        experts=tuple(range(*part.experts)),
+        num_experts=entry.num_experts,
+        digests=entry.digests if held.size == written["w2"].k else {},
+        rank=rank,
+        interleaved=family.interleaved if family else None,
+    )
+
+
+def _features(entry: LayerEntry, part: RankPart) -> Range:
+    """Return the intermediate features of a rank, without those that only pad."""
+    whole, window = entry.matrices["w2"].spec.k, part.matrices["w2"].window
+    if window is not None:
+        return Range(min(window.k[0], whole), min(window.k[1], whole))
+    stored = part.matrices["w2"].stored
+    for home in entry.ranks:
+        if home.matrices["w2"] is stored:
+            return Range(*home.intermediate)
+    return Range(0, whole)
+
+
+def snapshot_digest(layer: int, digests: Iterator[tuple[int, str, str]]) -> str:
+    """Return the digest of a layer: hex BLAKE3 over a line `expert projection digest` for each projection."""
+    from blake3 import blake3
+
+    found = blake3(f"moeq-layer-1 {layer}\n".encode())
+    for expert, projection, digest in digests:
+        found.update(f"{expert} {projection} {digest}\n".encode())
+    return found.hexdigest()

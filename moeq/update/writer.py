@@ -1,0 +1,372 @@
+"""Write single experts of a layer in place: the same bytes as a fresh conversion of the updated checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
+from moeq.deploy.deployment import Deployment
+from moeq.digest import logical_digest
+from moeq.errors import MoeqError
+from moeq.layouts.base import Layout
+from moeq.matrix import QuantizedMatrix, split_projections
+from moeq.model.regroup import ungroup
+from moeq.model.shards import Range
+from moeq.model.tensor_bytes import reshaped, same_matrix
+from moeq.update.incoming import PROJECTIONS, Block, Incoming, Parts, check_block, read_update
+from moeq.update.layers import WritableLayer, snapshot_digest
+from moeq.update.loss import Loss, measure
+from moeq.update.merge import merged_matrix, whole_matrix
+from moeq.update.quantize import Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Packed = Mapping[str, "Tensor"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Result of writing one projection.
+
+    Attributes:
+        digest: digest of the layer after the update (`Writer.digest`).
+        projections: logical digest of every projection that was written, as far as this rank holds it.
+        rows: rows of the stacked tensors that were written; none if other ranks hold the expert.
+        written_bytes: bytes that were written.
+        losses: stored numbers that the layout changed, for layouts that need `--allow-lossy`.
+        loss: what rounding cost, by projection, where the update was float weights; else empty.
+    """
+
+    digest: str
+    projections: Mapping[str, str]
+    rows: tuple[int, ...]
+    written_bytes: int
+    losses: int
+    loss: Mapping[Projection, Loss]
+
+
+class Writer:
+    """Writer of experts into the tensors of served layers, which keep their addresses.
+
+    Every update is decoded, packed, unpacked and compared in scratch memory of one expert, and only then copied. If a
+    copy fails, the bytes that were copied are taken back: readers find the old expert or the new one. Threads that
+    read the tensors while one is written have to be kept out by the caller.
+
+    Args:
+        layers: the layers, one `moeq.writable_layer` each.
+        deployment: the deployment that the tensors serve; None: not checked.
+        rule: library by whose arithmetic float weights are quantised; None: ModelOpt's for its own checkpoints, else
+            that of compressed-tensors.
+
+    Raises:
+        MoeqError: `usage.update-target` if two layers have one number or share memory, or a layer is that of another
+            deployment.
+    """
+
+    def __init__(
+        self, layers: Iterable[WritableLayer], deployment: Deployment | None = None, *, rule: Rule | None = None
+    ) -> None:
+        self.layers: dict[int, WritableLayer] = {}
+        for layer in layers:
+            if layer.layer in self.layers:
+                raise layer.unsuitable("this number was given twice")
+            self.layers[layer.layer] = layer
+            _check_deployment(layer, deployment)
+        _check_shared_memory(self.layers.values())
+        self._rule = rule
+        self._digests = {number: _known_digests(layer) for number, layer in self.layers.items()}
+        self._calibrations: dict[tuple[int, StackedRole], list[float]] = {}
+
+    def update(
+        self,
+        layer: int,
+        expert: int,
+        projection: str,
+        tensors: Tensor | Parts | Mapping[str, Tensor | Parts],
+        *,
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+        expected: str | None = None,
+    ) -> Update:
+        """Write one projection of one expert, or some of its rows and columns.
+
+        Args:
+            layer: layer number.
+            expert: expert, as the model counts them.
+            projection: `gate`, `up` or `down`; `w13` with a mapping of both `gate` and `up`; `gate_up` for a tensor
+                that the checkpoint stores fused.
+            tensors: parts as the source stores them (`qweight` and so on) or float weights `[N, K]`, alone or as
+                `weight` beside `bias`. Without a bias the old one stays. With `rows` or `columns`, only these.
+            rows: `(start, stop)` of the output features that the tensors hold; None: all.
+            columns: `(start, stop)` of the input features, in whole groups; None: all.
+            expected: digest that the layer must have before the update; None: not checked.
+
+        Raises:
+            MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.no-such-projection`; `usage.stale-digest`;
+                `usage.illegal-slice`; `usage.update-tensors` for tensors of another form; `usage.shared-tensor` if
+                what other weights share would change; `usage.lossy` and its like where the layout cannot hold the
+                values; `source.*` for values that no checkpoint has. Nothing was written then.
+        """
+        found = self._layer(layer)
+        self._check_expert(found, expert)
+        if expected is not None and expected != self.digest(layer):
+            raise MoeqError(
+                "usage.stale-digest",
+                f"layer {layer} has digest {self.digest(layer)[:16]}..., the update expects {expected[:16]}...",
+                "an earlier update is missing or was written twice: send the whole layer",
+            )
+        block = _block(found, projection, rows, columns)
+        rule = self._rule or ("modelopt" if found.scheme.quant_method == "modelopt" else "compressed-tensors")
+        given = read_update(found, projection, tensors, block, rule)
+        role: StackedRole = "w2" if "down" in given else "w13"
+        places = found.rows(expert)
+        if not places:
+            return Update(self.digest(layer), {}, (), 0, 0, {})
+        return self._write(found, expert, role, places, given, block)
+
+    def digest(self, layer: int) -> str:
+        """Return the digest of a layer as it was last written; unlike `snapshot` it reads no weights after the first.
+
+        Ranks that hold whole experts begin with the digests of `moeq.json`. Others read their weights once.
+        """
+        found = self._layer(layer)
+        held = self._digests[layer]
+        if not held:
+            held.update(_read_digests(found))
+        return snapshot_digest(layer, iter((*key, value) for key, value in sorted(held.items())))
+
+    def _write(
+        self,
+        layer: WritableLayer,
+        expert: int,
+        role: StackedRole,
+        places: Sequence[int],
+        given: Mapping[Projection, Incoming],
+        block: Block | None,
+    ) -> Update:
+        new = whole_matrix(layer, role, given) if block is None else None
+        rounded = any(one.weight is not None for one in given.values())
+        old = read_matrix(layer, role, places[0]) if new is None or rounded else None
+        loss = measure(given, _as_source(layer, role, old) if block is None and layer.is_whole and old else None)
+        if new is None:
+            assert old is not None  # read just above
+            _check_reversible(layer, role, old, places[0])
+            new = merged_matrix(layer, role, old, given, block)
+        layout, calibrations = self._calibrated(layer, role, places, new)
+        packed, held, losses = pack(layer, layout, role, new)
+        self.digest(layer.layer)  # known before a byte changes
+        _replace(layer, role, places, packed)
+        if calibrations is not None:
+            self._calibrations[layer.layer, role] = calibrations
+        digests = {name: value for name, value in _digests_of(layer, role, held) if name in given}
+        self._digests[layer.layer] |= {(expert, name): value for name, value in digests.items()}
+        written = len(places) * sum(tensor[0].nbytes for tensor in layer.tensors[role].values())
+        return Update(self.digest(layer.layer), digests, tuple(places), written, losses, loss)
+
+    def _calibrated(
+        self, layer: WritableLayer, role: StackedRole, places: Sequence[int], new: QuantizedMatrix
+    ) -> tuple[Layout, list[float] | None]:
+        """Return the layout with what it must know of all experts, which this update must not change."""
+        if layer.layout.calibration_scope is None:
+            return layer.layout, None
+        padded = layer.padding.pad(new)
+        value = layer.layout.calibrate(padded)
+        if value is None:
+            return layer.layout, None
+        known = self._calibrations.get((layer.layer, role)) or _calibrations(layer, role)
+        found = list(known)
+        for place in places:
+            found[place] = value
+        before, after = layer.layout.with_calibration(max(known)), layer.layout.with_calibration(max(found))
+        shared = ("scale_factor", "global_scale")
+        one, other = before.pack(padded), after.pack(padded)
+        if any(bool((one[name] != other[name]).any()) for name in shared if name in one):
+            raise MoeqError(
+                "usage.shared-tensor",
+                f"layer {layer.layer} {role}: {layer.layout.calibration_scope}, and this update changes the largest "
+                f"from {max(known):g} to {max(found):g}, so every expert would have to be packed anew",
+                "convert the updated checkpoint again, or serve a layout without a common factor",
+            )
+        return after, found
+
+    def _layer(self, layer: int) -> WritableLayer:
+        if layer not in self.layers:
+            known = ", ".join(map(str, sorted(self.layers)))
+            raise MoeqError("usage.no-such-layer", f"this writer has no layer {layer!r}", f"its layers: {known}")
+        return self.layers[layer]
+
+    def _check_expert(self, layer: WritableLayer, expert: int) -> None:
+        if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < layer.num_experts:
+            last = layer.num_experts - 1
+            raise MoeqError("usage.no-such-expert", f"layer {layer.layer} has experts 0 to {last}, not {expert!r}")
+
+
+def snapshot(layer: WritableLayer) -> str:
+    """Read all experts that a rank holds and return the layer's digest, equal to `Writer.digest` of true weights."""
+    return snapshot_digest(layer.layer, iter((*key, value) for key, value in sorted(_read_digests(layer).items())))
+
+
+def read_matrix(layer: WritableLayer, role: StackedRole, row: int) -> QuantizedMatrix:
+    """Unpack one row of the stacked tensors: the rank's part of an expert's `w13` or `w2`, without padding."""
+    return layer.padding.unpad(layer.layout.unpack(_stored_row(layer, role, row), layer.padded(role)))
+
+
+def pack(
+    layer: WritableLayer, layout: Layout, role: StackedRole, matrix: QuantizedMatrix
+) -> tuple[Packed, QuantizedMatrix, int]:
+    """Pack a rank's matrix and prove the result.
+
+    Returns:
+        The packed parts, the matrix that they hold, and the stored numbers that differ from the given one.
+
+    Raises:
+        MoeqError: `bug.round-trip` if packing changed numbers without leave, and the errors of `Layout.pack`.
+    """
+    padded = layer.padding.pad(matrix)
+    shapes = layout.tensors(padded.spec)
+    packed = {name: reshaped(tensor, shapes[name].shape) for name, tensor in layout.pack(padded).items()}
+    unpacked = layout.unpack(packed, padded.spec)
+    if same_matrix(unpacked, padded):
+        return packed, matrix, 0
+    losses = layout.losses(padded) if layout.allow_lossy else 0
+    if not losses:
+        raise MoeqError(
+            "bug.round-trip",
+            f"layer {layer.layer} {role}: the packed bytes do not unpack to the update's values",
+            "nothing was written; report this as a bug in moeq",
+        )
+    return packed, layer.padding.unpad(unpacked), losses
+
+
+def _stored_row(layer: WritableLayer, role: StackedRole, row: int) -> dict[str, Tensor]:
+    """Return the parts of a row in the dtypes of the layout; engines round some scales and biases."""
+    from moeq.layouts.arranged import torch_dtype
+
+    wanted = layer.layout.tensors(layer.padded(role))
+    return {
+        name: tensor[row].to("cpu", torch_dtype(wanted[name].dtype)) for name, tensor in layer.tensors[role].items()
+    }
+
+
+def _check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatrix, row: int) -> None:
+    """Check that weights which stay keep their bytes, where packing rounds.
+
+    Raises:
+        MoeqError: `usage.shared-tensor` if packing the current values again would give other bytes.
+    """
+    import torch
+
+    if not layer.layout.allow_lossy or (layer.layout.calibration_scope is not None and layer.layout.lossy is None):
+        return
+    stored = _stored_row(layer, role, row)
+    layout = layer.layout
+    padded = layer.padding.pad(old)
+    value = layout.calibrate(padded) if layout.calibration_scope is not None else None
+    again = (layout if value is None else layout.with_calibration(value)).pack(padded)
+    same = all(
+        torch.equal(again[name].contiguous().view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
+        for name in stored
+    )
+    if not same:
+        raise MoeqError(
+            "usage.shared-tensor",
+            f"layer {layer.layer} {role}: {layer.layout.id} has rounded the weights that stay, and rounding them "
+            f"again would change them: {layer.layout.lossy}",
+            f"write all of {role} in one update: projection '{role}' without rows and columns",
+        )
+
+
+def _replace(layer: WritableLayer, role: StackedRole, places: Sequence[int], packed: Packed) -> None:
+    """Copy packed parts to their rows. If one copy fails, take the others back and raise its error."""
+    import torch
+
+    targets = [(layer.tensors[role][name][row], tensor) for row in places for name, tensor in packed.items()]
+    done: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        try:
+            for target, tensor in targets:
+                done.append((target, target.clone()))
+                target.copy_(tensor)
+        except BaseException:
+            for target, before in done:
+                target.copy_(before)
+            raise
+
+
+def _read_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
+    found = {}
+    for row, expert in enumerate(layer.experts):
+        for role in STACKED_ROLES:
+            for name, digest in _digests_of(layer, role, read_matrix(layer, role, row)):
+                found[expert, name] = digest
+    return found
+
+
+def _known_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
+    return {(expert, name): values[expert] for name, values in layer.digests.items() for expert in set(layer.experts)}
+
+
+def _as_source(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    """Return the matrix in the groups of the source."""
+    group = layer.specs[role].group_size
+    return matrix if group == layer.written[role].group_size else ungroup(matrix, group)
+
+
+def _digests_of(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> list[tuple[str, str]]:
+    return [(name, logical_digest(part)) for name, part in split_projections(_as_source(layer, role, matrix))]
+
+
+def _calibrations(layer: WritableLayer, role: StackedRole) -> list[float]:
+    found = []
+    for row in range(len(layer.experts)):
+        value = layer.layout.calibrate(layer.padding.pad(read_matrix(layer, role, row)))
+        assert value is not None  # the caller's matrix has one, and experts are alike
+        found.append(value)
+    return found
+
+
+def _block(
+    layer: WritableLayer, projection: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+) -> Block | None:
+    """Return the block of a projection that an update writes, checked; None for all of it."""
+    if rows is None and columns is None:
+        return None
+    names = PROJECTIONS.get(projection, ())
+    if len(names) != 1:
+        raise MoeqError(
+            "usage.illegal-slice", f"rows and columns are those of one projection, not {projection!r}", "gate, up, down"
+        )
+    spec = layer.specs["w2" if names[0] == "down" else "w13"]
+    n = spec.n // (2 if names[0] != "down" and spec.gated else 1)
+    block = Block(Range(*(rows or (0, n))), Range(*(columns or (0, spec.k))))
+    check_block(layer, names[0], block)
+    return None if block == Block(Range(0, n), Range(0, spec.k)) else block
+
+
+def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> None:
+    if deployment is None:
+        return
+    sizes = {"tp": layer.rank.tp_size, "ep": layer.rank.ep_size}
+    for name, size in sizes.items():
+        if getattr(deployment, name) != size:
+            raise layer.unsuitable(f"the deployment has {name} {getattr(deployment, name)}, the tensors {name} {size}")
+
+
+def _check_shared_memory(layers: Iterable[WritableLayer]) -> None:
+    """Check that no two layers share memory, as tied layers do."""
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, layer.layer)
+        for layer in layers
+        for parts in layer.tensors.values()
+        for tensor in parts.values()
+        if tensor.device.type != "meta" and tensor.nbytes
+    )
+    for (_, stop, one), (start, _, other) in pairwise(spans):
+        if start < stop:
+            raise MoeqError(
+                "usage.update-target", f"layers {one} and {other} share memory", "give every layer tensors of its own"
+            )

@@ -1,0 +1,202 @@
+"""Experts written in place: the bytes of a fresh conversion of the updated checkpoint."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline.test_every_layout import CASES, DEPLOYMENT, LOSSY_CASES
+from update.updates import Experts, donors
+
+import moeq
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
+from moeq.update.layers import WritableLayer
+from moeq.update.writer import pack as pack_matrix
+
+#: Checkpoints whose gate and up rows share something that an update of one of them would change.
+JOINED = {"nvfp4", "fp8-tensor", "modelopt-fp8", "actorder"}
+
+REFUSALS = ("usage.shared-tensor", "usage.scales-not-shared", "usage.lossy")
+
+
+def layers_of(folder: Path) -> dict[int, WritableLayer]:
+    checkpoint = moeq.open(folder)
+    return {entry.layer: moeq.writable_layer(checkpoint, entry.layer) for entry in checkpoint.manifest.layers}
+
+
+def same_bytes(one: WritableLayer, other: WritableLayer) -> list[str]:
+    return [
+        f"layer {one.layer} {role}_{part}"
+        for role in ("w13", "w2")
+        for part, tensor in one.tensors[role].items()
+        if not torch.equal(tensor.view(-1).view(torch.uint8), other.tensors[role][part].view(-1).view(torch.uint8))
+    ]
+
+
+def pack(source: Path, out: Path, layout: str) -> Path:
+    convert(source, out, DEPLOYMENT, layout=layout, force_layout=True, allow_lossy=True)
+    return out
+
+
+def run(source: Path, layout: str, tmp_path: Path, seed: int, count: int) -> tuple[int, int]:
+    """Write random experts, then compare with a fresh conversion. Returns how many were written and refused."""
+    experts = Experts.read(source)
+    writer = moeq.Writer(layers_of(pack(source, tmp_path / "before", layout)).values(), DEPLOYMENT)
+    addresses = {n: t.data_ptr() for layer in writer.layers.values() for n, t in layer.tensors["w13"].items()}
+    written = refused = 0
+    joined = any(word in source.name for word in JOINED)
+    for layer, expert, parts in donors(experts, seed, count, joined=joined):
+        before = writer.digest(layer)
+        (name, given), *more = parts.items()
+        if more:
+            name, given = "w13", parts
+        try:
+            found = writer.update(layer, expert, name, given, expected=before)
+        except MoeqError as error:
+            if error.code not in REFUSALS:
+                raise
+            assert writer.digest(layer) == before
+            refused += 1
+            continue
+        for projection, tensors in parts.items():
+            experts.copy(tensors, experts.parts(layer, expert, projection))
+        written += 1
+        assert found.digest == writer.digest(layer)
+    fresh = layers_of(pack(experts.save(tmp_path / "source"), tmp_path / "after", layout))
+    for number, layer in writer.layers.items():
+        assert same_bytes(layer, fresh[number]) == []
+        assert moeq.snapshot(layer) == writer.digest(number) == moeq.Writer([fresh[number]]).digest(number)
+    assert addresses == {n: t.data_ptr() for layer in writer.layers.values() for n, t in layer.tensors["w13"].items()}
+    return written, refused
+
+
+@pytest.mark.cover(every=6)
+@pytest.mark.parametrize(("name", "layout"), [*CASES, *LOSSY_CASES], ids=str)
+def test_updates_equal_a_fresh_conversion(name, layout, checkpoints, tmp_path) -> None:
+    written, _ = run(checkpoints / name, layout, tmp_path, seed=zlib.crc32(f"{name} {layout}".encode()), count=6)
+    assert written or "int8act" in layout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout"), [*CASES, *LOSSY_CASES], ids=str)
+def test_a_thousand_updates_equal_a_fresh_conversion(name, layout, checkpoints, tmp_path) -> None:
+    run(checkpoints / name, layout, tmp_path, seed=1, count=1000)
+
+
+@pytest.fixture(scope="module")
+def gptq(converted, checkpoints) -> tuple[Experts, Path]:
+    name = "gptq-int4-g32-qwen3moe"
+    return Experts.read(checkpoints / name), converted[name]
+
+
+def test_slices_of_rows_and_columns_are_written_in_place(gptq) -> None:
+    experts, folder = gptq
+    layers, sliced = layers_of(folder), layers_of(folder)
+    whole, writer = moeq.Writer(layers.values()), moeq.Writer(sliced.values())
+    parts = experts.parts(0, 1, "down")
+    n, k = parts["scales"].shape[1], parts["qweight"].shape[0] * 8
+    whole.update(0, 0, "down", parts)
+    for start in range(0, n, 32):
+        rows = slice(start, start + 32)
+        for left in range(0, k, 64):
+            words, groups = slice(left // 8, left // 8 + 8), slice(left // 32, left // 32 + 2)
+            cut = {
+                "qweight": parts["qweight"][words, rows],
+                "scales": parts["scales"][groups, rows],
+                "qzeros": parts["qzeros"][groups, start // 8 : start // 8 + 4],
+            }
+            writer.update(0, 0, "down", cut, rows=(start, start + 32), columns=(left, left + 64))
+    assert same_bytes(layers[0], sliced[0]) == []
+    assert whole.digest(0) == writer.digest(0) == moeq.snapshot(sliced[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "text"),
+    [
+        ({"layer": 7}, "usage.no-such-layer", "no layer 7"),
+        ({"expert": 99}, "usage.no-such-expert", "not 99"),
+        ({"expert": -1}, "usage.no-such-expert", "not -1"),
+        ({"expert": True}, "usage.no-such-expert", "not True"),
+        ({"projection": "gates"}, "usage.no-such-projection", "'gates'"),
+        ({"expected": "0" * 64}, "usage.stale-digest", "000000"),
+        ({"columns": (16, 64)}, "usage.illegal-slice", "16 % 32 = 16"),
+        ({"rows": (0, 1 << 20)}, "usage.illegal-slice", "0 .. 1048576"),
+        ({"rows": (64, 32)}, "usage.illegal-slice", "64 .. 32"),
+        ({"tensors": {}}, "usage.update-tensors", "these tensors are nothing"),
+        ({"tensors": None}, "usage.update-tensors", "not NoneType"),
+        ({"tensors": torch.zeros(3, 5, dtype=torch.bfloat16)}, "usage.update-tensors", "[3, 5]"),
+        ({"tensors": torch.full((256, 128), float("nan"), dtype=torch.float16)}, "source.bad-data", "nan"),
+    ],
+    ids=str,
+)
+def test_hostile_updates_are_refused_and_write_nothing(change, code, text, gptq) -> None:
+    experts, folder = gptq
+    layers, kept = layers_of(folder), layers_of(folder)
+    writer = moeq.Writer(layers.values())
+    asked = {"layer": 0, "expert": 0, "projection": "down", "tensors": experts.parts(0, 1, "down")} | change
+    with pytest.raises(MoeqError) as caught:
+        writer.update(**asked)
+    assert caught.value.code == code
+    assert text in caught.value.message
+    assert same_bytes(layers[0], kept[0]) == []
+
+
+@pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
+def test_parts_of_other_shapes_and_dtypes_are_refused(part, gptq) -> None:
+    experts, folder = gptq
+    writer = moeq.Writer(layers_of(folder).values())
+    parts = experts.parts(0, 1, "down")
+    for tensor in (parts[part][:-1], parts[part].to(torch.int64), parts[part].reshape(-1)):
+        with pytest.raises(MoeqError) as caught:
+            writer.update(0, 0, "down", parts | {part: tensor})
+        assert caught.value.code == "usage.update-tensors", caught.value
+
+
+def test_a_copy_that_fails_leaves_the_old_expert(gptq, monkeypatch) -> None:
+    experts, folder = gptq
+    layers, kept = layers_of(folder), layers_of(folder)
+    writer = moeq.Writer(layers.values())
+
+    def last_part_cut(*args: object) -> tuple[dict[str, torch.Tensor], object, int]:
+        packed, held, losses = pack_matrix(*args)
+        *_, last = packed
+        return {**packed, last: packed[last][:-1]}, held, losses
+
+    before = writer.digest(0)
+    monkeypatch.setattr("moeq.update.writer.pack", last_part_cut)
+    with pytest.raises(RuntimeError, match="size"):
+        writer.update(0, 0, "down", experts.parts(0, 1, "down"))
+    assert same_bytes(layers[0], kept[0]) == []
+    assert writer.digest(0) == before
+
+
+def test_unsuitable_tensors_are_refused(gptq) -> None:
+    _, folder = gptq
+    checkpoint = moeq.open(folder)
+    good = {role: dict(parts) for role, parts in moeq.writable_layer(checkpoint, 0).tensors.items()}
+
+    def refused(role: str, part: str, tensor: torch.Tensor, text: str) -> None:
+        with pytest.raises(MoeqError, match=text) as caught:
+            moeq.writable_layer(checkpoint, 0, tensors=good | {role: good[role] | {part: tensor}})
+        assert caught.value.code == "usage.update-target"
+
+    scale = good["w2"]["scale"]
+    refused("w2", "scale", scale[:, :1].expand_as(scale), "strides")
+    refused("w2", "scale", scale[:-1], r"\[\d+, 4, 256\] is written")
+    refused("w2", "scale", scale.view(torch.int16), "int16")
+    refused("w2", "scale", scale.clone().requires_grad_(), "gradient")
+    refused(
+        "w13",
+        "scale",
+        good["w13"]["weight"]
+        .view(torch.float16)
+        .view(-1)[: good["w13"]["scale"].numel()]
+        .view(good["w13"]["scale"].shape),
+        "share memory",
+    )
+    one = moeq.writable_layer(checkpoint, 0)
+    with pytest.raises(MoeqError, match="given twice"):
+        moeq.Writer([one, one])
