@@ -27,6 +27,7 @@ from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
 from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
 from moeq_kernels.launch import Launch
+from moeq_kernels.placement import BLOCK, Digit, Packing, Placement
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
 from moeq_kernels.records import PackedMatrix
@@ -114,7 +115,7 @@ def full_matrix() -> list[Case]:
 
 
 def _small_kernels() -> list[Case]:
-    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices")
+    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words")
     return [Case(name, epilogue=name) for name in names]
 
 
@@ -189,6 +190,8 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     if case.epilogue == "quantize_rows":
         codes, scales = area(torch.int8, 64, HIDDEN), area(torch.float32, 64)
         return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
+    if case.epilogue == "place_words":
+        return _placement_launch()
     gpu = TARGETS[target]
     if case.epilogue == "sum_choices":  # whatever the weights are
         case = replace(case, layout="marlin-wna16/1", element="int4")
@@ -208,6 +211,28 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
         return next(launch for launch in found if launch.kernel.endswith(f":{case.epilogue}"))
     products = [launch for launch in found if launch.kernel.endswith(":moe_gemm")]
     return products[1 if down else 0]
+
+
+def _placement_launch() -> Launch:
+    """Return the launch that writes int4 codes, two to a byte, in Marlin's order."""
+    radices = ((0, 4, 16), (1, 4, 2), (0, 8, 1), (0, INTERMEDIATE // 64, 64), (1, HIDDEN // 16, 16))
+    digits, stride = [], 1
+    for axis, radix, multiple in radices:
+        digits.append(Digit(axis, radix, multiple, False, stride, 0, radix))
+        stride *= radix
+    fields = tuple((8 * o, q + 8 * h) for q in range(2) for o in range(2) for h in range(2))
+    placement, source = Placement(tuple(digits), fields, 4), (INTERMEDIATE, HIDDEN // 2)
+    sizes = {"count": placement.words, "rows": INTERMEDIATE, "columns": HIDDEN, "row_stride": source[1]}
+    arguments = {
+        "source": Area.of("source", torch.uint8, *source),
+        "target": Area.of("target", torch.int32, placement.words),
+        **sizes,
+        "column_stride": 1,
+        "first_row": 0,
+        "first_column": 0,
+    }
+    constants = {**placement.constants, **Packing(2).constants, "BLOCK": BLOCK}
+    return Launch("device.placement:place_words", (-(-placement.words // BLOCK),), arguments, constants)
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:

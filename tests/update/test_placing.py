@@ -1,0 +1,120 @@
+"""The gather kernel writes the bytes that layouts pack, for whole matrices, halves and blocks of every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, arranged, specs
+from layouts.matrices import random_matrix
+
+from moeq.layouts.arranged import ArrangedLayout, is_gated_w13
+from moeq.layouts.registry import get_layout
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.update.placing import placement_of
+from moeq_kernels.placement import Packing, place
+
+ARRANGED = [
+    one
+    for one in LAYOUT_IDS
+    if isinstance(get_layout(one), ArrangedLayout)
+    and type(get_layout(one)).pack_into is ArrangedLayout.pack_into
+    and one not in LOSSY_ALWAYS
+]
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def matrix_of(layout: ArrangedLayout, spec: MatrixSpec, seed: int) -> QuantizedMatrix:
+    """A matrix whose scales and zeros every layout can hold."""
+    matrix = random_matrix(spec, seed)
+    scales = matrix.scales
+    if spec.scale_dtype == "e8m0":
+        scales = (scales % 16 + 110).to(torch.uint8)
+    for part in layout.parts(spec).values():
+        if part.rows > 1:
+            scales = scales[:: part.rows].repeat_interleave(part.rows, 0)[: spec.n].contiguous()
+    return replace(matrix, scales=scales)
+
+
+@pytest.mark.cover(every=2)
+@pytest.mark.parametrize("layout_id", ARRANGED)
+def test_every_part_of_every_layout_is_placed(layout_id) -> None:
+    layout = arranged(layout_id, allow_lossy=True)
+    for number, spec in enumerate(specs(layout_id)):
+        if number % 3 and spec.role == "w2":
+            continue
+        matrix = matrix_of(layout, spec, number)
+        if layout.calibration_scope is not None:
+            layout = layout.with_calibration(layout.calibrate(matrix) or 1.0)
+        packed = layout.pack(matrix)
+        for name, part in layout.parts(spec).items():
+            if layout_id.startswith("marlin-wna16-fp8act") and name == "weight":
+                continue  # rewritten around the zero point after packing
+            elements = layout.encode(name, matrix)
+            target = torch.full_like(raw(packed[name]), 0xA5)
+            rows, columns = elements.shape
+            halves = (0, 1) if is_gated_w13(spec) and part.rows == 1 else (None,)
+            placements = [
+                placement_of(part, (rows, columns), (0, rows // len(halves)), (0, columns), half) for half in halves
+            ]
+            if None in placements:
+                halves, placements = (None,), [placement_of(part, (rows, columns), (0, rows), (0, columns))]
+            if placements == [None]:
+                assert part.halves_swapped or part.arrangement.has_halves, (layout_id, name)
+                continue
+            size = rows // len(halves)
+            for half, placement in zip(halves, placements, strict=True):
+                start = size * (half or 0)
+                place(elements[start : start + size], target, placement, (size, columns))
+            assert torch.equal(target, raw(packed[name])), (layout_id, name, spec)
+
+
+@pytest.mark.parametrize("layout_id", ["marlin-wna16/1", "moeq-mxfp4/1", "triton-wna16/1", "trtllm-mxfp4/1"])
+def test_blocks_are_placed_and_the_rest_stays(layout_id) -> None:
+    layout = arranged(layout_id)
+    spec = next(one for one in specs(layout_id, rows=4, columns=4) if one.role == "w13")
+    one, other = matrix_of(layout, spec, 1), matrix_of(layout, spec, 2)
+    rule, half = layout.slices(spec), spec.n // 2
+    rows, columns = (rule.n, 2 * rule.n), (rule.k, 3 * rule.k)
+    mixed = replace(one, codes=one.codes.clone())
+    block = slice(half + rows[0], half + rows[1]), slice(*columns)
+    mixed.codes[block] = other.codes[block]
+    target, part = layout.pack(one)["weight"], layout.parts(spec)["weight"]
+    placement = placement_of(part, (spec.n, spec.k), rows, columns, half=1)
+    assert placement is not None
+    place(other.codes[block], target, placement, (rows[1] - rows[0], columns[1] - columns[0]))
+    assert torch.equal(raw(target), raw(layout.pack(mixed)["weight"]))
+
+
+def words(codes: torch.Tensor, order: tuple[int, ...], axis: int) -> torch.Tensor:
+    """int32 words of eight codes along an axis, code i in field `order[i]`."""
+    spread = codes.long().unflatten(axis, (-1, 8))
+    shifts = torch.tensor(order) * 4
+    found = (spread << (shifts if axis == 1 else shifts[None, :, None])).sum(axis + 1)
+    return (found - (found >> 31 << 32)).to(torch.int32)
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "int8"])
+def test_packed_sources_are_read_as_they_are(form) -> None:
+    layout = arranged("marlin-wna16/1")
+    element = "int8" if form == "int8" else "int4"
+    spec = MatrixSpec("w2", 128, 256, element, 64, "f16")
+    matrix = random_matrix(spec, 3)
+    if form == "int8":
+        source, packing = (matrix.codes ^ 0x80).view(torch.int8), Packing(sign=0x80)
+    elif form == "awq":
+        order = (0, 4, 1, 5, 2, 6, 3, 7)
+        source, packing = words(matrix.codes, order, 0).t().contiguous().t(), Packing(8, along_rows=True, order=order)
+    else:
+        source, packing = words(matrix.codes, tuple(range(8)), 1), Packing(8)
+        source = source.t().contiguous().t() if form == "gptq" else source
+    packed = layout.pack(matrix)["weight"]
+    target = torch.zeros_like(packed)
+    placement = placement_of(layout.parts(spec)["weight"], (128, 256), (0, 128), (0, 256))
+    assert placement is not None
+    place(source, target, placement, (128, 256), packing)
+    assert torch.equal(target, packed)
