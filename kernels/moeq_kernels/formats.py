@@ -174,7 +174,13 @@ def _plain(layout: str, element: str, codec: str, kind: str, per_byte: int) -> F
 
 
 def _marlin_float(
-    layout: str, element: str, group_sizes: tuple[int, ...], scale_kind: str, dtype: str, global_exponent: int = 0
+    layout: str,
+    element: str,
+    group_sizes: tuple[int, ...],
+    scale_kind: str,
+    dtype: str,
+    global_exponent: int = 0,
+    codec: str = "",
 ) -> Format:
     """Describe NVFP4, FP8 or MXFP8 in Marlin's order, as vLLM 0.33 prepares it for parameters of `dtype`."""
     bytes_as_scales = scale_kind in ("s0e5m3", "e8m0")
@@ -183,7 +189,7 @@ def _marlin_float(
     return Format(
         layout=layout,
         element=element,
-        codec="marlin4" if element == "e2m1" else "marlin8",
+        codec=codec or ("marlin4" if element == "e2m1" else "marlin8"),
         kind=element,
         weight_shape=lambda n, k: (k // 16, n * words),
         weight_dtype="int32",
@@ -269,6 +275,7 @@ _TABLE = (
     _mxfp4("mxfp4-identity/1", "nibbles", lambda n, k: (n, k // 2), "rows", (1, 32)),
     _marlin_float("marlin-nvfp4/1", "e2m1", (16,), "s0e5m3", "bfloat16", 119),
     _marlin_float("marlin-nvfp4-fp16/1", "e2m1", (16,), "s0e5m3", "float16", 7),
+    _marlin_float("moeq-nvfp4/1", "e2m1", (16,), "s0e5m3", "bfloat16", 119, "marlin4-permuted"),
     _marlin_float("marlin-fp8/1", "e4m3", (128, -1), "float-120", "bfloat16"),
     _marlin_float("marlin-fp8-fp16/1", "e4m3", (128, -1), "float-8", "float16"),
     _marlin_float("marlin-mxfp8/1", "e4m3", (32,), "e8m0", "bfloat16"),

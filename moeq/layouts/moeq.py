@@ -1,4 +1,4 @@
-"""Layouts for moeq's own kernels: MXFP4, and integers of 2 and 3 bits."""
+"""Layouts for moeq's own kernels: MXFP4, NVFP4, and integers of 2 and 3 bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from moeq.layouts.base import PaddingRule, SliceRule
 from moeq.layouts.bits import MOEQ_MXFP4
 from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part, whole_groups
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
+from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -52,6 +53,23 @@ class MoeqMXFP4(MarlinMXFP4):
         super().check_values(matrix)
         why = f"{self.id} holds exponent bytes up to {GREATEST} (scales up to 2^{GREATEST - 127})"
         refuse_exponents_above(GREATEST, matrix, why, "marlin-mxfp4/1 (--backend MARLIN) keeps every exponent")
+
+
+class MoeqNVFP4(MarlinNVFP4):
+    """Marlin's NVFP4 for bf16 parameters, with the bits of every word of codes in the order of `moeq-mxfp4/1`.
+
+    Other parts are those of `marlin-nvfp4/1`.
+    """
+
+    id = "moeq-nvfp4/1"
+    title = "NVFP4 for moeq's own kernels, bf16 activations"
+    readers = (MOEQ("MOEQ", keeps_16_bit=True),)
+    arch = "SM80 and newer, gfx942, gfx950"
+    source = "moeq"
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        found = super().parts(spec)
+        return {**found, "weight": replace(found["weight"], rewrite=MOEQ_MXFP4)}
 
 
 #: Words of the lower two bits and of the third bit: Marlin's for 4 bits, with rows of k that are 16 apart in a nibble.

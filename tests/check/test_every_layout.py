@@ -35,8 +35,8 @@ LAYOUTS_OF = {
     "ct-w8a8-qwen3moe": ("int8-w8a8/1",),
     "ct-mxfp4-qwen3moe": MXFP4,
     "mxfp4-gptoss": MXFP4,
-    "ct-nvfp4-qwen3moe": ("marlin-nvfp4/1",),
-    "ct-nvfp4a16-qwen3moe": ("marlin-nvfp4/1",),
+    "ct-nvfp4-qwen3moe": ("marlin-nvfp4/1", "moeq-nvfp4/1"),
+    "ct-nvfp4a16-qwen3moe": ("marlin-nvfp4/1", "moeq-nvfp4/1"),
     "ct-fp8-block-qwen3moe": ("marlin-fp8/1",),
     "ct-fp8-channel-qwen3moe": ("marlin-fp8/1",),
     "ct-fp8-tensor-qwen3moe": ("marlin-fp8/1",),
@@ -57,7 +57,7 @@ def test_no_layout_with_a_kernel_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", ["ct-nvfp4-qwen3moe", "ct-fp8-block-qwen3moe", "ct-mxfp8-qwen3moe"])
 def test_loaded_experts_are_those_of_the_source(name, conversions, checkpoints) -> None:
-    (layout,) = LAYOUTS_OF[name]
+    layout = LAYOUTS_OF[name][-1]
     experts = moeq.load_experts(conversions(name, layout), 1, device="cpu", check_gpu=False)
     source, generator = moeq.open(checkpoints / name), torch.Generator().manual_seed(3)
     x = torch.randn(4, experts.w13.k, generator=generator).to(torch.bfloat16)

@@ -430,6 +430,7 @@ WITHOUT = {
     "marlin-mxfp4-interleaved/1": "the map of marlin-mxfp4 on interleaved rows (moeq parity)",
     "marlin-wna16-fp8act/1": "the weight map of marlin-mxfp4-fp8act and scales of marlin-wna16-int8act",
     "moeq-mxfp4/1": "marlin-mxfp4 with another order of bits, which the kernels read (tests/moeq_kernels)",
+    "moeq-nvfp4/1": "marlin-nvfp4 with another order of bits, which the kernels read (tests/moeq_kernels)",
     "moeq-wna16/1": "moeq's own: tests/moeq_kernels/test_few_bits.py compares with a closed form, and multiplies",
     "mxfp4-identity/1": "as stored",
     "rdna3-int4/1": "written from the engine's kernel; its packing needs such a GPU",

@@ -227,6 +227,10 @@ def _marlin_nvfp4(exponent: int) -> Callable[[Quantised], dict[str, Tensor | Non
     return parts
 
 
+def _moeq_nvfp4(m: Quantised) -> dict[str, Tensor | None]:
+    return {**_marlin_nvfp4(119)(m), "weight": packing.permuted_weight(m.codes)}
+
+
 def _marlin_fp8(exponent: int, dtype: torch.dtype) -> Callable[[Quantised], dict[str, Tensor | None]]:
     def parts(m: Quantised) -> dict[str, Tensor | None]:
         rows = -(-m.codes.shape[1] // m.scales.shape[1])
@@ -266,6 +270,7 @@ PARTS: dict[tuple[str, str], Callable[[Quantised], dict[str, Tensor | None]]] = 
     ("triton-kernels-hopper-w4/1", "e2m1"): _hopper(4),
     ("marlin-nvfp4/1", "e2m1"): _marlin_nvfp4(119),
     ("marlin-nvfp4-fp16/1", "e2m1"): _marlin_nvfp4(7),
+    ("moeq-nvfp4/1", "e2m1"): _moeq_nvfp4,
     ("marlin-fp8/1", "e4m3"): _marlin_fp8(120, torch.bfloat16),
     ("marlin-fp8-fp16/1", "e4m3"): _marlin_fp8(8, torch.float16),
     ("marlin-mxfp8/1", "e4m3"): lambda m: {

@@ -92,6 +92,7 @@ LAYERS = {
     "padded-mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=640, intermediate=256, bias=True, seed=24),
     "padded-int4": Recipe(experts=8, hidden=640, intermediate=192, group_size=64, bias=True, limit=0.5, seed=25),
     "nvfp4": Recipe("marlin-nvfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=32),
+    "nvfp4-permuted": Recipe("moeq-nvfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, bias=True, seed=40),
     "padded-nvfp4": Recipe("marlin-nvfp4/1", "e2m1", experts=8, hidden=640, intermediate=192, bias=True, seed=33),
     "f16-nvfp4": Recipe(
         "marlin-nvfp4-fp16/1", "e2m1", experts=4, hidden=576, intermediate=320, dtype=torch.float16, seed=34

@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
         4, 1, True, has_cheap_decode=True, is_mixable=True
     ),  # MXFP4 with permuted bits, see `recipes`
     "nvfp4": Kind(4, 1, True),
+    "nvfp4-permuted": Kind(4, 1, True, has_cheap_decode=True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),
 }
@@ -55,6 +56,5 @@ _BY_SCALE = {
 
 def kind_of_format(fmt: Format) -> str:
     """Return the key of KINDS for a format of the Hopper and `mma.sync` kernels."""
-    if fmt.codec == "marlin4-permuted":
-        return "e2m1-permuted"
-    return _BY_SCALE.get((fmt.kind, fmt.scale_kind), fmt.kind)
+    kind = _BY_SCALE.get((fmt.kind, fmt.scale_kind), fmt.kind)
+    return f"{kind}-permuted" if fmt.codec == "marlin4-permuted" else kind

@@ -35,6 +35,7 @@ SIZES = {"experts": 3, "hidden": 192, "intermediate": 128}
 OAI = {"order": "interleaved", "activation": "swiglu_oai", "limit": 7.0, "bias": True}
 INT4 = Recipe(group_size=64, **SIZES)
 NVFP4 = Recipe("marlin-nvfp4/1", "e2m1", **SIZES)
+NVFP4_PERMUTED = Recipe("moeq-nvfp4/1", "e2m1", **SIZES)
 HALF = Recipe("marlin-nvfp4-fp16/1", "e2m1", dtype=torch.float16, **SIZES)
 FP8 = Recipe("marlin-fp8/1", "e4m3", group_size=128, **{**SIZES, "intermediate": 256})
 CHANNEL = Recipe("marlin-fp8/1", "e4m3", group_size=-1, bias=True, **SIZES)
@@ -103,6 +104,8 @@ def run(
         (MXFP8, QUEUE16, (1, 1)),
         (MXFP8, DIRECT, (1, 2)),
         (replace(MXFP8, activation="relu2", order="ungated"), QUEUE8, (1, 1)),
+        (replace(NVFP4_PERMUTED, bias=True), QUEUE16, (1, 1)),
+        (NVFP4_PERMUTED, NARROW8, (2, 2)),
         (replace(INT4, activation="situ", alpha=1.5, limit=2.0), QUEUE8, (1, 1)),
         (replace(INT4, activation="swiglu_step", limit=0.7), NARROW8, (2, 1)),
     ],

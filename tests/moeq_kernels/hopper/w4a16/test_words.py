@@ -331,7 +331,8 @@ def test_e2m1_times_powers_of_two_is_exact() -> None:
         assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])
 
 
-def test_permuted_words_become_what_nibbles_become() -> None:
+@pytest.mark.parametrize("kind", ["e2m1", "nvfp4"])
+def test_permuted_words_become_what_nibbles_become(kind: str) -> None:
     """Every code in every place beside zeros and beside all ones, and random words."""
     generator = random.Random(0)
     words = [code << 4 * place for place in range(8) for code in range(16)]
@@ -339,8 +340,8 @@ def test_permuted_words_become_what_nibbles_become() -> None:
     scales = [_twice(0x7E80), _twice(0x3F80)]  # 2^126 and 1, for columns g and g + 8
     for word in words:
         permuted = sum((word >> bit & 1) << place for bit, place in enumerate(MOEQ_MXFP4.places))
-        found = run(recipes.dequantize("e2m1-permuted", False, "power"), 4, permuted, *scales)
-        assert found == run(recipes.dequantize("e2m1", False, "power"), 4, word, *scales), hex(word)
+        found = run(recipes.dequantize(f"{kind}-permuted", False, "power"), 4, permuted, *scales)
+        assert found == run(recipes.dequantize(kind, False, "power"), 4, word, *scales), hex(word)
 
 
 def test_factors_of_bytes_without_a_limit() -> None:

@@ -39,6 +39,7 @@ FORMATS: dict[str, tuple[str, str, int, bool, torch.dtype, torch.dtype, bool]] =
     "mxfp4-oai": ("marlin-mxfp4-interleaved/1", "e2m1", 32, False, torch.uint8, torch.bfloat16, True),
     "mxfp4-permuted": ("moeq-mxfp4/1", "e2m1", 32, False, torch.uint8, torch.bfloat16, False),
     "nvfp4": ("marlin-nvfp4/1", "e2m1", 16, False, torch.float8_e4m3fn, torch.bfloat16, False),
+    "nvfp4-permuted": ("moeq-nvfp4/1", "e2m1", 16, False, torch.float8_e4m3fn, torch.bfloat16, False),
     "nvfp4-f16": ("marlin-nvfp4-fp16/1", "e2m1", 16, False, torch.float8_e4m3fn, torch.float16, True),
     "fp8": ("marlin-fp8/1", "e4m3", 128, False, torch.bfloat16, torch.bfloat16, False),
     "fp8-f16": ("marlin-fp8-fp16/1", "e4m3", 128, False, torch.float16, torch.float16, False),

@@ -96,6 +96,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
 _FLOATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"kind": "nvfp4", "group": 16, "scale": "u8"},
     "nvfp4-down": {"kind": "nvfp4", "group": 16, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
+    "nvfp4-permuted": {"kind": "nvfp4-permuted", "group": 16, "scale": "u8"},
     "nvfp4-f16": {"kind": "nvfp4", "group": 16, "scale": "u8", "x": "fp16"},
     "fp8": {"kind": "fp8"},
     "fp8-down": {"kind": "fp8", "epilogue": PLAIN, "out": "i16"},
@@ -148,7 +149,7 @@ def _few_floats() -> list[Case]:
     for suffix, changes in _FLOATS.items():
         kind, group = changes["kind"], changes.get("group", 128)
         tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size) if not isinstance(kernel, Wide)]
-        slow = (NARROW16, QUEUE16_PAIR) if kind == "nvfp4" else ()
+        slow = (NARROW16, QUEUE16_PAIR) if kind.startswith("nvfp4") else ()
         for kernel in dict.fromkeys((DIRECT, *tables, *slow)):
             chosen = kernel_for(kernel, kind, group)
             name = f"{type(kernel).__name__.lower()}{kernel.tokens}-{chosen.stages}-{suffix}"
@@ -254,7 +255,7 @@ def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, s
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
     }
-    whole = case.kind == "nvfp4"
+    whole = case.kind.startswith("nvfp4")
     for name, there, kind in (
         ("scale", not case.group, case.scale), ("bias", case.bias, case.x), ("global_scale", whole, "fp32")
     ):  # fmt: skip

@@ -17,11 +17,11 @@ One multiplication by a factor with two set bits and one mask move a code from b
 the scale, a power of two, removes the factor and is exact. It is exact for NVFP4 as well, whose scales have four
 significant bits. In float16 the code is the value times 2^-14, and its bits are moved one by one.
 
-e2m1, permuted (`moeq-mxfp4/1`). One mask (sign and bits 8 to 6 of a bf16) takes the first pair of codes from the word
-itself, the second from the word shifted left by three bits, the third from the word rotated left by six. The fourth
-pair has the remaining bits: they are masked in the rotated word, and one multiplication with three set bits moves them
-under the mask. That is eight instructions for eight codes; nibbles take 13. Scale bytes are at most 188 in this
-layout, so factors need no limit.
+e2m1, permuted (`moeq-mxfp4/1`, `moeq-nvfp4/1`), in bf16. One mask (sign and bits 8 to 6 of a bf16) takes the first pair
+of codes from the word itself, the second from the word shifted left by three bits, the third from the word rotated left
+by six. The fourth pair has the remaining bits: they are masked in the rotated word, and one multiplication with three
+set bits moves them under the mask. That is eight instructions for eight codes; nibbles take 13. Scale bytes of
+`moeq-mxfp4/1` are at most 188, so their factors need no limit.
 
 e4m3. Sign and the seven other bits, moved to their places in a 16-bit float, are the value times 2^-120 (f16: 2^-8),
 subnormals included; codes of NaN count as 480, as in Marlin. Stored scales are larger by that factor, so one product
@@ -90,7 +90,7 @@ def _fields(kind, half):
             lines += [f"shr.u32 s8, a{i}, 3;", f"and.b32 a{i}, a{i}, 0x80008000;"]
             lines += ["and.b32 s8, s8, 0x0e000e00;", f"or.b32 a{i}, a{i}, s8;"]
         return lines
-    if kind == "e2m1-permuted":
+    if kind in ("e2m1-permuted", "nvfp4-permuted"):
         lines = ["mov.b32 a0, w;", "shl.b32 a1, w, 3;", "shf.l.wrap.b32 a2, w, w, 6;"]
         lines += ["and.b32 a3, a2, 0x001b001b;", "mul.lo.u32 a3, a3, 0x1084;"]
         return lines + [f"and.b32 a{i}, a{i}, 0x81c081c0;" for i in range(4)]

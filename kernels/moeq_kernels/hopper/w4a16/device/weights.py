@@ -22,7 +22,8 @@ def undo(kind, half, scaled):
         return float(2**recipes.E2M1_SHIFT)
     if kind == "mxfp8":
         return float(2**recipes.MXFP8_SHIFT)
-    if kind == "nvfp4":  # the stored global scale already includes 2^126 (float16: 2^14) over the factor of v
+    if kind in ("nvfp4", "nvfp4-permuted"):
+        # The stored global scale already includes 2^126 (float16: 2^14) over the factor of v.
         return 1.0 if half else 2.0**-recipes.NVFP4_SHIFT
     if kind == "fp8":
         return 1.0
@@ -49,7 +50,7 @@ def step_operand(
     the lower and the upper 32 rows; two slabs use the first ones only. Scales of NVFP4 are pairs, one per slab of those
     rows. OLD: whether the GPU is older than sm_90. OPERAND: layout of the result, or None for wgmma's.
     """
-    if KIND == "nvfp4":
+    if KIND == "nvfp4" or KIND == "nvfp4-permuted":
         factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)
         weights = _unpack((words, factors), KIND, HALF, "power", OLD)
     elif KIND == "e2m1" or KIND == "e2m1-permuted" or KIND == "mxfp8":
