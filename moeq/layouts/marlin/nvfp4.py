@@ -31,7 +31,7 @@ from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.nvfp4 import GROUP, global_scale_of
-from moeq.layouts.readers import MOEQ, VLLM
+from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ class MarlinNVFP4(ArrangedLayout):
 
     id = "marlin-nvfp4/1"
     title = "Marlin NVFP4, bf16 parameters"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
+    readers: ClassVar[tuple[Reader, ...]] = (
+        VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),
+        MOEQ("MARLIN", keeps_16_bit=True),
+    )
     source = "vLLM 0.33.0"
     elements = ("e2m1",)
     schemes = "nvfp4 (e2m1 codes, e4m3 scales of 16, float32 scale per tensor), with bias"
