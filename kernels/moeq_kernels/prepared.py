@@ -27,6 +27,7 @@ from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.schedules import FAMILIES, schedule, workspace_bytes
 from moeq_kernels.validate import (
+    as_int32,
     check_experts,
     check_ids,
     check_map,
@@ -303,7 +304,7 @@ class PreparedLayer:
         """Convert the tensors to what the kernels take. Raises KernelArgumentError if they do not fit."""
         problem = self.problem
         check_routing(x, topk_weights, topk_ids)
-        check_ids(topk_ids, problem.known)  # before int64 ones are cut to 32 bits
+        check_ids(topk_ids, problem.known)
         wanted = f"{str(problem.dtype).removeprefix('torch.')} [tokens, {problem.hidden}]"
         require(
             x.dtype == problem.dtype and x.shape[1] == problem.hidden,
@@ -319,7 +320,8 @@ class PreparedLayer:
             f"x has {x.shape[0]} tokens; the layer was prepared for at most {self.max_tokens}",
             "prepare it with a larger max_tokens",
         )
-        return x.contiguous(), topk_weights.to(torch.float32).contiguous(), topk_ids.to(torch.int32).contiguous()
+        ids = as_int32(topk_ids, problem.known)
+        return x.contiguous(), topk_weights.to(torch.float32).contiguous(), ids.contiguous()
 
     def _refuse_map(self, expert_map: Tensor | None) -> None:
         if self.problem.mapped:
@@ -332,7 +334,7 @@ class PreparedLayer:
 
     def _checked_map(self, expert_map: Tensor) -> Tensor:
         check_map(expert_map, self.device, self.problem.known, self.problem.experts)
-        return expert_map.to(torch.int32).contiguous()
+        return as_int32(expert_map, self.problem.experts).contiguous()
 
     def _refuse_out(self, x: Tensor, out: Tensor) -> None:
         apart = out.device != x.device or abs(out.data_ptr() - x.data_ptr()) >= x.nbytes

@@ -14,7 +14,7 @@ from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import room, sort_pairs
 from moeq_kernels.tuning import Blocks
-from moeq_kernels.validate import check_matrix, require, require_runnable, shape_of
+from moeq_kernels.validate import as_int32, check_matrix, require, require_runnable, shape_of
 
 
 def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None) -> Tensor:
@@ -69,7 +69,7 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
     launches += portable.product(problem, symbols, PLAIN, rows, out, arena, used)
     roots = {
         "x": x.contiguous(),
-        "topk_ids": ids.to(torch.int32).contiguous(),
+        "topk_ids": as_int32(ids, matrix.num_experts).contiguous(),
         "out": torch.zeros(pairs, matrix.n, dtype=torch.float32, device=x.device),
         "workspace": torch.empty(arena.used, dtype=torch.uint8, device=x.device),
         **tensors_of(PackedExperts(matrix, matrix)),

@@ -262,6 +262,15 @@ def check_ids(topk_ids: Tensor, known: int) -> None:
         require(low >= -1 and high < known, f"topk_ids run from {low} to {high}, but experts from 0 to {known - 1}")
 
 
+def as_int32(index: Tensor, bound: int) -> Tensor:
+    """Convert expert numbers to int32; those below -1 become -1, those of `bound` and more become `bound`.
+
+    Kernels take both for no expert. A plain cast would cut an int64 to another expert's number, and a GPU's numbers are
+    not looked at before.
+    """
+    return index if index.dtype == torch.int32 else index.clamp(-1, bound).to(torch.int32)
+
+
 def check_map(expert_map: Tensor, device: torch.device, known: int | None = None, experts: int | None = None) -> None:
     """Check dtype, size and device of an expert map; on a CPU, where it needs no synchronisation, also its values."""
     size = "global experts" if known is None else str(known)

@@ -55,10 +55,11 @@ class RangeReader:
         for attempt in range(_ATTEMPTS):
             if attempt:
                 time.sleep(min(wait, _LONGEST_WAIT))
+                wait *= 2
             outcome = within(_DEADLINE, lambda: self._attempt(url, file, start, stop), file)
             if not isinstance(outcome, _Busy):
                 return outcome
-            why, wait = outcome.why, wait * 2 if outcome.wait is None else outcome.wait
+            why, wait = outcome.why, wait if outcome.wait is None else outcome.wait
         raise MoeqError("source.network", f"{file}: {why} {_ATTEMPTS} times", "try later")
 
     def _attempt(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int] | _Busy:

@@ -20,6 +20,7 @@ from moeq_kernels import (
     fused_moe_batched,
     prepare,
 )
+from moeq_kernels.validate import as_int32
 
 
 @pytest.fixture
@@ -91,6 +92,15 @@ def test_ids_that_do_not_fit_32_bits_are_not_cut(call) -> None:
         pytest.skip("ids on a GPU are not looked at")
     with pytest.raises(KernelArgumentError, match=r"topk_ids run from 42949672\d\d to"):
         fused_moe(routed.x, packed, routed.weights, routed.ids.long() + 2**32)
+
+
+def test_products_of_ids_that_do_not_fit_32_bits_are_zero(call) -> None:
+    """A cast would cut them to other experts' numbers. A layer refuses them on a CPU and takes them so on a GPU."""
+    packed, routed = call
+    y = expert_products(routed.x, packed.w13, torch.cat([routed.ids[:1].long(), routed.ids[1:].long() + 2**32]))
+    assert y[:2].any()
+    assert not y[2:].any()
+    assert as_int32(torch.tensor([-(2**33), -1, 3, 4, 2**32 + 1]), 4).tolist() == [-1, -1, 3, 4, 4]
 
 
 def test_tensors_on_other_devices_are_refused(call) -> None:
