@@ -20,7 +20,7 @@ FUZZ_SECONDS ?= 600
 ENGINES ?= $(CURDIR)/.engines
 
 .PHONY: demo test test-slow engine-tests lint pages site fuzz fuzz-minute atheris night crash mutate gpu-test \
-	compile-matrix clean
+	compile-matrix $(TRITONS:%=compile-with-%) clean
 
 # The environment is rebuilt when what it holds changes. torch goes first: PyPI's build for Linux brings 2.5 GiB of GPU
 # libraries, so the script looks for one for CPUs and says which it takes.
@@ -81,6 +81,7 @@ atheris: $(STAMP)
 # Everything that takes hours: for a scheduled run.
 night: fuzz crash
 	$(BIN)/python -m pytest -q -m night tests/pipeline
+	$(MAKE) compile-matrix SPREAD=
 	$(MAKE) engine-tests ENGINE_TESTS="slow or not slow"
 
 # Every change of a file fails once in every way, then commands are killed KILLS times.
@@ -102,15 +103,18 @@ mutate: $(STAMP)
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu
 
-# Every kind of kernel for every target, ahead of time, without a GPU, with the oldest and the newest triton; the
-# machine code of the Hopper kernels is read as well.
-compile-matrix: $(STAMP) $(TRITONS:%=$(VENV)/triton-%)
-	PYTHONPATH=kernels:tests/moeq_kernels $(BIN)/python -m support.compile.matrix --trimmed $(TRITONS:%=--triton $(VENV)/triton-%)
-	for version in $(TRITONS); do \
-		PYTHONPATH=$(VENV)/triton-$$version:kernels:tests/moeq_kernels $(BIN)/python -m support.compile.hopper --trimmed || exit 1; \
-	done
+# Every kind of kernel, ahead of time, without a GPU, with the oldest and the newest triton; the machine code of the Hopper
+# kernels is read as well. Targets take turns; `make night` has each kernel for every target.
+SPREAD ?= --spread
 
-$(VENV)/triton-%:
+compile-matrix: $(TRITONS:%=compile-with-%)
+
+$(TRITONS:%=compile-with-%): compile-with-%: $(STAMP) $(VENV)/triton-%
+	PYTHONPATH=kernels:tests/moeq_kernels $(BIN)/python -m support.compile.matrix --trimmed $(SPREAD) \
+		--triton $(VENV)/triton-$*
+	PYTHONPATH=$(VENV)/triton-$*:kernels:tests/moeq_kernels $(BIN)/python -m support.compile.hopper --trimmed
+
+$(VENV)/triton-%: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==$*
 
 clean:

@@ -52,6 +52,7 @@ def test_the_layouts_with_indices_are_found() -> None:
     assert {name for name, _ in INDEXED} == {"marlin-act-order/1"}
 
 
+@pytest.mark.cover("part")
 @pytest.mark.parametrize(("name", "spec"), INDEXED[:4], ids=str)
 @pytest.mark.parametrize("part", INDEX_PARTS)
 @settings(max_examples=60, deadline=None)
@@ -79,6 +80,7 @@ def folder(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.cover("part")
 @pytest.mark.parametrize("part", INDEX_PARTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_number_in_a_folder(part, seed, folder, checkpoints, tmp_path, moeq_command) -> None:
@@ -125,6 +127,7 @@ def test_any_number_in_a_record_of_the_kernels(part, value, place, role) -> None
         fused_moe(routed.x, damaged, routed.weights, routed.ids)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("value", [-1, -(2**31), -7, 2**31 - 1, 1 << 20])
 @pytest.mark.parametrize("part", INDEX_PARTS)
 def test_kernels_read_nothing_beyond(part, value, monkeypatch) -> None:

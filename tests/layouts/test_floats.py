@@ -61,6 +61,7 @@ def assert_measured(change: Measured | None, values: torch.Tensor, found: torch.
         assert (change.before, change.after) == (float(values[place]), float(found[place]))
 
 
+@pytest.mark.cover("element")
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_fp8_blocks_are_rounded_once_and_measured(seed: int, element: str) -> None:
@@ -101,6 +102,7 @@ def test_fp8_blocks_need_finite_values() -> None:
     assert floats.write_fp8_blocks(matrix, np.empty(values.shape, np.uint8)) is None
 
 
+@pytest.mark.cover(("element", "dtype"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("seed", range(12))

@@ -70,6 +70,7 @@ def test_order_of_rows() -> None:
     assert names.problem([StoredName("e.gate_up_proj_packed")]) is not None
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_version_keeps_its_own(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random tables, put together version by version in any order, are found again."""

@@ -57,6 +57,7 @@ def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints:
     assert found == FAST_PATHS[name]
 
 
+@pytest.mark.cover(("name", "layout"), "tp")
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("layout", ["marlin-wna16/1", "triton-wna16/1"])
 @pytest.mark.parametrize(
@@ -156,6 +157,7 @@ def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, t
             )
 
 
+@pytest.mark.cover("kind", "layout", "tp")
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, monkeypatch) -> None:
     """Matrices here fit one block; with small blocks, every part of several takes several steps, and so do digests."""
@@ -322,6 +324,7 @@ def test_a_changed_source_is_seen(checkpoints: Path) -> None:
     assert case.prove() is not None
 
 
+@pytest.mark.cover(("dtype", "layout"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", ["marlin-fp8/1", "marlin-fp8-fp16/1"])
 @pytest.mark.parametrize("seed", range(6))

@@ -21,6 +21,7 @@ pytest.importorskip("numba")
 from moeq.layouts.loops import columns
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("seed", range(20))
 def test_codes_in_another_order(seed: int, bits: int) -> None:

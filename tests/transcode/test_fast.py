@@ -210,6 +210,7 @@ def flips(array: np.ndarray, seed: int) -> list[tuple[int, int]]:
     return [(0, 0), (array.size - 1, 7), *((int(draw.integers(array.size)), int(draw.integers(8))) for _ in range(40))]
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("scale", ["f32", "e8m0"])
 @pytest.mark.parametrize("seed", range(40))
 def test_fp8_blocks(seed: int, scale: str) -> None:
@@ -273,6 +274,7 @@ def test_every_byte_is_taken_apart_as_it_decodes() -> None:
                 assert held == same, (difference, code, row)
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("seed", range(40))
 def test_bfloat16(seed: int) -> None:
     matrix, packed = drawn(seed)
@@ -294,6 +296,7 @@ def test_bfloat16(seed: int) -> None:
         octets.flat[place] ^= 1 << bit
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("seed", range(40))
 def test_nvfp4_scales(seed: int) -> None:
     matrix, packed = drawn(seed)

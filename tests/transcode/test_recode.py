@@ -139,6 +139,7 @@ def test_codes_are_rounded_to_the_nearest_and_ties_to_even() -> None:
     assert bool(((codes[tied & (values != 0)] & 1) == 0).all())
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("seed", range(40))
 def test_integers_of_any_size_survive_every_spelling(seed: int) -> None:
     """Random bits, sizes, groups (the last one partial) and zero points through config, headers and words."""
@@ -184,6 +185,7 @@ def test_integers_of_any_size_survive_every_spelling(seed: int) -> None:
     assert torch.equal(dequantize(matrix), dequantize(after))
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("seed", range(20))
 def test_smaller_groups_mean_the_same(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

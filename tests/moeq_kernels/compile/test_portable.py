@@ -10,17 +10,11 @@ import sys
 import pytest
 from support.compile.portable import _AMD_LINE, CUDA_LINE, TARGETS, _register_left_operand, local_memory
 
-# Compiled in one child process: this one may be interpreting, which cannot be undone. A case meets one or two targets.
+# Compiled in one child process: this one may be interpreting, which cannot be undone.
 SCRIPT = """
 import dataclasses, json
-from support.compile.portable import TARGETS, compile_case, trimmed_matrix
-names = list(TARGETS)
-outcomes = []
-for index, case in enumerate(trimmed_matrix()):
-    offsets = (0, 3) if case.element != "e4m3" else (0,)
-    for target in (names[(index + offset) % len(names)] for offset in offsets):
-        outcomes.append(dataclasses.asdict(compile_case(case, target)))
-print(json.dumps(outcomes))
+from support.compile.portable import TARGETS, compile_case, spread, trimmed_matrix
+print(json.dumps([dataclasses.asdict(compile_case(*one)) for one in spread(trimmed_matrix(), list(TARGETS))]))
 """
 
 

@@ -5,7 +5,7 @@
     PYTHONPATH=kernels:tests/moeq_kernels python -m support.compile.matrix --triton /tmp/t36 --out results.json
 
 Exits 1 when a configuration does not compile, spills inside a loop, needs more shared memory than the target has, or
-puts a left operand of a Hopper product in registers. `--trimmed` is the subset that the tests compile.
+puts a left operand of a Hopper product in registers. `--trimmed --spread` is what the tests compile.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import os
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
-from support.compile.portable import TARGETS, compile_case, full_matrix, trimmed_matrix
+from support.compile.portable import TARGETS, compile_case, full_matrix, spread, trimmed_matrix
 
 
-def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
+def compile_all(targets: list[str], trimmed: bool, apart: bool) -> dict[str, object]:
     """Compile with the triton of this process."""
     import triton
 
     cases = trimmed_matrix() if trimmed else full_matrix()
     start = time.monotonic()
     outcomes = []
-    for target in targets:
-        for case in cases:
-            outcome = compile_case(case, target)
-            outcomes.append(outcome)
-            if outcome.problem:
-                print(f"FAIL triton {triton.__version__} {target} {case.name}: {outcome.problem}", file=sys.stderr)
-        print(f"triton {triton.__version__} {target}: {len(cases)} cases", file=sys.stderr)
+    for case, target in spread(cases, targets) if apart else product(cases, targets):
+        outcome = compile_case(case, target)
+        outcomes.append(outcome)
+        if outcome.problem:
+            print(f"FAIL triton {triton.__version__} {target} {case.name}: {outcome.problem}", file=sys.stderr)
     fields = [field.name for field in dataclasses.fields(outcomes[0])]
     return {
         "schema": "moeq-kernels.compile/1",
@@ -49,7 +48,7 @@ def compile_all(targets: list[str], trimmed: bool) -> dict[str, object]:
     }
 
 
-def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, object]:
+def compile_with(folder: Path, targets: list[str], trimmed: bool, apart: bool) -> dict[str, object]:
     """Compile in a child process that finds the triton in `folder` first."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     environment.pop("TRITON_INTERPRET", None)
@@ -61,6 +60,7 @@ def compile_with(folder: Path, targets: list[str], trimmed: bool) -> dict[str, o
         *targets,
         "--json",
         *["--trimmed"] * trimmed,
+        *["--spread"] * apart,
     ]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout.strip():
@@ -84,14 +84,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--triton", type=Path, action="append", help="folder of another triton (may be repeated)")
     parser.add_argument("--targets", nargs="*", default=[*TARGETS], choices=[*TARGETS])
-    parser.add_argument("--trimmed", action="store_true", help="the subset that the tests compile")
+    parser.add_argument("--trimmed", action="store_true", help="one case per format and kernel")
+    parser.add_argument("--spread", action="store_true", help="every case for one or two of the targets, not for each")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--json", action="store_true", help="print the JSON document")
     options = parser.parse_args()
     if options.triton:
-        documents = [compile_with(folder, options.targets, options.trimmed) for folder in options.triton]
+        documents = [compile_with(one, options.targets, options.trimmed, options.spread) for one in options.triton]
     else:
-        documents = [compile_all(options.targets, options.trimmed)]
+        documents = [compile_all(options.targets, options.trimmed, options.spread)]
     if options.json:
         print(json.dumps(documents[0]))
     for document in documents:

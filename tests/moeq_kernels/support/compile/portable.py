@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,13 @@ def trimmed_matrix() -> list[Case]:
         cases.append(replace(base, name=f"{base.name} {kind}", epilogue=kind))
         cases += _fp8_options(fmt, base) if fmt.block_rows > 1 else []
     return cases
+
+
+def spread(cases: Sequence[Case], targets: Sequence[str]) -> Iterator[tuple[Case, str]]:
+    """Yield each case with one or two targets, which take turns."""
+    for index, case in enumerate(cases):
+        for offset in (0, 3) if case.element != "e4m3" else (0,):
+            yield case, targets[(index + offset) % len(targets)]
 
 
 def _base_case(fmt: Format, rows: int) -> Case:
