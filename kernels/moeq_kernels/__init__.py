@@ -20,6 +20,8 @@ _PUBLIC = {
     "KernelEnvironmentError": "moeq_kernels.errors:KernelEnvironmentError",
     "KernelError": "moeq_kernels.errors:KernelError",
     "KernelUnsupportedError": "moeq_kernels.errors:KernelUnsupportedError",
+    "LoraExperts": "moeq_kernels.lora:LoraExperts",
+    "LoraMatrix": "moeq_kernels.lora:LoraMatrix",
     "PackedExperts": "moeq_kernels.records:PackedExperts",
     "PackedMatrix": "moeq_kernels.records:PackedMatrix",
     "PreparedLayer": "moeq_kernels.prepared:PreparedLayer",
@@ -28,6 +30,7 @@ _PUBLIC = {
     "explain": "moeq_kernels.prepared:explain",
     "fused_moe": "moeq_kernels.fused:fused_moe",
     "fused_moe_batched": "moeq_kernels.fused:fused_moe_batched",
+    "fused_moe_lora": "moeq_kernels.lora:fused_moe_lora",
     "Router": "moeq_kernels.routing:Router",
     "prepare": "moeq_kernels.prepared:prepare",
     "route": "moeq_kernels.routing:route",
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
     from moeq_kernels.errors import KernelUnsupportedError as KernelUnsupportedError
     from moeq_kernels.fused import fused_moe as fused_moe
     from moeq_kernels.fused import fused_moe_batched as fused_moe_batched
+    from moeq_kernels.lora import LoraExperts as LoraExperts
+    from moeq_kernels.lora import LoraMatrix as LoraMatrix
+    from moeq_kernels.lora import fused_moe_lora as fused_moe_lora
     from moeq_kernels.prepared import PreparedLayer as PreparedLayer
     from moeq_kernels.prepared import explain as explain
     from moeq_kernels.prepared import prepare as prepare

@@ -28,6 +28,7 @@ from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
 from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
 from moeq_kernels.launch import Launch
+from moeq_kernels.lora import activation_launch
 from moeq_kernels.placement import BLOCK, Digit, Packing, Placement
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
@@ -116,7 +117,7 @@ def full_matrix() -> list[Case]:
 
 
 def _small_kernels() -> list[Case]:
-    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words")
+    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words", "activate_rows")
     return [Case(name, epilogue=name) for name in names]
 
 
@@ -200,6 +201,10 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
         return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
     if case.epilogue == "place_words":
         return _placement_launch()
+    if case.epilogue == "activate_rows":
+        sums, more = area(torch.float32, 64, 2 * INTERMEDIATE), area(torch.float32, 64, INTERMEDIATE)
+        areas = {"sums": sums, "gate": more, "up": more, "out": area(case.dtype, 64, INTERMEDIATE)}
+        return activation_launch(areas, Epilogue("situ", gated=True, alpha=4.0), interpret=False)
     gpu = TARGETS[target]
     if case.epilogue == "sum_choices":  # whatever the weights are
         case = replace(case, layout="marlin-wna16/1", element="int4")
