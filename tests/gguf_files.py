@@ -102,7 +102,9 @@ def moe_metadata(
     }
     tokens = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["<s>", "</s>", *(f"t{number}" for number in range(62))],
+        "tokenizer.ggml.tokens": ["<s>", "</s>", *map(chr, range(ord("A"), ord("z") + 1)), "ab", "abc", "ca", "bc"],
+        "tokenizer.ggml.token_type": [3, 3, *[1] * 62],
+        "tokenizer.ggml.merges": ["a b", "ab c"],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
     }

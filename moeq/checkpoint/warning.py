@@ -22,6 +22,7 @@ class CheckpointWarning:
 EXPLAINED: dict[str, str] = {
     "gguf.computed": "The file has a tensor that llama.cpp computed from the model's rope_scaling. Engines compute it "
     "from config.json: copy that entry from the original model's config.",
+    "gguf.no-tokenizer": "Install transformers to get the tokenizer's files, or copy those of the original model.",
     "config.copies-differ": "The quantisation config stands in several files or places that differ. The one that is "
     "named counts; engines may read another.",
     "config.excludes-quantized": "The config says that these modules are not quantised, their tensors are. moeq "

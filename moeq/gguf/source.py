@@ -22,9 +22,10 @@ from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.gguf.config import architecture_of, config_of
-from moeq.gguf.derived import UnpermutedTensor, derive
+from moeq.gguf.derived import LatentProjection, MadeFile, derive, latent_entry, open_made
 from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from moeq.gguf.names import GgufArchitecture
+from moeq.gguf.tokenizer import TOKENIZER_FILES, can_convert, tokenizer_files
 from moeq.schemes.gguf import METHOD, part_of
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
@@ -104,7 +105,10 @@ class GgufSource(LocalSource):
         whole = self._whole = path.is_dir()
         self.folder = path if whole else path.parent
         self._seen = SeenFiles(self.folder, name)
-        self._derived: dict[str, UnpermutedTensor] = {}
+        self._made: dict[str, MadeFile] = {}
+        self._tokenizer: dict[str, bytes] = {}
+        self._converts = False
+        self._joined: set[str] = set()
         names = os.listdir(self.folder)
         files = choose_files(names, None if whole else path.name, name)
         headers = [self._gguf_header(file) for file in files]
@@ -124,7 +128,17 @@ class GgufSource(LocalSource):
         sides = (
             [side for side in names if side not in _weights(names) and (self.folder / side).is_file()] if whole else []
         )
-        self._side_files = tuple(sorted(sides))
+        self._side_files = tuple(sorted({*sides, *self._tokenizer_files(sides, metadata)}))
+
+    def _tokenizer_files(self, sides: Sequence[str], metadata: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the tokenizer's files that are made of the metadata; warn if they cannot be."""
+        if "tokenizer.json" in sides or "tokenizer.ggml.tokens" not in metadata:
+            return ()
+        self._converts = can_convert()
+        if not self._converts:
+            text = "the tokenizer stays in the file: transformers converts it, and is not installed"
+            self.warnings.append(CheckpointWarning("gguf.no-tokenizer", text))
+        return TOKENIZER_FILES if self._converts else ()
 
     def _gguf_header(self, file: str) -> GgufHeader:
         fd = self.open(file)
@@ -146,8 +160,21 @@ class GgufSource(LocalSource):
         return (self.folder,) if self._whole else tuple(self.folder / file.name for file in self.files)
 
     def open(self, file: str) -> int:
-        derived = self._derived.get(file)
-        return self._seen.open(file) if derived is None else derived.open(self._seen.open)
+        if file in self._made:
+            return open_made(self._made[file].content(self._seen.open))
+        if self._converts and file in TOKENIZER_FILES:
+            first = self.files[0].name
+            self._tokenizer = self._tokenizer or tokenizer_files(self.folder / first, first)
+            return open_made(memoryview(self._tokenizer[file]))
+        return self._seen.open(file)
+
+    def read_file(self, file: str, limit: int) -> bytes:
+        made = self._converts and file in TOKENIZER_FILES
+        return Source.read_file(self, file, limit) if made else super().read_file(file, limit)
+
+    def require_inside(self, file: str) -> None:
+        if not (self._converts and file in TOKENIZER_FILES):
+            super().require_inside(file)
 
     def _entries(
         self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
@@ -157,6 +184,7 @@ class GgufSource(LocalSource):
         for source_name, (file, tensor) in stored.items():
             known = architecture.name(source_name)
             if known is None:
+                yield from self._joined_half(source_name, stored, architecture)
                 continue
             name, change = known
             if name in found:
@@ -167,14 +195,28 @@ class GgufSource(LocalSource):
             if change is not None:
                 entry, derived = derive(change, entry, self.config, source_name)
                 if derived is not None:
-                    self._derived[entry.file] = derived
+                    self._made[entry.file] = derived
             yield entry.name, entry
+
+    def _joined_half(
+        self, name: str, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
+    ) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield the whole `kv_b_proj` if a tensor is the first half of one."""
+        block, found, _ = name.partition(".attn_k_b.weight")
+        other, whole = f"{block}.attn_v_b.weight", architecture.name(f"{block}.attn_kv_b.weight")
+        if not found or whole is None or other not in stored or stored[name][0] != stored[other][0]:
+            return
+        made = LatentProjection(stored[name][0], stored[name][1], stored[other][1])
+        entry = latent_entry(whole[0].removesuffix("weight") + part_of("f32"), made, block)
+        self._made[entry.file] = made
+        self._joined |= {name, other}
+        yield entry.name, entry
 
     def _refusal(
         self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture, title: str
     ) -> str | None:
         """Return why the file cannot be written as another checkpoint, and warn about what is left out."""
-        unknown = [name for name in stored if architecture.name(name) is None]
+        unknown = [name for name in stored if architecture.name(name) is None and name not in self._joined]
         for name in [name for name in unknown if name in _COMPUTED]:
             unknown.remove(name)
             text = f"{name} is left out: engines compute it from rope_scaling, which GGUF does not keep in full"

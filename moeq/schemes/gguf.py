@@ -19,6 +19,7 @@ from moeq.schemes.format import (
     Encoding,
     PartRoles,
     Parts,
+    PartSig,
     ReadOnlyFormat,
     expect_input_features,
     matrix_spec,
@@ -36,6 +37,21 @@ _PREFIX = "gguf_"
 def part_of(kind: str) -> str:
     """Return the part that holds blocks of a type."""
     return _PREFIX + kind
+
+
+def dequantized(kind: str, rows: Tensor) -> Tensor:
+    """Return the numbers of some rows of blocks, float32 `[N, K]`. Raises MoeqError `source.bad-data`.
+
+    Args:
+        kind: name of the type.
+        rows: uint8 `[N, bytes of a row]`.
+    """
+    from moeq.schemes.dequantize import dequantize
+
+    form, parts = Gguf(), {part_of(kind): rows}
+    signatures = {part: PartSig("U8", tuple(tensor.shape)) for part, tensor in parts.items()}
+    described = form.describe(signatures, Context(kind, "down", Declared(METHOD)))
+    return dequantize(form.unpack(parts, described.spec, described.scheme))
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:

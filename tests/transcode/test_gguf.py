@@ -167,7 +167,9 @@ def test_config_of_a_folder(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["mine"], config["quantization_config"]["quant_method"]) == (1, "compressed-tensors")
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert open_checkpoint(folder / "m.gguf").source.side_files() == ()
+    alone = open_checkpoint(folder / "m.gguf").source
+    assert "config.json" not in alone.side_files()
+    assert "tokenizer.json" not in alone.side_files() or alone.read_file("tokenizer.json", 1 << 20) != b"{}"
 
 
 @pytest.mark.parametrize(
@@ -209,3 +211,30 @@ def test_decoded_once(tmp_path: Path) -> None:
     first = dequantize(matrix)
     first.zero_()
     assert bool(dequantize(matrix).any())
+
+
+def test_halves_of_a_latent_projection(tmp_path: Path) -> None:
+    """`kv_b_proj` is, head by head, the transposed keys and then the values."""
+    rng = np.random.default_rng(8)
+    tensors = moe_tensors(rng, layers=1)
+    for name in ("attn_q", "attn_k", "attn_v"):
+        del tensors[f"blk.0.{name}.weight"]
+    keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 64), (4, 48, 32)))
+    tensors["blk.0.attn_k_b.weight"] = ("f32", keys.shape, keys.tobytes())
+    tensors["blk.0.attn_v_b.weight"] = ("f32", values.shape, values.tobytes())
+    metadata = moe_metadata("deepseek2", layers=1, hidden=256, inner=256, experts=4, **{"expert_gating_func": 2})
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    assert transcode(tmp_path / "m.gguf", tmp_path / "out", "fp32").exact
+    found = loaded(tmp_path / "out")["model.layers.0.self_attn.kv_b_proj.weight"].numpy().reshape(4, 112, 32)
+    assert np.array_equal(found[:, :64], keys.swapaxes(1, 2))
+    assert np.array_equal(found[:, 64:], values)
+
+
+def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    source = write_model(tmp_path / "m.gguf", layers=1)
+    transcode(source, tmp_path / "out", "compressed-tensors")
+    mine = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    assert mine.get_vocab() == theirs.get_vocab()
+    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
