@@ -222,7 +222,7 @@ def test_halves_of_a_latent_projection(tmp_path: Path) -> None:
     keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 64), (4, 48, 32)))
     tensors["blk.0.attn_k_b.weight"] = ("f32", keys.shape, keys.tobytes())
     tensors["blk.0.attn_v_b.weight"] = ("f32", values.shape, values.tobytes())
-    metadata = moe_metadata("deepseek2", layers=1, hidden=256, inner=256, experts=4, **{"expert_gating_func": 2})
+    metadata = moe_metadata("deepseek2", layers=1, hidden=256, inner=256, experts=4, expert_gating_func=2)
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, tensors))
     assert transcode(tmp_path / "m.gguf", tmp_path / "out", "fp32").exact
     found = loaded(tmp_path / "out")["model.layers.0.self_attn.kv_b_proj.weight"].numpy().reshape(4, 112, 32)
