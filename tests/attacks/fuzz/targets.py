@@ -212,7 +212,15 @@ def journal(data: bytes) -> None:
         path.write_bytes(kept)
 
 
+def gguf(data: bytes) -> None:
+    """A whole GGUF file."""
+    path = room() / "model.gguf"
+    path.write_bytes(data)
+    watched(lambda: described(path), data)
+
+
 TARGETS: dict[str, Target] = {
+    "gguf": gguf,
     "header": header,
     "config": config,
     "index": index,
@@ -220,6 +228,16 @@ TARGETS: dict[str, Target] = {
     "restore-data": restore_data,
     "journal": journal,
 }
+
+
+def gguf_seeds() -> list[bytes]:
+    """Small models of some architectures."""
+    import numpy as np
+    from gguf_files import gguf_bytes, moe_metadata, moe_tensors
+
+    sizes = {"layers": 1, "hidden": 64, "inner": 32, "experts": 2}
+    tensors = moe_tensors(np.random.default_rng(0), **sizes)
+    return [gguf_bytes(moe_metadata(name, **sizes), tensors) for name in ("qwen3moe", "llama", "deepseek2", "gpt-oss")]
 
 
 def seeds(name: str) -> list[bytes]:
@@ -234,6 +252,8 @@ def seeds(name: str) -> list[bytes]:
         found += [path.read_bytes() for path in sorted(CHECKPOINTS.glob("*/*.index.json"))]
     elif name == "manifest":
         found.append((converted() / "moeq.json").read_bytes())
+    elif name == "gguf":
+        found += gguf_seeds()
     elif name == "restore-data":
         found.append((converted() / "moeq-restore.data").read_bytes())
     else:
