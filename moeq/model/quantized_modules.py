@@ -92,7 +92,12 @@ def _by_module(tensors: Iterable[TensorEntry]) -> Iterable[tuple[str, dict[str, 
     """Group tensors by the module that they belong to."""
     grouped: dict[str, dict[str, TensorEntry]] = {}
     for entry in tensors:
-        name, _, part = entry.name.rpartition(".")
+        # bitsandbytes has parts below the weight.
+        name, found, part = entry.name.partition(".weight.")
+        if found:
+            part = f"weight.{part}"
+        else:
+            name, _, part = entry.name.rpartition(".")
         grouped.setdefault(name, {})[part] = entry
     return grouped.items()
 

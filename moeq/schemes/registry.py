@@ -31,6 +31,8 @@ FORMATS: dict[str, str] = {
     "fp8": "moeq.schemes.fp8:Fp8",
     "fp8-block": "moeq.schemes.fp8:Fp8Block",
     "gguf": "moeq.schemes.gguf:Gguf",
+    "bitsandbytes-4bit": "moeq.schemes.bitsandbytes:BitsAndBytes4",
+    "bitsandbytes-8bit": "moeq.schemes.bitsandbytes:BitsAndBytes8",
     "unquantized": "moeq.schemes.unquantized:Unquantized",
     "foreign": "moeq.schemes.foreign:Foreign",
 }
@@ -49,6 +51,7 @@ DIALECTS: dict[str, str] = {
     "w4afp8": "moeq.schemes.w4afp8:read_config",
     "modelopt": "moeq.schemes.modelopt:read_config",
     "gguf": "moeq.schemes.gguf:read_config",
+    "bitsandbytes": "moeq.schemes.bitsandbytes:read_config",
 }
 
 

@@ -60,7 +60,8 @@ class TargetFormat:
             refusal = (
                 f"--to {self.id} takes codes of {', '.join(map(str, self.bits))} bits, readers disagree about {bits}"
             )
-        if kind in self.spellings and refusal is None:
+        # Floats of a projection that is not quantised have no codes; only whole models of them are copied.
+        if kind in self.spellings and refusal is None and scheme.format != "unquantized":
             per_tensor = static and scheme.weight.scale.granularity == "tensor"
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
         reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"

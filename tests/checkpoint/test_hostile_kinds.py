@@ -105,7 +105,6 @@ def test_case_09_name_says_awq(tmp_path: Path) -> None:
     ("parts", "name"),
     [
         ({"weight": Stored("U8", (64, 1)), "weight.absmax": Stored("F32", (4,))}, "bitsandbytes"),
-        ({"weight": Stored("I8", (4, 4)), "SCB": Stored("F32", (4,))}, "bitsandbytes"),
         ({"W_q": Stored("U8", (4, 4)), "meta": Stored("U8", (4,))}, "HQQ"),
         ({"weight": Stored("U32", (4, 4)), "scales": Stored("F16", (4, 1)), "biases": Stored("F16", (4, 1))}, "MLX"),
         ({"weight": Stored("I8", (4, 4)), "weight_offset": Stored("F32", (4, 1))}, "Ascend"),
@@ -122,7 +121,7 @@ def test_case_10_unsupported_methods_by_their_tensors(tmp_path: Path, parts: Ten
     check(caught.value, "source.unsupported-format", name)
 
 
-@pytest.mark.parametrize("method", ["exl3", "gguf", "torchao", "aqlm", "hqq", "bitsandbytes", "some-new-thing"])
+@pytest.mark.parametrize("method", ["exl3", "gguf", "torchao", "aqlm", "hqq", "some-new-thing"])
 def test_case_10_unsupported_methods_by_their_name(tmp_path: Path, method: str) -> None:
     tensors = {"model.layers.0.mlp.experts_packed": Stored("U8", (4,))}
     refused(

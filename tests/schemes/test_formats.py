@@ -218,8 +218,18 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
 
 
 #: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only, GGUF
-#: files are made by `tests/gguf_files.py`.
-ELSEWHERE = {"awq-gemv-fast", "foreign", "gguf", "gptq", "marlin-v1", "mxfp4", "unquantized"}
+#: files are made by `tests/gguf_files.py`, bitsandbytes has vectors of its own.
+ELSEWHERE = {
+    "awq-gemv-fast",
+    "bitsandbytes-4bit",
+    "bitsandbytes-8bit",
+    "foreign",
+    "gguf",
+    "gptq",
+    "marlin-v1",
+    "mxfp4",
+    "unquantized",
+}
 
 
 def test_every_format_goes_through_a_whole_checkpoint() -> None:
