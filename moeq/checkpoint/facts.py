@@ -131,8 +131,19 @@ class Facts:
                 return len(value)
         return None
 
+    def expert_sets(self) -> tuple[int, ...]:
+        """Return the sizes of several sets of experts in one layer (ERNIE-4.5-VL: text, vision); empty if it has one.
+
+        Raises:
+            MoeqError: `source.bad-config`.
+        """
+        for key, value in self.find(EXPERTS):
+            if _is_int_list(value) and len(value) > 1:
+                return tuple(exact_count(key, size, MAX_EXPERTS) for size in value)
+        return ()
+
     def experts(self) -> int | None:
-        """Return the number of routed experts of a layer."""
+        """Return the number of routed experts of a layer; of several sets the largest."""
         return self.agreed(EXPERTS, MAX_EXPERTS)
 
 

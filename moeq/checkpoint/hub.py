@@ -137,8 +137,9 @@ class HubSource(Source):
         headers = self._headers(weights.files)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
-        self.tensors, warnings = merge_headers(weights, headers)
-        self.warnings = [*weights.warnings, *warnings]
+        merged = merge_headers(weights, headers)
+        self.tensors, self.stale = merged.tensors, merged.stale
+        self.warnings = [*weights.warnings, *merged.warnings]
         self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
 
     def stream_into(self, folder: Path, pieces: Path) -> WeightStream:

@@ -6,7 +6,8 @@ The index decides: tensors may lie in several shards (stale copies are real) and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,9 +128,23 @@ def _no_weights(names: Sequence[str], where: str) -> MoeqError:
     return MoeqError("source.no-weights", f"{where} has no *.safetensors file and no safetensors index")
 
 
-def merge_headers(
-    weights: Weights, headers: Iterable[Header]
-) -> tuple[dict[str, TensorEntry], list[CheckpointWarning]]:
+@dataclass(frozen=True)
+class Merged:
+    """Tensors of all files of a checkpoint.
+
+    Attributes:
+        tensors: every tensor that counts, by name.
+        warnings: whatever is unusual.
+        stale: tensors that engines load although the index names another copy, or none: they read every tensor of
+            every listed file, and the last file in natural order wins (vLLM 0.33.0, `safetensors_weights_iterator`).
+    """
+
+    tensors: dict[str, TensorEntry]
+    warnings: list[CheckpointWarning]
+    stale: tuple[TensorEntry, ...] = ()
+
+
+def merge_headers(weights: Weights, headers: Iterable[Header]) -> Merged:
     """Merge the headers of all files into one table of tensors; the index decides about duplicates.
 
     Raises:
@@ -138,8 +153,7 @@ def merge_headers(
     """
     tensors: dict[str, TensorEntry] = {}
     warnings: list[CheckpointWarning] = []
-    unlisted: list[str] = []
-    shadowed: list[str] = []
+    others: dict[str, list[TensorEntry]] = {}
     weight_map = weights.weight_map
     for header in headers:
         warnings += [CheckpointWarning("header.unknown-field", note) for note in header.notes[:3]]
@@ -150,28 +164,43 @@ def merge_headers(
             tensors.update(header.tensors)
             continue
         for name, entry in header.tensors.items():
-            file = weight_map.get(name)
-            if file == header.file:
+            if weight_map.get(name) == header.file:
                 tensors[name] = entry
-            elif file is None:
-                unlisted.append(name)
             else:
-                shadowed.append(name)
+                others.setdefault(name, []).append(entry)
     if weight_map is not None:
         _check_index(weights, weight_map, tensors)
-    if unlisted:
-        warnings.append(
-            CheckpointWarning("index.unlisted", f"tensors in files but not in the index, ignored: {_listed(unlisted)}")
-        )
-    if shadowed:
-        warnings.append(
-            CheckpointWarning("index.duplicates", f"tensors in several files, the index decides: {_listed(shadowed)}")
-        )
+    last = {name: max((*found, tensors.get(name, found[0])), key=_place) for name, found in others.items()}
+    stale = tuple(entry for name, entry in last.items() if entry != tensors.get(name))
+    warnings += _overlay_warnings([name for name in others if name not in tensors], others.keys() & tensors, stale)
     total = sum(entry.end - entry.start for entry in tensors.values())
     if weights.total_size not in (None, total):
         message = f"the index says tensors add up to {weights.total_size:,} bytes, they are {total:,}"
         warnings.append(CheckpointWarning("index.total-size", message))
-    return tensors, warnings
+    return Merged(tensors, warnings, stale)
+
+
+def _place(entry: TensorEntry) -> list[tuple[int, str]]:
+    """Sort key of a tensor's file among those of a checkpoint, numbers by value, as engines read them."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", entry.file)]
+
+
+def _overlay_warnings(
+    unlisted: Collection[str], shadowed: Collection[str], stale: Sequence[TensorEntry]
+) -> Iterator[CheckpointWarning]:
+    if unlisted:
+        message = (
+            f"tensors in files but not in the index, ignored: {_listed(sorted(unlisted))}; engines load them, since "
+            "they read every tensor of every listed file; convert leaves them out"
+        )
+        yield CheckpointWarning("index.unlisted", message)
+    if shadowed:
+        replaced = [entry for entry in stale if entry.name in shadowed]
+        effect = "engines take the same, since its file is the last"
+        if replaced:
+            effect = f"engines take the copy of the last listed file ({replaced[0].file}); convert leaves it out"
+        message = f"tensors in several files, the index decides: {_listed(sorted(shadowed))}; {effect}"
+        yield CheckpointWarning("index.duplicates", message)
 
 
 def _add_unindexed(tensors: dict[str, TensorEntry], header: Header) -> None:

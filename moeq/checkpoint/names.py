@@ -80,6 +80,7 @@ class LayerExperts:
         prefix: module path of the experts.
         parts: `(projection, part)` to expert number to tensor.
         spelling: projection to the name used for it in tensor names.
+        listed: whether each projection is a list of experts, `experts.gate_proj.0`, instead of the other way round.
     """
 
     stack: str
@@ -87,6 +88,7 @@ class LayerExperts:
     prefix: str
     parts: dict[tuple[StoredName, str], dict[int, TensorEntry]] = field(default_factory=dict)
     spelling: dict[StoredName, str] = field(default_factory=dict)
+    listed: bool = False
 
     @property
     def fused(self) -> bool:
@@ -118,7 +120,9 @@ class LayerExperts:
     def module(self, projection: StoredName, expert: int) -> str:
         """Return the module name of a projection, as configs spell it."""
         spelled = self.spelling.get(projection, projection)
-        return f"{self.prefix}.{spelled}" if self.fused else f"{self.prefix}.{expert}.{spelled}"
+        if self.fused:
+            return f"{self.prefix}.{spelled}"
+        return f"{self.prefix}.{spelled}.{expert}" if self.listed else f"{self.prefix}.{expert}.{spelled}"
 
 
 def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
@@ -192,6 +196,8 @@ class _Indexer:
             group = self.open_group(f"{prefix}.mlp", f"{prefix}.mlp", projection, part) if known is None else known
             group[number] = entry
             return
+        if self._add_listed(prefix, expert, rest, entry):
+            return
         for parameter, role in FUSED_PARAMETERS:
             if inner.startswith(parameter):
                 part = inner[len(parameter) :].lstrip("._")
@@ -199,6 +205,23 @@ class _Indexer:
                 if layer:
                     self._group(layer, role, parameter, _FUSED_PARTS.get(part, part))[FUSED] = entry
                 return
+
+    def _add_listed(self, prefix: str, projection: str, rest: str, entry: TensorEntry) -> bool:
+        """Add a tensor of a list of experts per projection, `gate_proj.0.weight`; return whether it is one.
+
+        ModelOpt writes them for experts that it takes out of stacks, Unsloth for gpt-oss (`gate_up_projs.0.weight`).
+        """
+        role = PROJECTIONS.get(projection.removesuffix("s"))
+        expert, _, part = rest.partition(".")
+        number = self.number(expert, entry.name) if role else FUSED
+        layer = self._layer(prefix) if number != FUSED else None
+        if role is None or layer is None:
+            return False
+        if layer.parts and not layer.listed:
+            _refuse(entry.name, "a list of experts beside experts that are named in another way")
+        layer.listed = True
+        self._group(layer, role, projection, part or "weight")[number] = entry
+        return True
 
     def add_unusual(self, entry: TensorEntry) -> None:
         """Add a 3-D tensor outside a module called `experts`."""

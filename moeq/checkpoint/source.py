@@ -53,6 +53,7 @@ class Source(ABC):
         files: weight files.
         index: name of the index file, or None where there is none.
         warnings: whatever is unusual about the files.
+        stale: tensors that engines load although the index does not name them (`moeq.checkpoint.index.Merged`).
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
         reread: read tensors twice and compare.
@@ -71,6 +72,7 @@ class Source(ABC):
         self.files: tuple[FileEntry, ...] = ()
         self.index: str | None = None
         self.warnings: list[CheckpointWarning] = []
+        self.stale: tuple[TensorEntry, ...] = ()
         self.expert_names: frozenset[str] = frozenset()
         self._identity: str | None = None
 
@@ -232,8 +234,9 @@ class LocalSource(Source):
         headers = [self._header(file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
-        self.tensors, warnings = merge_headers(weights, headers)
-        self.warnings = [*weights.warnings, *warnings]
+        merged = merge_headers(weights, headers)
+        self.tensors, self.stale = merged.tensors, merged.stale
+        self.warnings = [*weights.warnings, *merged.warnings]
         self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
 
     @property

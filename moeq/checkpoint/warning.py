@@ -29,6 +29,9 @@ EXPLAINED: dict[str, str] = {
     "follows the tensors; engines that follow the config load them wrongly.",
     "config.quantizes-plain": "The config says that these modules are quantised, their tensors are plain.",
     "config.sizes-differ": "The config's expert size is not that of the tensors. moeq follows the tensors.",
+    "experts.several-sets": "Layers have several sets of experts of different sizes (ERNIE-4.5-VL: text and vision), "
+    "numbered on in one list. vLLM's class of that model builds a layer for each set. One stack cannot hold both, so "
+    "convert refuses; transcode keeps both.",
     "files.no-index": "Several weight files and no index: all of them were taken.",
     "files.not-in-index": "Weight files beside those of the index; nothing reads them.",
     "files.not-loaded": "Weight files beside model.safetensors; nothing reads them.",
@@ -36,9 +39,11 @@ EXPLAINED: dict[str, str] = {
     "header.unknown-field": "A header has fields that the format does not know; they were ignored.",
     "hub.cached": "The Hub could not be reached, and the whole checkpoint is in the local cache: that copy was read. "
     "The repository may have moved on since.",
-    "index.duplicates": "A tensor lies in several files; the index says which counts.",
+    "index.duplicates": "A tensor lies in several files; the index says which counts. Engines read every tensor of "
+    "every listed file, so that the last file wins there. A converted or transcoded folder has one copy.",
     "index.total-size": "The index's total_size is not the sum of the tensors: the index is of another version.",
-    "index.unlisted": "Tensors that the index does not list; nothing reads them.",
+    "index.unlisted": "Tensors that the index does not list. moeq ignores them; engines read every tensor of every "
+    "listed file and load them, or stop. A converted or transcoded folder is without them.",
     "module.router-quantized": "The router is quantised. Engines expect it plain and may refuse or misread it.",
     "mtp.absent": "Multi-token prediction is declared, and there are no experts of it.",
     "mtp.not-converted": "Experts of multi-token prediction stay as the source has them.",

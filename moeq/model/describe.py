@@ -38,6 +38,7 @@ from moeq.model.lint import (
     lint_layers,
     lint_mixing,
     lint_schemes,
+    lint_sets,
     lint_tensors,
 )
 from moeq.model.modules import module_uses
@@ -186,6 +187,7 @@ def _warnings(
     yield from check_sizes(facts, model.family, up, down)
     yield from lint_declaration(model.source.name, model.declaration, main)
     yield from lint_schemes(use.scheme for use in schemes)
+    yield from lint_sets(main)
     yield from lint_mixing(main)
     yield from lint_activation_scales([*main, *mtp.values()])
     yield from lint_tensors(rest)
@@ -269,8 +271,11 @@ def _refusals(model: Model, schemes: Iterable[SchemeUse]) -> tuple[str, ...]:
     if model.declaration and model.declaration.refusal:
         reasons.append(model.declaration.refusal)
     for number in model.stacks.main:
-        for group in model.experts[number].kinds():
+        experts = model.experts[number]
+        for group in experts.kinds():
             reasons += group.kind.problems()
+        if len(experts.sets) > 1:
+            reasons.append(f"layers have several sets of experts ({experts.set_text}), and one stack holds one size")
     return tuple(dict.fromkeys(reasons))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import NoReturn
 
@@ -169,6 +170,21 @@ class Experts:
             kinds[id(kind)] = kind
             members.setdefault(id(kind), []).append(expert)
         return [KindGroup(kinds[key], tuple(experts)) for key, experts in members.items()]
+
+    @cached_property
+    def sets(self) -> tuple[range, ...]:
+        """Ranges of experts with one intermediate size: more than one in layers with several sets of experts."""
+        sizes: dict[int, list[int]] = {}
+        for group in self.kinds():
+            sizes.setdefault(group.kind.spec("w2").k, []).extend(group.experts)
+        found = tuple(range(min(experts), max(experts) + 1) for experts in sizes.values())
+        return found if sum(map(len, found)) == self.num_experts else (range(self.num_experts),)
+
+    @property
+    def set_text(self) -> str:
+        """Description of the sets: `experts 0-3 have 192 intermediate features, 4-7 have 64`."""
+        ranges = (f"{one.start}-{one.stop - 1} have {self.kind(one.start).spec('w2').k}" for one in self.sets)
+        return "experts " + " intermediate features, ".join(ranges)
 
     def _declared(self, projection: StoredName, expert: int) -> Declared | None:
         if self._declaration is None:

@@ -19,14 +19,14 @@ from moeq.schemes.declared import Declaration
 
 
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
-    """Compare the number of experts found with the number declared.
+    """Compare the number of experts found with the number declared: in all, if a layer has several sets.
 
     Raises:
         MoeqError: `source.inconsistent` if the config's number is not the largest number found.
     """
-    declared = facts.experts()
+    declared, sets = facts.experts(), facts.expert_sets()
     found = {item.layer.layer: item.num_experts for item in experts}
-    if declared is None or declared == max(found.values()):
+    if declared is None or max(found.values()) in (declared, sum(sets)):
         return
     layer, count = next(iter(found.items()))
     detail = f"the config declares {declared} experts, the tensors of layer {layer} have {count}"
@@ -71,6 +71,15 @@ def _missing(item: Experts, present: set[StoredName]) -> Iterator[str]:
 
 def _unquantized(kind: ExpertKind) -> bool:
     return any(scheme.format == "unquantized" for scheme in kind.schemes)
+
+
+def lint_sets(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
+    """Warn of layers with several sets of experts of different sizes."""
+    layers = [item for item in experts if len(item.sets) > 1]
+    if layers:
+        yield CheckpointWarning(
+            "experts.several-sets", f"layers {_few(i.layer.layer for i in layers)}: {layers[0].set_text}"
+        )
 
 
 def check_sizes(

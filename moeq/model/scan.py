@@ -42,7 +42,8 @@ MESSAGES = {
     "data.act-order-trivial": "g_idx is k // group_size: act-order is declared but changes nothing",
     "data.act-order": "g_idx reorders columns",
     "data.act-order-undeclared": "g_idx reorders columns although the config declares no act-order",
-    "data.g-idx-range": "g_idx names groups that do not exist",
+    "data.g-idx-placeholder": "g_idx is zero throughout, a placeholder: columns are in natural order",
+    "data.g-idx-range": "g_idx is none that a quantiser writes: groups that do not exist, or of wrong sizes",
     "data.gate-up-order": "gate and up have different g_idx and cannot be fused",
     "data.gate-up-scale": "gate and up have different second-level scales, of which engines keep one",
     _ACTIVATION_SCALE: "static activation scales are zero, infinite, NaN or negative: 4- and 8-bit activations "
@@ -173,12 +174,17 @@ def _scan_zeros(parts: Mapping[str, Tensor], described: Described, where: str, f
 def _scan_order(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
     import torch
 
+    from moeq.schemes.gptq import impossible_groups
+
     part = next((part for part in _parts_of(described, "index") if part in parts), None)
     spec = described.spec
     if part is None or spec.num_groups == 1:
         return
     name, index = f"{where}.{part}", parts[part]
-    if int(index.min()) < 0 or int(index.max()) >= spec.num_groups:
+    if not spec.act_order and not bool(index.any()):
+        findings.add("data.g-idx-placeholder", name)
+        return
+    if impossible_groups(index.tolist(), spec.num_groups, spec.group_size) is not None:
         findings.add("data.g-idx-range", name)
         return
     trivial = torch.equal(index.long(), torch.arange(spec.k) // spec.group_size)

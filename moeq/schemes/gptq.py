@@ -10,13 +10,13 @@ point of 0 borrows from its neighbour; only adding to the whole word undoes that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.foreign import plain
-from moeq.indices import check_indices
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
@@ -384,12 +384,34 @@ def _check_corruption(qzeros: Tensor, bits: int) -> None:
 
 
 def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
-    """Return the stored group index where it differs from `k // group_size` (or act-order is declared)."""
+    """Return the stored group index where it differs from `k // group_size` (or act-order is declared).
+
+    An index of zeros without act-order is a placeholder for that order, as exllama reads it.
+    """
     import torch
 
     if g_idx is None or spec.num_groups == 1:
         return None
     index = g_idx.to(torch.int32)
-    check_indices(index, spec.num_groups, "g_idx")
     trivial = torch.arange(spec.k, dtype=torch.int32) // spec.group_size
-    return None if not spec.act_order and torch.equal(index, trivial) else index
+    if not spec.act_order and (torch.equal(index, trivial) or not bool(index.any())):
+        return None
+    problem = impossible_groups(index.tolist(), spec.num_groups, spec.group_size)
+    if problem is not None:
+        hint = "the file is damaged, or its writer has another meaning for it: download or quantise it again"
+        raise MoeqError("source.bad-data", f"g_idx {problem}", hint)
+    return index
+
+
+def impossible_groups(index: list[int], num_groups: int, group_size: int) -> str | None:
+    """Return why a group index is none that a quantiser writes: groups that do not exist, or of wrong sizes."""
+    low, high = min(index), max(index)
+    if low < 0 or high >= num_groups:
+        return f"ranges from {low} to {high}; indices are 0 to {num_groups - 1}"
+    if low == high:
+        return f"is {low} for all {len(index)} columns, of which every group of {num_groups} has at most {group_size}"
+    counts = Counter(index)
+    group, count = next(
+        ((group, counts[group]) for group in range(num_groups - 1) if counts[group] != group_size), (None, 0)
+    )
+    return None if group is None else f"has {count} of {len(index)} columns in group {group}; a group has {group_size}"

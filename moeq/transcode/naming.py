@@ -111,7 +111,7 @@ def choose_naming(
             transposed=floats and family is not None and family.transposed,
         )
     prefix, renamed = _prefix(layer.prefix, asked)
-    if asked == "source" and not layer.fused:
+    if asked == "source" and not layer.fused and not layer.listed and "gate_up" not in layer.spelling:
         spelled: Mapping[StoredName, str] = dict(layer.spelling)
     else:
         short = any(f".{name}." in f"{prefix}." for name in _SHORT_CONTAINERS)

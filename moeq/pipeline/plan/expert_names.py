@@ -19,11 +19,30 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
     `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
+    verdict = _with_stale(checkpoint, verdict)
     problem = names_problem(checkpoint, verdict.engine, layer) or unloaded(checkpoint.experts(layer).layer)
-    if problem is None or not verdict.engine.startswith("vllm"):
+    listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
+    if problem is None or not (verdict.engine.startswith("vllm") or listed):
         return verdict
     remedy = "moeq transcode --names"
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
+    return replace(verdict, gates=(*verdict.gates, gate))
+
+
+def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
+    """Return the verdict, with a failed gate if the engine loads other tensors than the index names."""
+    tensors = checkpoint.source.tensors
+    # Classes skip many names that they do not know, but none of an expert.
+    harmful = [entry for entry in checkpoint.source.stale if entry.name in tensors or ".experts." in entry.name]
+    stale = sorted(harmful, key=lambda entry: entry.name not in tensors)
+    if not stale or not verdict.engine.startswith(("vllm", "sglang")):
+        return verdict
+    named = tensors.get(stale[0].name)
+    instead = f"in place of that of {named.file}" if named else "which the index does not name"
+    more = f" and {len(stale) - 1} more" if stale[1:] else ""
+    text = f"the engine reads every tensor of every listed file: {stale[0].name} of {stale[0].file}{more}, {instead}"
+    remedy = "moeq convert SRC DST, which leaves stale copies out"
+    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy)
     return replace(verdict, gates=(*verdict.gates, gate))
 
 
@@ -46,7 +65,9 @@ _UNLOADED = re.compile(r"\.(\w*proj|w13|w2)_(weight_scale|weight_scale_2|input_s
 
 
 def unloaded(layer: LayerExperts) -> str | None:
-    """Return why no model class loads a layer's experts, whatever its names: stacked scales, or a repeated wrapper."""
+    """Return why no class loads a layer's experts: a list per projection, stacked scales, or a repeated wrapper."""
+    if layer.listed:
+        return f"no class loads lists of experts per projection such as {layer.module(next(iter(layer.spelling)), 0)}"
     for entries in layer.parts.values():
         entry = entries.get(FUSED)
         if entry is not None and _UNLOADED.search(entry.name):
@@ -94,7 +115,8 @@ def stored_names(experts: Experts) -> Iterable[StoredName]:
     for (projection, part), entries in layer.parts.items():
         entry = entries.get(FUSED)
         if entry is None:
-            found = StoredName(f"{path}.{EXPERT}.{layer.spelling[projection]}")
+            name = layer.spelling[projection]
+            found = StoredName(f"{path}.{name}.{EXPERT}" if layer.listed else f"{path}.{EXPERT}.{name}")
         elif part not in WHOLE_PARTS and is_whole(part, entry):  # one number for all: no rows to cut
             continue
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moeq.checkpoint.facts import GROUPS, Facts
@@ -58,23 +59,16 @@ def judge_checkpoint(
     """
     first = first_layer(checkpoint)
     layer = first if layer is None else layer
-    own = checkpoint.scheme_of(layer)
-    # A scheme that the source does not have has no config of the source's, and none of its tensors.
-    stored = scheme is None or scheme == own
-    verdict = judge(
-        scheme or own,
-        moe_shape(checkpoint, layer),
-        deployment,
-        config=checkpoint.quantization_config if stored else None,
-        prefix=checkpoint.expert_prefix(layer),
-        explain=explain,
-        admits=lambda other: (
-            not heads_problem(checkpoint, other) and not (stored and side_config_gate(checkpoint, other))
-        ),
-        tensors=stored_tensors(checkpoint, layer) if stored else (),
-    )
-    verdict = with_scales(checkpoint, verdict, layer)
-    unread = side_config_gate(checkpoint, deployment) if stored else None
+    verdicts = [
+        _judge_set(checkpoint, deployment, layer, experts, scheme, explain=explain and experts.start == 0)
+        for experts in _sets(checkpoint, layer)
+    ]
+    verdict = verdicts[0]
+    if len(verdicts) > 1:
+        verdict = replace(verdict, gates=(*verdict.gates, *_set_gates(checkpoint, layer, verdicts)))
+    if not checkpoint.is_packed(layer):
+        verdict = with_scales(checkpoint, verdict, layer)
+    unread = side_config_gate(checkpoint, deployment) if scheme in (None, checkpoint.scheme_of(layer)) else None
     if unread is not None:
         verdict = replace(verdict, gates=(*verdict.gates, unread))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -82,6 +76,52 @@ def judge_checkpoint(
         return verdict
     gate = Gate("G5", "attention heads", False, problem, "ValueError", "CONFIG")
     return replace(verdict, gates=(*verdict.gates, gate), convert=None, no_convert=problem)
+
+
+def _sets(checkpoint: Checkpoint, layer: int) -> tuple[range, ...]:
+    """Return the sets of a layer's experts: one, unless the model has several."""
+    if checkpoint.is_packed(layer):  # in one stack
+        return (range(checkpoint.num_experts(layer)),)
+    return checkpoint.experts(layer).sets
+
+
+def _judge_set(
+    checkpoint: Checkpoint, deployment: Deployment, layer: int, experts: range, scheme: Scheme | None, *, explain: bool
+) -> Verdict:
+    """Judge one set of a layer's experts: all of them, unless a layer has several sets."""
+    own = checkpoint.scheme_of(layer, experts.start)
+    # A scheme that the source does not have has no config of the source's, and none of its tensors.
+    stored = scheme is None or scheme == own
+    return judge(
+        scheme or own,
+        moe_shape(checkpoint, layer, experts),
+        deployment,
+        config=checkpoint.quantization_config if stored else None,
+        prefix=checkpoint.expert_prefix(layer),
+        explain=explain,
+        admits=lambda other: (
+            not heads_problem(checkpoint, other) and not (stored and side_config_gate(checkpoint, other))
+        ),
+        tensors=stored_tensors(checkpoint, layer, experts) if stored else (),
+    )
+
+
+#: Classes of engines that build one layer for each set of experts (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
+_CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
+
+
+def _set_gates(checkpoint: Checkpoint, layer: int, verdicts: Sequence[Verdict]) -> Iterator[Gate]:
+    """Yield the failed gates of a layer with several sets of experts."""
+    text = checkpoint.experts(layer).set_text
+    architecture, engine = checkpoint.info.architecture, verdicts[0].engine
+    if not (engine.startswith("vllm") and architecture in _CLASSES_OF_SETS):
+        problem = f"{text}: {engine.partition('@')[0]} runs one set of experts in {architecture}"
+        yield Gate("G13", "tensors of experts", False, problem, "RuntimeError", "LOADING")
+        return
+    for experts, verdict in zip(checkpoint.experts(layer).sets[1:], verdicts[1:], strict=True):
+        if not verdict.ok:
+            problem = f"experts {experts.start}-{experts.stop - 1}: {verdict.refusal}"
+            yield Gate("G13", "tensors of experts", False, problem, "ValueError", "LOADING")
 
 
 def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
@@ -104,8 +144,8 @@ def _is_vllm(deployment: Deployment) -> bool:
     return deployment.engine.partition("@")[0] == "vllm"
 
 
-def stored_tensors(checkpoint: Checkpoint, layer: int) -> tuple[StoredTensor, ...]:
-    """List the headers of a layer's experts, equal ones once.
+def stored_tensors(checkpoint: Checkpoint, layer: int, within: range | None = None) -> tuple[StoredTensor, ...]:
+    """List the headers of a layer's experts, or of one set of them, equal ones once.
 
     Empty for stacked tensors, which classes load by name, and for a converted layer, whose source tensors are gone.
     """
@@ -117,8 +157,9 @@ def stored_tensors(checkpoint: Checkpoint, layer: int) -> tuple[StoredTensor, ..
     found: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
     for (projection, part), entries in experts.parts.items():
         for number, entry in entries.items():
-            found.setdefault((projection, part, entry.dtype, entry.shape), []).append(number)
-    count = len(experts.expert_ids)
+            if within is None or number in within:
+                found.setdefault((projection, part, entry.dtype, entry.shape), []).append(number)
+    count = len(experts.expert_ids) if within is None else len(within)
     return tuple(
         StoredTensor(projection, part, dtype, shape, () if len(numbers) == count else tuple(sorted(numbers)))
         for (projection, part, dtype, shape), numbers in found.items()
@@ -154,16 +195,20 @@ def is_quantised(checkpoint: Checkpoint, layer: int) -> bool:
     return checkpoint.scheme_of(layer).format != "unquantized"
 
 
-def moe_shape(checkpoint: Checkpoint, layer: int | None = None) -> MoeShape:
-    """Describe one of the checkpoint's MoE layers in the oracle's terms."""
+def moe_shape(checkpoint: Checkpoint, layer: int | None = None, experts: range | None = None) -> MoeShape:
+    """Describe one of the checkpoint's MoE layers in the oracle's terms, or one of its sets of experts."""
     info = checkpoint.info
     if info.top_k is None:
         raise MoeqError("source.no-top-k", f"{info.name}: config.json does not say how many experts a token uses")
-    scheme = checkpoint.scheme_of(first_layer(checkpoint) if layer is None else layer)
+    layer = first_layer(checkpoint) if layer is None else layer
+    scheme = checkpoint.scheme_of(layer)
+    intermediate, count = info.intermediate_size, info.num_experts
+    if experts is not None and len(_sets(checkpoint, layer)) > 1:
+        intermediate, count = checkpoint.spec(layer, "w2", experts.start).k, len(experts)
     return MoeShape(
         hidden_size=info.expert_input_size,
-        intermediate_size=info.intermediate_size,
-        num_experts=info.num_experts,
+        intermediate_size=intermediate,
+        num_experts=count,
         top_k=info.top_k,
         activation=info.activation if info.gated else f"{info.activation}_no_mul",
         gated=info.gated,

@@ -277,7 +277,7 @@ class KeptSource(Source):
         headers = [restore_data.headers[file] for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.index = weights.index
-        self.tensors, _ = merge_headers(weights, headers)
+        self.tensors = merge_headers(weights, headers).tensors
 
     def path(self, file: str) -> Path:
         raise MoeqError("bug.no-data", f"{file}: the source's files are not available")

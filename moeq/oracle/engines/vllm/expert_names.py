@@ -45,7 +45,7 @@ class StoredName:
     @property
     def single(self) -> bool:
         """Whether the path is a module of one expert."""
-        return f".{EXPERT}." in self.path
+        return f".{EXPERT}" in self.path
 
 
 @dataclass(frozen=True)

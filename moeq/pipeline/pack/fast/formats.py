@@ -213,13 +213,15 @@ class StoredProjection:
 
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read, and so have to be kept to restore the source."""
-        scale = self._global_scale
+        scale, found = self._global_scale, self.others
+        if "index" in self.names and not self.spec.act_order and not stored[self.names["index"]].any():
+            found = (*found, self.names["index"])  # a placeholder, which finish() would make an order
         if scale is None or not scale.is_lost(stored[self.names["scale2"]], scratch[self._global_region.start :]):
-            return self.others
-        return (*self.others, self.names["scale2"])
+            return found
+        return (*found, self.names["scale2"])
 
     def _sides_are_plain(self, stored: Stored) -> bool:
-        """Return whether stored shape and group index say what the spec says, or the index names existing groups."""
+        """Return whether stored shape and group index say what the spec says; an index of zeros is a placeholder."""
         if "shape" in self.names:
             name = self.names["shape"]
             if stored[name].view(_INTEGER[self.sigs[name].dtype]).tolist() != [self.spec.n, self.spec.k]:
@@ -228,8 +230,14 @@ class StoredProjection:
             return True
         index = stored[self.names["index"]].view(np.int32)
         if self.spec.act_order:
-            return bool(index.min() >= 0 and index.max() < self.spec.num_groups)
-        return bool((index == self._plain_group_index).all())
+            return self._is_order(index)
+        return not index.any() or bool((index == self._plain_group_index).all())
+
+    def _is_order(self, index: Array) -> bool:
+        """Return whether an index gives every group its columns, as `moeq.schemes.gptq.impossible_groups` asks."""
+        if index.min() < 0 or index.max() >= self.spec.num_groups:
+            return False
+        return np.array_equal(np.bincount(index), np.bincount(self._plain_group_index))
 
     def _codes(self, stored: Stored, scratch: Array) -> Array:
         """Return the codes, uint32 `[N, K * bits / 32]`."""
