@@ -119,6 +119,11 @@ def command(
                 reread=reread,
                 progress=report,
             )
+    for text in found.warnings:
+        out.warning(text)
+    if found.left_out:
+        shown = ", ".join(ascii(name) for name in found.left_out[:5])
+        out.warning(f"left out, since not every system can have files of these names: {shown}")
     ok = found.exact or allow_lossy
     out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
     if not ok:

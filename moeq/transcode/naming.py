@@ -86,6 +86,9 @@ def choose_naming(
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
     keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
+    own = family_naming(experts, family) if floats and asked == "source" else None
+    if own is not None:
+        return own
     if asked == "stacked" or (asked == "source" and keeps_stack):
         if not stackable:
             raise MoeqError(
@@ -117,6 +120,30 @@ def choose_naming(
         short = any(f".{name}." in f"{prefix}." for name in _SHORT_CONTAINERS)
         spelled = _SHORT if short else _LONG
     return Naming(prefix, spelled, renamed=renamed)
+
+
+def family_naming(experts: Experts, family: ModelFamily | None) -> Naming | None:
+    """Return the names that transformers loads; None if they are unknown, or none that this module spells.
+
+    transformers ignores experts of other names and fills the model's with random numbers.
+    """
+    layer, first = experts.layer, experts.kind(0)
+    if family is None or not first.gated:
+        return None
+    head = f"{layer.stack}.{layer.layer}"
+    prefix = f"{head}.{family.experts}"
+    before, after = (path.rpartition(".")[0] for path in (layer.prefix, prefix))
+    if before != after and head in (before, after):  # the router does not lie in a container of its own
+        return None
+    renamed = None if before == after else (before, after)
+    if family.stacking == "per-expert":
+        spelled: Mapping[StoredName, str] = dict(zip(("gate", "up", "down"), family.projections, strict=True))
+        return Naming(prefix, spelled, renamed=renamed)
+    if family.projections != ("gate_proj", "up_proj", "down_proj"):
+        return None
+    return Naming(
+        prefix, _STACKED, stacked=True, interleaved=family.interleaved, transposed=family.transposed, renamed=renamed
+    )
 
 
 def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:

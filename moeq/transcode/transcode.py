@@ -45,6 +45,7 @@ from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NamesOption, misplaced
+from moeq.transcode.result_check import warnings, with_expert_dtype
 from moeq.transcode.survey import Projected, TranscodeRequest
 from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
@@ -63,11 +64,19 @@ Advance = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class TranscodeJob(OpenedJob):
-    """A transcoding, ready to run."""
+    """A transcoding, ready to run.
+
+    Attributes:
+        request: what was asked for.
+        plan: files and units.
+        side_files: what becomes of the source's other files.
+        warnings: what will not load the result.
+    """
 
     request: TranscodeRequest
     plan: TranscodePlan
     side_files: SideFiles
+    warnings: tuple[str, ...] = ()
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {TranscodeUnit: Transcoder}
 
     @property
@@ -103,6 +112,8 @@ class Transcoding:
         resumed_units: units found finished from an interrupted run.
         share: the share of the units that was asked for.
         already_done: whether the folder already held the result of the same job, so that nothing was written.
+        warnings: what will not load the result: engines, transformers.
+        left_out: side files that are not copied, since not every system can have files of these names.
     """
 
     destination: Path | None
@@ -114,6 +125,8 @@ class Transcoding:
     resumed_units: int = 0
     share: Share | None = None
     already_done: bool = False
+    warnings: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -140,6 +153,8 @@ class Transcoding:
             "copied_tensors": len(plan.survey.copied),
             "dropped": dict(self.dropped),
             "notes": list(self.notes),
+            "warnings": list(self.warnings),
+            "left_out": list(self.left_out),
             "regroup": request.regroup,
             "names": request.names,
             "bytes_out": plan.bytes_out,
@@ -224,6 +239,8 @@ def transcode(
             written=share is None,
             resumed_units=len(ran.resumed),
             share=share,
+            warnings=job.warnings,
+            left_out=job.side_files.unusable,
         )
         if share is None:
             _finish(job, folder, ran.records, found)
@@ -258,7 +275,7 @@ def check(
     )
     losses = losses_of({unit.id: records[unit.id] for unit in units})
     dropped = dropped_parts(job.checkpoint, job.plan)
-    return Transcoding(None, job.plan, count_projections(job.plan), losses, dropped, written=False)
+    return Transcoding(None, job.plan, count_projections(job.plan), losses, dropped, written=False, warning=job.warning)
 
 
 def open_transcode(request: TranscodeRequest) -> TranscodeJob:
@@ -267,7 +284,8 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
     checkpoint.require_source()
     side_files = plan_side_files(checkpoint.source, no_code=False)
     plan = make_transcode_plan(checkpoint, request)
-    return TranscodeJob(checkpoint=checkpoint, plan=plan, request=request, side_files=side_files)
+    told = warnings(checkpoint, plan)
+    return TranscodeJob(checkpoint, plan, request=request, side_files=side_files, warnings=told)
 
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
@@ -384,7 +402,7 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
 
 def written_config(job: TranscodeJob) -> dict[str, Any]:
     """Make `config.json`: the source's, with the target's quantisation config in place of its own."""
-    config = without_quantization(job.checkpoint.source.config)
+    config = with_expert_dtype(without_quantization(job.checkpoint.source.config), job.plan)
     if job.plan.config is not None:
         return {**config, "quantization_config": dict(job.plan.config)}
     element = job.plan.target.element or "bf16"
