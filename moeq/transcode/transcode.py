@@ -275,7 +275,9 @@ def check(
     )
     losses = losses_of({unit.id: records[unit.id] for unit in units})
     dropped = dropped_parts(job.checkpoint, job.plan)
-    return Transcoding(None, job.plan, count_projections(job.plan), losses, dropped, written=False, warning=job.warning)
+    return Transcoding(
+        None, job.plan, count_projections(job.plan), losses, dropped, written=False, warnings=job.warnings
+    )
 
 
 def open_transcode(request: TranscodeRequest) -> TranscodeJob:

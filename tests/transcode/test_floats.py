@@ -106,14 +106,11 @@ def assert_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
         (fp8_tensor, MODELOPT, "fp8"),
         (fp8_tensor, MODELOPT, "compressed-tensors"),
         (fp8_tensor, {**FP8, "activation_scheme": "static"}, "modelopt"),
-        (fp8_tensor, FP8, "modelopt"),
         (fp8_channel, FP8, "compressed-tensors"),
-        (fp8_channel, FP8, "modelopt"),
         (mxfp8, MXFP8, "compressed-tensors"),
         (mxfp8, MXFP8, "modelopt"),
         (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "fp8"),
         (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "compressed-tensors"),
-        (fp8_block, {**FP8, "weight_block_size": [128, 128]}, "modelopt"),
         (lambda n, k, g: nvfp4(n, k, g, 0.000213), NVFP4, "nvfp4"),
         (lambda n, k, g: nvfp4(n, k, g, 2.0**-11), NVFP4, "compressed-tensors"),
     ],
@@ -195,21 +192,20 @@ def test_an_impossible_scale_of_activations_is_named(
         transcode(source, tmp_path / "out", "modelopt")
 
 
-def test_every_module_has_its_own_algorithm(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
-    """Two ways of quantising in one checkpoint: ModelOpt's mixed precision, read again module by module."""
-    calls = iter(range(24))
-    source, values = build(
-        lambda n, k, g: fp8_channel(n, k, g) if next(calls) % 3 == 2 else fp8_block(n, k, g),
-        {**FP8, "weight_block_size": [128, 128]},
-    )
-    assert transcode(source, tmp_path / "out", "modelopt").exact
-    table = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert table["quant_algo"] == "MIXED_PRECISION"
-    assert {row["quant_algo"] for row in table["quantized_layers"].values()} == {
-        "FP8_PER_CHANNEL_PER_TOKEN",
-        "fp8_pb_wo",
-    }
-    assert_values(tmp_path / "out", values)
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(fp8_tensor, FP8), (fp8_channel, FP8), (fp8_block, {**FP8, "weight_block_size": [128, 128]})],
+)
+def test_experts_that_no_engine_loads_from_modelopt_are_refused(
+    build: Callable[..., tuple[Path, Any]], tmp_path: Path, make: Make, config: dict[str, Any]
+) -> None:
+    """vLLM's class for ModelOpt's FP8 experts has one weight scale per tensor and static activation scales."""
+    source, _ = build(make, config)
+    with pytest.raises(MoeqError, match="engines would not load the result: layer 1: ") as error:
+        transcode(source, tmp_path / "out", "modelopt")
+    assert error.value.code == "usage.target"
+    assert "ModelOptFp8MoEMethod cannot load the experts" in error.value.message
+    assert not (tmp_path / "out").exists()
 
 
 def test_scales_of_a_kv_cache_are_copied(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
