@@ -347,7 +347,8 @@ class ArrangedLayout(Layout):
 
 def is_common(part: Part, spec: MatrixSpec) -> bool:
     """Whether a part holds one thing for the whole matrix."""
-    return part.rows > 1 and part.rows >= spec.n
+    one_column = part.field not in ("scales", "zeros") or spec.num_groups == 1
+    return part.rows > 1 and part.rows >= spec.n and one_column
 
 
 def is_gated_w13(spec: MatrixSpec) -> bool:

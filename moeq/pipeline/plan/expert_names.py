@@ -20,7 +20,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
     `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
     verdict = _with_stale(checkpoint, verdict)
-    problem = names_problem(checkpoint, verdict.engine, layer) or unloaded(checkpoint.experts(layer).layer)
+    problem = unloaded(checkpoint.experts(layer).layer) or names_problem(checkpoint, verdict.engine, layer)
     listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
     if problem is None or not (verdict.engine.startswith("vllm") or listed):
         return verdict
