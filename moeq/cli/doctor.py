@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moeq.cli import options
+from moeq.cli.fits import converted_deployment, fit_document, fit_lines
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -30,11 +32,14 @@ def command(
     from moeq.deploy.environment import environment
 
     out: Output = ctx.obj
-    document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None}
+    document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None, "fit": None}
     found, problem = (None, None) if src is None else _asked(src, revision, given, document)
     if problem is not None:
         document["problem"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
-    out.answer(document, lambda console: render(console, document), ok=problem is None)
+    unfit = document["fit"] is not None and not document["fit"]["runs"]
+    out.answer(document, lambda console: render(console, document), ok=problem is None and not unfit)
+    if unfit:
+        raise typer.Exit(ExitCode.NO)
     if problem is not None:
         raise typer.Exit(ExitCode.NO if found is not None else problem.exit_code)
 
@@ -45,6 +50,8 @@ def _asked(
     """Return the answer about a checkpoint and its problem: a doctor reports what other commands raise."""
     from moeq.cli.inspect import asked_deployment
     from moeq.model import open as open_checkpoint
+    from moeq.model.converted import ConvertedCheckpoint
+    from moeq.pipeline.plan.commands import next_of_converted
     from moeq.pipeline.plan.decide import advised
     from moeq.pipeline.plan.options import Question
     from moeq.report.advice import advice
@@ -71,8 +78,12 @@ def _asked(
         "bytes": info.expert_bytes + info.other_bytes,
         "odd": [f"{warning.code}: {warning.message}" for warning in info.warnings],
     }
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        document["checkpoint"]["next"] = next_of_converted(shlex.quote(src), checkpoint)
+        document["fit"] = fit_document(checkpoint, converted_deployment(checkpoint, given))
+        return None, None
     deployment = asked_deployment(given)
-    if checkpoint.kind == "converted" or deployment is None:
+    if deployment is None:
         return None, None
     found = advised(checkpoint, Question(deployment), explain=True)
     unusable = (fault for layer in info.moe_layers for fault in checkpoint.scale_faults(layer) if fault.is_stored)
@@ -105,6 +116,8 @@ def render(console: Console, document: dict[str, Any]) -> None:
             line(console, "odd", text, "yellow")
     for label, text in (deployment or {}).get("lines", ()):
         line(console, label, text)
+    for label, text in fit_lines(document["fit"]) if document["fit"] else ():
+        line(console, label, text)
     problem = document.get("problem")
     if problem is not None:
         line(console, "problem", f"{problem['message']} ({problem['code']})", "red")
@@ -114,5 +127,5 @@ def render(console: Console, document: dict[str, Any]) -> None:
         line(console, "next", "moeq doctor SRC --gpu NAME --tp N adds a checkpoint, the verdict and what to do")
     elif deployment is None and checkpoint["kind"] == "source":
         line(console, "next", "no GPU here and none named: --gpu NAME adds the verdict")
-    elif deployment is None:
-        line(console, "next", "moeq verify DST recomputes its digests, moeq run-check DST runs kernels on it")
+    elif document["fit"] is None and deployment is None:
+        line(console, "next", checkpoint["next"])

@@ -9,8 +9,9 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.files import require_writable, write_text
+from moeq.cli.fits import converted_deployment, fit_document, fit_lines
 from moeq.cli.out import Output
-from moeq.errors import MoeqError
+from moeq.errors import ExitCode, MoeqError
 
 if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
@@ -41,6 +42,7 @@ def command(
     if html is not None:
         require_writable(html)
     checkpoint = open_checkpoint(src, revision=revision)
+    fit = _fit(checkpoint, given)
     deployment = asked_deployment(given)
     if html is not None:
         write_text(html, _page(checkpoint, deployment))
@@ -57,9 +59,22 @@ def command(
         "no_verdict": no_verdict,
         "converts": None if found is None else found.ok,
         "loads_in": None if found is None else [loader.title for loader in found.loaders],
+        "fit": fit,
     }
-    inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or ())
-    out.answer(document, lambda console: render(console, inspection, verbose=verbose))
+    inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or (), fit_lines(fit) if fit else ())
+    ok = fit is None or bool(fit["runs"])
+    out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=ok)
+    if not ok:
+        raise typer.Exit(ExitCode.NO)
+
+
+def _fit(checkpoint: Checkpoint, given: options.GivenDeployment) -> dict[str, Any] | None:
+    """Return whether a converted checkpoint runs on the deployment that is asked about; None if none is."""
+    from moeq.model.converted import ConvertedCheckpoint
+
+    if not isinstance(checkpoint, ConvertedCheckpoint):
+        return None
+    return fit_document(checkpoint, converted_deployment(checkpoint, given))
 
 
 def _page(checkpoint: Checkpoint, deployment: Deployment | None) -> str:

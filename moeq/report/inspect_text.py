@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,7 @@ class Inspection:
         no_answer: reason why there is no answer.
         degrees: tensor-parallel degrees; empty for a converted checkpoint.
         found: warnings of a scan of the data.
+        fit: labels and texts that say whether a converted checkpoint runs where it was asked about.
     """
 
     checkpoint: Checkpoint
@@ -50,6 +51,7 @@ class Inspection:
     no_answer: str | None
     degrees: tuple[Degree, ...] = ()
     found: Iterable[CheckpointWarning] = ()
+    fit: Sequence[tuple[str, str]] = ()
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
@@ -62,7 +64,7 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     """
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     hanging(console, _answer(inspection), 2)
-    for label, text in next_steps(inspection):
+    for label, text in inspection.fit or next_steps(inspection):
         line(console, label, text)
     line(console, "checkpoint", Text(info.name, style="bold"))
     for label, text in checkpoint_facts(info, verbose):

@@ -368,6 +368,16 @@ def _target(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Conv
     return ConvertTarget(report.backend, report.experts, row.layout, None, builtin_sizes(request, row))
 
 
+def is_fastest(scheme: Scheme, deployment: Deployment, layout: str) -> bool:
+    """Return whether moeq's kernels for this GPU read a layout, and were measured ahead of all others there.
+
+    That is so for weights with 16-bit activations on Hopper (`kernels/bench/results`).
+    """
+    row = FORMATS.get((layout, scheme.weight.dtype))
+    hopper = deployment.gpu.platform == "cuda" and deployment.gpu.capability == (9, 0)
+    return hopper and scheme.activation is None and row is not None and bool(row.hopper_scales)
+
+
 def report_of_layout(scheme: Scheme, shape: MoeShape, deployment: Deployment, layout: str) -> CandidateReport | None:
     """Return the report of the kernel that is closest to reading a layout; None if no kernel reads it.
 

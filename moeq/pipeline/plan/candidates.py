@@ -9,7 +9,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
-from moeq.oracle.engines.moeq import report_of_layout
+from moeq.oracle.engines.moeq import is_fastest, report_of_layout
 from moeq.oracle.engines.sglang.verdict import is_sglang
 from moeq.oracle.loaders import Loader
 from moeq.oracle.records import AS_IT_IS, CandidateReport, ConvertTarget, Reason, Sizes, Verdict
@@ -49,7 +49,11 @@ class LayoutChoice:
 def candidates(
     checkpoint: Checkpoint, question: Question, layer: int, scheme: Scheme | None, verdict: Verdict
 ) -> Iterator[LayoutChoice]:
-    """Yield candidate layouts, the engine's own choice first. Raises MoeqError if there is none."""
+    """Yield candidate layouts: what moeq's kernels read fastest, then the engine's choices in its order.
+
+    Raises:
+        MoeqError: if there is none.
+    """
     heads = heads_problem(checkpoint, question.deployment)
     if question.options.layout is not None:
         yield _asked_layout(checkpoint, question, question.options.layout, layer, scheme, verdict)
@@ -57,8 +61,12 @@ def candidates(
     if heads is not None:
         raise MoeqError("usage.tp", heads)
     forced = question.deployment.backend != "auto"
+    fastest = _fastest(checkpoint, question.deployment, layer, scheme, verdict) if verdict.ok else None
+    if fastest is not None and not forced:
+        yield fastest
     if verdict.convert is not None:
-        yield _named(verdict.convert)
+        slower = f"without --backend {fastest.layout} is written: {fastest.why}" if fastest and forced else None
+        yield replace(_named(verdict.convert), why=verdict.convert.why or slower)
     elif forced and not verdict.ok:
         unknown = verdict.error is not None and verdict.error.kind == "OVERRIDE_UNKNOWN"
         raise MoeqError("usage.unknown-backend" if unknown else "answer.backend-unsupported", verdict.refusal)
@@ -67,6 +75,7 @@ def candidates(
     native = next((row for row in verdict.candidates if row.native and _is_chosen(row, verdict)), None)
     rows = [] if forced or native else [row for row in verdict.candidates if row.supported and row.layout and row.flag]
     seen = {verdict.convert.layout} if verdict.convert else set()
+    seen |= {fastest.layout} if fastest else set()
     for row in rows:
         if row.layout in seen:
             continue
@@ -84,6 +93,24 @@ def candidates(
         )
     if not seen:
         raise MoeqError("answer.no-backend", verdict.refusal or f"nothing to convert to: {verdict.no_convert}")
+
+
+def _fastest(
+    checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, verdict: Verdict
+) -> LayoutChoice | None:
+    """Return what moeq's kernels read if they are the fastest on this GPU and read no layout of the engine's choice."""
+    if deployment.engine == OWN_ENGINE:
+        return None
+    encoded, engines = scheme or checkpoint.scheme_of(layer), verdict.convert and verdict.convert.layout
+    where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
+    own = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).convert
+    if own is None or own.layout == engines or not is_fastest(encoded, deployment, own.layout):
+        return None
+    why = f"moeq's kernels, which run inside the engine, are the fastest measured on {deployment.gpu.name}"
+    chosen = next((row for row in verdict.candidates if _is_chosen(row, verdict)), None)
+    if deployment.backend == "auto" and engines and chosen is not None and chosen.flag:
+        why += f"; --backend {chosen.flag} writes for the engine's {chosen.backend}, which is slower there"
+    return replace(_named(own), why=why)
 
 
 def _is_chosen(row: CandidateReport, verdict: Verdict) -> bool:

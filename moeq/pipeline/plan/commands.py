@@ -11,6 +11,7 @@ from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.calibration import is_weight_only
 
 if TYPE_CHECKING:
+    from moeq.checkpoint.manifest import Manifest
     from moeq.model import Checkpoint
     from moeq.model.converted import ConvertedCheckpoint
     from moeq.pipeline.plan.decide import Answer
@@ -39,9 +40,15 @@ def next_command(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None
 def next_of_converted(dst: str, checkpoint: ConvertedCheckpoint) -> str:
     """Return the line that serves a converted checkpoint on what it was converted for."""
     deployment = Deployment.from_json(checkpoint.manifest.deployment)
-    names = [_LOADERS[title.split()[0]] for title in checkpoint.manifest.loads_in if title.split()[0] in _LOADERS]
+    names = loaders_of_manifest(checkpoint.manifest)
     serve = serve_converted(dst, checkpoint.info.dtype, deployment, names)
     return serve or f"moeq verify {dst}: nothing loads it yet"
+
+
+def loaders_of_manifest(manifest: Manifest) -> list[str]:
+    """Return the names of the loaders that a manifest lists by title."""
+    words = [title.split()[0] for title in manifest.loads_in if title.strip()]
+    return [_LOADERS[word] for word in words if word in _LOADERS]
 
 
 def convert_command(src: str, answer: Answer, dst: str = "DST") -> str:
@@ -125,4 +132,11 @@ def _vllm_ranks(deployment: Deployment) -> list[str]:
     return [*flags, *(["--enable-expert-parallel"] if ep > 1 else [])]
 
 
-__all__ = ["convert_command", "next_command", "next_of_converted", "serve_converted", "serve_source"]
+__all__ = [
+    "convert_command",
+    "loaders_of_manifest",
+    "next_command",
+    "next_of_converted",
+    "serve_converted",
+    "serve_source",
+]
