@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,33 @@ def test_the_engines_own_way_to_the_experts_gives_the_same_bits(folders, batch) 
         activation=layer.activation, global_num_experts=4, expert_map=None, apply_router_weight_on_input=False,
     )  # fmt: skip
     assert torch.equal(through, run(layer, batch))
+
+
+@pytest.mark.skipif(VERSION < (0, 31), reason="this version has no weight cache")
+def test_a_layer_takes_the_weights_of_a_preloading_process(folders, batch, tmp_path) -> None:
+    """`vllm preload` and `--load-format ipc_cache`: tensors come from another process, and no file is read."""
+    from vllm.model_executor.model_loader.weight_cache.protocol import check_ipc_quant_support
+    from vllm.model_executor.utils import weights_already_processed
+
+    cached = loaded_layer(folders[INT4], kernels="moeq")
+    check_ipc_quant_support(cached)
+    folder = shutil.copytree(folders[INT4], tmp_path / "moved")
+    layer = experts_layer(folder, kernels="moeq")
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+    for name, parameter in cached.named_parameters():
+        layer.register_parameter(name, torch.nn.Parameter(parameter.data, requires_grad=False))
+    with engine(), weights_already_processed():
+        layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(run(layer, batch), run(cached, batch))
+
+
+@pytest.mark.skipif(VERSION < (0, 31), reason="this version has no weight cache")
+def test_layers_in_the_engines_kernels_are_not_preloaded(folders, gpu) -> None:
+    from vllm.model_executor.model_loader.weight_cache import protocol
+
+    with pytest.raises(protocol.UnsupportedQuantForIPCError, match="MoeqMoEMethod"):
+        protocol.check_ipc_quant_support(experts_layer(folders[INT4], kernels="engine"))
 
 
 @pytest.mark.parametrize("where", ["tp", "ep"])

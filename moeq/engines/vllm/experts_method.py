@@ -37,6 +37,14 @@ from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import uneven_unit
 
+try:
+    from vllm.model_executor.utils import is_weights_pre_processed
+except ImportError:  # before 0.31 the engine has no such loader
+
+    def is_weights_pre_processed() -> bool:
+        return False
+
+
 if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
 
@@ -89,6 +97,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
             self.engine, self.experts_cls = engine
         logger.info_once("moeq: %s: %s", self.title, self.choice.why)
+
+    @property
+    def supports_pre_processed_weights(self) -> bool:
+        """Whether parameters of another process are taken as they are (`vllm preload`): for moeq's kernels.
+
+        The engine's kernels may derive further tensors from them.
+        """
+        return self.choice.own
 
     @property
     def title(self) -> str:
@@ -155,7 +171,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         }
         if self.dummy:
             dummy_parts(tensors)
-        else:
+        elif not is_weights_pre_processed():
             self.experts.fill(self.entry, self.part, self.rank, tensors)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
