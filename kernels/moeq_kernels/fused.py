@@ -9,8 +9,10 @@ from moeq_kernels import portable
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import gpu_of
+from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
+from moeq_kernels.hopper.w4a16.w4a16_plan import Direct
 from moeq_kernels.launch import run_with_triton
-from moeq_kernels.prepared import prepare_for
+from moeq_kernels.prepared import PreparedLayer, prepare_for
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import Blocks
@@ -90,6 +92,7 @@ def fused_moe_batched(
     limit: float | None = None,
     row_weights: Tensor | None = None,
     router_weight_on_input: bool = False,
+    expected_tokens: int | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
     """Compute the layer in the batched activation format: one fixed-size batch of tokens per local expert.
@@ -104,10 +107,12 @@ def fused_moe_batched(
         limit: clamp, or number in the formula, as in `fused_moe`.
         row_weights: floating point `[E, max_tokens]` router weights, or None if the combine step applies them.
         router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
-        blocks: tile sizes; None for the default.
+        expected_tokens: mean of the rows that an expert uses, for which Hopper's kernels are chosen; None for
+            max_tokens. It changes times only.
+        blocks: tile sizes of the portable kernels, which then run even where others would.
 
     Returns:
-        `[E, max_tokens, H]` in x's dtype; unused rows are zero.
+        `[E, max_tokens, H]` in x's dtype; unused rows are zero, whatever x holds there.
 
     Raises the errors of `fused_moe`.
     """
@@ -124,10 +129,18 @@ def fused_moe_batched(
         )
         require(row_weights.device == x.device, f"row_weights is on {row_weights.device}, but x is on {x.device}")
     require(experts.num_experts == count, f"x is {shape_of(x)}, but there are {experts.num_experts} experts in experts")
+    require(expected_tokens is None or expected_tokens > 0, f"expected_tokens is {expected_tokens}; it is at least 1")
     check_experts(x, experts, activation)
     require_runnable(x.device)
     weighted = row_weights is not None
     first = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input and weighted)
+    flat = torch.ones(count * max_tokens, device=x.device) if row_weights is None else row_weights.float().reshape(-1)
+    if blocks is None:
+        rows = x.reshape(count * max_tokens, hidden)
+        layer = batched_layer(rows, experts, first, expected_tokens)
+        if layer.family != "portable":
+            ids = batched_ids(num_tokens.to(x.device), max_tokens)
+            return layer(rows, flat.view(-1, 1), ids).view(count, max_tokens, hidden)
     last = Epilogue(weight="last" if weighted and not router_weight_on_input else "")
     pairs = count * max_tokens
     problem = Problem(
@@ -148,7 +161,6 @@ def fused_moe_batched(
     if not pairs:
         return y.view(count, max_tokens, hidden)
     tiles = _tiles(num_tokens.to(x.device), max_tokens, used.m)
-    flat = torch.ones(pairs, device=x.device) if row_weights is None else row_weights.to(torch.float32).reshape(-1)
     roots = {
         "x": x.reshape(pairs, hidden).contiguous(),
         "rows": torch.arange(pairs, dtype=torch.int32, device=x.device),
@@ -169,6 +181,32 @@ def fused_moe_batched(
     workspace = torch.empty(arena.used, dtype=torch.uint8, device=x.device)
     run_with_triton(launches, {**roots, "workspace": workspace, **tensors_of(experts)})
     return y.view(count, max_tokens, hidden)
+
+
+def batched_layer(
+    x: Tensor, experts: PackedExperts, epilogue: Epilogue, expected_tokens: int | None, gpu: str | None = None
+) -> PreparedLayer:
+    """Prepare a layer for rows x `[E * max_tokens, H]` of `batched_ids`, each a token with one choice.
+
+    `gpu` names the GPU of experts on `meta`.
+    """
+    rows = x.shape[0]
+    layer = prepare_for(x, experts, 1, rows, epilogue, None, gpu=gpu)
+    if layer.family != "hopper-w4a16" or expected_tokens is None:
+        return layer
+    tokens = expected_tokens * experts.num_experts
+    plan = w4a16.plan_for(layer.problem, min(rows, tokens))
+    while isinstance(getattr(plan, "kernel", None), Direct) and tokens < rows:
+        tokens *= 2  # that kernel has a program for each row, used or not
+        plan = w4a16.plan_for(layer.problem, min(rows, tokens))
+    return prepare_for(x, experts, 1, rows, epilogue, None, family=layer.family, plan=plan, gpu=gpu)
+
+
+def batched_ids(num_tokens: Tensor, max_tokens: int) -> Tensor:
+    """Return ids int32 `[E * max_tokens, 1]`: the expert of each used row, -1 for unused rows."""
+    experts = torch.arange(num_tokens.numel(), dtype=torch.int32, device=num_tokens.device)[:, None]
+    used = torch.arange(max_tokens, device=num_tokens.device) < num_tokens[:, None]
+    return torch.where(used, experts, -1).view(-1, 1)
 
 
 def _tiles(num_tokens: Tensor, max_tokens: int, height: int) -> Tensor:
