@@ -40,7 +40,7 @@ def test_every_source_file_and_data_file_is_there(wheel: zipfile.ZipFile) -> Non
 HOLDS = {
     **{
         f"moeq/{room}": {"py"}
-        for room in ("api", "check", "checkpoint", "deploy", "engines", "layouts", "load", "model")
+        for room in ("api", "check", "checkpoint", "deploy", "engines", "gguf", "layouts", "load", "model")
     },
     **{f"moeq/{room}": {"py"} for room in ("pipeline", "prove", "reference", "schemes", "transcode")},
     "moeq": {"py", "typed"},
