@@ -15,6 +15,7 @@ from moeq.check.layer_check import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
 from moeq.check.results import CheckReport
 from moeq.check.sampling import CheckOptions, choose_samples
+from moeq.check.workload import Workload, weights_of, workload
 from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.digest import check_digests, default_workers
 from moeq.errors import MoeqError
@@ -29,6 +30,7 @@ __all__ = ["CheckOptions", "Progress", "check_opened", "run_check"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[int, int, str], None]
+Announce = Callable[[Workload], None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def run_check(
     revision: str | None = None,
     options: CheckOptions | None = None,
     progress: Progress | None = None,
+    announce: Announce | None = None,
 ) -> CheckReport:
     """Check a converted checkpoint.
 
@@ -68,6 +71,7 @@ def run_check(
         revision: Hub revision of `source`.
         options: extent of the check; None: everything on a GPU, a sample on a CPU.
         progress: called with steps done, steps in all, and the name of the step.
+        announce: called before anything long starts on a CPU, with an estimate of its time.
 
     Raises:
         MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
@@ -75,10 +79,12 @@ def run_check(
             `usage.*` for layers or experts that do not exist. A failed check is not an error but a report whose `ok` is
             False.
     """
-    return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress)
+    return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress, announce)
 
 
-def check_opened(opened: Opened, options: CheckOptions, progress: Progress | None = None) -> CheckReport:
+def check_opened(
+    opened: Opened, options: CheckOptions, progress: Progress | None = None, announce: Announce | None = None
+) -> CheckReport:
     """Check checkpoints that are open already; for errors see `run_check`."""
     started = time.monotonic()
     manifest, converted = opened.manifest, opened.converted
@@ -101,8 +107,11 @@ def check_opened(opened: Opened, options: CheckOptions, progress: Progress | Non
     layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
     entries = [manifest.layer(layer) for layer in layers]
+    jobs = choose_jobs(checks, options.jobs)
+    if checks and announce is not None and device.type == "cpu":
+        announce(workload(checks, sum(map(weights_of, entries)), jobs))
     checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
-    found = check_layers(checks, choose_jobs(checks, options.jobs), steps.advance)
+    found = check_layers(checks, jobs, steps.advance)
     return CheckReport(
         destination=converted.source.name,
         source=None if opened.reference is converted else opened.reference.source.name,

@@ -76,10 +76,12 @@ def render(console: Console, pushed: Pushed) -> None:
     """Print the answer for people."""
     from rich.text import Text
 
-    from moeq.report.text import human_bytes
+    from moeq.report.text import counted, human_bytes
 
-    console.print(Text.assemble(("pushed", "bold"), f" {pushed.url}: {pushed.files} files, {human_bytes(pushed.size)}"))
+    console.print(
+        Text.assemble(("pushed", "bold"), f" {pushed.url}: {counted(pushed.files, 'file')}, {human_bytes(pushed.size)}")
+    )
     console.print(f"  commit    {pushed.commit}")
     if pushed.removed:
-        console.print(f"  removed   {len(pushed.removed)} weight files of an earlier push")
+        console.print(f"  removed   {counted(len(pushed.removed), 'weight file')} of an earlier push")
     console.print(f"  read it   moeq inspect {pushed.repo}")

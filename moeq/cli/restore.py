@@ -57,12 +57,12 @@ def render(console: Console, restoration: Restoration) -> None:
     """Print the answer for people."""
     from rich.text import Text
 
-    from moeq.report.text import human_bytes
+    from moeq.report.text import counted, human_bytes
 
     total = human_bytes(sum(restoration.files.values()))
     verb = "compared" if restoration.existed else "restored"
     head = (f"{verb} {restoration.destination}", "bold")
-    console.print(Text.assemble(head, f": {len(restoration.files)} files, {total}"))
+    console.print(Text.assemble(head, f": {counted(len(restoration.files), 'file')}, {total}"))
     console.print(
         f"  tensors   {restoration.rebuilt} rebuilt from packed experts (digests checked), {restoration.kept} that the "
         f"conversion had kept, {restoration.copied} copied"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from moeq.check.results import CheckReport
     from moeq.check.tile_picture import TilePicture
+    from moeq.check.workload import Workload
     from moeq.checkpoint.manifest import Manifest
     from moeq.deploy.deployment import Deployment
     from moeq.report.backend_matrix import BackendMatrix
@@ -86,6 +87,7 @@ def command(
                 activation_dtype="fp8" if fp8_activations else "",
             ),
             progress=progress.update,
+            announce=None if quiet or json else lambda found: _announce(out, found),
         )
     unwritten = _write_files(report, dst, html, junit, " ".join(sys.argv[1:]))
     document = {**report.to_json(), "reports_not_written": [error.message for error in unwritten]}
@@ -97,6 +99,16 @@ def command(
         raise typer.Exit(ExitCode.NO)
     if unwritten:
         raise typer.Exit(ExitCode.ENVIRONMENT)
+
+
+def _announce(out: Output, found: Workload) -> None:
+    """Say how long a check on a CPU will take, and which one is short, where it takes long."""
+    from moeq.check.workload import ANNOUNCED_SECONDS
+    from moeq.report.text import human_seconds
+
+    if found.seconds > ANNOUNCED_SECONDS:
+        short = f"{found.smallest} takes about {human_seconds(found.smallest_seconds)}"
+        out.note(f"run-check: about {human_seconds(found.seconds)} in Triton's interpreter (an estimate); {short}")
 
 
 def complaints(report: CheckReport) -> list[str]:

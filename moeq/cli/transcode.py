@@ -132,23 +132,25 @@ def command(
 
 def render(console: Console, found: Transcoding) -> None:
     """Print the answer for people."""
-    from moeq.report.text import human_bytes
+    from moeq.report.text import counted, human_bytes
 
     plan = found.plan
     verb = "wrote" if found.written else f"did share {found.share} of" if found.share else "would write"
     verb = "already done," if found.already_done else verb
     where = f" {found.destination}" if found.destination else ""
     size = human_bytes(plan.bytes_out)
-    console.print(f"{verb}{where}: {len(plan.files)} files, {size}, {plan.target.title}", markup=False)
+    console.print(f"{verb}{where}: {counted(len(plan.files), 'file')}, {size}, {plan.target.title}", markup=False)
     survey = plan.survey
     console.print(
-        f"  content   experts of {len(survey.layers)} layers, {len(survey.modules)} other quantised modules; "
-        f"{len(survey.copied)} tensors copied"
+        f"  content   experts of {counted(len(survey.layers), 'layer')}, "
+        f"{counted(len(survey.modules), 'other quantised module')}; {counted(len(survey.copied), 'tensor')} copied"
     )
     if found.resumed_units:
-        console.print(f"  resumed   {found.resumed_units} units were already finished")
+        console.print(f"  resumed   {counted(found.resumed_units, 'unit')} had been finished before")
     for part, count in found.dropped.items():
-        console.print(f"  dropped   {count} tensors called {part}, for which the target has no place", markup=False)
+        console.print(
+            f"  dropped   {counted(count, 'tensor')} called {part}, for which the target has no place", markup=False
+        )
     for note in found.notes:
         console.print(f"  note      {note}", markup=False)
     if found.share is not None:

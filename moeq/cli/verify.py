@@ -60,16 +60,17 @@ def render(console: Console, found: Verification) -> None:
     """Print the answer for people."""
     from rich.text import Text
 
-    from moeq.report.text import human_bytes
+    from moeq.report.text import counted, human_bytes
 
-    verdict = "the values that were converted" if found.ok else f"{len(found.mismatches)} mismatches"
+    verdict = "the values that were converted" if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")
     console.print(Text.assemble(("verified" if found.ok else "DIFFERENT", "bold"), f": {verdict}"))
     console.print(f"  experts   {found.units} projections proven from the packed tensors")
+    rest = f"{counted(found.tensors, 'tensor')} and {counted(found.files, 'file')}"
     if found.source is not None:
         console.print(f"  source    {found.source_units} projections packed again from {found.source}")
-        console.print(f"  the rest  {found.tensors} tensors and {found.files} files compared with the source")
+        console.print(f"  the rest  {rest} compared with the source")
     elif found.tensors or found.files:
-        console.print(f"  the rest  {found.tensors} tensors and {found.files} files as moeq.json records them")
+        console.print(f"  the rest  {rest} as moeq.json records them")
     console.print(f"  hashed    {human_bytes(found.bytes)} of tensors")
     if found.signed:
         console.print("  signed    by the key that was given")

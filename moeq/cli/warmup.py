@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,11 +62,19 @@ def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
     converted, named = Deployment.from_json(manifest.deployment), given.named
     ranks = {"tp", "ep", "dp"}
     missing = (set() if named.keys() & ranks else ranks) | {"dtype"} - named.keys()
-    return given.make(**{name: getattr(converted, name) for name in missing})
+    try:
+        return given.make(**{name: getattr(converted, name) for name in missing})
+    except MoeqError as error:
+        if error.code != "usage.no-gpu":
+            raise
+        hint = f"DST was converted for {converted.gpu.name}: --gpu {shlex.quote(converted.gpu.name)}, or name another"
+        raise MoeqError(error.code, error.message, hint) from None
 
 
 def render(console: Console, found: WarmUp) -> None:
     """Print the answer for people."""
+    from moeq.report.text import counted
+
     for kind in found.kinds:
-        console.print(f"{len(kind.layers)} layers: {kind.what}")
-    console.print(f"{found.kernels} kernels, {found.compiled} compiled now, {found.seconds:.1f} s")
+        console.print(f"{counted(len(kind.layers), 'layer')}: {kind.what}")
+    console.print(f"{counted(found.kernels, 'kernel')}, {found.compiled} compiled now, {found.seconds:.1f} s")

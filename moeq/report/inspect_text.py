@@ -149,7 +149,6 @@ def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:
     if manifest.copied:
         yield "copied", f"layers {facts.copied} unchanged"
     yield "loads in", ", ".join(manifest.loads_in) or "nothing yet"
-    yield "check", "moeq verify DST recomputes its digests, moeq run-check DST runs kernels on it"
 
 
 def _short_degree(degree: Degree) -> str:

@@ -43,9 +43,9 @@ def human_bytes(count: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def counted(count: int, noun: str) -> str:
-    """Format a count with its noun: `1 layer`, `3 layers`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def counted(count: int, noun: str, several: str | None = None) -> str:
+    """Format a count with its noun: `1 layer`, `3 layers`; `several` is a plural that does not end in s."""
+    return f"{count:,} {noun if count == 1 else several or f'{noun}s'}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -60,7 +61,9 @@ def render_conversion(console: Console, answer: Answer, part: LayerGroup) -> Non
         line(console, "loads in", loads_in(part.choice.loaders))
     else:
         error = part.error or answer.error
-        line(console, "convert", f"no: {error.message}" if error else "its layers are copied unchanged", "red")
+        told = error is not None and error.message == part.verdict.refusal  # by the verdict, a line above
+        refused = "no, for the same reason" if told else f"no: {error.message}" if error else None
+        line(console, "convert", refused or "its layers are copied unchanged", "red")
     for advisory in part.verdict.advisories:
         line(console, "advisory", f"{advisory.code}: {advisory.symptom}", "yellow")
 
@@ -78,14 +81,27 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     elsewhere = [one for one in others if any(str(row.remedy).startswith(_OTHER_DEVICE) for row in one.reasons)]
     far = [one for one in others if not one.supported and one.unlock is None and one not in elsewhere]
     shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
-    width = max((len(one.backend) for one in shown), default=0)
-    for one in shown:
-        row = Text(f"  {one.backend:<{width}}  {reasons_text(one, verbose)}", style="dim")
-        hanging(console, row, width + 4)
+    shared = _shared_reasons(shown)
+    rows = [("all of these", "; ".join(shared))] if shared else []
+    texts = {one.backend: reasons_text(one, verbose, shared) for one in shown}
+    rows += [(name, text) for name, text in texts.items() if text]
+    bare = [name for name, text in texts.items() if not text]
+    rows += [("only that", ", ".join(bare))] if bare else []
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, text in rows:
+        hanging(console, Text(f"  {name:<{width}}  {text}", style="dim"), width + 4)
     counts = [f"{len(elsewhere)} for other devices"] if elsewhere else []
     counts += [f"{len(far)} more than one change away"] if far else []
     if near and counts:
         hanging(console, Text(f"  {', '.join(counts)}: -v lists them", style="dim"), 2)
+
+
+def _shared_reasons(candidates: Sequence[CandidateReport]) -> tuple[str, ...]:
+    """Return the reasons that stand against every one of several backends, in order."""
+    if len(candidates) < 2 or any(one.supported for one in candidates):
+        return ()
+    texts = [{reason.text for reason in one.reasons} for one in candidates]
+    return tuple(dict.fromkeys(r.text for r in candidates[0].reasons if all(r.text in others for others in texts)))
 
 
 #: How engines are called.
@@ -111,14 +127,15 @@ def deployment_text(deployment: Deployment) -> str:
     return ", ".join([deployment.gpu.name, *sizes, *switches, deployment.dtype])
 
 
-def reasons_text(candidate: CandidateReport, verbose: bool = True) -> str:
-    """Say that a backend works too, or why it does not and what would make it work."""
+def reasons_text(candidate: CandidateReport, verbose: bool = True, told: Collection[str] = ()) -> str:
+    """Say that a backend works too, or why it does not, beyond what was told, and what would make it work."""
     if candidate.supported:
         nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
         how = f"--backend {candidate.flag}" if candidate.flag else "without --backend"
         return f"works too: {how}{nothing}"
-    shown = candidate.reasons if verbose else candidate.reasons[:1]
-    text = "; ".join(reason.text for reason in shown)
-    if len(candidate.reasons) > len(shown):
-        text += f" (+{len(candidate.reasons) - len(shown)} more: -v)"
-    return f"{text} → {candidate.unlock}" if candidate.unlock else text
+    reasons = [reason.text for reason in candidate.reasons if reason.text not in told]
+    shown = reasons if verbose else reasons[:1]
+    text = "; ".join(shown)
+    if len(reasons) > len(shown):
+        text += f" (+{len(reasons) - len(shown)} more: -v)"
+    return f"{text} → {candidate.unlock}".lstrip() if candidate.unlock else text

@@ -279,3 +279,12 @@ def test_names_that_the_hub_refuses(repo: str) -> None:
     with pytest.raises(MoeqError, match="no name of a repository") as caught:
         check_name(repo)
     assert caught.value.code == "usage.push-name"
+
+
+def test_finished_work_is_pushed(running: Hub, checkpoints: Path, tmp_path: Path) -> None:
+    argv = ["convert", checkpoints / INT4, tmp_path / "out", "--gpu", "a100"]
+    assert running.moeq(*argv).document["already_done"] is False
+    answer = running.moeq(*argv, "--push", "org/finished", "--base-model", "org/tiny")
+    assert (answer.code, answer.document["already_done"]) == (0, True)
+    assert answer.document["push"]["repo"] == "org/finished"
+    assert running.moeq("verify", "org/finished").code == 0
