@@ -42,7 +42,7 @@ HOLDS = {
         f"moeq/{room}": {"py"}
         for room in ("api", "check", "checkpoint", "deploy", "engines", "gguf", "layouts", "load", "model")
     },
-    **{f"moeq/{room}": {"py"} for room in ("pipeline", "prove", "reference", "schemes", "transcode")},
+    **{f"moeq/{room}": {"py"} for room in ("pipeline", "prove", "reference", "schemes", "transcode", "update")},
     "moeq": {"py", "typed"},
     "moeq/cli": {"py", "toml"},
     "moeq/oracle": {"py", "json", "toml"},
