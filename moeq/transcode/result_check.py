@@ -12,6 +12,7 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.oracle.judge import judge
 from moeq.oracle.records import StoredTensor, Verdict
+from moeq.pipeline.plan.calibration import shown
 from moeq.pipeline.plan.layer_verdict import moe_shape
 from moeq.transcode.naming import family_naming
 from moeq.transcode.survey import LayerSurvey
@@ -31,7 +32,8 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     Raises:
         MoeqError: `usage.target` if the engine cannot load the written tensors, whatever the GPU.
     """
-    found = []
+    faults = [fault for layer in plan.survey.layers for fault in checkpoint.scale_faults(layer.layer)]
+    found = [f"{shown(faults)}: static activation scales of these layers are left out"] if faults else []
     refused = engine_refusal(checkpoint, plan)
     if refused is not None and refused.unloadable:
         text = f"--to {plan.target.id}: engines would not load the result: {refused.text}"

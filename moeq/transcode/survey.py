@@ -13,11 +13,12 @@ from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
+from moeq.model.activation_scales import missing_scales
 from moeq.model.describe import model_type
 from moeq.model.expert_kinds import Experts, KindGroup
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules
 from moeq.pipeline.plan.units import signature_of
-from moeq.schemes.format import Described, PartSig
+from moeq.schemes.format import ACTIVATION_SCALES, Described, PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
@@ -234,10 +235,13 @@ def _experts(
     if naming.stacked:
         names = ("gate_up", "down")
     found: dict[StoredName, Projected] = {}
+    incomplete = bool(missing_scales(experts))
     for name in names:
         stored = kind.projection("w13" if name == "gate_up" else name)
         spec = kind.spec("w13" if name == "gate_up" else name)
         parts = _parts_of_all(experts, group.experts, name) if not naming.stacked else {}
+        if incomplete:  # an engine takes one way of quantising for all experts of a layer
+            parts = {part: signature for part, signature in parts.items() if part not in ACTIVATION_SCALES}
         projected = project(Described(stored.scheme, spec), parts, target, request, f"{where} {name}")
         found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
     return found

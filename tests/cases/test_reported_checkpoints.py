@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,49 @@ def test_a_copy_in_an_earlier_file_changes_nothing(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1), stale: tensors[stale] * 3}, folder / "model-2.safetensors", {"format": "pt"})
     assert_values(folder, values)
     assert asked(folder).verdict.ok
+
+
+# ------------------------------------------------------------------------------------------------ configs
+
+
+def test_prediction_layers_of_another_format(tmp_path: Path) -> None:
+    """NVFP4 experts, and FP8 blocks in the layer of multi-token prediction: vllm-project/vllm#55496."""
+    prefixes = [f"model.language_model.layers.{layer}.mlp.experts" for layer in range(2)]
+    layers = [stored.experts(prefix, lambda e, p, n, k: stored.nvfp4(n, k)) for prefix in prefixes]
+    mtp = stored.experts("mtp.layers.0.mlp.experts", lambda e, p, n, k: stored.fp8_block(n, k))
+    table = {prefix: {"quant_algo": "NVFP4", "group_size": 16} for prefix in prefixes}
+    table["mtp.layers.0.mlp.experts"] = {"quant_algo": "FP8_BLOCK_SCALES"}
+    text = {name: value for name, value in stored.QWEN.items() if name not in ("architectures", "torch_dtype")}
+    config = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe",
+        "text_config": {**text, "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1},
+        "quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": ["lm_head"],
+                                "quantized_layers": table},
+    }  # fmt: skip
+    tensors = [{name: t if t.dim() else torch.ones(()) for name, t in layer.items()} for layer in layers]
+    folder = stored.write(tmp_path / "made", config, [*tensors, mtp])
+    opened = moeq.open(folder)
+    assert (opened.info.moe_layers, opened.info.mtp_layers) == ((0, 1), (2,))
+    assert {opened.scheme_of(layer).title for layer in (0, 1)} == {"nvfp4 e2m1 g16 sym act-e2m1"}
+    assert opened.scheme_of(2).format == "fp8-block"
+    found = asked(folder, "B200")
+    assert found.ok
+    assert {part.layers for part in found.parts} == {(0, 1)}
+    assert found.verdict.runs_as == "W4A4"
+    assert run(["convert", str(folder), str(tmp_path / "out"), "--gpu", "H100", "-q"]) == 0
+    written = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    assert all(torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in mtp.items())
+
+
+def test_the_routers_usual_exclusion_is_no_rule_for_experts(checkpoints: Path, tmp_path: Path) -> None:
+    source, folder = checkpoints / "awq-int4-g32-qwen3moe", tmp_path / "made"
+    shutil.copytree(source, folder)
+    for entry, told in (("gate", False), ("gate_proj", True)):
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"]["modules_to_not_convert"] = [entry]
+        (folder / "config.json").write_text(json.dumps(config))
+        codes = [row.code for row in asked(folder).verdict.advisories]
+        assert ("per-expert-rules-ignored" in codes) == told
 
 
 # ------------------------------------------------------------------------------------------------ results of transcode

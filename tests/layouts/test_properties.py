@@ -144,6 +144,20 @@ def test_a_slice_of_the_whole_is_the_layout_of_the_slice(layout_id: str) -> None
                 assert torch.equal(raw(cut[name]), raw(wanted[name])), (spec, n, k, name)
 
 
+@pytest.mark.parametrize("layout_id", [one for one in EXACT if "fp8-block" in one or "deepgemm-fp8" in one])
+def test_one_row_of_blocks_is_cut_along_k(layout_id: str) -> None:
+    """A hidden size of 128 leaves one row of scales, which is not one scale for all columns."""
+    layout = arranged(layout_id)
+    spec = replace(next(one for one in specs(layout_id) if one.role == "w2"), n=128, k=1024)
+    matrix = tame(layout, random_matrix(spec))
+    packed = layout.pack(matrix)
+    for k in ((0, 512), (512, 1024)):
+        wanted = layout.pack(block(matrix, (0, 128), k))
+        cut = layout.slice_parts(packed, spec, n=(0, 128), k=k)
+        assert all(torch.equal(raw(cut[name]), raw(wanted[name])) for name in wanted)
+        assert {name: tensor.shape for name, tensor in cut.items()} == {n: t.shape for n, t in wanted.items()}
+
+
 def sliceable(layout: ArrangedLayout, small: MatrixSpec) -> MatrixSpec:
     """A spec of three slices by three (four, where slices have a least width) of the least that can be packed."""
     rule = layout.slices(small)

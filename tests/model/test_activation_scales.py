@@ -19,6 +19,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.model.scan import scan
 from moeq.pipeline.plan.decide import Answer, advised
 from moeq.pipeline.plan.options import Question
+from moeq.transcode.transcode import transcode
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 FP8 = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
@@ -159,6 +160,20 @@ def test_scales_that_no_engine_uses_are_no_fault(tmp_path: Path) -> None:
     opened = moeq.open(folder)
     opened.read_activation_scales()  # zero, every one of them
     assert opened.scale_faults(0) == ()
+
+
+def test_transcode_leaves_incomplete_scales_out(tmp_path: Path) -> None:
+    """One layer without the scale of one expert becomes weight-only, the other keeps its static scales."""
+    folder = checkpoint(tmp_path / "made", "nvfp4", {(1, 2, "down_proj"): None})
+    found = transcode(folder, tmp_path / "out", "modelopt")
+    assert found.exact
+    assert "layer 1: experts 2 have no input_scale of down" in found.warnings[0]
+    opened = moeq.open(tmp_path / "out")
+    assert opened.scheme_of(0).activation is not None
+    assert opened.scheme_of(1).activation is None
+    answered = asked(tmp_path / "out", "B200")
+    assert answered.ok
+    assert [part.verdict.runs_as for part in answered.parts] == ["W4A4", "W4A16"]
 
 
 @pytest.mark.slow

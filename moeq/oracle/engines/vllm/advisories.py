@@ -197,7 +197,8 @@ def _gptq_rules(config: Any) -> list[Matcher]:
 
 
 def _awq_rules(config: Any) -> list[Matcher]:
-    return [_contains(entry) for entry in config.get("modules_to_not_convert") or ()]
+    # "gate" is AutoAWQ's entry for the router, though `gate_proj` contains it as well.
+    return [_contains(entry) for entry in config.get("modules_to_not_convert") or () if entry != "gate"]
 
 
 def _ct_rules(config: Any) -> list[Matcher]:
