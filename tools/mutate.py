@@ -36,14 +36,27 @@ EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 #: Tests of a folder beside `tests/<folder>`, cheapest first.
 MORE_TESTS = {
     "check": ["tests/report/test_check_report.py"],
+    "checkpoint": [
+        *(f"tests/attacks/test_{name}.py" for name in ("wire", "network", "names", "links", "read_faults")),
+        *("tests/model", "tests/pipeline/test_stream_source.py", "tests/pipeline/test_resume.py"),
+    ],
     "layouts": ["tests/pipeline/test_fast_path.py"],
     "load": ["tests/cli/test_warmup.py", "tests/check/test_run_check.py", "tests/engines/test_transformers.py"],
     "model": [
         *("tests/checkpoint", "tests/schemes", "tests/prove/test_diff.py", "tests/prove/test_restore.py"),
         *(f"tests/pipeline/test_{name}.py" for name in ("sharding", "regroup", "mixed")),
     ],
-    "prove": ["tests/attacks/test_changes.py"],
+    "oracle": ["tests/cli/test_oracle.py"],
+    "prove": ["tests/attacks/test_changes.py", "tests/attacks/test_read_faults.py"],
     "schemes": ["tests/model"],
+}
+
+#: Tests of a part of a room whose own tests are too many.
+TESTS = {
+    "pipeline/plan": [
+        *(f"tests/pipeline/test_{name}.py" for name in ("plan", "contradictions", "mixed", "sharding", "promises")),
+        *("tests/transcode/test_advise.py", "tests/oracle/test_expert_names.py", "tests/oracle/test_models.py"),
+    ],
 }
 
 _COMPARED = {
@@ -185,8 +198,10 @@ def draw(folder: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def tests_of(folder: Path) -> list[str]:
-    """Return the tests of a folder: those of the same name and what MORE_TESTS adds."""
+    """Return the tests of a folder: those of TESTS, or else those of the same name and what MORE_TESTS adds."""
     parts = folder.relative_to(ROOT).parts
+    if (inner := "/".join(parts[1:])) in TESTS:
+        return TESTS[inner]
     room = parts[1] if len(parts) > 1 else parts[0]
     own = [f"tests/{room}"] if (ROOT / "tests" / room).is_dir() else []
     return own + MORE_TESTS.get(room, [])

@@ -200,6 +200,11 @@ def test_good_files_are_read(name: str, tmp_path: Path) -> None:
     assert bool(header.notes) == (name == "unknown field")
 
 
+def test_metadata_are_what_the_header_says(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(file_bytes({"__metadata__": {"format": "pt", "by": "x"}, **GOOD}, DATA))
+    assert read_header(tmp_path / "t", "t").metadata == {"format": "pt", "by": "x"}
+
+
 def test_offsets_are_absolute() -> None:
     tensors = {"a": Stored("U8", (3,)), "b": Stored("I32", (2,))}
     raw_header = json.dumps(header_of(tensors)).encode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ from moeq.checkpoint.manifest import (
     Sharding,
     SourceEntry,
     read_manifest,
+    seal,
 )
 from moeq.errors import ExitCode, MoeqError
 from moeq.matrix import MatrixSpec
@@ -91,6 +93,12 @@ def test_fields_that_older_manifests_lack_have_defaults(tmp_path) -> None:
     found = read_manifest(write(tmp_path, document))
     assert (found.copied, found.restore, found.advisories) == ((), None, ())
     assert found.layer(0).sharding.written == "unsharded"
+
+
+def test_only_a_manifest_with_digests_of_files_has_a_seal() -> None:
+    assert "seal" not in manifest().to_json()
+    document = dataclasses.replace(manifest(), files={}).to_json()
+    assert document.pop("seal") == seal(document)
 
 
 def test_a_missing_layer_names_those_there_are() -> None:

@@ -82,6 +82,7 @@ class Runner:
         return dict(line.split("=", 1) for line in self.output.read_text().splitlines())
 
 
+@pytest.mark.slow
 def test_convert_verify_and_push(checkpoints: Path, tmp_path: Path) -> None:
     with serving_uploads() as (hub, _):
         runner = Runner(tmp_path, HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1", HF_HOME=str(tmp_path / "hf"))

@@ -127,6 +127,7 @@ def any_options(rng: random.Random) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 def test_suggestions_of_plan_are_plans(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Every change that a refused `plan` suggests, by itself, is a plan."""
     rng, tried, situations = random.Random(SEED), 0, 0

@@ -149,6 +149,7 @@ def in_kernels(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
     return model, experts
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph(converted) -> None:
     """Experts do not break the compiler's graph; weights that have moved since are prepared anew outside of it."""
     model, experts = in_kernels(converted["gptq-int4-g32-qwen3moe"])

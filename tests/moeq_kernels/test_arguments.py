@@ -144,6 +144,7 @@ def test_cpu_tensors_without_the_interpreter_name_the_remedy() -> None:
     assert "moeq_kernels.interpreter.enable()" in done.stderr
 
 
+@pytest.mark.slow
 def test_missing_triton_is_named() -> None:
     done = run_python(
         "import sys\n"

@@ -64,6 +64,7 @@ def refused(out: Path, **options: Any) -> MoeqError:
     return caught.value
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares_in_any_order_give_the_bytes_of_one_process(count, source, whole, tmp_path) -> None:
     order = list(range(count))
@@ -110,6 +111,7 @@ def together(commands: Sequence[Sequence[str]], **more: str) -> list[int]:
     return [process.wait(120) for process in running]
 
 
+@pytest.mark.slow
 def test_processes_at_the_same_time(source, whole, tmp_path) -> None:
     """Three at once that begin the folder, its files and their headers in a race."""
     out = tmp_path / "out"

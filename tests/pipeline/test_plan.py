@@ -110,6 +110,7 @@ def _execute(request: JobRequest, digest: str, folder: Path, units: list[str]) -
     return [executor.execute(unit) for unit in units]
 
 
+@pytest.mark.slow
 def test_units_executed_by_other_processes_in_any_order(checkpoints, tmp_path) -> None:
     """Two processes that share nothing but the folder, some units done by both; then finished without executing."""
     request = JobRequest(str(checkpoints / NAME), Deployment(gpu=A100, tp=4, engine="moeq"))

@@ -186,6 +186,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[s
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_every_command_says_the_same(sources: dict[str, Path], tmp_path: Path, capsys) -> None:
     """`inspect`, `oracle` alone and as a sweep, `--require`, `plan` and a dry run of `convert`."""
     rng = random.Random(SEED)
@@ -258,6 +259,7 @@ def refusal_of(source: Path, folder: Path, where: Deployment) -> MoeqError | Non
     return None
 
 
+@pytest.mark.slow
 def test_rounding_is_announced(checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A conversion that stops since scales would be rounded was said to do so, by every command."""
     stopped = 0

@@ -320,6 +320,7 @@ def test_killed_at_any_instant(source, whole, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(source, whole, tmp_path) -> None:
     """One of them works, the other is told so, or does the rest after it; never a mixture."""
     with_signal = interrupted(source, tmp_path / "out", 1)

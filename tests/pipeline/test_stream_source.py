@@ -138,6 +138,7 @@ def file_of_kept(source: Path) -> str:
     return open_checkpoint(source).source.entry(KEPT).file
 
 
+@pytest.mark.slow
 def test_the_way_back_needs_no_repository(whole, source, tmp_path) -> None:
     for name, data in whole.items():
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)

@@ -50,6 +50,7 @@ def changed(document: Any, path: tuple[Any, ...], value: Any) -> Any:
     return document
 
 
+@pytest.mark.slow
 def test_every_field_of_a_layer(out, tmp_path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(out, folder)

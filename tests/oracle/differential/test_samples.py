@@ -31,6 +31,7 @@ def problems(found: Comparison, version: str) -> list[str]:
     return [f"{name}  ({len(ids)}, such as {ids[0]})" for name, ids in found.clusters.items() if name not in known]
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("version", versions("vllm"))
 def test_recorded_answers(version: str) -> None:
     head, rows = samples.load(version)
