@@ -21,8 +21,8 @@ from typing import Any
 #: name for all, so that they are one purpose.
 PURPOSES = {
     "routing": r"route_few|route_quantised|count_pairs|place_pairs|topk|topK|moe_align|routing|sort|Sort|histogram",
-    "experts": r"moe_gemm|few_gate_up|few_down|expert_product|w[48]a8_product|gather_rows|sum_rows|sum_choices"
-    r"|quanti[sz]e_rows|[Mm]arlin|humming|fused_moe|matmul_ogs|_and_mul|moe_sum|swiglu|expand_input|finalize",
+    "experts": r"moe_gemm|few_gate_up|few_down|expert_layer|expert_product|w[48]a8_product|gather_rows|sum_rows"
+    r"|sum_choices|quanti[sz]e_rows|[Mm]arlin|humming|fused_moe|matmul_ogs|_and_mul|moe_sum|swiglu|expand_input|finalize",
     "attention": r"flash|Flash|fmha|attention|reshape_and_cache|rotary|rope",
     "sampling": r"argmax|ArgMax|sampl|logits|top_p|softmax",
     "norms": r"norm|Norm",

@@ -6,6 +6,7 @@ with its device and versions.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from pages.tables import NOTE, ROOT, cell, table
 
 FOLDERS = (ROOT / "examples" / "bench" / "results", ROOT / "kernels" / "bench" / "results")
@@ -25,11 +28,15 @@ MODELS = {
     "mixtral-8x7b": "Mixtral-8x7B",
     "qwen3-512-experts": "512 experts of Qwen3-Next-80B",
 }
-FORMATS = {"gptq": "int4", "int4": "int4", "mxfp4": "MXFP4", "w8a8": "W8A8", "mxfp4-fp8": "MXFP4, e4m3 activations"}
+FORMATS = {
+    "gptq": "int4",
+    "int4": "int4",
+    "mxfp4": "MXFP4",
+    "w8a8": "W8A8",
+    "nvfp4": "NVFP4",
+    "mxfp4-fp8": "MXFP4, e4m3 activations",
+}
 FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-w8a8": "FP8, blocks"}
-
-#: Models of README's table.
-_BRIEF = ("qwen3-30b-a3b", "gpt-oss-20b")
 
 Run = dict[str, Any]
 
@@ -63,23 +70,46 @@ def is_serving(run: Run) -> bool:
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
     """Return the table of served models: tokens a second with moeq's kernels, against the engine's best in that run.
 
-    A brief one has no model of a second size and no expert parallelism.
+    A brief one has the newest version of the engine only, and one layout for each format.
     """
+    served = [run for _, run in runs() if is_serving(run)]
+    newest = max(served, key=lambda run: Version(_version(run)))
     kept: dict[tuple[str, ...], tuple[str, ...]] = {}
-    for _, run in runs():
-        if not is_serving(run):
-            continue
+    for run in served:
         asked = run["arguments"]
-        key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]))
-        if key in kept or (brief and (asked["model"] not in _BRIEF or "EP" in _served(run))):
+        layout = "" if brief else _asked_layout(run)
+        key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]), layout)
+        if key in kept or (brief and _version(run) != _version(newest)):
             continue
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
         ours = figures.pop("converted:moeq")
         peers = {name: row for name, row in figures.items() if not name.startswith("converted")}
         cells = [_beside(ours, list(peers.values()), column) for column in columns]
-        kept[key] = (_served(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
-    head = ("`vllm serve`", "against", *(_column(name) for name in columns), "command")
+        kept[key] = (_served(run), _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
+    head = ("`vllm serve`", "version", "against", *(_column(name) for name in columns), "command")
     return table(head, sorted(kept.values()))
+
+
+def steps() -> str:
+    """Return the table of where a decoding step's time goes, in microseconds, from runs of `serve.py --profile`."""
+    lines = []
+    for _, run in runs():
+        for row in run["rows"] if is_serving(run) else []:
+            for users, step in row.get("profiles", {}).items():
+                parts = {name: value for name, value in step.items() if name != "kernels"}
+                lines.append((_served(run), row["name"], users, *(f"{value:,.0f}" for value in parts.values())))
+                head = ("`vllm serve`", "row", "users", *parts)
+    return table(head, lines)
+
+
+def _version(run: Run) -> str:
+    return str(run["versions"]["vllm"])
+
+
+def _asked_layout(run: Run) -> str:
+    """Return the layout that the conversion was asked to have, or nothing."""
+    layout = run["arguments"].get("layout")
+    return "" if layout in (None, "None") else str(layout)
 
 
 def _medians(figures: Run) -> Run:
@@ -106,13 +136,15 @@ def _served(run: Run) -> str:
         parallel = [parallel[0].replace("TP", "EP")]
     name = MODELS.get(asked["model"], asked["model"])
     gpu = run["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
-    return ", ".join([f"{name} {FORMATS.get(asked['format'], asked['format'])}", gpu, *parallel])
+    layout = [f"`{_asked_layout(run)}`"] if _asked_layout(run) else []
+    layers = [] if asked.get("layers") in (None, "None") else [f"{asked['layers']} layers"]
+    return ", ".join([f"{name} {FORMATS.get(asked['format'], asked['format'])}", gpu, *layers, *parallel, *layout])
 
 
 def _server(run: Run) -> str:
-    """Return the options that went to every server, which some files hold as text."""
+    """Return the options that went to every server, which some files hold as Python's text of a list."""
     server = run["arguments"]["server"]
-    return " ".join(json.loads(server.replace("'", '"')) if isinstance(server, str) else server)
+    return shlex.join(ast.literal_eval(server) if isinstance(server, str) else server)
 
 
 def serve_command(run: Run) -> str:
@@ -120,12 +152,12 @@ def serve_command(run: Run) -> str:
     asked = {name: value for name, value in run["arguments"].items() if value not in (None, "None", False, "False")}
     words = ["python examples/bench/serve.py", "--model", asked["model"], "--format", asked["format"]]
     rows = asked["row"]
-    for row in json.loads(rows.replace("'", '"')) if isinstance(rows, str) else rows:
+    for row in ast.literal_eval(rows) if isinstance(rows, str) else rows:
         words += ["--row", row]
-    for name in ("rounds", "users", "backend", "layers", "gpu", "kv_gib"):
+    for name in ("rounds", "users", "backend", "layout", "layers", "gpu", "kv_gib"):
         if name in asked:
             words += [f"--{name.replace('_', '-')}", shlex.quote(str(asked[name]))]
-    words += [f"--{name.replace('_', '-')}" for name in ("default_graphs", "together") if name in asked]
+    words += [f"--{name.replace('_', '-')}" for name in ("default_graphs", "together", "profile") if name in asked]
     server = _server(run)
     return " ".join([*words, *(["--", server] if server else [])])
 
