@@ -115,6 +115,11 @@ class HubSource(Source):
     """A repository read over the network."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
+        self._list(repo, revision)
+        self._load([name for name in self._sizes if "/" not in name])
+
+    def _list(self, repo: str, revision: str | None) -> None:
+        """Resolve the revision and list the files."""
         self.repo = repo
         self.revision: str | None = None
         self._asked = revision
@@ -125,10 +130,13 @@ class HubSource(Source):
         self._digests = ListedDigests(repo, _sha256(repo, info))
         self._etags: dict[str, str] = {}
         self._pieces: Path | None = None
-        top = [name for name in self._sizes if "/" not in name]
+
+    def _load(self, top: list[str]) -> None:
+        """Read configs and headers of the files of the top folder."""
+        repo = self.repo
         config = self._config(top)
         sides = {side: self._json(side, MAX_CONFIG_BYTES, "source.bad-config") for side in SIDE_CONFIGS if side in top}
-        super().__init__(repo, config, sides, info.sha)
+        super().__init__(repo, config, sides, self.revision)
         weights = choose_weights(top, lambda name: self._json(name, MAX_INDEX_BYTES, "source.bad-index"), repo)
         missing = [file for file in weights.files if file not in self._sizes]
         if missing:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
 from moeq.gguf.header import GgufTensor
@@ -18,15 +17,15 @@ from moeq.schemes.gguf import dequantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Opens a file of the checkpoint for reading.
-Opener = Callable[[str], int]
+#: Reads bytes of a file of the checkpoint: its name, the first byte, the byte after the last.
+Reader = Callable[[str, int, int], bytearray]
 
 
 class MadeFile(Protocol):
     """A file that is made when it is opened."""
 
-    def content(self, opener: Opener) -> memoryview:
-        """Return its bytes. Raises MoeqError as `opener`, and `source.truncated`."""
+    def content(self, read: Reader) -> memoryview:
+        """Return its bytes. Raises MoeqError as `read`."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class UnpermutedTensor:
     stored: TensorEntry
     heads: int
 
-    def content(self, opener: Opener) -> memoryview:
+    def content(self, read: Reader) -> memoryview:
         import numpy as np
 
-        data = np.frombuffer(_read(opener, self.stored.file, self.stored.start, self.stored.end), np.uint8)
+        data = np.frombuffer(read(self.stored.file, self.stored.start, self.stored.end), np.uint8)
         rows = data.reshape(self.heads, -1, 2, self.stored.nbytes // self.stored.shape[0])
         return np.ascontiguousarray(rows.swapaxes(1, 2)).data.cast("B")
 
@@ -69,17 +68,17 @@ class LatentProjection:
         (heads, rank, rows), more = self.keys.shape, self.values.shape[1]
         return heads * (rows + more), rank
 
-    def content(self, opener: Opener) -> memoryview:
+    def content(self, read: Reader) -> memoryview:
         import torch
 
-        keys, values = (self._numbers(opener, tensor) for tensor in (self.keys, self.values))
+        keys, values = (self._numbers(read, tensor) for tensor in (self.keys, self.values))
         joined = torch.cat([keys.transpose(1, 2), values], dim=1).contiguous()
         return joined.numpy().data.cast("B")
 
-    def _numbers(self, opener: Opener, tensor: GgufTensor) -> Tensor:
+    def _numbers(self, read: Reader, tensor: GgufTensor) -> Tensor:
         import torch
 
-        octets = torch.frombuffer(_read(opener, self.file, tensor.start, tensor.end), dtype=torch.uint8)
+        octets = torch.frombuffer(read(self.file, tensor.start, tensor.end), dtype=torch.uint8)
         rows = tensor.shape[0] * tensor.shape[1]
         return dequantized(tensor.type, octets.reshape(rows, -1)).reshape(tensor.shape)
 
@@ -90,17 +89,6 @@ def open_made(content: memoryview) -> int:
         file.write(content)
         file.flush()
         return os.dup(file.fileno())
-
-
-def _read(opener: Opener, file: str, start: int, end: int) -> bytearray:
-    data = bytearray(end - start)
-    fd = opener(file)
-    try:
-        if read_at(fd, memoryview(data), start) < len(data):
-            raise MoeqError("source.truncated", f"{file}: ended before byte {end:,} while being read")
-    finally:
-        os.close(fd)
-    return data
 
 
 def derive(

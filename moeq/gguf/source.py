@@ -1,4 +1,4 @@
-"""A GGUF file, or a set of split files, as the files of a checkpoint: Hugging Face's names, config and side files.
+"""GGUF files of a folder or a repository as a checkpoint: Hugging Face's names, config and side files.
 
 Tensors of experts, and matrices of types that safetensors does not have, are parts `gguf_<type>` of a module, as
 `moeq.schemes.gguf` reads them. What llama.cpp's converter rearranged is turned back in files that do not exist on
@@ -17,6 +17,7 @@ from typing import Any
 from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.files import SeenFiles
 from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.hub import HubSource, looks_like_repository
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
 from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
@@ -61,7 +62,11 @@ def is_gguf(path: Path) -> bool:
 
 def _weights(names: Sequence[str]) -> list[str]:
     """Return the GGUF files of a language model among some names; `mmproj` files hold vision towers."""
-    return sorted(name for name in names if name.lower().endswith(".gguf") and not name.lower().startswith("mmproj"))
+    return sorted(name for name in _gguf_names(names) if not name.rpartition("/")[2].lower().startswith("mmproj"))
+
+
+def _gguf_names(names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.lower().endswith(".gguf")]
 
 
 def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[str, ...]:
@@ -93,42 +98,64 @@ def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[s
     return tuple(wanted)
 
 
-class GgufSource(LocalSource):
-    """A model in GGUF files of a local folder.
+class _GgufFiles(Source):
+    """What GGUF files are as a checkpoint, wherever they are."""
 
-    Raises:
-        MoeqError: `source.*` if anything is wrong with the files, `answer.not-moe` for models without experts,
-            `usage.several-models`.
-    """
+    _side_files: tuple[str, ...]
 
-    def __init__(self, path: Path, name: str) -> None:
-        whole = self._whole = path.is_dir()
-        self.folder = path if whole else path.parent
-        self._seen = SeenFiles(self.folder, name)
+    def _present(
+        self, headers: Sequence[GgufHeader], name: str, sides: Sequence[str], config: dict[str, Any] | None = None
+    ) -> None:
+        """Take over headers, and the config beside the files if there is one.
+
+        Args:
+            headers: headers of all parts, in order.
+            name: the checkpoint's name.
+            sides: files beside them that belong to the model.
+            config: its `config.json`.
+        """
         self._made: dict[str, MadeFile] = {}
         self._tokenizer: dict[str, bytes] = {}
         self._converts = False
         self._joined: set[str] = set()
-        names = os.listdir(self.folder)
-        files = choose_files(names, None if whole else path.name, name)
-        headers = [self._gguf_header(file) for file in files]
-        metadata = _metadata(headers, name)
-        title, architecture = architecture_of(metadata, files[0])
+        metadata, first = _metadata(headers, name), headers[0].file
+        title, architecture = architecture_of(metadata, first)
         stored = _tensors(headers)
-        config = config_of(metadata, title, architecture, stored, files[0])
-        if whole and CONFIG_NAME in names:
-            config = parse_object(self.read_file(CONFIG_NAME, MAX_CONFIG_BYTES), CONFIG_NAME, "source.bad-config")
-        Source.__init__(self, name, config, {})
+        found = config if config is not None else config_of(metadata, title, architecture, stored, first)
+        Source.__init__(self, name, found, {}, self.revision)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.tensors = dict(self._entries(stored, architecture))
         refusal = self._refusal(stored, architecture, title)
         experts, others = _counts(stored)
         table = {"quant_method": METHOD, "experts": experts, "others": others}
-        config["quantization_config"] = table | ({"refusal": refusal} if refusal else {})
-        sides = (
-            [side for side in names if side not in _weights(names) and (self.folder / side).is_file()] if whole else []
-        )
+        found["quantization_config"] = table | ({"refusal": refusal} if refusal else {})
         self._side_files = tuple(sorted({*sides, *self._tokenizer_files(sides, metadata)}))
+
+    def side_files(self) -> tuple[str, ...]:
+        return self._side_files
+
+    def open(self, file: str) -> int:
+        if file in self._made:
+            return open_made(self._made[file].content(self.read_bytes))
+        if self._is_converted(file):
+            first = self.files[0].name
+            self._tokenizer = self._tokenizer or tokenizer_files(self.path(first), first)
+            return open_made(memoryview(self._tokenizer[file]))
+        return super().open(file)
+
+    def read_file(self, file: str, limit: int) -> bytes:
+        return Source.read_file(self, file, limit) if self._is_converted(file) else super().read_file(file, limit)
+
+    def size_of(self, file: str) -> int:
+        return Source.size_of(self, file) if self._is_converted(file) else super().size_of(file)
+
+    def require_inside(self, file: str) -> None:
+        if not self._is_converted(file):
+            super().require_inside(file)
+
+    def _is_converted(self, file: str) -> bool:
+        """Return whether a side file is made of the metadata."""
+        return self._converts and file in TOKENIZER_FILES
 
     def _tokenizer_files(self, sides: Sequence[str], metadata: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the names of the tokenizer's files that are made of the metadata; warn if they cannot be."""
@@ -139,42 +166,6 @@ class GgufSource(LocalSource):
             text = "the tokenizer stays in the file: transformers converts it, and is not installed"
             self.warnings.append(CheckpointWarning("gguf.no-tokenizer", text))
         return TOKENIZER_FILES if self._converts else ()
-
-    def _gguf_header(self, file: str) -> GgufHeader:
-        fd = self.open(file)
-        try:
-            size = os.fstat(fd).st_size
-
-            def read(count: int) -> bytes:
-                found = bytearray(count)
-                read_at(fd, memoryview(found), 0)
-                return bytes(found)
-
-            return read_gguf_header(read, file, size)
-        finally:
-            os.close(fd)
-
-    @property
-    def roots(self) -> tuple[Path, ...]:
-        # A file that was named owns nothing beside it.
-        return (self.folder,) if self._whole else tuple(self.folder / file.name for file in self.files)
-
-    def open(self, file: str) -> int:
-        if file in self._made:
-            return open_made(self._made[file].content(self._seen.open))
-        if self._converts and file in TOKENIZER_FILES:
-            first = self.files[0].name
-            self._tokenizer = self._tokenizer or tokenizer_files(self.folder / first, first)
-            return open_made(memoryview(self._tokenizer[file]))
-        return self._seen.open(file)
-
-    def read_file(self, file: str, limit: int) -> bytes:
-        made = self._converts and file in TOKENIZER_FILES
-        return Source.read_file(self, file, limit) if made else super().read_file(file, limit)
-
-    def require_inside(self, file: str) -> None:
-        if not (self._converts and file in TOKENIZER_FILES):
-            super().require_inside(file)
 
     def _entries(
         self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
@@ -227,6 +218,97 @@ class GgufSource(LocalSource):
             shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4:,} more" if len(unknown) > 4 else "")
             return f"moeq knows no Hugging Face names of {len(unknown):,} of its tensors: {shown}"
         return None
+
+
+class GgufSource(_GgufFiles, LocalSource):
+    """A model in GGUF files of a local folder.
+
+    Raises:
+        MoeqError: `source.*` if anything is wrong with the files, `answer.not-moe` for models without experts,
+            `usage.several-models`.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        whole = self._whole = path.is_dir()
+        self.folder = path if whole else path.parent
+        self.revision = None
+        self._seen = SeenFiles(self.folder, name)
+        names = os.listdir(self.folder)
+        files = choose_files(names, None if whole else path.name, name)
+        headers = [self._gguf_header(file) for file in files]
+        weights = _gguf_names(names)
+        sides = [side for side in names if whole and side not in weights and (self.folder / side).is_file()]
+        config = None
+        if CONFIG_NAME in sides:
+            raw = LocalSource.read_file(self, CONFIG_NAME, MAX_CONFIG_BYTES)
+            config = parse_object(raw, CONFIG_NAME, "source.bad-config")
+        self._present(headers, name, sides, config)
+
+    def _gguf_header(self, file: str) -> GgufHeader:
+        fd = LocalSource.open(self, file)
+        try:
+            size = os.fstat(fd).st_size
+
+            def read(count: int) -> bytes:
+                found = bytearray(count)
+                read_at(fd, memoryview(found), 0)
+                return bytes(found)
+
+            return read_gguf_header(read, file, size)
+        finally:
+            os.close(fd)
+
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        # A file that was named owns nothing beside it.
+        return (self.folder,) if self._whole else tuple(self.folder / file.name for file in self.files)
+
+
+class GgufRepository(_GgufFiles, HubSource):
+    """A model in GGUF files of a repository: headers by range requests, files through the client's cache.
+
+    Args:
+        repo: name of the repository.
+        revision: branch, tag or commit.
+        file: one of its files; None for a repository that holds one model.
+
+    Raises:
+        MoeqError: as `GgufSource` and `HubSource`.
+    """
+
+    def __init__(self, repo: str, revision: str | None, file: str | None) -> None:
+        self._list(repo, revision)
+        names = list(self._sizes)
+        if not _weights(names):
+            raise MoeqError("source.no-weights", f"{repo} holds no GGUF files")
+        headers = [self._gguf_header(name) for name in choose_files(names, file, repo)]
+        sides = [name for name in names if "/" not in name and name not in _gguf_names(names)]
+        config = self._json(CONFIG_NAME, MAX_CONFIG_BYTES, "source.bad-config") if CONFIG_NAME in sides else None
+        self._present(headers, repo if file is None else f"{repo}/{file}", sides, config)
+
+    def _gguf_header(self, file: str) -> GgufHeader:
+        size = self._sizes.get(file)
+        if size is None:
+            raise MoeqError("source.missing-file", f"{self.repo} has no file {ascii(file)[:200]} of a known size")
+        known = bytearray()
+
+        def read(count: int) -> bytes:
+            known.extend(self._read_ranges(file, len(known), count))
+            return bytes(known)
+
+        return read_gguf_header(read, file, size)
+
+
+def open_gguf_repository(text: str, revision: str | None) -> GgufRepository:
+    """Open `org/repo`, or `org/repo/FILE.gguf`, where the file may lie in a folder."""
+    parts = text.split("/", 2)
+    return GgufRepository("/".join(parts[:2]), revision, parts[2] if len(parts) == 3 else None)
+
+
+def names_repository_file(text: str) -> bool:
+    """Return whether a text has the form `org/repo/FILE.gguf`."""
+    parts = text.split("/", 2)
+    return len(parts) == 3 and parts[2].lower().endswith(".gguf") and looks_like_repository("/".join(parts[:2]))
 
 
 def entry_of(name: str, tensor: GgufTensor, file: str) -> TensorEntry:

@@ -13,7 +13,7 @@ from moeq.checkpoint.hub import looks_like_repository, open_repository
 from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_manifest
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
-from moeq.gguf.source import GgufSource, is_gguf
+from moeq.gguf.source import GgufSource, is_gguf, names_repository_file, open_gguf_repository
 from moeq.model.bitsandbytes import with_sizes
 from moeq.model.checkpoint import Checkpoint
 
@@ -66,12 +66,28 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _repository(text: str, revision: str | None) -> Source:
+    """Open a repository of safetensors; one of GGUF files if it holds no others."""
+    try:
+        return open_repository(text, revision)
+    except MoeqError as error:
+        if error.code not in ("source.no-config", "source.no-weights"):
+            raise
+        try:
+            return open_gguf_repository(text, revision)
+        except MoeqError as other:
+            raise error if other.code == "source.no-weights" else other from None
+
+
 def _source(path_or_repo: str | Path, revision: str | None, name: str | None) -> Source:
     """Open a folder if it exists, else a repository if the text has the form of its name."""
     text = str(path_or_repo)
     # Unlike Path.exists, this returns False for texts that cannot be paths.
-    if isinstance(path_or_repo, str) and not os.path.exists(text) and looks_like_repository(text):
-        return open_repository(text, revision)
+    if isinstance(path_or_repo, str) and not os.path.exists(text):
+        if names_repository_file(text):
+            return open_gguf_repository(text, revision)
+        if looks_like_repository(text):
+            return _repository(text, revision)
     if revision is not None:
         detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
         raise MoeqError("usage.revision-of-path", detail, "leave out --revision")

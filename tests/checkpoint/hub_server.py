@@ -142,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _file(self, repo: str, revision: str, name: str, body: bool) -> None:
         behaviour = self.hub.behaviours.get(repo, Behaviour(404, "RepoNotFound"))
-        weights = name.endswith(".safetensors")
+        weights = name.endswith((".safetensors", ".gguf"))
         if weights and behaviour.busy_first > 0:
             behaviour.busy_first -= 1
             self._send(429, b"busy", body, {"Retry-After": "0"})

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 from checkpoint.hub_server import OLDER, SHA, Behaviour, Hub, serving
+from gguf_files import write_model
 
 from moeq.checkpoint.hub import looks_like_repository
+from moeq.model import open as open_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 
@@ -240,3 +242,23 @@ def test_a_branch_that_moves_while_it_is_opened(hub, ask) -> None:
     assert answer["code"] == "source.changed"
     assert f"moved from commit {SHA} to {OLDER} while it was being read" in answer["message"]
     assert "tensors" in ask(repo, revision=SHA)
+
+
+def test_a_repository_of_gguf_files(hub: Hub, ask: Ask, tmp_path: Path) -> None:
+    """One file is named among several; its header alone is read until data is asked for."""
+    folder = tmp_path / "gguf"
+    (folder / "Q8_0").mkdir(parents=True)
+    write_model(folder / "m-Q4_0.gguf")
+    write_model(folder / "Q8_0" / "m-Q8_0.gguf", expert_type="q8_0")
+    repo = hub.add("org/gguf", folder)
+    several = ask(repo)
+    assert several["code"] == "usage.several-models"
+    assert "m-Q4_0.gguf" in several["message"]
+    sent = hub.bytes_sent
+    found = ask(f"{repo}/Q8_0/m-Q8_0.gguf")
+    assert found["info"]["schemes"][0]["title"] == "gguf q8_0"
+    assert hub.bytes_sent - sent < 1_200_000  # one first range
+    local = open_checkpoint(folder / "m-Q4_0.gguf")
+    read = ask(f"{repo}/m-Q4_0.gguf", read=True)
+    assert read["sum"] == float(local.dequantize(0, 1, "up").sum())
+    assert ask(f"{repo}/none.gguf")["code"] == "source.missing-file"
