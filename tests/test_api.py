@@ -80,6 +80,9 @@ deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
 verdict = moeq.decide(checkpoint, deployment)
 layout: str | None = verdict.convert.layout if verdict.convert else None
 conversion = moeq.convert("source", "destination", deployment)
+by_name = moeq.convert("source", "destination", gpu="H100", tp=2, allow_lossy=True, progress=True)
+backend: str = moeq.plan("source", gpu="H100", layout="marlin-wna16/1").answer.backend
+exact: bool = moeq.transcode("source", to="gptq", check_only=True).exact
 options = moeq.CheckOptions(tokens=[1, 7])
 ok: bool = moeq.run_check("destination", options=options).ok
 experts = moeq.load_experts("destination", 0)

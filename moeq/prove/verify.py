@@ -35,8 +35,8 @@ _INTEGRITY = (
     "proves more"
 )
 _CHOSEN = (
-    "taken from moeq.json, since no source tells it: deployment, backend, advisories, version, what loads it, and "
-    "sentences"
+    "taken from moeq.json, since no source tells it: deployment, options, backend, advisories, version, what loads it, "
+    "and sentences"
 )
 
 
