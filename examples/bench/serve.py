@@ -7,7 +7,8 @@ Writes a checkpoint with the real shapes of a model and random weights, converts
 one after the other, until all of them answer; idle servers cost no GPU time. Every server finds its weights in the page
 cache. Then all rows are measured in turns, `--rounds` times, by the same client with the same prompts of token ids, and
 the table holds medians. A row is `NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks), or
-`converted:KERNELS` for the conversion with that choice of kernels. Options after `--` go to every server:
+`converted:KERNELS` for the conversion with that choice of kernels, or `direct:KERNELS` for the source with
+`--quantization moeq`, which packs experts while it loads. Options after `--` go to every server:
 `-- --tensor-parallel-size 2 --enable-expert-parallel`.
 
 | column | |
@@ -101,9 +102,12 @@ class Row:
 def row_of(name: str, port: int, source: Path, converted: Path) -> Row:
     """Return a row by its name."""
     kind, _, kernels = name.partition(":")
-    if kind != "converted":
+    if kind not in ("converted", "direct"):
         return Row(name, port, source, [] if name == "auto" else ["--moe-backend", name])
-    return Row(name, port, converted, ["--additional-config", json.dumps({"moeq": {"kernels": kernels or "auto"}})])
+    chosen = ["--additional-config", json.dumps({"moeq": {"kernels": kernels or "auto"}})]
+    if kind == "direct":
+        return Row(name, port, source, ["--quantization", "moeq", *chosen])
+    return Row(name, port, converted, chosen)
 
 
 class Server:
@@ -374,7 +378,7 @@ def table(rows: list[Row], users: Sequence[int]) -> str:
     facts = ["weights", "answer", *(["peak GiB"] if ON_GPU else [])]
     lines = ["| row | " + " | ".join([*facts, *measured]) + " |", "| --- " * (1 + len(facts) + len(measured)) + "|"]
     medians = {row.name: {what: statistics.median(values) for what, values in row.figures.items()} for row in rows}
-    own = [medians[row.name] for row in rows if not row.name.startswith("converted")]
+    own = [medians[row.name] for row in rows if not row.name.startswith(("converted", "direct"))]
     for row in rows:
         cells = [f"{row.facts.get(name, float('nan')):.1f}" for name in facts]
         for what in measured:

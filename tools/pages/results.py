@@ -38,6 +38,9 @@ FORMATS = {
 }
 FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-w8a8": "FP8, blocks"}
 
+#: Rows of `serve.py` with moeq's kernels: of a conversion, or of the source as it is.
+OURS = ("converted:moeq", "direct:moeq")
+
 Run = dict[str, Any]
 
 
@@ -64,7 +67,7 @@ def _order(path: Path) -> tuple[str, str]:
 def is_serving(run: Run) -> bool:
     """Say whether a run is one of `serve.py` with moeq's kernels on a GPU."""
     rows = run.get("rows")
-    return isinstance(rows, list) and any(row.get("name") == "converted:moeq" for row in rows) and "arguments" in run
+    return isinstance(rows, list) and any(row.get("name") in OURS for row in rows) and "arguments" in run
 
 
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
@@ -82,8 +85,8 @@ def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
         if key in kept or (brief and _version(run) != _version(newest)):
             continue
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
-        ours = figures.pop("converted:moeq")
-        peers = {name: row for name, row in figures.items() if not name.startswith("converted")}
+        ours = _ours(figures)
+        peers = _peers(figures)
         cells = [_beside(ours, list(peers.values()), column) for column in columns]
         kept[key] = (_served(run), _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
     head = ("`vllm serve`", "version", "against", *(_column(name) for name in columns), "command")
@@ -100,6 +103,16 @@ def steps() -> str:
                 lines.append((_served(run), row["name"], users, *(f"{value:,.0f}" for value in parts.values())))
                 head = ("`vllm serve`", "row", "users", *parts)
     return table(head, lines)
+
+
+def _ours(figures: dict[str, Run]) -> Run:
+    """Return the figures of the first row with moeq's kernels, or none."""
+    return next((figures[name] for name in OURS if name in figures), {})
+
+
+def _peers(figures: dict[str, Run]) -> dict[str, Run]:
+    """Return the figures of the engine's own backends on the source."""
+    return {name: row for name, row in figures.items() if not name.startswith(("converted", "direct"))}
 
 
 def _version(run: Run) -> str:
@@ -384,8 +397,8 @@ def _speedups(run: Run) -> str:
         return "; ".join(told)
     if is_serving(run):
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
-        ours = figures.pop("converted:moeq", {})
-        peers = [row for name, row in figures.items() if not name.startswith("converted")]
+        ours = _ours(figures)
+        peers = list(_peers(figures).values())
         ratios = [
             ours[name] / best
             for name in ours
