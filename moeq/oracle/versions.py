@@ -15,6 +15,8 @@ from moeq.errors import MoeqError
 BUILTIN = "moeq"
 #: Engines with extracted tables.
 ENGINES = ("vllm",)
+#: Releases whose decisions are those of another one: their packages differ in one draft model (`qwen3_dspark.py`).
+SAME_DECISIONS = {("vllm", "0.27.0"): "0.27.1"}
 
 
 @lru_cache(1024)  # one verdict asks about two thousand times for a few versions
@@ -75,6 +77,9 @@ def choose_engine(asked: str) -> EngineChoice:
             f"{name} {version} is installed" if installed else f"{name} is not installed: decided as the newest known"
         )
         notes = (f"{what}, {name} {version}" if not installed else what,)
+    same = SAME_DECISIONS.get((name, version))
+    if same is not None:
+        return EngineChoice(f"{name}@{same}", None, (*notes, f"{name} {version} decides as {same} does"))
     if version in known:
         return EngineChoice(f"{name}@{version}", None, notes)
     older = [one for one in known if release(one) < release(version)]

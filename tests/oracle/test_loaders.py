@@ -57,7 +57,7 @@ def test_ranges_of_versions(versions, words) -> None:
 @pytest.mark.parametrize(
     ("backend", "versions"),
     [
-        ("flashinfer_trtllm", "0.26.0 to 0.33.0"),  # 0.27 and 0.29.0 have no rules of their own: as those beside them
+        ("flashinfer_trtllm", "0.26.0 to 0.33.0"),  # 0.27.0 decides as 0.27.1
         ("flashinfer_cutedsl", "0.32.0 to 0.33.0"),  # earlier ones pad nothing for it
     ],
 )

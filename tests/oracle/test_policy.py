@@ -119,6 +119,12 @@ def test_an_exact_version_says_nothing() -> None:
     assert choose_engine("vllm@0.33.0").notes == ()
 
 
+def test_a_release_with_the_decisions_of_another_one() -> None:
+    choice = choose_engine("vllm@0.27.0")
+    assert (choice.policy, choice.other) == ("vllm@0.27.1", None)
+    assert choice.notes == ("vllm 0.27.0 decides as 0.27.1 does",)
+
+
 @pytest.mark.parametrize("asked", ["vllm@0.33.4", "vllm@99.0"])
 def test_an_unknown_version_is_said_aloud(asked: str) -> None:
     choice = choose_engine(asked)

@@ -1,6 +1,6 @@
 """Filters: checks of vLLM on a whole backend, before its classes are asked.
 
-Source: `_backend_incompatibility_reason` of the int4 and int8 family, vLLM 0.28.0 to 0.33.0.
+Source: `_backend_incompatibility_reason` of the int4 and int8 family, vLLM 0.27.0 to 0.33.0.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def _eplb(stage: Stage) -> Iterator[Failed]:
         return
     name, backend = case.method.name, stage.selected.backend if stage.selected else None
     backends = _EPLB.get(name, ())
-    older = not case.policy.since("0.28.0") and name in _EPLB_BEFORE_0_28
+    older = not case.policy.since("0.27.0") and name in _EPLB_BEFORE_0_28
     supported = "Online" in name or backends is None or backend in backends or older
     if not supported:
         text = f"EPLB: {name} does not support it{f' for {backend}' if backends else ''}"

@@ -241,9 +241,9 @@ def select(case: Case) -> Selection:
         tried = _by_backend(search.attempts)
         reports = tuple(candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items())
         chosen = next((row for row in reports if row.supported), None)
-    if not case.policy.since("0.28.0") and _unprintable(case, search, chosen):
+    if not case.policy.since("0.27.0") and _unprintable(case, search, chosen):
         text = f"a candidate refuses {case.method.weight_key}, and this version fails to print that key"
-        error = EngineError("KeyError", "OTHER", text, "vLLM 0.28 and newer", "P04_SCHEME")
+        error = EngineError("KeyError", "OTHER", text, "vLLM 0.27 and newer", "P04_SCHEME")
         return Selection(None, error, candidates, notes)
     if chosen is None and search.unchecked is not None:
         chosen = candidate_report(case, family.backends[search.unchecked.backend], [_as_made(case, search.unchecked)])
@@ -262,7 +262,7 @@ def select(case: Case) -> Selection:
 
 
 def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> bool:
-    """Tell whether a class before the selected one refuses an integer key, which versions before 0.28 cannot print."""
+    """Tell whether a class before the selected one refuses an integer key, which versions before 0.27 cannot print."""
     if case.method.family != "wna16":
         return False
     for attempt in search.attempts:

@@ -108,7 +108,7 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
         if len(listed) == 1 and listed[0].endswith("Attention"):
             continue
         weights = _arguments(group.get("weights"))
-        if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.28.0"):
+        if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.27.0"):
             hint = "requantise with actorder 'weight', or convert for moeq's built-in kernels (--engine moeq)"
             refuse(f"act-order: actorder is '{weights.actorder}'; 'static' and 'weight' are accepted", hint)
         format_ = group.get("format") or config.get("format")
@@ -211,7 +211,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
         text = f"weight-only experts need format pack-quantized and 2 to 8 bits, this is {format_}, {weights.bits} bits"
         refuse(text, "name the format in the config group")
     policy = question.policy
-    if not policy.since("0.28.0"):
+    if not policy.since("0.27.0"):
         built_in = _wna16_built_in(question, weights)
         if built_in is not None:
             return built_in
@@ -219,16 +219,16 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
     if not weights.symmetric and weights.bits not in (4, 8) and not policy.since("0.31.0"):
         text = f"weight-only experts of {weights.bits} bits with zero points are not in this version's table of types"
         raise ConfigRefusal("KeyError", "CONFIG", text, "a symmetric checkpoint, or vLLM 0.31 and newer", "G0")
-    if weights.bits not in (4, 8) and not policy.since("0.30.0"):
-        refuse(f"weight-only experts have 4 or 8 bits, these have {weights.bits}", "vLLM 0.30 and newer")
+    if weights.bits not in (4, 8) and not policy.since("0.29.0"):
+        refuse(f"weight-only experts have 4 or 8 bits, these have {weights.bits}", "vLLM 0.29 and newer")
     group = -1 if weights.group is None else weights.group
-    if policy.since("0.28.0") and not policy.since("0.30.0"):
-        if weights.bits == 8 and weights.group != -1:
+    if policy.since("0.27.0") and not policy.since("0.30.0"):
+        if weights.bits == 8 and weights.group != -1 and not policy.since("0.29.0"):
             text = "8-bit weights trip an assertion of this version unless their group_size says -1"
-            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.30 and newer", "G0")
+            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.29 and newer", "G0")
         group = 0 if weights.group is None else weights.group  # it does not read what is not there as -1
     return Method(
-        "CompressedTensorsWNA16MoEMethod" if policy.since("0.28.0") else "CompressedTensorsWNA16MarlinMoEMethod",
+        "CompressedTensorsWNA16MoEMethod" if policy.since("0.27.0") else "CompressedTensorsWNA16MarlinMoEMethod",
         "wna16",
         "ct",
         weight_only_key(weights.bits, weights.symmetric, group),
@@ -239,13 +239,13 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
         zero_points=not weights.symmetric,
         raw_zero_points=not weights.symmetric,
         tile_padding=True,
-        channel_assertion=weights.strategy == "channel" and policy.since("0.28.0"),
-        symmetric_assertion=policy.since("0.28.0") and not policy.since("0.30.0"),
+        channel_assertion=weights.strategy == "channel" and policy.since("0.27.0"),
+        symmetric_assertion=policy.since("0.27.0") and not policy.since("0.29.0"),
     )
 
 
 def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | None:
-    """Return the method with its own Triton kernel (before 0.28.0), for shapes that Marlin refuses and on ROCm."""
+    """Return the method with its own Triton kernel (before 0.27.0), for shapes that Marlin refuses and on ROCm."""
     rocm = question.platform == "rocm"
     group = -1 if weights.group is None else weights.group
     ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")

@@ -30,8 +30,8 @@ def read_gpt_oss(question: ConfigQuestion) -> Method:
 
 
 def read_mxfp4(question: ConfigQuestion) -> Method:
-    """Read MXFP4 of other models, which have a selection function of their own since 0.28.0."""
-    if not question.policy.since("0.28.0"):  # one method for all models
+    """Read MXFP4 of other models, which have a selection function of their own since 0.27.0."""
+    if not question.policy.since("0.27.0"):  # one method for all models
         return read_gpt_oss(question)
     activation = moe_activation(question.config)
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", activation, 4, 32)
@@ -110,7 +110,7 @@ def read_fp8(question: ConfigQuestion) -> Method:
 def _block_method(question: ConfigQuestion, base: Method, block: tuple[int, int]) -> Method:
     """Refine blocks that a rank's shard would cut, or pad the shard to whole blocks."""
     case = question.probe
-    refined = refined_block(case, block) if question.policy.since("0.30.0") else None
+    refined = refined_block(case, block) if question.policy.since("0.29.0") else None
     asked = case.deployment.backend
     if question.policy.since("0.32.0") and asked != "auto" and not _can_refine(question, refined, asked):
         padded = padded_shard(case, block)
@@ -120,7 +120,7 @@ def _block_method(question: ConfigQuestion, base: Method, block: tuple[int, int]
             )
     rows, columns = refined or block
     # Older versions ask with the key of 128 x 128 whatever the blocks are.
-    key = block_key(rows, columns) if question.policy.since("0.30.0") else block_key(128, 128)
+    key = block_key(rows, columns) if question.policy.since("0.29.0") else block_key(128, 128)
     return replace(base, weight_key=key, block=(rows, columns), group_size=columns)
 
 
@@ -266,7 +266,7 @@ def _mixed_table(policy: EnginePolicy, source: Config) -> Mapping[str, Config]:
     if not table:
         refuse("ModelOpt MIXED_PRECISION needs a non-empty quantized_layers")
     sizes = sorted({_block_size(row) for row in table.values() if _algorithm(row) in _BLOCK_FP8})
-    if len(sizes) > 1 and policy.since("0.30.0"):
+    if len(sizes) > 1 and policy.since("0.29.0"):
         refuse(f"ModelOpt MIXED_PRECISION takes one group_size for all FP8 blocks, these are {sizes}")
     return table
 
@@ -283,7 +283,7 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
     """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
     row = _mixed_row(table, question.prefix)
     algorithm = _algorithm(row)
-    if algorithm in _BLOCK_FP8 and question.policy.since("0.30.0"):
+    if algorithm in _BLOCK_FP8 and question.policy.since("0.29.0"):
         size = _block_size(row)
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
         return read_fp8(replace(question, config=block))

@@ -104,12 +104,12 @@ def moe_wna16(
 ) -> Method:  # fmt: skip
     """Return MoeWNA16, which takes shapes that Marlin refuses. Its key is symmetric even with zero points."""
     policy = question.policy
-    built_in = not policy.since("0.28.0")  # it has its own Triton kernel and selects nothing
+    built_in = not policy.since("0.27.0")  # it has its own Triton kernel and selects nothing
     if bits not in (4, 8) and not built_in:
         refuse(f"moe_wna16 takes 4 and 8 bits, this is {bits}")
-    if bits == 8 and group != -1 and not built_in and not policy.since("0.30.0"):
+    if bits == 8 and group != -1 and not built_in and not policy.since("0.29.0"):
         text = f"8-bit weights in groups of {group} trip an assertion of this version's MoeWNA16"
-        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.30 and newer", "G0")
+        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.29 and newer", "G0")
     key = "kInt8Static" if bits == 8 else "kInt4Static32" if group == 32 else "kInt4Static"
     return Method(
         "MoeWNA16Method", "wna16", "moe_wna16", key, None, bits, group,
@@ -170,10 +170,10 @@ def read_inc(question: ConfigQuestion) -> Method:
     widths = (2, 3, 4, 5, 6, 7, 8) if question.policy.since("0.30.0") else (2, 3, 4, 8)
     if bits not in widths:
         refuse(f"AutoRound with {bits} bits is not supported, only {', '.join(map(str, widths))}")
-    if mx and not question.policy.since("0.28.0"):
+    if mx and not question.policy.since("0.27.0"):
         refuse(f"AutoRound data_type {type_} is not supported, only int")
     if type_ != "int" and not mx:
-        known = "int" if not question.policy.since("0.28.0") else "int and mx_fp"
+        known = "int" if not question.policy.since("0.27.0") else "int and mx_fp"
         refuse(f"AutoRound data_type {type_} is not supported, only {known}")
     if packing not in _INC_PACKINGS:
         refuse(f"packing_format {packing} is not one of {', '.join(_INC_PACKINGS)}")
@@ -218,11 +218,11 @@ def _inc_int(question: ConfigQuestion, bits: int, group: int, sym: bool, *, awq:
     policy = question.policy
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, "inc", bits, group, sym)
-    if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.28.0")):
+    if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
         return unquantized()
     # The shape test of this integration does not let Marlin pad.
     fails = marlin_fails(question, group, tile_padding=False)
-    if not policy.since("0.28.0"):  # it looks at the device and the zero points, too
+    if not policy.since("0.27.0"):  # it looks at the device and the zero points, too
         capability = question.probe.gpu.capability or (0, 0)
         fails = fails or question.platform != "cuda" or capability < (7, 5) or (awq and (bits != 4 or sym))
     if awq:

@@ -224,5 +224,5 @@ def _int8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Me
     channel = scope == "per_channel"
     weight_key = f"kInt8Static{'Channel' if channel else 'Tensor'}Sym"
     activation = f"kInt8Dynamic{'Token' if channel else 'Tensor'}Sym"
-    built_in = None if question.policy.since("0.28.0") else ("TRITON", "TritonExperts")
+    built_in = None if question.policy.since("0.27.0") else ("TRITON", "TritonExperts")
     return Method("QuarkW8A8Int8MoEMethod", "int8", "quark", weight_key, activation, 8, -1, built_in=built_in)
