@@ -309,6 +309,21 @@ def test_the_routers_usual_exclusion_is_no_rule_for_experts(checkpoints: Path, t
         assert ("per-expert-rules-ignored" in codes) == told
 
 
+@pytest.mark.parametrize(("inter", "loads"), [(128, True), (96, False)])
+def test_mxfp4_of_another_padding_is_not_loaded_on_xpu(inter: int, loads: bool, tmp_path: Path) -> None:
+    """The engine's method rounds 96 features up to 128 there, and the layout keeps 96."""
+
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))}
+
+    config = {**stored.QWEN, "num_hidden_layers": 1, "moe_intermediate_size": inter}
+    made = stored.experts("model.layers.0.mlp.experts", make, inter=inter)
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    found = asked(stored.write(tmp_path / "made", config, [made]), "XPU", backend="xpu")
+    assert found.ok, found.error
+    assert ("vllm" in {loader.name for loader in found.loaders}) == loads
+
+
 # ------------------------------------------------------------------------------------------------ results of transcode
 
 

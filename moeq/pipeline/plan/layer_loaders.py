@@ -44,7 +44,7 @@ def loaders_of_plan(
             tp=question.ranks.tp,
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
-            vllm=tuple(_vllm_versions(checkpoint, deployment, layer, scheme, layout)),
+            vllm=tuple(_vllm_versions(checkpoint, question, plan, scheme)),
             family=not checkpoint.info.family_from_names,
             heads=_heads(checkpoint, deployment),
             sglang=_sglang(checkpoint, deployment, layer),
@@ -104,13 +104,17 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
     return found is not None and found.supported
 
 
-def _vllm_versions(
-    checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, layout: str
-) -> Iterator[str]:
+#: Backends whose layout keeps sizes that some of the engine's methods round up (MXFP4 to multiples of 64).
+_PADDED_BY_ENGINE = ("XPU",)
+
+
+def _vllm_versions(checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None) -> Iterator[str]:
     """Yield versions of vLLM with a backend that runs on this deployment and reads the layout there.
 
     A version without rules of its own counts if the versions before and after it do, of those that read the layout.
     """
+    layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
+    padded = plan.shards[0].padding.w2.k // (1 if plan.entry.ranks else question.ranks.tp)
     readers = layout_class(layout).vllm_readers()
     options = dict.fromkeys(reader.option for reader in readers)
     versions = [version for version in VLLM_VERSIONS if any(version in reader.versions for reader in readers)]
@@ -122,7 +126,13 @@ def _vllm_versions(
     def reads(where: Deployment) -> bool:
         verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
         selected = verdict.selected if verdict.ok else None
-        return selected is not None and layout in (selected.layout, selected.lossy_layout)
+        if selected is None or layout not in (selected.layout, selected.lossy_layout):
+            return False
+        return (
+            selected.backend not in _PADDED_BY_ENGINE
+            or verdict.sizes is None
+            or verdict.sizes.padded_intermediate == padded
+        )
 
     for version in versions:
         choice = choose_engine(f"vllm@{version}")
