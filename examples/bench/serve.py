@@ -6,9 +6,11 @@
 Writes a checkpoint with the real shapes of a model and random weights, converts it, and starts a server for every row,
 one after the other, until all of them answer; idle servers cost no GPU time. Every server finds its weights in the page
 cache. Then all rows are measured in turns, `--rounds` times, by the same client with the same prompts of token ids, and
-the table holds medians. A row is `NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks), or
-`converted:KERNELS` for the conversion with that choice of kernels, or `direct:KERNELS` for the source with
-`--quantization moeq`, which packs experts while it loads. Options after `--` go to every server:
+the table holds medians. A row is `NAME` for the source with `--moe-backend NAME` (`auto`: what the engine picks),
+`converted:KERNELS` for the conversion with that choice of kernels, or `direct:KERNELS` for the source, packed by moeq
+while the engine loads it (`--quantization moeq`) into the layout that `convert` takes by itself; `direct-all` proves
+every expert. The fact `host GiB` is the peak of the server's own memory while it starts.
+Options after `--` go to every server:
 `-- --tensor-parallel-size 2 --enable-expert-parallel`.
 
 | column | |
@@ -102,12 +104,13 @@ class Row:
 def row_of(name: str, port: int, source: Path, converted: Path) -> Row:
     """Return a row by its name."""
     kind, _, kernels = name.partition(":")
-    if kind not in ("converted", "direct"):
+    if kind not in ("converted", "direct", "direct-all"):
         return Row(name, port, source, [] if name == "auto" else ["--moe-backend", name])
-    chosen = ["--additional-config", json.dumps({"moeq": {"kernels": kernels or "auto"}})]
-    if kind == "direct":
-        return Row(name, port, source, ["--quantization", "moeq", *chosen])
-    return Row(name, port, converted, chosen)
+    own = {"kernels": kernels or "auto"} | ({"prove": "all"} if kind == "direct-all" else {})
+    more = ["--additional-config", json.dumps({"moeq": own})]
+    if kind == "converted":
+        return Row(name, port, converted, more)
+    return Row(name, port, source, ["--quantization", "moeq", *more])
 
 
 class Server:
@@ -139,9 +142,9 @@ class Server:
         Raises:
             RuntimeError: the server ended; the message holds the end of its log.
         """
-        row, peak = self.row, 0
+        row, peak, host = self.row, 0, 0
         while not self.healthy():
-            peak = max(peak, gpu_memory())
+            peak, host = max(peak, gpu_memory()), max(host, host_memory(self.process.pid))
             if self.process.poll() is not None:
                 end = "\n".join(self.log.read_text().splitlines()[-30:])
                 raise RuntimeError(f"{row.name} did not start:\n{end}")
@@ -152,6 +155,7 @@ class Server:
         if alone:
             row.facts["ready"], row.facts["answer"] = ready, time.perf_counter() - self.start
             row.facts["peak GiB"] = (peak - self.memory_before) / 2**30
+            row.facts["host GiB"] = host / 2**30
         if found := LOADED.search(text):
             row.facts["loaded GiB"], row.facts["weights"] = float(found[1]), float(found[2])
         if found := STARTED.search(text):
@@ -197,6 +201,17 @@ def gpu_memory() -> int:
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]) << 20
+
+
+def host_memory(group: int) -> int:
+    """Bytes of memory that a group of processes holds for itself, without pages of files."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError, KeyError, ValueError):
+            if os.getpgid(int(status.parent.name)) == group:
+                lines = (line.partition(":") for line in status.read_text().splitlines())
+                total += int({name: value for name, _, value in lines}["RssAnon"].split()[0]) << 10
+    return total
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
