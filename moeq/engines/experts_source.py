@@ -16,6 +16,7 @@ from moeq.load.torch_loader import fill_parts, layer_entry, open_converted, requ
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.in_memory import Proof, RankPacker
+from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.commands import convert_command
 from moeq.pipeline.plan.decide import Answer, advised, convertible_problem
 from moeq.pipeline.plan.layer_plan import plan_layer
@@ -123,8 +124,9 @@ class PackingExpertsSource(ExpertsSource):
         if self._answer is not None and self._answer.question.deployment == deployment:
             return
         found = advised(self.checkpoint, Question(deployment), brief=True)
-        if found.error is not None:
-            raise found.error
+        error = found.error or find_loss(self.checkpoint, found)
+        if error is not None:
+            raise error
         self._answer, self.prove = found, prove
 
     @property

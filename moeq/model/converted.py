@@ -59,6 +59,8 @@ class ConvertedCheckpoint(Checkpoint):
         expert_bytes = sum(source.tensors[name].nbytes for name in names)
         self.declaration = _source_declaration(source)
         self._experts = _copied_experts(source, manifest, self.declaration)
+        self._scale_faults = {entry.layer: () for entry in manifest.layers}  # told when it was converted
+        self._scales_read = True
         self.info = replace(
             _info(manifest),
             name=source.name,

@@ -15,12 +15,12 @@ from engines.vllm_engine import BACKENDS, experts_layer, loaded_layer, vllm
 from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
-import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.engines.vllm import config as plugin_config
 from moeq.engines.vllm.engine_experts import RELEASE
 from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert  # its errors have the hints of the command line
 
 #: Sources of different formats, and whether two ranks can share an expert of theirs.
 SOURCES = {
@@ -46,7 +46,7 @@ def converted(source: Path, out: Path, where: dict[str, tuple[int, int]]) -> Pat
     """What `moeq convert` makes of it for the same deployment."""
     tp, ep = where.get("tp", (0, 1))[1], where.get("ep", (0, 1))[1]
     ranks = {"tp": max(tp, ep), "ep": ep}
-    moeq.convert(source, out, Deployment(gpu=parse_gpu("A100"), engine=f"vllm@{RELEASE}", **ranks))
+    convert(source, out, Deployment(gpu=parse_gpu("A100"), engine=f"vllm@{RELEASE}", **ranks))
     return out
 
 
