@@ -86,7 +86,7 @@ def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
             continue
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
         ours = _ours(figures)
-        peers = _peers(figures)
+        peers = _engine_rows(figures)
         cells = [_beside(ours, list(peers.values()), column) for column in columns]
         kept[key] = (_served(run), _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
     head = ("`vllm serve`", "version", "against", *(_column(name) for name in columns), "command")
@@ -110,7 +110,7 @@ def _ours(figures: dict[str, Run]) -> Run:
     return next((figures[name] for name in OURS if name in figures), {})
 
 
-def _peers(figures: dict[str, Run]) -> dict[str, Run]:
+def _engine_rows(figures: dict[str, Run]) -> dict[str, Run]:
     """Return the figures of the engine's own backends on the source."""
     return {name: row for name, row in figures.items() if not name.startswith(("converted", "direct"))}
 
@@ -398,7 +398,7 @@ def _speedups(run: Run) -> str:
     if is_serving(run):
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
         ours = _ours(figures)
-        peers = list(_peers(figures).values())
+        peers = list(_engine_rows(figures).values())
         ratios = [
             ours[name] / best
             for name in ours
