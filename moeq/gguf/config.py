@@ -83,6 +83,8 @@ def config_of(
         config["scoring_func"] = _SCORING[scoring]
     if name == "deepseek2":
         config |= _latent_heads(config, metadata)
+    if name == "qwen35moe":
+        config |= _linear_attention(config, metadata, where)
     config |= dict(_token_ids(metadata, where))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     if isinstance(vocabulary, list):
@@ -123,6 +125,23 @@ def _latent_heads(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dic
     rope = config.get("qk_rope_head_dim", 0)
     heads = {"num_key_value_heads": config.get("num_attention_heads"), "head_dim": rope}
     return {**heads, "qk_nope_head_dim": keys - rope, "v_head_dim": values}
+
+
+def _linear_attention(config: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what Qwen3.5 says of its value heads and positions."""
+    heads, inner = config.get("linear_num_value_heads"), metadata.get("qwen35moe.ssm.inner_size")
+    if type(heads) is not int or type(inner) is not int or heads <= 0 or inner % heads:
+        raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no {heads} value heads")
+    found: dict[str, Any] = {"linear_value_head_dim": inner // heads}
+    sections, width = metadata.get("qwen35moe.rope.dimension_sections"), metadata.get("qwen35moe.rope.dimension_count")
+    if isinstance(sections, memoryview) and type(width) is int and config.get("head_dim"):
+        found["rope_parameters"] = {
+            "rope_theta": config.get("rope_theta"),
+            "mrope_section": [section for section in sections.tolist() if section],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": width / config["head_dim"],
+        }
+    return found
 
 
 def _token_ids(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, int]]:

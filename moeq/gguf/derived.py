@@ -6,13 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
 from moeq.gguf.header import GgufTensor
 from moeq.gguf.names import Change
-from moeq.schemes.gguf import dequantized
+from moeq.schemes.gguf import dequantized, part_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,53 @@ class UnpermutedTensor:
         data = np.frombuffer(read(self.stored.file, self.stored.start, self.stored.end), np.uint8)
         rows = data.reshape(self.heads, -1, 2, self.stored.nbytes // self.stored.shape[0])
         return np.ascontiguousarray(rows.swapaxes(1, 2)).data.cast("B")
+
+
+@dataclass(frozen=True)
+class ReorderedTensor:
+    """A tensor of Qwen3.5's linear attention, or one of its norms, as the model has it.
+
+    Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
+    (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
+
+    Attributes:
+        file: its file.
+        stored: the tensor as it is stored.
+        change: what the converter did.
+        heads: key heads, value heads per key head, and rows (or columns) per value head.
+    """
+
+    file: str
+    stored: GgufTensor
+    change: Change
+    heads: tuple[int, int, int]
+
+    @property
+    def moves_bytes(self) -> bool:
+        """Whether rows keep their bytes; else the tensor becomes float32."""
+        return self.change in ("values", "value-heads", "value-tail", "conv-tail")
+
+    @property
+    def reordered(self) -> int:
+        """Rows or columns that change their places, the last ones."""
+        keys, per_key, size = self.heads
+        return keys * per_key * size
+
+    def content(self, read: Reader) -> memoryview:
+        import torch
+
+        octets = torch.frombuffer(read(self.file, self.stored.start, self.stored.end), dtype=torch.uint8)
+        rows = octets.reshape(self.stored.shape[0] if len(self.stored.shape) > 1 or self.moves_bytes else 1, -1)
+        if not self.moves_bytes:
+            rows = dequantized(self.stored.type, rows)
+            if self.change == "minus-one":
+                return (rows - 1).numpy().data.cast("B")
+            rows = (torch.log(-rows) if self.change == "logarithm" else rows).T
+        keys, per_key, size = self.heads
+        tail = rows[rows.shape[0] - self.reordered :].reshape(per_key, keys, size, -1).transpose(0, 1)
+        found = torch.cat([rows[: rows.shape[0] - self.reordered], tail.reshape(self.reordered, -1)])
+        found = found.T if self.change == "value-columns" else found
+        return found.contiguous().numpy().data.cast("B")
 
 
 @dataclass(frozen=True)
@@ -92,14 +140,15 @@ def open_made(content: memoryview) -> int:
 
 
 def derive(
-    change: Change, entry: TensorEntry, config: Mapping[str, Any], where: str
+    change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
 ) -> tuple[TensorEntry, MadeFile | None]:
     """Return the entry of a tensor as the model has it, and the file that it is in if no file has it so.
 
     Args:
         change: what the converter did.
         entry: the tensor as stored, under its Hugging Face name.
-        config: `config.json`.
+        stored: the tensor in the file.
+        config: `config.json` as the metadata makes it.
         where: its name in the file.
 
     Raises:
@@ -107,12 +156,40 @@ def derive(
     """
     if change == "row":
         return entry._replace(shape=(1, *entry.shape)) if len(entry.shape) == 1 else entry, None
+    if change != "rotary":
+        return _reordered(change, entry, stored, config, where)
     heads = config.get("num_key_value_heads" if "attn_k" in where else "num_attention_heads")
     rows = entry.shape[0] if entry.shape else 0
     if type(heads) is not int or heads <= 0 or rows % (2 * heads):
         raise MoeqError("source.inconsistent", f"{where}: {rows} rows are no pairs of {ascii(heads)[:20]} heads")
     place = f"{where} of {entry.file}"
     return entry._replace(file=place, start=0, end=entry.nbytes), UnpermutedTensor(entry, heads)
+
+
+def _reordered(
+    change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
+) -> tuple[TensorEntry, MadeFile]:
+    """Return entry and file of a tensor that only Qwen3.5's converter changes."""
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
+    counts = [value for name in names if type(value := config.get(name)) is int and 0 < value < 1 << 16]
+    if len(counts) < len(names) or counts[1] % counts[0]:
+        raise MoeqError("source.inconsistent", f"{where}: {', '.join(names)} are {counts}, which do not fit")
+    keys, values, size = counts
+    single = change in ("value-heads", "logarithm")
+    made = ReorderedTensor(entry.file, stored, change, (keys, values // keys, 1 if single else size))
+    axis = len(stored.shape) - 1 if change == "value-columns" else 0
+    if change != "minus-one" and (not stored.shape or stored.shape[axis] < made.reordered):
+        detail = f"{where}: shape {list(stored.shape)} has no {made.reordered} rows of value heads"
+        raise MoeqError("source.inconsistent", detail)
+    file = f"{where} of {entry.file}"
+    if made.moves_bytes:
+        shape = (entry.shape[0], 1, *entry.shape[1:]) if change == "conv-tail" else entry.shape
+        return entry._replace(file=file, start=0, end=entry.nbytes, shape=shape), made
+    nbytes = 4 * prod(stored.shape)
+    if change == "value-columns":
+        name = entry.name.rpartition(".")[0] + "." + part_of("f32")
+        return TensorEntry(name, "U8", (stored.shape[0], 4 * stored.shape[1]), file, 0, nbytes), made
+    return TensorEntry(entry.name, "F32", stored.shape, file, 0, nbytes), made
 
 
 def latent_entry(name: str, made: LatentProjection, where: str) -> TensorEntry:

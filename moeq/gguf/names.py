@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 #: What a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of length 1
-#: goes in front.
-Change = Literal["rotary", "row"]
+#: goes in front. `minus-one`: norms are stored with 1 added. `values`: rows of value heads are in another order (with
+#: `head` one row per head, with `tail` after queries and keys), or columns are (`value-columns`). `logarithm`: stored
+#: as `-exp(x)`, one number per value head.
+Change = Literal[
+    "rotary", "row", "minus-one", "values", "value-heads", "value-tail", "conv-tail", "value-columns", "logarithm"
+]
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+?)\.(weight|bias)")
 
@@ -42,6 +46,34 @@ _LATENT = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
+}
+
+#: Names that are parameters of a module, not its weight.
+_PARAMETERS = {
+    "attn_sinks": "self_attn.sinks",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+}
+
+_LINEAR_ATTENTION = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+
+_LINEAR_CHANGES: Mapping[str, Change] = {
+    **dict.fromkeys(("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"), "minus-one"),
+    **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_dt"), "value-heads"),
+    "attn_gate": "values",
+    "attn_qkv": "value-tail",
+    "ssm_conv1d": "conv-tail",
+    "ssm_out": "value-columns",
+    "ssm_a": "logarithm",
+    "ffn_gate_inp_shexp": "row",
 }
 
 _NEXT = {
@@ -100,8 +132,8 @@ class GgufArchitecture:
         """Return a tensor's Hugging Face name and what it needs; None if there is no such tensor in the model."""
         head, _, part = stored.rpartition(".")
         if head in self.top:
-            return f"{self.top[head]}.{part}", None
-        match = _BLOCK.fullmatch(stored)
+            return f"{self.top[head]}.{part}", self.changes.get(head)
+        match = _BLOCK.fullmatch(f"{stored}.weight" if stored.endswith(".ssm_a") else stored)
         if match is None:
             return None
         number, inner, part = match.groups()
@@ -111,8 +143,8 @@ class GgufArchitecture:
             return f"{layer}.{self.experts}.{expert[1]}_proj.{part}", None
         if inner == "exp_probs_b":
             return f"{layer}.{self.correction}", self.changes.get(inner)
-        if inner == "attn_sinks":
-            return f"{layer}.self_attn.sinks", None
+        if inner in _PARAMETERS:
+            return f"{layer}.{_PARAMETERS[inner]}", self.changes.get(inner)
         if inner not in self.blocks:
             return None
         return f"{layer}.{self.blocks[inner]}.{part}", self.changes.get(inner)
@@ -130,7 +162,6 @@ _ROUTED_EXPERTS = {
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
 }
-_LINEAR_ATTENTION = "its linear attention is stored with other signs and orders of heads, which moeq does not turn back"
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture(
@@ -162,10 +193,29 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     ),
     "qwen3moe": GgufArchitecture("qwen3_moe", "Qwen3MoeForCausalLM", _MLP, defaults={"norm_topk_prob": True}),
     "qwen3next": GgufArchitecture(
-        "qwen3_next", "Qwen3NextForCausalLM", _MLP, defaults={"norm_topk_prob": True}, refusal=_LINEAR_ATTENTION
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _MLP,
+        defaults={"norm_topk_prob": True},
+        refusal="its linear attention is stored in other tensors and orders, which moeq does not turn back",
     ),
     "qwen35moe": GgufArchitecture(
-        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", _MLP, defaults={"norm_topk_prob": True}, refusal=_LINEAR_ATTENTION
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _ATTENTION
+        | _feed_forward("mlp", "gate", "shared_expert")
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+        | _LINEAR_ATTENTION,
+        changes=_LINEAR_CHANGES,
+        config={
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+            "full_attention_interval": "full_attention_interval",
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+        },
+        defaults={"norm_topk_prob": True},
     ),
     "deepseek2": GgufArchitecture(
         "deepseek_v3",

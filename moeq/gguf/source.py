@@ -121,7 +121,8 @@ class _GgufFiles(Source):
         metadata, first = _metadata(headers, name), headers[0].file
         title, architecture = architecture_of(metadata, first)
         stored = _tensors(headers)
-        found = config if config is not None else config_of(metadata, title, architecture, stored, first)
+        self._facts = config_of(metadata, title, architecture, stored, first)
+        found = dict(self._facts if config is None else config)
         Source.__init__(self, name, found, {}, self.revision)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.tensors = dict(self._entries(stored, architecture))
@@ -184,7 +185,7 @@ class _GgufFiles(Source):
             found[name] = source_name
             entry = entry_of(name, tensor, file)
             if change is not None:
-                entry, derived = derive(change, entry, self.config, source_name)
+                entry, derived = derive(change, entry, tensor, self._facts, source_name)
                 if derived is not None:
                     self._made[entry.file] = derived
             yield entry.name, entry

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
 from moeq.schemes.dequantize import dequantize
+from moeq.transcode import transcode_plan
 from moeq.transcode.transcode import check, transcode
 
 
@@ -77,6 +78,17 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path) -> None:
     assert transcode(source, tmp_path / "ct", "compressed-tensors").exact
 
 
+def test_rotary_rows_of_floats_are_turned_back(tmp_path: Path) -> None:
+    """Queries that are not quantised are copied, in the model's order."""
+    tensors = moe_tensors(np.random.default_rng(6), layers=1, other_type="f32")
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata("llama", layers=1, hidden=256, inner=256, experts=4), tensors))
+    transcode(source, tmp_path / "out", "compressed-tensors")
+    model = loaded(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"].numpy()
+    stored = np.frombuffer(tensors["blk.0.attn_q.weight"][2], np.float32).reshape(256, 256)
+    assert np.array_equal(model.reshape(4, 2, -1, 256).swapaxes(1, 2).reshape(-1, 256), stored)
+
+
 def test_rotary_rows_are_turned_back(tmp_path: Path) -> None:
     """Mixtral's queries and keys get their two halves per head back, blocks and all."""
     rng = np.random.default_rng(6)
@@ -125,7 +137,7 @@ def test_types_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_large_modules_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moeq.transcode.transcode_plan._ITEM_NUMBERS", 20 * 256)
+    monkeypatch.setattr(transcode_plan, "_ITEM_NUMBERS", 20 * 256)
     source = write_model(tmp_path / "m.gguf", layers=1)
     found = transcode(source, tmp_path / "out", "compressed-tensors")
     assert found.exact
@@ -238,3 +250,64 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     assert mine.get_vocab() == theirs.get_vocab()
     assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_linear_attention_of_qwen35(tmp_path: Path) -> None:
+    """Value heads, norms and the decay are what transformers' own conversion makes of the same tensors."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.gguf_conversion_mapping")
+    rng = np.random.default_rng(9)
+    keys, per_key, size, key_size = 2, 3, 16, 32
+    heads, tail = keys * per_key, keys * per_key * size
+    fused = 2 * keys * key_size + tail
+    tensors = moe_tensors(rng, layers=2)
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        del tensors[f"blk.0.{name}.weight"]
+    for layer in (0, 1):
+        tensors[f"blk.{layer}.post_attention_norm.weight"] = tensors.pop(f"blk.{layer}.ffn_norm.weight")
+    shapes = {
+        "attn_qkv.weight": (fused, 256),
+        "attn_gate.weight": (tail, 256),
+        "ssm_alpha.weight": (heads, 256),
+        "ssm_beta.weight": (heads, 256),
+        "ssm_conv1d.weight": (fused, 4),
+        "ssm_norm.weight": (size,),
+        "ssm_out.weight": (256, tail),
+        "ssm_dt.bias": (heads,),
+        "ssm_a": (heads,),
+    }
+    stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    stored["ssm_a"] = -np.exp(stored["ssm_a"])
+    tensors |= {f"blk.0.{name}": ("f32", values.shape, values.tobytes()) for name, values in stored.items()}
+    more = {
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": key_size,
+        "ssm.group_count": keys,
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": tail,
+        "full_attention_interval": 2,
+    }
+    metadata = moe_metadata("qwen35moe", layers=2, hidden=256, inner=256, experts=4, **more)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    transcode(tmp_path / "m.gguf", tmp_path / "out", "fp32")
+    written = loaded(tmp_path / "out")
+
+    def converted(operation: object, values: np.ndarray) -> torch.Tensor:
+        return operation.convert({"x": torch.from_numpy(values.copy())}, ["x"], ["y"])["y"]  # type: ignore[attr-defined]
+
+    value_rows, per_head = theirs.TiledToGroupedRows(keys, per_key, size), theirs.TiledToGroupedRows(keys, per_key)
+    after_keys = theirs.TiledToGroupedRows(keys, per_key, size, offset=2 * keys * key_size)
+    expected = {
+        "in_proj_qkv.weight": converted(after_keys, stored["attn_qkv.weight"]),
+        "in_proj_z.weight": converted(value_rows, stored["attn_gate.weight"]),
+        "in_proj_a.weight": converted(per_head, stored["ssm_alpha.weight"]),
+        "in_proj_b.weight": converted(per_head, stored["ssm_beta.weight"]),
+        "conv1d.weight": converted(after_keys, stored["ssm_conv1d.weight"]).unsqueeze(1),
+        "norm.weight": torch.from_numpy(stored["ssm_norm.weight"]),
+        "out_proj.weight": converted(theirs.TiledToGroupedInputs(keys, per_key, size), stored["ssm_out.weight"]),
+        "dt_bias": converted(per_head, stored["ssm_dt.bias"]),
+        "A_log": converted(per_head, converted(theirs.LogNegate(), stored["ssm_a"]).numpy()),
+    }
+    for name, values in expected.items():
+        assert torch.equal(written[f"model.layers.0.linear_attn.{name}"], values), name
+    norm = np.frombuffer(tensors["output_norm.weight"][2], np.float32)
+    assert np.array_equal(written["model.norm.weight"].numpy(), norm - 1)

@@ -186,9 +186,12 @@ def _units(checkpoint: Checkpoint, files: Iterable[FilePlan]) -> Iterator[CopyUn
 
 
 def in_source_order(source: Source, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-    """Sort tensors by their places in the source: what lies together there is then copied in one run."""
+    """Sort tensors by their places in the source: what lies together there is then copied in one run.
+
+    Tensors in files that a source makes (`moeq.gguf.derived`) come last.
+    """
     order = {file.name: number for number, file in enumerate(source.files)}
-    return sorted(entries, key=lambda entry: (order[entry.file], entry.start, entry.end))
+    return sorted(entries, key=lambda entry: (order.get(entry.file, len(order)), entry.file, entry.start, entry.end))
 
 
 def bounded_files(together: Iterable[TensorForms]) -> Iterator[TensorForms]:
