@@ -8,6 +8,7 @@ seen here; `moeq verify DST --source SRC` compares every value.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +87,10 @@ def _differences(job: Job, folder: WorkFolder, manifest: Manifest) -> Iterator[s
     there = replace(
         stamp, job=manifest.job.plan, source=source.name, identity=source.identity, request=request.to_json()
     )
-    yield from differences(there, stamp)
+    found = differences(there, stamp)
+    other_gpu = any(text.startswith("deployment.gpu.name ") for text in found)
+    # Another GPU says all by its name.
+    yield from (text for text in found if not other_gpu or not re.match(r"deployment\.gpu\.(?!name )", text))
     if source.identity == stamp.identity and manifest.job.sample != stamp.sample:
         yield "the source's weights are not what they were"
     yield from _changed_files(job, folder.destination, manifest)
