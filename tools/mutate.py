@@ -37,8 +37,7 @@ EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 MORE_TESTS = {
     "check": ["tests/report/test_check_report.py"],
     "checkpoint": [
-        *(f"tests/attacks/test_{name}.py" for name in ("wire", "network", "names", "links", "read_faults")),
-        *("tests/model", "tests/pipeline/test_stream_source.py", "tests/pipeline/test_resume.py"),
+        *("tests/attacks/test_wire.py", "tests/attacks/test_names.py", "tests/model"),
     ],
     "layouts": ["tests/pipeline/test_fast_path.py"],
     "load": ["tests/cli/test_warmup.py", "tests/check/test_run_check.py", "tests/engines/test_transformers.py"],
@@ -47,7 +46,7 @@ MORE_TESTS = {
         *(f"tests/pipeline/test_{name}.py" for name in ("sharding", "regroup", "mixed")),
     ],
     "oracle": ["tests/cli/test_oracle.py"],
-    "prove": ["tests/attacks/test_changes.py", "tests/attacks/test_read_faults.py"],
+    "prove": ["tests/attacks/test_changes.py"],
     "schemes": ["tests/model"],
 }
 
