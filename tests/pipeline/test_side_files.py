@@ -1,0 +1,49 @@
+"""What becomes of the files beside the weights: written, kept for the way back, left out, or refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from moeq.checkpoint.source import LocalSource
+from moeq.errors import MoeqError
+from moeq.pipeline.plan.side_files import plan_side_files
+
+NAME = "gptq-int4-g32-qwen3moe"
+
+
+@pytest.fixture
+def source(checkpoints: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints / NAME, tmp_path / "source"))
+
+
+def test_other_weights_are_left_out_and_named(source: Path) -> None:
+    for name in ("pytorch_model.bin", "model.gguf", "tokenizer.json"):
+        (source / name).write_bytes(b"{}")
+    plan = plan_side_files(LocalSource(source, ""), no_code=False)
+    assert {"pytorch_model.bin", "model.gguf"} == {*plan.missing} - {"model.safetensors"}
+    assert plan.sizes["tokenizer.json"] == 2
+    assert "pytorch_model.bin" not in plan.sizes
+    assert "config.json" in plan.kept
+    assert "config.json" not in plan.sizes
+
+
+@pytest.mark.parametrize(("no_code", "written"), [(False, True), (True, False)])
+def test_code_is_named_and_written_unless_it_is_not_wanted(no_code: bool, written: bool, source: Path) -> None:
+    (source / "modeling.py").write_text("x = 1\n")
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"A": "modeling.A"}}))
+    plan = plan_side_files(LocalSource(source, ""), no_code=no_code)
+    assert {"modeling.py", "tokenizer_config.json"} <= set(plan.code)
+    assert ("modeling.py" in plan.sizes) == written
+    assert ("tokenizer_config.json" in plan.stripped) == no_code
+    assert plan.no_code == no_code
+
+
+def test_a_file_that_is_too_large_is_refused(source: Path) -> None:
+    with (source / "notes.dat").open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    with pytest.raises(MoeqError, match=r"notes\.dat: 1,073,741,825 bytes, the limit for a file beside the weights is"):
+        plan_side_files(LocalSource(source, ""), no_code=False)
