@@ -117,7 +117,7 @@ def read_update(
     block: Block | None,
     rule: Rule,
 ) -> dict[Projection, Incoming]:
-    """Decode or quantise the tensors of an update.
+    """Decode or quantise the tensors of an update, on torch's default device.
 
     Args:
         layer: the layer that is written.
@@ -169,7 +169,8 @@ def _common_global_scale(layer: WritableLayer, tensors: Mapping[str, object], ru
     given = [one for one in weights if isinstance(one, torch.Tensor) and one.dtype in _float_dtypes()]
     if layer.scheme.weight.scale2 is None or len(given) < len(weights):
         return None
-    scales = torch.cat([nvfp4_global_scale(one, rule) for one in given])
+    here = torch.get_default_device()
+    scales = torch.cat([nvfp4_global_scale(one.detach().to(here), rule) for one in given])
     return (scales.max() if rule == "modelopt" else scales.min()).reshape(1)
 
 
@@ -204,6 +205,7 @@ def _matrix(
         tensors = {"weight": tensors}
     if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
         raise _unfit(layer, projection, f"a tensor or tensors by part are needed, not {type(tensors).__name__}")
+    tensors = {part: one.detach().to(torch.get_default_device()) for part, one in tensors.items()}
     weight = tensors.get("weight")
     if weight is not None and weight.dtype in _float_dtypes() and wanted.bits <= 8:
         return _quantized(layer, projection, tensors, wanted, rule, shared)

@@ -96,6 +96,11 @@ class WritableLayer:
         return ("gate", "up", "down") if self.specs["w13"].gated else ("up", "down")
 
     @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next(iter(self.tensors["w2"].values())).device
+
+    @property
     def is_whole(self) -> bool:
         """Whether the rank holds whole experts."""
         return self.own("w2").k == self.specs["w2"].k

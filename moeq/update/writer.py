@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model.regroup import ungroup
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import reshaped, same_matrix
+from moeq.update.device import obstacle, place_matrix
 from moeq.update.incoming import PROJECTIONS, Block, Incoming, Parts, check_block, read_update
 from moeq.update.layers import WritableLayer, snapshot_digest
 from moeq.update.loss import Loss, measure
@@ -33,15 +35,16 @@ class Update:
     """Result of writing one projection.
 
     Attributes:
-        digest: digest of the layer after the update (`Writer.digest`).
-        projections: logical digest of every projection that was written, as far as this rank holds it.
+        digest: digest of the layer after the update; None where the gather kernel wrote it without waiting for the
+            device, and `Writer.digest` has to read it.
+        projections: logical digest of every projection that was written, as far as this rank holds it and knows it.
         rows: rows of the stacked tensors that were written; none if other ranks hold the expert.
         written_bytes: bytes that were written.
         losses: stored numbers that the layout changed, for layouts that need `--allow-lossy`.
         loss: what rounding cost, by projection, where the update was float weights; else empty.
     """
 
-    digest: str
+    digest: str | None
     projections: Mapping[str, str]
     rows: tuple[int, ...]
     written_bytes: int
@@ -56,11 +59,15 @@ class Writer:
     copy fails, the bytes that were copied are taken back: readers find the old expert or the new one. Threads that
     read the tensors while one is written have to be kept out by the caller.
 
+    On a GPU, whole `w13` and `w2` of layouts that are index maps are written by the gather kernel
+    (`moeq.update.device`), in the order of the current stream. All other updates are packed on the CPU and copied.
+
     Args:
         layers: the layers, one `moeq.writable_layer` each.
         deployment: the deployment that the tensors serve; None: not checked.
         rule: library by whose arithmetic float weights are quantised; None: ModelOpt's for its own checkpoints, else
             that of compressed-tensors.
+        gather: whether the gather kernel writes what it can; None: on a GPU. On a CPU it runs in Triton's interpreter.
 
     Raises:
         MoeqError: `usage.update-target` if two layers have one number or share memory, or a layer is that of another
@@ -68,7 +75,12 @@ class Writer:
     """
 
     def __init__(
-        self, layers: Iterable[WritableLayer], deployment: Deployment | None = None, *, rule: Rule | None = None
+        self,
+        layers: Iterable[WritableLayer],
+        deployment: Deployment | None = None,
+        *,
+        rule: Rule | None = None,
+        gather: bool | None = None,
     ) -> None:
         self.layers: dict[int, WritableLayer] = {}
         for layer in layers:
@@ -77,7 +89,7 @@ class Writer:
             self.layers[layer.layer] = layer
             _check_deployment(layer, deployment)
         _check_shared_memory(self.layers.values())
-        self._rule = rule
+        self._rule, self._gather = rule, gather
         self._digests = {number: _known_digests(layer) for number, layer in self.layers.items()}
         self._calibrations: dict[tuple[int, StackedRole], list[float]] = {}
 
@@ -111,6 +123,8 @@ class Writer:
                 what other weights share would change; `usage.lossy` and its like where the layout cannot hold the
                 values; `source.*` for values that no checkpoint has. Nothing was written then.
         """
+        import torch
+
         found = self._layer(layer)
         self._check_expert(found, expert)
         if expected is not None and expected != self.digest(layer):
@@ -121,9 +135,16 @@ class Writer:
             )
         block = _block(found, projection, rows, columns)
         rule = self._rule or ("modelopt" if found.scheme.quant_method == "modelopt" else "compressed-tensors")
-        given = read_update(found, projection, tensors, block, rule)
-        role: StackedRole = "w2" if "down" in given else "w13"
         places = found.rows(expert)
+        gathers = self._gathers(found, projection, block)
+        with torch.device(found.device if gathers else "cpu"):
+            given = read_update(found, projection, tensors, block, rule)
+            role: StackedRole = "w2" if "down" in given else "w13"
+            whole = whole_matrix(found, role, given) if places and block is None else None
+            if gathers and whole is not None:
+                return self._place(found, expert, role, places, given, whole)
+            if gathers and places:  # a bias is missing, which only the CPU keeps
+                return self._on_cpu().update(layer, expert, projection, tensors)
         if not places:
             return Update(self.digest(layer), {}, (), 0, 0, {})
         return self._write(found, expert, role, places, given, block)
@@ -135,9 +156,38 @@ class Writer:
         """
         found = self._layer(layer)
         held = self._digests[layer]
-        if not held:
-            held.update(_read_digests(found))
+        held.update(_read_digests(found, held))
         return snapshot_digest(layer, iter((*key, value) for key, value in sorted(held.items())))
+
+    def _gathers(self, layer: WritableLayer, projection: str, block: Block | None) -> bool:
+        """Return whether the gather kernel writes an update: it writes whole stacked matrices."""
+        asked = layer.device.type == "cuda" if self._gather is None else self._gather
+        names = {name for name in PROJECTIONS.get(projection, ()) if name in layer.projections}
+        role: StackedRole = "w2" if "down" in names else "w13"
+        whole = names in ({"down"}, {*layer.projections} - {"down"})
+        return asked and block is None and whole and obstacle(layer, role) is None
+
+    def _on_cpu(self) -> Writer:
+        """Return this writer with the gather kernel left out; both know the same digests."""
+        found = copy(self)
+        found._gather = False
+        return found
+
+    def _place(
+        self,
+        layer: WritableLayer,
+        expert: int,
+        role: StackedRole,
+        places: Sequence[int],
+        given: Mapping[Projection, Incoming],
+        new: QuantizedMatrix,
+    ) -> Update:
+        """Queue the writes of a whole matrix, which lies on the device of the tensors."""
+        place_matrix(layer, role, places, new)
+        for name in given:
+            self._digests[layer.layer].pop((expert, name), None)
+        written = len(places) * sum(tensor[0].nbytes for tensor in layer.tensors[role].values())
+        return Update(None, {}, tuple(places), written, 0, {})
 
     def _write(
         self,
@@ -207,7 +257,7 @@ class Writer:
 
 def snapshot(layer: WritableLayer) -> str:
     """Read all experts that a rank holds and return the layer's digest, equal to `Writer.digest` of true weights."""
-    return snapshot_digest(layer.layer, iter((*key, value) for key, value in sorted(_read_digests(layer).items())))
+    return snapshot_digest(layer.layer, iter((*key, value) for key, value in sorted(_read_digests(layer, {}).items())))
 
 
 def read_matrix(layer: WritableLayer, role: StackedRole, row: int) -> QuantizedMatrix:
@@ -297,10 +347,14 @@ def _replace(layer: WritableLayer, role: StackedRole, places: Sequence[int], pac
             raise
 
 
-def _read_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
+def _read_digests(layer: WritableLayer, known: Container[tuple[int, str]]) -> dict[tuple[int, str], str]:
+    """Return the digests of projections that are not known, read from the tensors."""
     found = {}
     for row, expert in enumerate(layer.experts):
         for role in STACKED_ROLES:
+            names = [name for name in layer.projections if (name == "down") == (role == "w2")]
+            if all((expert, name) in known for name in names):
+                continue
             for name, digest in _digests_of(layer, role, read_matrix(layer, role, row)):
                 found[expert, name] = digest
     return found

@@ -1,0 +1,249 @@
+"""Time updates of served experts on one GPU: Qwen3-30B-A3B, int4 in groups of 128, Marlin's order.
+
+    PYTHONPATH=.:kernels python kernels/bench/update.py --out update.json
+
+Three things are measured, and each is checked first: the bytes of the gather kernel against those of the CPU, a CUDA
+graph that was captured before an update and replayed after it, and updates on one stream beside reads on another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.registry import get_layout
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.update.placing import placement_of
+from moeq.update.quantize import quantize
+from moeq_kernels.placement import Packing, place
+
+#: Where everything lies; tests take `cpu`, for Triton's interpreter.
+DEVICE = "cuda"
+
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 48, 128, 2048, 768, 128
+
+SPECS = {
+    "w13": MatrixSpec("w13", 2 * INTERMEDIATE, HIDDEN, "int4", GROUP, "bf16"),
+    "w2": MatrixSpec("w2", HIDDEN, INTERMEDIATE, "int4", GROUP, "bf16"),
+}
+
+
+def marlin() -> ArrangedLayout:
+    layout = get_layout("marlin-wna16/1")
+    assert isinstance(layout, ArrangedLayout)
+    return layout
+
+
+def targets(experts: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors of `experts` experts as a kernel reads them."""
+    layout = marlin()
+    return {
+        role: {
+            name: torch.zeros(
+                experts, *one.shape, dtype={"I32": torch.int32, "BF16": torch.bfloat16}[one.dtype], device=DEVICE
+            )
+            for name, one in layout.tensors(spec).items()
+        }
+        for role, spec in SPECS.items()
+    }
+
+
+class Places:
+    """Placements of both matrices, made once."""
+
+    def __init__(self) -> None:
+        layout = marlin()
+        self.found = {}
+        for role, spec in SPECS.items():
+            for name, part in layout.parts(spec).items():
+                rows, columns = layout.element_shape(part, spec)
+                self.found[role, name] = placement_of(part, (rows, columns), (0, rows), (0, columns))
+
+    def write(
+        self, role: str, codes: Tensor, scales: Tensor, into: dict[str, Tensor], row: int, packing: Packing
+    ) -> None:
+        spec = SPECS[role]
+        for name, source, shape, form in (
+            ("weight", codes, (spec.n, spec.k), packing),
+            ("scale", scales, (spec.n, spec.num_groups), Packing()),
+        ):
+            placement = self.found[role, name]
+            assert placement is not None
+            place(source, into[name][row], placement, shape, form)
+
+
+def packed_words(codes: Tensor) -> Tensor:
+    """compressed-tensors' int32 words of eight codes along K."""
+    spread = codes.view(codes.shape[0], -1, 8).long() << (4 * torch.arange(8, device=codes.device))
+    found = spread.sum(2)
+    return (found - ((found >> 31) << 32)).to(torch.int32)
+
+
+def seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def check_bytes(places: Places) -> None:
+    """Check every byte against the CPU's, from codes and from words."""
+    layout = marlin()
+    for role, spec in SPECS.items():
+        weight = torch.randn(spec.n, spec.k).to(torch.bfloat16)
+        matrix: QuantizedMatrix = quantize(weight, spec, "compressed-tensors")
+        wanted = layout.pack(matrix)
+        for packing in (Packing(), Packing(8)):
+            into = targets(1)[role]
+            codes = matrix.codes.to(DEVICE)
+            source = codes if packing.per == 1 else packed_words(codes)
+            places.write(role, source, matrix.scales.to(DEVICE), into, 0, packing)
+            for name in wanted:
+                assert torch.equal(into[name][0].cpu(), wanted[name]), (role, name, packing)
+        on_gpu = quantize(weight.to(DEVICE), spec, "compressed-tensors")
+        assert torch.equal(on_gpu.codes.cpu(), matrix.codes), "the GPU rounds as the CPU does"
+        assert torch.equal(on_gpu.scales.cpu(), matrix.scales)
+
+
+def check_graph(places: Places) -> None:
+    """Check that a graph that was captured before an update reads the new bytes when it is replayed."""
+    spec, into = SPECS["w2"], targets(1)["w2"]
+    seen = torch.zeros_like(into["weight"])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seen.copy_(into["weight"])
+    for seed in range(3):
+        torch.manual_seed(seed)
+        matrix = quantize(torch.randn(spec.n, spec.k).to(torch.bfloat16), spec, "compressed-tensors")
+        places.write("w2", matrix.codes.to(DEVICE), matrix.scales.to(DEVICE), into, 0, Packing())
+        graph.replay()
+        assert torch.equal(seen[0].cpu(), marlin().pack(matrix)["weight"]), seed
+    # Updates themselves can be captured, too.
+    codes, scales = matrix.codes.to(DEVICE), matrix.scales.to(DEVICE)
+    torch.cuda.synchronize()
+    update = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(update):
+        places.write("w2", codes, scales, into, 0, Packing())
+    into["weight"].zero_()
+    update.replay()
+    assert torch.equal(into["weight"][0].cpu(), marlin().pack(matrix)["weight"])
+
+
+def check_streams(places: Places) -> None:
+    """Check that a reader on another stream that waits for an event finds whole experts, old or new."""
+    spec, into = SPECS["w2"], targets(1)["w2"]
+    versions = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        matrix = quantize(torch.randn(spec.n, spec.k).to(torch.bfloat16), spec, "compressed-tensors")
+        versions.append((matrix.codes.to(DEVICE), matrix.scales.to(DEVICE), marlin().pack(matrix)["weight"].to(DEVICE)))
+    torch.cuda.synchronize()
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    done = torch.cuda.Event()
+    kept = []
+    for turn in range(200):
+        with torch.cuda.stream(writer):
+            codes, scales, _ = versions[turn % 2]
+            places.write("w2", codes, scales, into, 0, Packing())
+            done.record(writer)
+        with torch.cuda.stream(reader):
+            reader.wait_event(done)
+            kept.append((turn, into["weight"][0].clone()))
+        writer.wait_stream(reader)
+    torch.cuda.synchronize()
+    for turn, weight in kept:
+        assert torch.equal(weight, versions[turn % 2][2]), turn
+
+
+class Inputs:
+    """New weights of eight experts, in floats and as packed words, and the tensors that are written."""
+
+    def __init__(self, places: Places) -> None:
+        self.places, self.into = places, targets(EXPERTS)
+        generator = torch.Generator(device=DEVICE).manual_seed(0)
+        self.weights = {
+            role: torch.randn(8, spec.n, spec.k, generator=generator, device=DEVICE).to(torch.bfloat16)
+            for role, spec in SPECS.items()
+        }
+        self.matrices = {
+            role: [quantize(one, SPECS[role], "compressed-tensors") for one in weights]
+            for role, weights in self.weights.items()
+        }
+        self.words = {role: [packed_words(one.codes) for one in found] for role, found in self.matrices.items()}
+
+    def from_floats(self) -> None:
+        """Quantise and write every expert of a layer."""
+        for expert in range(EXPERTS):
+            for role, spec in SPECS.items():
+                one = quantize(self.weights[role][expert % 8], spec, "compressed-tensors")
+                self.places.write(role, one.codes, one.scales, self.into[role], expert, Packing())
+
+    def from_words(self, experts: int = EXPERTS) -> None:
+        """Write experts from packed words."""
+        for expert in range(experts):
+            for role in SPECS:
+                scales = self.matrices[role][expert % 8].scales
+                self.places.write(role, self.words[role][expert % 8], scales, self.into[role], expert, Packing(8))
+
+    def copier(self) -> Callable[[], None]:
+        """Return a call that copies a layer as it is, from other memory."""
+        pairs = [(one, one.clone()) for parts in self.into.values() for one in parts.values()]
+        return lambda: [one.copy_(other) for one, other in pairs] and None
+
+
+def measure(places: Places) -> dict[str, float]:
+    """Return seconds for the model and for a copy of a layer, and microseconds for one expert."""
+    inputs = Inputs(places)
+    inputs.from_words(8)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        inputs.from_words()
+    floats, words = seconds(inputs.from_floats), seconds(inputs.from_words)
+    replayed, copied = seconds(graph.replay, 20), seconds(inputs.copier(), 20)
+    return {
+        "model_from_bf16_s": LAYERS * floats,
+        "model_from_words_s": LAYERS * words,
+        "model_from_words_in_a_graph_s": LAYERS * replayed,
+        "model_copy_s": LAYERS * copied,
+        "words_rate_of_copy": copied / words,
+        "graph_rate_of_copy": copied / replayed,
+        "one_expert_us": 1e6 * seconds(lambda: inputs.from_words(1), 50),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help="file for the figures as JSON")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU")
+    places = Places()
+    for check in (check_bytes, check_graph, check_streams):
+        check(places)
+        print(f"{check.__name__}: ok")
+    found = {
+        "gpu": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        **measure(places, arguments.layers),
+    }
+    print(json.dumps(found, indent=1))
+    if arguments.out:
+        with open(arguments.out, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Write experts into tensors on a GPU by the gather kernel: no copy of the packed expert, no wait for the device.
+
+Work is queued on the current stream, so that later kernels of that stream, captured graphs included, read the new
+weights. Other streams have to wait for an event of this one, as for any tensor that is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moeq.checkpoint.manifest import StackedRole
+from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.marlin.wna16 import MarlinActOrder
+from moeq.matrix import QuantizedMatrix
+from moeq.update.layers import WritableLayer
+from moeq.update.placing import placement_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moeq_kernels.placement import Placement
+
+
+def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
+    """Say why the gather kernel cannot write a layer, so that experts are packed on the CPU; None if it can."""
+    layout, spec = layer.layout, layer.padded(role)
+    if not isinstance(layout, ArrangedLayout) or type(layout).pack_into is not ArrangedLayout.pack_into:
+        return f"{layout.id} is more than an index map"
+    if layout.calibration_scope is not None:
+        return layout.calibration_scope
+    if isinstance(layout, MarlinActOrder):
+        return "act-order sorts the columns of every expert"
+    if layout.lossy is not None and not layout.rearranges:
+        return f"values may not fit, which takes a look at them: {layout.lossy}"
+    if any(placement is None for placement in placements(layer, role).values()):
+        return f"tiles of {layout.id} hold gate and up rows together"
+    stored = layout.tensors(spec)
+    for name, tensor in layer.tensors[role].items():
+        if tensor.dtype != torch_dtype(stored[name].dtype):
+            return f"{role}_{name} is {tensor.dtype}, the layout stores {stored[name].dtype}"
+    return None
+
+
+def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement | None]:
+    """Return the words of every part of a stacked matrix that the gather kernel writes."""
+    layout, spec = layer.layout, layer.padded(role)
+    assert isinstance(layout, ArrangedLayout)  # `obstacle` has asked
+    found = {}
+    for name, part in layout.parts(spec).items():
+        shape = layout.element_shape(part, spec)
+        found[name] = placement_of(part, shape, (0, shape[0]), (0, shape[1]))
+    return found
+
+
+def place_matrix(layer: WritableLayer, role: StackedRole, rows: Sequence[int], matrix: QuantizedMatrix) -> None:
+    """Queue the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them."""
+    from moeq_kernels.placement import place
+
+    layout, padded = layer.layout, layer.padding.pad(matrix)
+    assert isinstance(layout, ArrangedLayout)
+    targets = layer.tensors[role]
+    for name, placement in placements(layer, role).items():
+        assert placement is not None
+        elements = layout.encode(name, padded)
+        for row in rows:
+            place(elements, targets[name][row], placement, _shape(elements))
+    extra = layout.extra_tensors(padded.spec)
+    for row in rows:
+        layout.fill_extra(padded, {name: targets[name][row] for name in extra})
+
+
+def _shape(elements: Tensor) -> tuple[int, int]:
+    return elements.shape[0], elements.shape[1]
