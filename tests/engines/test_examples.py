@@ -23,6 +23,18 @@ def test_torch_moe_layer(converted, monkeypatch, capsys) -> None:
     assert len((EXAMPLES / "torch_moe_layer.py").read_text().splitlines()) < 40
 
 
+def test_update_weights(converted, monkeypatch, capsys) -> None:
+    run(monkeypatch, "update_weights.py", str(converted["gptq-int4-g32-qwen3moe"]), "2")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "expert 0 down",
+        "expert 0 w13",
+        "expert 1 down",
+        "expert 1 w13",
+    ]
+    assert all("loss" in line for line in lines)
+
+
 def test_transformers_generate(converted, tmp_path, monkeypatch, capsys) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
     pytest.importorskip("accelerate", reason="device_map needs accelerate")

@@ -28,9 +28,9 @@ def test_the_gather_kernel_writes_what_the_cpu_writes(name, checkpoints, tmp_pat
     writer, cpu = moeq.Writer(layers.values(), gather=True), moeq.Writer(wanted.values())
     fused = "gate_up" in experts.projections
     first = (
-        {name: experts.parts(1, 2, name) for name in ("gate", "up")} if not fused else experts.parts(1, 2, "gate_up")
+        {name: experts.parts(0, 0, name) for name in ("gate", "up")} if not fused else experts.parts(0, 0, "gate_up")
     )
-    for projection, tensors in (("gate_up" if fused else "w13", first), ("down", experts.parts(1, 2, "down"))):
+    for projection, tensors in (("gate_up" if fused else "w13", first), ("down", experts.parts(0, 0, "down"))):
         assert obstacle(layers[0], "w2" if projection == "down" else "w13") is None
         done = writer.update(0, 1, projection, tensors)
         assert done.digest is None

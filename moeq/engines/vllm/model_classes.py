@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import PPMissingLayer
 
+from moeq.engines.vllm.reload import ExpertReload, divert
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
@@ -50,13 +51,8 @@ def _without_experts(kind: Any) -> Load:
             if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
         }
         if any(layer.quant_method.moe_kernel is not None for layer in own.values()):
-            # No tensor in `weights` is for the experts, which would not change while all others do.
-            raise MoeqError(
-                "usage.reload",
-                "weights of a converted checkpoint are not loaded a second time into a running engine: its experts "
-                "would stay as they were. This engine's weights are incomplete now",
-                "start it again, with the folder that holds the new weights",
-            )
+            # The model runs: `reload_weights`, or a weight update from training.
+            weights = divert(weights, ExpertReload(own.values()), _STACKED[kind])
         # With pipeline parallelism a rank may hold no layer with experts.
         homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 

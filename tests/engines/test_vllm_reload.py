@@ -1,0 +1,107 @@
+"""New weights of experts in a running vLLM, by the engine's own layerwise reload."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines.test_vllm_models import NoAttention
+from engines.vllm_engine import DeviceConfig, VllmConfig, set_current_vllm_config
+from update.updates import Experts
+
+import moeq
+from moeq.errors import MoeqError
+
+reload = pytest.importorskip("vllm.model_executor.model_loader.reload", reason="this vLLM has no layerwise reload")
+
+CASES = {"ct-int4-g128-qwen3moe": "qwen3_moe", "ct-w8a8-qwen3moe": "qwen3_moe", "mxfp4-gptoss": "gpt_oss"}
+
+
+class Running:
+    """A whole model of the engine with converted experts, filled and set up."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        from safetensors.torch import load_file
+        from vllm.config import ModelConfig
+        from vllm.distributed import init_distributed_environment, initialize_model_parallel
+        from vllm.model_executor.model_loader.utils import initialize_model
+
+        self.config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
+        self.whole = VllmConfig(model_config=self.config, device_config=DeviceConfig(device="cpu"))
+        with set_current_vllm_config(self.whole):
+            init_distributed_environment(1, 0, f"file://{scratch}/rendezvous", 0, "gloo")
+            initialize_model_parallel()
+            self.model = initialize_model(self.whole)
+            reload.record_metadata_for_reloading(self.model)
+            tensors = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+            self.model.load_weights(tensors.items())
+            self.experts = [layer.mlp.experts.routed_experts for layer in self.model.model.layers]
+            for layer in self.experts:
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def reload(self, tensors: dict[str, torch.Tensor]) -> None:
+        """`reload_weights` of the engine with an iterator."""
+        with set_current_vllm_config(self.whole):
+            reload.initialize_layerwise_reload(self.model)
+            try:
+                self.model.load_weights(tensors.items())
+            finally:
+                reload.finalize_layerwise_reload(self.model, self.config)
+
+    def parameters(self, layer: int) -> dict[str, Any]:
+        return dict(self.experts[layer].named_parameters())
+
+
+@pytest.fixture
+def running(request, folders, gpu, monkeypatch, tmp_path):
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    module = import_module(f"vllm.model_executor.models.{CASES[request.param]}")
+    monkeypatch.setattr(module, "Attention", NoAttention)
+    try:
+        yield request.param, Running(folders[request.param], tmp_path)
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+@pytest.mark.parametrize("running", CASES, indirect=True)
+def test_experts_are_reloaded_in_place(running, folders, checkpoints) -> None:
+    name, engine = running
+    source = Experts.read(checkpoints / name)
+    addresses = {key: one.data_ptr() for key, one in engine.parameters(0).items()}
+    given: dict[str, torch.Tensor] = {}
+    wanted = {layer: moeq.writable_layer(moeq.open(folders[name]), layer) for layer in (0, 1)}
+    writer = moeq.Writer(wanted.values())
+    for layer in (0, 1):
+        names = {key: tensor for key, tensor in source.tensors.items() if f"layers.{layer}.mlp.experts" in key}
+        others = [tensor for key, tensor in source.tensors.items() if f"layers.{1 - layer}.mlp.experts" in key]
+        given |= dict(zip(names, others, strict=True))  # each layer gets the experts of the other one
+        for expert in range(wanted[layer].num_experts):
+            for projection in source.projections:
+                writer.update(layer, expert, projection, source.parts(1 - layer, expert, projection))
+    engine.reload(given)
+    for layer in (0, 1):
+        for role in ("w13", "w2"):
+            for part, tensor in wanted[layer].tensors[role].items():
+                served = engine.parameters(layer)[f"{role}_{part}"]
+                assert torch.equal(served.data, tensor.to(served.dtype)), (layer, role, part)
+    assert addresses == {key: one.data_ptr() for key, one in engine.parameters(0).items()}
+
+
+@pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
+def test_bf16_experts_are_quantised_and_bad_ones_refused(running, folders) -> None:
+    name, engine = running
+    layer = moeq.writable_layer(moeq.open(folders[name]), 1)
+    spec = layer.specs["w2"]
+    weight = torch.randn(spec.n, spec.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    moeq.Writer([layer]).update(1, 0, "down", weight)
+    engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight})
+    assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
+    with pytest.raises(MoeqError) as caught:
+        engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight[1:]})
+    assert caught.value.code == "usage.update-tensors"
+    assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
