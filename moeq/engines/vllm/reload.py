@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.checkpoint.names import FUSED, index_experts
-from moeq.engines.vllm.engine_experts import RECORDS
 from moeq.errors import MoeqError
 from moeq.update.layers import WritableLayer, describe_layer
 from moeq.update.writer import Writer
@@ -112,6 +109,10 @@ def divert(
 
 def _writable(layer: Any) -> WritableLayer:
     """Describe a layer's served tensors, which the engine may have taken aside."""
+    import torch
+
+    from moeq.engines.vllm.engine_experts import RECORDS
+
     method, held = layer.quant_method, _served(layer)
     tensors = {
         role: {part: held[f"{role}_{part}"].data for part in method.part.matrices[role].stored.tensors}
