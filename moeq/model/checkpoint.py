@@ -57,7 +57,9 @@ class Checkpoint(Shown):
         transposed = family is not None and family.transposed
         declared = facts.experts()
         self._experts: dict[int, Experts] = {
-            number: Experts(layer, declaration, interleaved, declared, transposed=transposed)
+            number: Experts(
+                layer, declaration, interleaved, declared, transposed=transposed, declared_sets=facts.expert_sets()
+            )
             for number, layer in (*stacks.main.items(), *stacks.mtp.items())
         }
         self._scale_faults: dict[int, tuple[ScaleFault, ...]] = {}

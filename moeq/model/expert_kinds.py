@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import NoReturn
 
@@ -129,8 +130,10 @@ class Experts:
         declared_experts: int | None = None,
         *,
         transposed: bool = False,
+        declared_sets: tuple[int, ...] = (),
     ) -> None:
         self.layer = layer
+        self._declared_sets = declared_sets
         self.num_experts = _count(layer, declared_experts)
         self.flat = layer.fused and _flat(layer)
         self.transposed = layer.fused and transposed
@@ -173,7 +176,10 @@ class Experts:
 
     @cached_property
     def sets(self) -> tuple[range, ...]:
-        """Ranges of experts with one intermediate size: more than one in layers with several sets of experts."""
+        """Sets of experts, more than one where the config declares several or their intermediate sizes differ."""
+        if sum(self._declared_sets) == self.num_experts:
+            ends = tuple(accumulate(self._declared_sets, initial=0))
+            return tuple(map(range, ends[:-1], ends[1:]))
         sizes: dict[int, list[int]] = {}
         for group in self.kinds():
             sizes.setdefault(group.kind.spec("w2").k, []).extend(group.experts)

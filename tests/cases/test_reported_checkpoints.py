@@ -149,13 +149,14 @@ ERNIE = {
 }  # fmt: skip
 
 
-def two_sets(folder: Path, config: dict[str, Any]) -> Path:
-    def make(n: int, k: int) -> stored.Parts:
-        return {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.bfloat16, (n, 1))}
+def _channel(expert: int, name: str, n: int, k: int) -> stored.Parts:
+    return {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale": (torch.bfloat16, (n, 1))}
 
+
+def two_sets(folder: Path, config: dict[str, Any]) -> Path:
     prefix = "model.layers.0.mlp.experts"
-    text = stored.experts(prefix, lambda e, p, n, k: make(n, k), inter=192)
-    vision = stored.experts(prefix, lambda e, p, n, k: make(n, k), inter=64)
+    text = stored.experts(prefix, _channel, inter=192)
+    vision = stored.experts(prefix, _channel, inter=64)
     numbered = {name.replace(f"experts.{e}.", f"experts.{e + 4}."): t for e in range(4) for name, t in vision.items()
                 if f"experts.{e}." in name}  # fmt: skip
     return stored.write(folder, config, [text, numbered])
@@ -175,6 +176,15 @@ def test_two_sets_of_experts(tmp_path: Path) -> None:
     assert "experts 0-3 have 192 intermediate features, 4-7 have 64" in found.error.message
     other = two_sets(tmp_path / "other", {**ERNIE, "architectures": ["Ernie4_5_MoeForCausalLM"]})
     assert "vllm runs one set of experts in Ernie4_5_MoeForCausalLM" in asked(other).verdict.refusal
+
+
+def test_two_sets_of_one_size_are_two_sets(tmp_path: Path) -> None:
+    config = {**ERNIE, "moe_intermediate_size": [192, 192]}
+    text = stored.experts("model.layers.0.mlp.experts", _channel, inter=192, count=8)
+    found = asked(stored.write(tmp_path / "made", config, [text]))
+    assert (found.verdict.shape.num_experts, found.verdict.shape.intermediate_size) == (4, 192)
+    assert found.error is not None
+    assert "several sets" in found.error.message
 
 
 def test_counts_that_are_no_sets_are_still_refused(tmp_path: Path) -> None:
