@@ -282,7 +282,34 @@ class TestRefusals:
         assert "sglang==0.5.23" in (caught.value.hint or "")
 
     def test_an_activation_that_the_kernels_do_not_compute(self, folders) -> None:
-        assert "situ" in self.refused(folders[INT4], activation="situ").message
+        assert "silu_rounded" in self.refused(folders[INT4], activation="silu_rounded").message
+
+    @pytest.mark.parametrize(
+        ("config", "expected"),
+        [
+            ({}, {"activation": "silu", "limit": None}),
+            ({"swiglu_limit": 10.0}, {"activation": "silu", "limit": 10.0}),
+            # Step-3.5: without alpha the engine clamps after the sigmoid.
+            ({"gemm1_clamp_limit": 7.0}, {"activation": "swiglu_step", "limit": 7.0}),
+            (
+                {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0},
+                {"activation": "swiglu_oai", "alpha": 1.702, "beta": 1.0, "limit": 7.0},
+            ),
+            # Kimi-K3: the engine hands over both bounds in these.
+            (
+                {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0},
+                {"activation": "situ", "alpha": 4.0, "limit": 25.0},
+            ),
+            ({"activation": "gelu_tanh"}, {"activation": "gelu_tanh", "limit": None}),
+            ({"activation": "relu2", "is_gated": False}, {"activation": "relu2", "limit": None}),
+        ],
+    )
+    def test_activations_and_their_numbers(self, config: dict, expected: dict) -> None:
+        from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+
+        from moeq.engines.sglang.config import activation_arguments
+
+        assert activation_arguments(MoeRunnerConfig(**config)) == expected
 
     @pytest.mark.parametrize("option", [{"enable_eplb": True}, {"init_expert_location": "places.json"}])
     def test_experts_at_other_places(self, option, folders) -> None:
