@@ -117,6 +117,10 @@ class Source(ABC):
     def side_files(self) -> tuple[str, ...]:
         """List all other files of the top folder: tokenizer, generation config, licence, ..."""
 
+    def has_side_file(self, file: str) -> bool:
+        """Return whether `side_files` lists a file, without making any."""
+        return file in self.side_files()
+
     def identity(self) -> str:
         """Return a digest that changes when the config or any tensor's place does. Reads no data; made once."""
         if self._identity is None:

@@ -133,14 +133,24 @@ class _GgufFiles(Source):
         self._side_files = tuple(sorted({*sides, *self._tokenizer_files(sides, metadata)}))
 
     def side_files(self) -> tuple[str, ...]:
+        if self._converts and not self._tokenizer:
+            first = self.files[0].name
+            try:
+                self._tokenizer = tokenizer_files(self.path(first), first)
+            except MoeqError as error:
+                self._converts = False
+                self._side_files = tuple(file for file in self._side_files if file not in TOKENIZER_FILES)
+                self.warnings.append(CheckpointWarning("gguf.no-tokenizer", f"{error.message}; {error.hint}"))
         return self._side_files
+
+    def has_side_file(self, file: str) -> bool:
+        return file in self._side_files
 
     def open(self, file: str) -> int:
         if file in self._made:
             return open_made(self._made[file].content(self.read_bytes))
         if self._is_converted(file):
-            first = self.files[0].name
-            self._tokenizer = self._tokenizer or tokenizer_files(self.path(first), first)
+            self.side_files()
             return open_made(memoryview(self._tokenizer[file]))
         return super().open(file)
 

@@ -33,7 +33,7 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
     """
     with _without_collection():
         source = _source(path_or_repo, revision, name)
-        if MANIFEST_NAME in source.side_files():
+        if source.has_side_file(MANIFEST_NAME):
             from moeq.model.converted import ConvertedCheckpoint
 
             raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)

@@ -286,7 +286,8 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
     checkpoint.require_source()
     side_files = plan_side_files(checkpoint.source, no_code=False)
     plan = make_transcode_plan(checkpoint, request)
-    told = warnings(checkpoint, plan)
+    of_source = (warning.message for warning in checkpoint.source.warnings if warning.code.startswith("gguf."))
+    told = (*warnings(checkpoint, plan), *of_source)
     return TranscodeJob(checkpoint, plan, request=request, side_files=side_files, warnings=told)
 
 

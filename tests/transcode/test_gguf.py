@@ -311,3 +311,15 @@ def test_linear_attention_of_qwen35(tmp_path: Path) -> None:
         assert torch.equal(written[f"model.layers.0.linear_attn.{name}"], values), name
     norm = np.frombuffer(tensors["output_norm.weight"][2], np.float32)
     assert np.array_equal(written["model.norm.weight"].numpy(), norm - 1)
+
+
+def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
+    """The weights are written all the same, and a warning says what is missing."""
+    pytest.importorskip("transformers")
+    metadata = moe_metadata("qwen3moe", layers=2, hidden=256, inner=256, experts=4)
+    metadata["tokenizer.ggml.model"] = "of-another-kind"
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, moe_tensors(np.random.default_rng(0))))
+    found = transcode(tmp_path / "m.gguf", tmp_path / "out", "compressed-tensors")
+    assert found.exact
+    assert "cannot convert its tokenizer" in " ".join(found.warnings)
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
