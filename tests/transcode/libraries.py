@@ -27,6 +27,8 @@ INTEGERS = (
     "ct-w8a8-qwen3moe",
 )
 FP8 = ("ct-fp8-tensor-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-block-qwen3moe", "modelopt-fp8-qwen3moe")
+#: Those that ModelOpt's FP8 holds in a form whose experts engines load: `transcode` refuses the others.
+FP8_OF_MODELOPT = ("ct-fp8-tensor-qwen3moe", "modelopt-fp8-qwen3moe")
 MXFP8 = "ct-mxfp8-qwen3moe"
 NVFP4 = ("ct-nvfp4-qwen3moe", "ct-nvfp4a16-qwen3moe")
 MIXTRAL = ("gptq-int4-g128-mixtral", "ct-int4-asym-g32-mixtral")

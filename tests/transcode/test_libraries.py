@@ -14,7 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transcode.libraries import FP8, INTEGERS, MIXTRAL, MXFP8, NVFP4, assert_equal, parts_of, result, source_values
+from transcode.libraries import (
+    FP8,
+    FP8_OF_MODELOPT,
+    INTEGERS,
+    MIXTRAL,
+    MXFP8,
+    NVFP4,
+    assert_equal,
+    parts_of,
+    result,
+    source_values,
+)
 
 from moeq.model import open as open_checkpoint
 from moeq.schemes.dequantize import dequantize
@@ -217,7 +228,7 @@ def test_autoawq_means_the_same_by_the_source(checkpoints: Path) -> None:
 # ModelOpt
 
 
-@pytest.mark.parametrize("name", [*FP8, *NVFP4, MXFP8, "modelopt-nvfp4-qwen3moe"])
+@pytest.mark.parametrize("name", [*FP8_OF_MODELOPT, *NVFP4, MXFP8, "modelopt-nvfp4-qwen3moe"])
 def test_modelopt_reads_the_same_values(checkpoints: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("modelopt.torch.quantization.qtensor")
     from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP8QTensor, NVFP4QTensor
@@ -241,11 +252,6 @@ def test_modelopt_reads_the_same_values(checkpoints: Path, tmp_path: Path, name:
             exact = values.double() * scale.double().repeat_interleave(16, 1) * parts["weight_scale_2"].double()
             read = exact.float()
         else:
-            given: dict[str, Any] = {"scale": scale}
-            if algorithm == "FP8_PB_WO":
-                given = {"scale": scale[:, 0, :, 0], "block_sizes": {-1: 128, -2: 128}}
-            elif algorithm.endswith("PER_TOKEN"):
-                given = {"scale": scale.reshape(-1, 1)}
-            read = FP8QTensor(expected.shape, torch.float32, codes).dequantize(dtype=torch.float32, **given)
+            read = FP8QTensor(expected.shape, torch.float32, codes).dequantize(dtype=torch.float32, scale=scale)
         assert_equal(read, expected, module)
         assert (n, k) == tuple(read.shape)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transcode.libraries import FP8, INTEGERS, MXFP8, NVFP4, Tensors, result
+from transcode.libraries import FP8, FP8_OF_MODELOPT, INTEGERS, MXFP8, NVFP4, Tensors, result
 
 
 def _modules(config: dict[str, Any], tensors: Tensors) -> tuple[list[str], list[str]]:
@@ -123,7 +123,7 @@ def test_vllm_parses_nvfp4(checkpoints: Path, tmp_path: Path) -> None:
         assert all(parsed.is_layer_excluded(name) for name in _fused(plain))
 
 
-@pytest.mark.parametrize("name", [*FP8, MXFP8])
+@pytest.mark.parametrize("name", [*FP8_OF_MODELOPT, MXFP8])
 def test_vllm_parses_modelopt(checkpoints: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("vllm.model_executor.layers.quantization.modelopt")
     from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptMxFp8Config
@@ -134,8 +134,7 @@ def test_vllm_parses_modelopt(checkpoints: Path, tmp_path: Path, name: str) -> N
         kind = ModelOptMxFp8Config if name == MXFP8 else ModelOptFp8Config
         parsed = kind.from_config(table)
         parsed.packed_modules_mapping = _FUSED
-        algorithms = {"channel": "FP8_PER_CHANNEL_PER_TOKEN", "block": "FP8_PB_WO", "mxfp8": "MXFP8"}
-        assert parsed.quant_method == next((algorithms[word] for word in algorithms if word in name), "FP8")
+        assert parsed.quant_method == ("MXFP8" if name == MXFP8 else "FP8")
         quantised, plain = _modules(config, tensors)
         assert quantised
         assert not any(parsed.is_layer_excluded(module) for module in _fused(quantised))
