@@ -1,0 +1,70 @@
+"""Experts written on every rank of a deployment: the bytes that the rank reads of a fresh conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from update.test_writer import same_bytes
+from update.updates import Experts, donors
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
+from moeq.update.layers import WritableLayer
+
+CASES = [
+    ("gptq-int4-g32-qwen3moe", "triton-wna16/1", "tp"),  # one file that ranks cut
+    ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", "tp"),
+    ("ct-int4-asym-g32-mixtral", "marlin-wna16/1", "tp"),
+    ("ct-w8a8-qwen3moe", "int8-w8a8/1", "tp"),
+    ("mxfp4-gptoss", "marlin-mxfp4-interleaved/1", "tp"),  # written rank by rank, padded, with biases
+    ("ct-mxfp4-qwen3moe", "moeq-mxfp4/1", "tp"),
+    ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", "ep"),
+]
+
+
+def ranks_of(folder: Path, axis: str) -> list[list[WritableLayer]]:
+    checkpoint = moeq.open(folder)
+    return [
+        [
+            moeq.writable_layer(checkpoint, entry.layer, **{f"{axis}_rank": rank, f"{axis}_size": 2})
+            for entry in checkpoint.manifest.layers
+        ]
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout", "axis"), CASES, ids=str)
+def test_every_rank_writes_its_part(name, layout, axis, checkpoints, tmp_path) -> None:
+    deployment = Deployment(gpu=parse_gpu("A100"), **{axis: 2})
+    experts = Experts.read(checkpoints / name)
+
+    def packed(source: Path, out: Path) -> list[list[WritableLayer]]:
+        convert(source, out, deployment, layout=layout, force_layout=True, allow_lossy=True)
+        return ranks_of(out, axis)
+
+    served = packed(checkpoints / name, tmp_path / "before")
+    writers = [moeq.Writer(layers, deployment) for layers in served]
+    for layer, expert, parts in donors(experts, 3, 6, joined=False):
+        for projection, tensors in parts.items():
+            done = [writer.update(layer, expert, projection, tensors) for writer in writers]
+            assert sum(len(one.rows) for one in done) == (1 if axis == "ep" else 2)
+            experts.copy(tensors, experts.parts(layer, expert, projection))
+    fresh = packed(experts.save(tmp_path / "source"), tmp_path / "after")
+    for rank, layers in enumerate(served):
+        for number, layer in enumerate(layers):
+            assert same_bytes(layer, fresh[rank][number]) == []
+            assert writers[rank].digest(layer.layer) == moeq.snapshot(layer)
+
+
+def test_a_writer_for_another_deployment_is_refused(checkpoints, tmp_path) -> None:
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
+    deployment = Deployment(gpu=parse_gpu("A100"), tp=2)
+    convert(source, tmp_path / "out", deployment, layout="triton-wna16/1", force_layout=True)
+    layers = ranks_of(tmp_path / "out", "tp")[0]
+    with pytest.raises(MoeqError, match="tp 1, the tensors tp 2") as caught:
+        moeq.Writer(layers, Deployment(gpu=parse_gpu("A100")))
+    assert caught.value.code == "usage.update-target"
