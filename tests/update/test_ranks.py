@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from update.test_writer import same_bytes
 from update.updates import Experts, donors
 
@@ -68,3 +70,39 @@ def test_a_writer_for_another_deployment_is_refused(checkpoints, tmp_path) -> No
     with pytest.raises(MoeqError, match="tp 1, the tensors tp 2") as caught:
         moeq.Writer(layers, Deployment(gpu=parse_gpu("A100")))
     assert caught.value.code == "usage.update-target"
+
+
+def test_redundant_experts_are_written_in_every_row(converted, checkpoints) -> None:
+    name = "gptq-int4-g32-qwen3moe"
+    experts, layer = Experts.read(checkpoints / name), moeq.writable_layer(converted[name], 0)
+    twice = {
+        role: {part: torch.cat([tensor, tensor[1:2]]) for part, tensor in parts.items()}
+        for role, parts in layer.tensors.items()
+    }
+    redundant = replace(layer, experts=(*layer.experts, 1), tensors=twice)
+    done = moeq.Writer([redundant]).update(0, 1, "down", experts.parts(0, 0, "down"))
+    assert done.rows == (1, layer.num_experts)
+    for tensor in redundant.tensors["w2"].values():
+        assert torch.equal(tensor[1], tensor[-1])
+        assert torch.equal(tensor[1], tensor[0])
+
+
+def test_smaller_groups_than_the_source_are_written(checkpoints, tmp_path) -> None:
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
+    experts, deployment = Experts.read(source), Deployment(gpu=parse_gpu("A100"))
+
+    def packed(folder: Path, out: Path) -> WritableLayer:
+        convert(folder, out, deployment, layout="triton-wna16/1", force_layout=True, regroup=16)
+        return moeq.writable_layer(out, 0)
+
+    layer = packed(source, tmp_path / "before")
+    writer, parts = moeq.Writer([layer]), experts.parts(0, 0, "down")
+    writer.update(0, 1, "down", parts)
+    half = {"qweight": parts["qweight"][:8], "scales": parts["scales"][:2], "qzeros": parts["qzeros"][:2]}
+    writer.update(0, 2, "down", half, columns=(0, 64))
+    experts.copy(parts, experts.parts(0, 1, "down"))
+    for name, tensor in half.items():
+        experts.parts(0, 2, "down")[name][: len(tensor)] = tensor
+    fresh = packed(experts.save(tmp_path / "source"), tmp_path / "after")
+    assert same_bytes(layer, fresh) == []
+    assert writer.digest(0) == moeq.snapshot(layer) == moeq.Writer([fresh]).digest(0)
