@@ -276,7 +276,14 @@ def check(
     losses = losses_of({unit.id: records[unit.id] for unit in units})
     dropped = dropped_parts(job.checkpoint, job.plan)
     return Transcoding(
-        None, job.plan, count_projections(job.plan), losses, dropped, written=False, warnings=job.warnings
+        None,
+        job.plan,
+        count_projections(job.plan),
+        losses,
+        dropped,
+        written=False,
+        warnings=job.warnings,
+        left_out=job.side_files.unusable,
     )
 
 

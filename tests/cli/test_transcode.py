@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,19 @@ def test_allowed_losses_are_exit_0_and_told(source: str, tmp_path: Path, capsys:
     assert "--allow-lossy" in capsys.readouterr().err
     assert run(["transcode", source, out, "--to", "bf16", "--allow-lossy", "-q"]) == ExitCode.OK
     assert "not exact: 0 of 24 projections" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--check-only"]])
+def test_side_files_that_are_left_out_are_told(
+    source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    shutil.copytree(source, tmp_path / "made")
+    (tmp_path / "made" / "CON").write_text("a device on other systems")
+    (tmp_path / "made" / "tokenizer.json").write_text("{}")
+    where = [] if options else [str(tmp_path / "out")]
+    assert run(["transcode", str(tmp_path / "made"), *where, "--to", "gptq", "-q", *options]) == ExitCode.OK
+    assert "left out, since not every system can have files of these names: 'CON'" in capsys.readouterr().err
+    assert options or ((tmp_path / "out" / "tokenizer.json").is_file() and not (tmp_path / "out" / "CON").exists())
 
 
 def test_activations_that_are_no_longer_quantised_are_told(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoint.hub_server import serving
 from oracle import stored
 from safetensors.torch import load_file, save_file
 
@@ -142,6 +146,22 @@ def test_a_conversion_says_what_it_writes(tmp_path: Path, capsys: pytest.Capture
     assert "layer 0: experts 1 have a zero input_scale of up" in said
     assert "layer 1: experts 2 have no input_scale of down" in said
     assert "weight-only and unharmed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [[], ["--stream-source"]])
+def test_scales_of_a_repository_are_told_too(streamed: list[str], tmp_path: Path) -> None:
+    """The scales of a source that is fetched are read from what the conversion keeps of it."""
+    checkpoint(tmp_path / "made", "nvfp4", {(0, 1, "up_proj"): 0.0})
+    with serving() as hub:
+        hub.add("org/model", tmp_path / "made")
+        ours = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+        words = ["convert", "org/model", str(tmp_path / "dst"), "--gpu", "H100", *streamed]
+        command = [sys.executable, "-c", "from moeq.cli.app import main; main()", *words]
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        ran = subprocess.run(command, capture_output=True, text=True, env={**inherited, **ours}, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "layer 0: experts 1 have a zero input_scale of up" in ran.stderr
 
 
 def test_a_doctor_does_not_recommend_to_serve_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
