@@ -53,7 +53,7 @@ def is_gguf(path: Path) -> bool:
         return path.is_file()
     try:
         names = os.listdir(path)
-    except OSError:
+    except (OSError, ValueError):  # a name with a null byte
         return False
     return bool(_weights(names)) and not any(
         name.endswith((".safetensors", ".safetensors.index.json")) for name in names
