@@ -156,3 +156,11 @@ def test_published_names_pass(checkpoints: Path, capsys) -> None:
         for name in ("gptq-int4-g32-qwen3moe", "mxfp4-gptoss", "ct-nvfp4-qwen3moe"):
             found = said(capsys, "oracle", checkpoints / name, "--gpu", "H100", "--engine", f"vllm@{version}")
             assert refused(found) is None
+
+
+def test_unchecked_names_are_said(checkpoints: Path, capsys) -> None:
+    """A version whose classes moeq has no names of says so in the verdict; one that it has says nothing."""
+    for version, said_so in (("0.30.0", True), ("0.33.0", False)):
+        argv = ("oracle", checkpoints / "gptq-int4-g32-qwen3moe", "--gpu", "H100", "--engine", f"vllm@{version}")
+        notes = said(capsys, *argv)["verdict"]["notes"]
+        assert any("names of experts were not checked" in note for note in notes) is said_so

@@ -87,10 +87,6 @@ def test_every_arrow_works(version: str, count: int) -> None:
         verdict = judge_config(config, shape, deployment, prefix=case["prefix"])
         plain = config, shape, derive_dp(replace(deployment, backend="auto"))
         for row in verdict.candidates:
-            if verdict.chosen is not None and row.backend == verdict.chosen.backend:
-                continue
-            if row.supported:
-                assert runs(plain, case["prefix"], row.backend, row.flag), (case["id"], row.backend)
             for place in places(plain, row.unlock) if row.unlock else ():
                 tried += 1
                 assert runs(place, case["prefix"], row.backend, row.flag), (case["id"], row.backend, row.unlock)
@@ -106,11 +102,3 @@ def test_a_device_is_named_only_where_the_backend_runs_there() -> None:
     assert aiter.unlock is not None
     assert "install aiter and set VLLM_ROCM_USE_AITER=1" in aiter.unlock
     assert parse_gpu("V100").arch not in aiter.unlock
-
-
-def test_a_backend_that_no_gate_passes_is_not_offered() -> None:
-    """A width that tensor parallelism does not divide: nothing works before that is mended, whatever rules say."""
-    verdict = judge_config({}, MoeShape(2048, 768, 128, 8), Deployment(parse_gpu("H100"), tp=5))
-    assert not verdict.ok
-    assert not any(row.supported for row in verdict.candidates)
-    assert all("does not divide" in row.reasons[0].text for row in verdict.candidates if row.reasons[0].code == "G5")

@@ -15,18 +15,24 @@ from moeq.schemes.unquantized import PLAIN_DTYPES
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
-    """Return the verdict, with a failed gate if the engine's class does not load the names.
+    """Return the verdict, with a failed gate if the engine's class does not load the names, which no unlock mends.
 
-    `convert` is left as it is: what it writes, plug-ins load by themselves.
+    A note says where the class is not known. `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
     verdict = _with_stale(checkpoint, verdict)
     problem = unloaded(checkpoint.experts(layer).layer) or names_problem(checkpoint, verdict.engine, layer)
     listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
-    if problem is None or not (verdict.engine.startswith("vllm") or listed):
+    vllm = verdict.engine.startswith("vllm")
+    architecture = checkpoint.info.architecture
+    if problem is None and vllm and not is_known(architecture, verdict.engine):
+        note = f"names of experts were not checked: which ones {architecture or 'the class'} loads is not known here"
+        return replace(verdict, notes=(*verdict.notes, note))
+    if problem is None or not (vllm or listed):
         return verdict
     remedy = "moeq transcode --names"
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
-    return replace(verdict, gates=(*verdict.gates, gate))
+    rows = tuple(replace(row, unlock=None) for row in verdict.candidates)
+    return replace(verdict, gates=(*verdict.gates, gate), candidates=rows, works=None)
 
 
 def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:

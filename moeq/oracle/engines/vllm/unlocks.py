@@ -1,4 +1,4 @@
-"""Candidates as the engine runs them: each is tried by name, and what unlocks the others is found by trying changes."""
+"""Unlocks of backends that do not run as asked: changes with which the engine was found to run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moeq.oracle.engines.vllm.counterfactuals import Admits, Again, Change, admi
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.engines.vllm.policy import Family
 from moeq.oracle.engines.vllm.select import on_device
-from moeq.oracle.records import CandidateReport, MoeShape, Reason
+from moeq.oracle.records import CandidateReport, MoeShape
 
 #: Reasons of a backend that the automatic order passes over, and that its name may still select.
 _ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
@@ -26,18 +26,30 @@ Waiting = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
-class _Trial:
-    """The question without a requested backend, and the way to ask a changed one."""
+class Trial:
+    """The question without a requested backend, and the way to ask a changed one.
+
+    Attributes:
+        outcome: answer to the question.
+        shape: layer.
+        again: function that decides a changed question.
+        admits: function that returns False for deployments that must not be suggested.
+    """
 
     outcome: Outcome
     shape: MoeShape
     again: Again
-    admits: Admits
+    admits: Admits = admit_all
 
     @property
     def deployment(self) -> Deployment:
         """The deployment without a requested backend."""
         return replace(self.outcome.case.deployment, backend="auto")
+
+    @property
+    def unchanged(self) -> Change:
+        """The question itself."""
+        return Change("", self.outcome.config, self.shape, self.deployment)
 
     @property
     def family(self) -> Family:
@@ -58,69 +70,46 @@ class _Trial:
         row = next((row for row in changed.selection.candidates if row.backend == backend), None)
         if flag is None or row is None or changed.refused or any(r.code not in _ORDER_CODES for r in row.reasons):
             return None
-        if not self._is_run(self.asked(change, flag), backend):
+        named = self.again(change.config, change.shape, replace(change.deployment, backend=flag))
+        if not self._is_run(named, backend):
             return None
         option = "" if row.supported else f"{self.outcome.case.policy.backend_flag} {flag}"
         return " and ".join(filter(None, (change.text, option)))
-
-    def asked(self, change: Change, flag: str) -> Outcome:
-        """Decide a changed question with a backend that is asked for by name."""
-        return self.again(change.config, change.shape, replace(change.deployment, backend=flag))
 
     def _is_run(self, outcome: Outcome, backend: str) -> bool:
         runs, family = outcome.runs, outcome.case.method.family
         return runs is not None and runs.partition("/")[0] == backend and family == self.family.name
 
 
-def tried_candidates(
-    outcome: Outcome, shape: MoeShape, again: Again, admits: Admits = admit_all
-) -> tuple[CandidateReport, ...]:
-    """Return the candidates as the engine runs them: what no rule refuses is tried, and the rest gets its unlock.
+def with_unlocks(trial: Trial) -> tuple[CandidateReport, ...]:
+    """Return the candidates, each unsupported one with its unlock.
 
     An unlock is the nearest change with which the engine was found to run the backend, by itself or asked by name.
-
-    Args:
-        outcome: answer to the question.
-        shape: layer.
-        again: function that decides a changed question.
-        admits: function that returns False for deployments that must not be suggested.
     """
-    trial = _Trial(outcome, shape, again, admits)
-    unchanged = Change("", outcome.config, shape, trial.deployment)
-    rows = [_as_run(trial, unchanged, row) for row in outcome.selection.candidates]
+    outcome = trial.outcome
     here, elsewhere = {}, {}
-    for row in rows:
+    for row in outcome.selection.candidates:
         if row.supported:
             continue
         if not on_device(outcome.case, trial.family.backends[row.backend]):
             elsewhere[row.backend] = row.flag
         elif not any(reason.code in _LASTING_CODES for reason in row.reasons) or outcome.case.format == "batched":
             here[row.backend] = row.flag
-    found = dict(_here(trial, unchanged, here)) | dict(_elsewhere(trial, elsewhere))
-    return tuple(row if row.supported else replace(row, unlock=found.get(row.backend)) for row in rows)
+    found = dict(_here(trial, here)) | dict(_elsewhere(trial, elsewhere))
+    return tuple(replace(row, unlock=found.get(row.backend)) for row in outcome.selection.candidates)
 
 
-def _as_run(trial: _Trial, unchanged: Change, row: CandidateReport) -> CandidateReport:
-    """Return a candidate that no rule refuses as refused if the engine does not run it, with the reason."""
-    if not row.supported or trial.unlocks(row.backend, row.flag, unchanged) is not None:
-        return row
-    outcome = trial.again(unchanged.config, unchanged.shape, unchanged.deployment)
-    if row.flag is None and outcome.selection.selected is not None:
-        text = f"{outcome.selection.selected.backend} is selected before it, and no option names it"
-        return replace(row, supported=False, reasons=(Reason("F11_NOT_LISTED", text),))
-    named = trial.asked(unchanged, row.flag or "auto")
-    error = named.selection.error
-    failed = [Reason(error.code or "G4", error.text, error.hint)] if error else []
-    failed += [Reason(gate.code, gate.text, gate.remedy) for gate in named.gates if not gate.passed]
-    reasons = tuple(failed) or (Reason("G5", "the engine does not start with this checkpoint here"),)
-    return replace(row, supported=False, reasons=reasons)
+def running(trial: Trial) -> list[CandidateReport]:
+    """List the candidates that the engine runs without a change, by themselves or asked by name."""
+    rows = trial.outcome.selection.candidates
+    return [row for row in rows if row.supported and trial.unlocks(row.backend, row.flag, trial.unchanged) is not None]
 
 
-def _here(trial: _Trial, unchanged: Change, waiting: Waiting) -> Iterator[tuple[str, str]]:
+def _here(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
     """Yield backend and unlock for the backends that one change makes the engine run on this device."""
     left = dict(waiting)
     case = replace(trial.outcome.case, deployment=trial.deployment)
-    for change in itertools.chain([unchanged], changes(replace(trial.outcome, case=case), trial.shape)):
+    for change in itertools.chain([trial.unchanged], changes(replace(trial.outcome, case=case), trial.shape)):
         if not left:
             return
         for backend, flag in list(left.items()):
@@ -130,7 +119,7 @@ def _here(trial: _Trial, unchanged: Change, waiting: Waiting) -> Iterator[tuple[
                 yield backend, text
 
 
-def _elsewhere(trial: _Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
+def _elsewhere(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
     """Yield backend and unlock for backends that only other devices have: the kinds that run it, the plainest first."""
     policy, config = trial.outcome.case.policy, trial.outcome.config
     found: dict[str, dict[str, list[str]]] = {}

@@ -17,7 +17,7 @@ from moeq.oracle.engines.vllm.parameters import with_tensors
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
 from moeq.oracle.engines.vllm.select import alternatives, select
 from moeq.oracle.engines.vllm.sizes import sizes_for, transient_bytes, transported_hidden
-from moeq.oracle.engines.vllm.unlocks import tried_candidates
+from moeq.oracle.engines.vllm.unlocks import Trial, running, with_unlocks
 from moeq.oracle.records import CandidateReport, ConvertTarget, MoeShape, StoredTensor, Verdict
 from moeq.oracle.versions import choose_engine
 
@@ -51,12 +51,14 @@ def judge_vllm(
         return verdict
     again = _Trials(policy, config, shape, prefix, tensors)
     mattered = sensitivity(decided, lambda other: again(config, shape, other))
-    candidates = tried_candidates(outcome, shape, again, admits)
+    trial = Trial(outcome, shape, again, admits)
     works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
     error = verdict.error
     if error is not None and error.kind in _OVERRIDES:
-        error = replace(error, hint=alternatives(outcome.case, candidates))
-    return replace(verdict, error=error, mattered=mattered, candidates=candidates, works=works.text if works else None)
+        error = replace(error, hint=alternatives(outcome.case, running(trial)))
+    return replace(
+        verdict, error=error, mattered=mattered, candidates=with_unlocks(trial), works=works.text if works else None
+    )
 
 
 class _Trials:
