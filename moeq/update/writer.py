@@ -120,7 +120,7 @@ class Writer:
         Raises:
             MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.no-such-projection`; `usage.stale-digest`;
                 `usage.illegal-slice`; `usage.update-tensors` for tensors of another form; `usage.shared-tensor` if
-                what other weights share would change; `usage.lossy` and its like where the layout cannot hold the
+                what other weights share would change; `answer.lossy` and its like where the layout cannot hold the
                 values; `source.*` for values that no checkpoint has. Nothing was written then.
         """
         import torch

@@ -169,10 +169,10 @@ def test_what_is_told(source, tmp_path) -> None:
 
 
 def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
-    moeq.convert(source, tmp_path / "out", A100, share="0/2")
+    moeq.convert(source, tmp_path / "out", A100, shard="0/2")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    moeq.convert(source, tmp_path / "out", A100, share="torchrun")
+    moeq.convert(source, tmp_path / "out", A100, shard="torchrun")
     moeq.finalize(tmp_path / "out")
     assert content(tmp_path / "out") == whole
 

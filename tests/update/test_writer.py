@@ -19,7 +19,7 @@ from moeq.update.writer import pack as pack_matrix
 #: Checkpoints whose gate and up rows share something that an update of one of them would change.
 JOINED = {"nvfp4", "fp8-tensor", "modelopt-fp8", "actorder"}
 
-REFUSALS = ("usage.shared-tensor", "usage.scales-not-shared", "usage.lossy")
+REFUSALS = ("usage.shared-tensor", "usage.scales-not-shared", "answer.lossy")
 
 
 def layers_of(folder: Path) -> dict[int, WritableLayer]:
