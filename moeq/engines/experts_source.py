@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import torch
+
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, not_converted
 from moeq.load.activation_scales import ActivationScales, activation_scales, stored_scales
 from moeq.load.ranks import Rank, RankPart
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
     from moeq.deploy.deployment import Deployment
     from moeq.model.converted import ConvertedCheckpoint
+
+
+#: Engines make models with the GPU as torch's default device. Packing and its checks make their tensors on the CPU.
+_ON_CPU = torch.device("cpu")
 
 
 class ExpertsSource(ABC):
@@ -91,7 +97,8 @@ class ConvertedExpertsSource(ExpertsSource):
             fill_parts(self.checkpoint, entry, part, part.matrices[role], targets)
 
     def activation_scales(self, entry: LayerEntry) -> ActivationScales | None:
-        return activation_scales(self.checkpoint, entry)
+        with _ON_CPU:
+            return activation_scales(self.checkpoint, entry)
 
 
 class PackingExpertsSource(ExpertsSource):
@@ -123,8 +130,9 @@ class PackingExpertsSource(ExpertsSource):
         """Decide on layouts, as `convert` does. Raises MoeqError as `convert` does before it writes anything."""
         if self._answer is not None and self._answer.question.deployment == deployment:
             return
-        found = advised(self.checkpoint, Question(deployment), brief=True)
-        error = found.error or find_loss(self.checkpoint, found)
+        with _ON_CPU:
+            found = advised(self.checkpoint, Question(deployment), brief=True)
+            error = found.error or find_loss(self.checkpoint, found)
         if error is not None:
             raise error
         self._answer, self.prove = found, prove
@@ -159,7 +167,8 @@ class PackingExpertsSource(ExpertsSource):
         number = rank.ep_rank if ranks.ep > 1 else rank.tp_rank
         if self._packer is None:
             self._packer = RankPacker(self.checkpoint, self.answer.layouts, ranks, number, self.prove)
-        self._packer.pack(entry.layer, tensors)
+        with _ON_CPU:
+            self._packer.pack(entry.layer, tensors)
         self._unfilled.discard(entry.layer)
         self._seconds += time.monotonic() - begun
         if not self._unfilled:
@@ -176,7 +185,8 @@ class PackingExpertsSource(ExpertsSource):
         )
 
     def activation_scales(self, entry: LayerEntry) -> ActivationScales | None:
-        return stored_scales(self.checkpoint.source, self.checkpoint.experts(entry.layer).layer, entry)
+        with _ON_CPU:
+            return stored_scales(self.checkpoint.source, self.checkpoint.experts(entry.layer).layer, entry)
 
 
 def open_experts(where: str, revision: str | None, log: logging.Logger, *, converted: bool) -> ExpertsSource:
