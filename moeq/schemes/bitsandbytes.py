@@ -47,7 +47,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
-class State:
+class FourBitSizes:
     """Sizes of a 4-bit matrix.
 
     Attributes:
@@ -67,7 +67,7 @@ class State:
     offset: float
 
 
-def read_state(raw: bytes, where: str) -> State:
+def read_state(raw: bytes, where: str) -> FourBitSizes:
     """Parse the text of sizes. Raises MoeqError `source.bad-data` for anything but what the library writes."""
     try:
         table = json.loads(raw)
@@ -77,7 +77,7 @@ def read_state(raw: bytes, where: str) -> State:
         whole = all(type(size) is int and 0 < size < 1 << 24 for size in (rows, columns, block))
         fits = whole and type(nested) is int and 0 <= nested < 1 << 24 and dtype in _DTYPES
         if fits and isinstance(offset, (int, float)) and abs(offset) < 1e30 and columns % 2 == 0:
-            return State(rows, columns, block, dtype, nested, float(offset))
+            return FourBitSizes(rows, columns, block, dtype, nested, float(offset))
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     shown = ascii(raw[:120])
