@@ -237,7 +237,7 @@ def main() -> None:
     found = {
         "gpu": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
-        **measure(places, arguments.layers),
+        **measure(places),
     }
     print(json.dumps(found, indent=1))
     if arguments.out:
