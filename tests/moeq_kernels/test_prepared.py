@@ -276,7 +276,7 @@ def test_nothing_falls_back_for_its_size_on_other_gpus(name: str) -> None:
         packed = meta_experts(experts, hidden, intermediate, layout, element, group)
         dtype = getattr(torch, find_format(layout, element).dtypes[0])
         layer = prepare(packed, top_k=top_k, max_tokens=tokens, gpu=name, dtype=dtype)
-        mma = layout.startswith("marlin") and not name.startswith("MI")
+        mma = layout.startswith(("marlin", "moeq-nvfp4")) and not name.startswith("MI")
         assert layer.family == ("mma-w4a16" if mma else "portable"), str(layer)
         assert "tokens" not in str(layer.reason)
         assert f"{experts} experts;" not in str(layer.reason)

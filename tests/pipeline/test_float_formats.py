@@ -208,7 +208,8 @@ def test_a_layout_that_changes_numbers_is_never_chosen_and_takes_permission(chec
 @pytest.mark.parametrize(("dtype", "layout"), [("bf16", "marlin-nvfp4/1"), ("fp16", "marlin-nvfp4-fp16/1")])
 def test_the_layout_follows_the_dtype(checkpoints: Path, dtype: str, layout: str) -> None:
     assert ask(checkpoints / "ct-nvfp4a16-qwen3moe", "A100", dtype=dtype).first.layout == layout
-    assert ask(checkpoints / "ct-nvfp4a16-qwen3moe", "A100", dtype=dtype, engine="moeq").first.layout == layout
+    own = ask(checkpoints / "ct-nvfp4a16-qwen3moe", "A100", dtype=dtype, engine="moeq").first.layout
+    assert own == layout.replace("marlin-nvfp4/", "moeq-nvfp4/")  # moeq's order of bits is for bf16
 
 
 def rescaled(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
