@@ -53,7 +53,10 @@ MORE_TESTS = {
 #: Tests of a part of a room whose own tests are too many.
 TESTS = {
     "pipeline/plan": [
-        *(f"tests/pipeline/test_{name}.py" for name in ("plan", "side_files", "suggestions", "mixed", "sharding")),
+        *(
+            f"tests/pipeline/test_{name}.py"
+            for name in ("plan", "commands", "side_files", "suggestions", "mixed", "sharding")
+        ),
         *("tests/transcode/test_advise.py", "tests/oracle/test_expert_names.py", "tests/oracle/test_models.py"),
     ],
 }
