@@ -16,7 +16,7 @@ from pathlib import Path
 from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm.parameters import FACTS
 from vllm_tables import names, parameters, tables
-from vllm_tables.storing import packed, text
+from vllm_tables.storing import changes, packed, text
 
 DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
 
@@ -30,11 +30,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="*", default=(), metavar="ARCHITECTURE", help="with `names`: these classes only"
     )
+    parser.add_argument("--like", metavar="VERSION", help="with `tables`: store the changes from a close release's")
     options = parser.parse_args(arguments)
     try:
         if options.what == "tables":
             out = DATA / "tables" / f"{options.version}.json"
-            content = text(packed(tables.extract(options.version, options.site)))
+            made = packed(tables.extract(options.version, options.site))
+            if options.like:
+                old = json.loads((DATA / "tables" / f"{options.like}.json").read_text(encoding="utf-8"))
+                made = {"like": options.like, "changes": changes(old, made)}
+            content = text(made)
         elif options.what == "parameters":
             out = DATA / FACTS
             known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}

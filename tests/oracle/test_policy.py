@@ -20,13 +20,13 @@ from moeq.errors import MoeqError
 from moeq.oracle.devices import device_term, nearest_device
 from moeq.oracle.engines.vllm.outcome import resolve
 from moeq.oracle.engines.vllm.policy import build_policy, knowledge, load_policy
-from moeq.oracle.engines.vllm.tables import longest, parse_search, unpacked
+from moeq.oracle.engines.vllm.tables import longest, parse_search, patched, unpacked
 from moeq.oracle.judge import judge, judge_config
 from moeq.oracle.quantization_config import config_of
 from moeq.oracle.records import MoeShape
 from moeq.oracle.upgrade import differences, steps
 from moeq.oracle.versions import choose_engine, engine_names, installed_version, version_range, versions
-from vllm_tables.storing import fewest, packed, text
+from vllm_tables.storing import changes, fewest, packed, text
 
 
 @pytest.fixture
@@ -117,6 +117,14 @@ def test_names_of_engines() -> None:
 
 def test_an_exact_version_says_nothing() -> None:
     assert choose_engine("vllm@0.33.0").notes == ()
+
+
+def test_close_releases_are_stored_as_changes() -> None:
+    old = {"a": {"b": [1], "c": 2}, "d": 1, "e": {"f": 1}}
+    new = {"a": {"b": [2], "c": 2, "g": {"h": None}}, "e": 3}
+    assert changes(old, new) == {"d": None, "a": {"b": [2], "g": {"h": None}}, "e": 3}
+    assert patched(old, changes(old, new)) == new
+    assert patched(new, changes(new, old)) == old
 
 
 def test_a_release_with_the_decisions_of_another_one() -> None:

@@ -106,6 +106,16 @@ def fewest(factors: tuple[str, ...], rows: Mapping[str, str]) -> tuple[tuple[str
     return best
 
 
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what turns the stored tables `old` into `new`: changed entries, and None for those that are gone."""
+    found: dict[str, Any] = dict.fromkeys(key for key in old if key not in new)
+    for key, value in new.items():
+        if key not in old or old[key] != value:
+            nested = isinstance(value, dict) and isinstance(old.get(key), dict)
+            found[key] = changes(old[key], value) if nested else value
+    return found
+
+
 def text(value: Any, indent: int = 0) -> str:
     """JSON that reads well as a diff: what fits into a line is one line, and lists of words fill lines."""
     plain = json.dumps(value, ensure_ascii=False)

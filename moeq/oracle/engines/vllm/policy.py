@@ -8,12 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
-from moeq.oracle.engines.vllm.tables import ExpertsClass, Search, SearchTable, experts_class, parse_search, unpacked
+from moeq.oracle.engines.vllm.tables import (
+    ExpertsClass,
+    Search,
+    SearchTable,
+    experts_class,
+    parse_search,
+    patched,
+    unpacked,
+)
 from moeq.oracle.versions import BUILTIN, engine_names, release
 
 # ------------------------------------------------------------------------------------------------ backends
@@ -301,5 +310,10 @@ def load_policy(engine: str) -> EnginePolicy:
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")
     name, _, version = engine.partition("@")
     folder = files("moeq.oracle").joinpath("engines", name)
-    stored = json.loads(folder.joinpath("tables", f"{version}.json").read_text(encoding="utf-8"))
-    return build_policy(unpacked(stored), knowledge(name))
+    return build_policy(unpacked(_stored(folder.joinpath("tables"), version)), knowledge(name))
+
+
+def _stored(folder: Traversable, version: str) -> dict[str, Any]:
+    """Read a version's stored tables; those of a close release are the changes from the tables of another one."""
+    stored: dict[str, Any] = json.loads(folder.joinpath(f"{version}.json").read_text(encoding="utf-8"))
+    return patched(_stored(folder, stored["like"]), stored["changes"]) if "like" in stored else stored

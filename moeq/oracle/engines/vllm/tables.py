@@ -15,6 +15,18 @@ Tables = dict[str, Any]
 # ------------------------------------------------------------------------------------------------ the stored form
 
 
+def patched(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply `vllm_tables.storing.changes`: None removes a key, a table changes a table, anything else replaces."""
+    found = dict(table)
+    for key, value in changes.items():
+        if value is None:
+            found.pop(key, None)
+        else:
+            nested = isinstance(value, dict) and isinstance(found.get(key), dict)
+            found[key] = patched(found[key], value) if nested else value
+    return found
+
+
 def unpacked(stored: Mapping[str, Any]) -> Tables:
     """Expand stored tables; rows of a search that equal a shorter row stay left out, and `names` is by device."""
 
