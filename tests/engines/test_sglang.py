@@ -356,3 +356,16 @@ class TestRefusals:
     def test_a_layout_without_a_kernel(self, checkpoints, tmp_path) -> None:
         folder = convert(checkpoints / INT4, tmp_path / "out", "humming-wna16/1")
         assert self.refused(folder).code == "answer.no-kernel"
+
+
+@pytest.mark.parametrize("where", [{}, {"tp": (1, 2)}, {"ep": (1, 2)}], ids=["whole", "tp", "ep"])
+def test_a_source_is_packed_while_it_is_loaded(where, checkpoints, tmp_path, monkeypatch) -> None:
+    """`--quantization moeq`: tensors are those of the converted folder."""
+    made = sglang_config.make_deployment
+    monkeypatch.setattr(sglang_config, "make_deployment", lambda options: made({**options, "gpu": "A100"}))
+    ranks = {name: size for name, (_, size) in where.items()}
+    folder = convert(checkpoints / INT4, tmp_path / "out", "marlin-wna16/1", **ranks)
+    wanted = dict(loaded_layer(folder, **where).named_parameters())
+    found = dict(loaded_layer(checkpoints / INT4, **where).named_parameters())
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())

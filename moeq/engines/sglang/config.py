@@ -385,7 +385,7 @@ def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
 def _deployment(layer: Any) -> Deployment:
     """Describe where the engine runs a source, for kernels of moeq: its other runners read no layout of moeq."""
     ranks = {"tp": layer.moe_tp_size} if layer.moe_ep_size == 1 else {"ep": layer.moe_ep_size}
-    dtype = str(torch.get_default_dtype()).removeprefix("torch.")  # the engine builds a model under its dtype
+    dtype = "fp16" if torch.get_default_dtype() is torch.float16 else "bf16"  # models are built under their dtype
     return make_deployment({"engine": BUILTIN, "dtype": dtype, **ranks})
 
 
