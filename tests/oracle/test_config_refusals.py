@@ -73,3 +73,14 @@ def test_cutlass_mxfp4_needs_whole_tiles_of_scales(tp: int) -> None:
         assert "no multiple of 128" in verdict.refusal
         assert verdict.nearest is not None
         assert "tp 2" in verdict.nearest
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "MI300X"])
+def test_marlin_names_the_method_of_gptq_and_awq(gpu: str) -> None:
+    """`--quantization marlin` is taken like no name; other methods refuse it."""
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    for config in (GPTQ, awq):
+        plain, named = judged(config, gpu), judged(config, gpu, quantization="marlin")
+        assert named.ok
+        assert (named.method, named.selected) == (plain.method, plain.selected)
+    assert not judged(MXFP4, gpu, quantization="marlin").ok

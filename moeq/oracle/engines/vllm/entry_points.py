@@ -97,6 +97,8 @@ def is_kimi_k3_mxfp4(config: Mapping[str, Any], shape: MoeShape, policy: EngineP
 def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) -> str | None:
     """Return the method in force, or None if the combination is refused. An unknown kind is its own method."""
     table = policy.names.get(device, {})
+    if asked == "marlin" and kind.startswith(("gptq", "awq")):  # `override_quantization_method` takes both names alike
+        asked = f"{kind.removesuffix('-odd')}_marlin"
     if kind not in table:
         base = kind.partition(":")[0]
         if any(kind in other for other in policy.names.values()):  # this device refuses every named method
