@@ -52,7 +52,7 @@ class Incoming:
 
 
 @dataclass(frozen=True)
-class Block:
+class ProjectionBlock:
     """Output features `rows` and input features `columns` of one projection."""
 
     rows: Range
@@ -66,12 +66,12 @@ class Block:
         return replace(found, k=self.columns.size, group_size=min(spec.group_size, self.columns.size))
 
 
-def whole_block(spec: MatrixSpec) -> Block:
+def whole_block(spec: MatrixSpec) -> ProjectionBlock:
     """Return the block that is the whole projection."""
-    return Block(Range(0, spec.n), Range(0, spec.k))
+    return ProjectionBlock(Range(0, spec.n), Range(0, spec.k))
 
 
-def check_block(layer: WritableLayer, projection: str, block: Block) -> None:
+def check_block(layer: WritableLayer, projection: str, block: ProjectionBlock) -> None:
     """Check that a block can be written by itself.
 
     Raises:
@@ -114,7 +114,7 @@ def read_update(
     layer: WritableLayer,
     projection: str,
     tensors: Tensor | Parts | Mapping[str, Tensor | Parts],
-    block: Block | None,
+    block: ProjectionBlock | None,
     rule: Rule,
 ) -> dict[Projection, Incoming]:
     """Decode or quantise the tensors of an update, on torch's default device.
@@ -153,7 +153,7 @@ def _one(
     layer: WritableLayer,
     projection: Projection,
     tensors: object,
-    block: Block | None,
+    block: ProjectionBlock | None,
     rule: Rule,
     shared: Tensor | None = None,
 ) -> Incoming:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Loss:
+class RoundingLoss:
     """Norm of the rounding error relative to the norm of the float weights.
 
     Attributes:
@@ -29,7 +29,7 @@ class Loss:
     old_scales: float | None
 
 
-def measure(given: Mapping[Projection, Incoming], old: QuantizedMatrix | None) -> dict[Projection, Loss]:
+def measure(given: Mapping[Projection, Incoming], old: QuantizedMatrix | None) -> dict[Projection, RoundingLoss]:
     """Measure the loss of every projection that was float weights.
 
     Args:
@@ -43,7 +43,7 @@ def measure(given: Mapping[Projection, Incoming], old: QuantizedMatrix | None) -
             known = None
             if name in before:
                 known = _error(under_scales(new.weight, before[name]), new.weight)
-            found[name] = Loss(_error(new.matrix, new.weight), known)
+            found[name] = RoundingLoss(_error(new.matrix, new.weight), known)
     return found
 
 

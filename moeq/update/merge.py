@@ -12,7 +12,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
 from moeq.model.regroup import repeat_groups
 from moeq.model.shards import Range, halves, shard_matrix
 from moeq.schemes.joining import concatenate_rows
-from moeq.update.incoming import Block, Incoming, whole_block
+from moeq.update.incoming import Incoming, ProjectionBlock, whole_block
 from moeq.update.layers import WritableLayer
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def merged_matrix(
     role: StackedRole,
     current: QuantizedMatrix,
     given: Mapping[Projection, Incoming],
-    block: Block | None,
+    block: ProjectionBlock | None,
 ) -> QuantizedMatrix:
     """Return the rank's matrix `current` with the update's rows and columns in it.
 
@@ -83,7 +83,7 @@ def _put(
     name: Projection,
     into: QuantizedMatrix,
     matrix: QuantizedMatrix,
-    block: Block,
+    block: ProjectionBlock,
 ) -> None:
     """Copy the part of `matrix` that this rank holds to its place in `into`."""
     own, spec = layer.intermediate, into.spec
@@ -120,7 +120,7 @@ def _common(one: Range, other: Range) -> Range:
     return Range(max(one.start, other.start), min(one.stop, other.stop))
 
 
-def _offset(columns: Range, block: Block) -> slice:
+def _offset(columns: Range, block: ProjectionBlock) -> slice:
     return slice(columns.start - block.columns.start, columns.stop - block.columns.start)
 
 

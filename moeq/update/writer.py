@@ -18,9 +18,9 @@ from moeq.model.regroup import ungroup
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import reshaped, same_matrix
 from moeq.update.device import obstacle, place_matrix
-from moeq.update.incoming import PROJECTIONS, Block, Incoming, Parts, check_block, read_update
+from moeq.update.incoming import PROJECTIONS, Incoming, Parts, ProjectionBlock, check_block, read_update
 from moeq.update.layers import WritableLayer, snapshot_digest
-from moeq.update.loss import Loss, measure
+from moeq.update.loss import RoundingLoss, measure
 from moeq.update.merge import merged_matrix, whole_matrix
 from moeq.update.quantize import Rule
 
@@ -49,7 +49,7 @@ class Update:
     rows: tuple[int, ...]
     written_bytes: int
     losses: int
-    loss: Mapping[Projection, Loss]
+    loss: Mapping[Projection, RoundingLoss]
 
 
 class Writer:
@@ -159,7 +159,7 @@ class Writer:
         held.update(_read_digests(found, held))
         return snapshot_digest(layer, iter((*key, value) for key, value in sorted(held.items())))
 
-    def _gathers(self, layer: WritableLayer, projection: str, block: Block | None) -> bool:
+    def _gathers(self, layer: WritableLayer, projection: str, block: ProjectionBlock | None) -> bool:
         """Return whether the gather kernel writes an update: it writes whole stacked matrices."""
         asked = layer.device.type == "cuda" if self._gather is None else self._gather
         names = {name for name in PROJECTIONS.get(projection, ()) if name in layer.projections}
@@ -196,7 +196,7 @@ class Writer:
         role: StackedRole,
         places: Sequence[int],
         given: Mapping[Projection, Incoming],
-        block: Block | None,
+        block: ProjectionBlock | None,
     ) -> Update:
         new = whole_matrix(layer, role, given) if block is None else None
         rounded = any(one.weight is not None for one in given.values())
@@ -385,7 +385,7 @@ def _calibrations(layer: WritableLayer, role: StackedRole) -> list[float]:
 
 def _block(
     layer: WritableLayer, projection: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
-) -> Block | None:
+) -> ProjectionBlock | None:
     """Return the block of a projection that an update writes, checked; None for all of it."""
     if rows is None and columns is None:
         return None
@@ -396,9 +396,9 @@ def _block(
         )
     spec = layer.specs["w2" if names[0] == "down" else "w13"]
     n = spec.n // (2 if names[0] != "down" and spec.gated else 1)
-    block = Block(Range(*(rows or (0, n))), Range(*(columns or (0, spec.k))))
+    block = ProjectionBlock(Range(*(rows or (0, n))), Range(*(columns or (0, spec.k))))
     check_block(layer, names[0], block)
-    return None if block == Block(Range(0, n), Range(0, spec.k)) else block
+    return None if block == ProjectionBlock(Range(0, n), Range(0, spec.k)) else block
 
 
 def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> None:
