@@ -214,7 +214,8 @@ class StoredProjection:
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read, and so have to be kept to restore the source."""
         scale, found = self._global_scale, self.others
-        if "index" in self.names and not self.spec.act_order and not stored[self.names["index"]].any():
+        several = "index" in self.names and self.spec.num_groups > 1 and not self.spec.act_order
+        if several and not stored[self.names["index"]].any():
             found = (*found, self.names["index"])  # a placeholder, which finish() would make an order
         if scale is None or not scale.is_lost(stored[self.names["scale2"]], scratch[self._global_region.start :]):
             return found
