@@ -81,14 +81,15 @@ def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
     for run in served:
         asked = run["arguments"]
         layout = "" if brief else _asked_layout(run)
-        key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]), layout)
-        if key in kept or (brief and _version(run) != _version(newest)):
+        if brief and _version(run) != _version(newest):
             continue
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
-        ours = _ours(figures)
         peers = _engine_rows(figures)
-        cells = [_beside(ours, list(peers.values()), column) for column in columns]
-        kept[key] = (_served(run), _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`")
+        for name in [name for name in OURS if name in figures][: 1 if brief else None]:
+            key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]), layout, name)
+            cells = [_beside(figures[name], list(peers.values()), column) for column in columns]
+            title = _served(run) + (", the source as it is" if name.startswith("direct") else "")
+            kept.setdefault(key, (title, _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`"))
     head = ("`vllm serve`", "version", "against", *(_column(name) for name in columns), "command")
     return table(head, sorted(kept.values()))
 
