@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from moeq.schemes.base import QuantKey, Scheme
+from moeq.schemes.compressed_tensors import preset_group
 from moeq.typed import read_as
 
 # ---------------------------------------------------------------------------------------- checking types
@@ -63,6 +64,8 @@ def checked(config: Mapping[str, Any], where: str = "quantization_config") -> di
         place = f"{where}.{ascii(name)[1:-1][:80]}"
         # In a table of arguments `dynamic` may be `local`: it is checked below.
         argument = name in _ARGUMENTS and where.endswith(_ARGUMENT_TABLES)
+        if name == "config_groups" and isinstance(value, Mapping):
+            value = {key: _group(key, group) for key, group in value.items()}
         if name in _KINDS and not argument and (name != "dynamic" or not isinstance(value, bool)):
             value = read_as(_KINDS[name], value, place, "source.bad-config")
             if value is None:
@@ -73,6 +76,12 @@ def checked(config: Mapping[str, Any], where: str = "quantization_config") -> di
             value = {key: one for key, one in value.items() if one is not None}
         found[name] = checked(value, place) if isinstance(value, dict) else value
     return found
+
+
+def _group(name: str, group: Any) -> Any:
+    """Return a config group; that of a preset says so, since engines take groups as objects only."""
+    preset = preset_group(name, group)
+    return group if preset is None else {**preset, "preset": name}
 
 
 # ---------------------------------------------------------------------------------------- making one for a scheme

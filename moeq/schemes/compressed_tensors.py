@@ -107,17 +107,17 @@ def _singles_out(pattern: str, word: str) -> bool:
     return bool(found) and any(character.isdigit() or character in "[(\\|" for character in rest.replace("\\.", "."))
 
 
+def preset_group(name: str, targets: Any) -> dict[str, Any] | None:
+    """Return the config group that a preset with a list of targets stands for; None if it is no preset."""
+    if not isinstance(targets, list) or name not in _PRESETS:
+        return None
+    return {"targets": targets, "weights": _PRESETS[name], "input_activations": _PRESET_ACTIVATIONS.get(name)}
+
+
 def _group(name: str, value: Any, fields: Fields) -> _Group:
     where = f"{fields.where}: config_groups[{ascii(name)[:60]}]"
-    if isinstance(value, list) and name in _PRESETS:
-        group: dict[str, Any] = {
-            "targets": value,
-            "weights": _PRESETS[name],
-            "input_activations": _PRESET_ACTIVATIONS.get(name),
-        }
-    elif isinstance(value, dict):
-        group = value
-    else:
+    group = value if isinstance(value, dict) else preset_group(name, value)
+    if group is None:
         raise fields.refuse(f"config_groups[{ascii(name)[:60]}]", value, "expected an object")
     inner = Fields(group, where)
     weights = Fields(inner.table_of("weights"), f"{where}.weights")

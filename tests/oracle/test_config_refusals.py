@@ -35,12 +35,20 @@ def judged(config: dict[str, Any], gpu: str = "H100", **fields: Any) -> Verdict:
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": []}, "is not two sizes"),
         ({**MXFP4, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}, "sparsity_config"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 16, "data_type": "nv_fp4_with_static_gs"}, "nv_fp4"),
+        ({**MXFP4, "config_groups": {"MXFP4A16": ["Linear"]}}, "names a preset"),
+        ({**MXFP4, "format": "pack-quantized", "config_groups": {"W4A16": ["re:.*experts.*"]}}, "names a preset"),
     ],
 )
 def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> None:
     verdict = judged(config)
     assert not verdict.ok
     assert said in verdict.refusal
+
+
+def test_presets_are_what_they_stand_for_where_groups_are_not_read_as_objects() -> None:
+    config = {**MXFP4, "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}}
+    assert judged(config, engine="moeq").ok
+    assert "preset" in judged(config, engine="sglang@0.5.23").refusal
 
 
 def test_an_empty_sparsity_config_is_accepted() -> None:

@@ -265,6 +265,8 @@ def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
     if _ignored(config, layer.prefix):
         return _unquantised(name, layer)
     (group,) = config["config_groups"].values()
+    if "preset" in group:
+        raise Refused("config", "AttributeError", f"a config group names the preset {group['preset']}, not an object")
     weights, inputs = _weights(group), group.get("input_activations")
     if inputs is not None:
         bits = weights["num_bits"], inputs.get("num_bits")

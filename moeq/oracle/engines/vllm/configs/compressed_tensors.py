@@ -105,6 +105,10 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
     targets: dict[str, Group] = {}
     for key, group in (config.get("config_groups") or {}).items():
         listed = list(group.get("targets") or ())
+        if "preset" in group:
+            text = f"config_groups[{key!r}] names a preset for {listed}; the engine takes groups as objects only"
+            hint = "moeq transcode SRC DST --to compressed-tensors writes the preset's arguments out"
+            raise ConfigRefusal("TypeError", "CONFIG", text, hint, "G0")
         if len(listed) == 1 and listed[0].endswith("Attention"):
             continue
         weights = _arguments(group.get("weights"))
