@@ -176,7 +176,10 @@ def test_reports_of_run_check(text, clean, free, tmp_path, moeq_command) -> None
     manifest = poisoned(json.loads((folder / "moeq.json").read_text()), free, text)
     (folder / "moeq.json").write_text(json.dumps(manifest))
     page, suite = tmp_path / "page.html", tmp_path / "suite.xml"
-    assert moeq_command("inspect", folder).code == 0
+    refused = moeq_command("inspect", folder)  # it asks whether the folder fits where it was made for
+    assert refused.code == 4
+    assert "error: deployment: gpu.platform is" in refused.err
+    shown(refused)
     shown(moeq_command("run-check", folder, "--digests-only", "--html", page, "--junit", suite))
     tags = Tags()
     tags.feed(page.read_text())
@@ -184,6 +187,11 @@ def test_reports_of_run_check(text, clean, free, tmp_path, moeq_command) -> None
     assert list(acting(page.read_text())) == []
     ET.parse(suite)
     assert list(acting(suite.read_text())) == []
+    manifest["deployment"]["gpu"]["platform"], manifest["deployment"]["dtype"] = "cuda", "bf16"
+    (folder / "moeq.json").write_text(json.dumps(manifest))
+    inspected = moeq_command("inspect", folder)
+    assert inspected.code == 0
+    shown(inspected)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -21,6 +21,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.loaders import Loader, common
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
+from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.calibration import fault_kinds
 from moeq.pipeline.plan.candidates import LayoutChoice, candidates, tried
 from moeq.pipeline.plan.expert_names import with_names
@@ -133,7 +134,8 @@ def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
 def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
     """Return what `answer` returns; the hint of a refusal names the nearest changes that work.
 
-    The static activation scales of a local source are read.
+    A change with which the first expert would lose numbers does not count. The static activation scales of a local
+    source are read.
     """
     if isinstance(checkpoint.source, LocalSource):  # tens of thousands of requests otherwise
         checkpoint.read_activation_scales()
@@ -143,7 +145,7 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
 
     def backend_for(other: Question) -> str | None:
         changed = answer(checkpoint, other, brief=True)
-        return changed.backend if changed.ok else None
+        return changed.backend if changed.ok and find_loss(checkpoint, changed) is None else None
 
     error = found.error
     changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
