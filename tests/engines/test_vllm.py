@@ -288,7 +288,7 @@ class TestRefusals:
         source = checkpoints / "gptq-int4-g32-actorder-qwen3moe" / "config.json"
         original = json.loads(source.read_text())["quantization_config"]
         with pytest.raises(MoeqError, match="vLLM does not read them: GPTQ group activation ordering"):
-            get_quantization_config("moeq").from_config({"original": original})
+            get_quantization_config("moeq").from_config({"quant_method": "moeq", "original": original})
 
     @pytest.mark.parametrize(
         ("name", "layout", "order"),

@@ -241,6 +241,8 @@ class TestChoice:
     def test_what_moeqs_kernels_cannot_goes_to_the_engines(self, options, words, folders, gpu, monkeypatch) -> None:
         if "parallel" in options:
             pytest.importorskip("deep_ep", reason="the engine's batched experts need deep_ep")
+        if "activation" in options:  # The kernels have every activation of 0.33: one of a later release is missing.
+            monkeypatch.delitem(ACTIVATIONS, options["activation"])
         why = self.chosen(folders[INT4], **options)
         assert words in why
         assert "layer 1" not in why  # the log says it once for all layers that are alike
