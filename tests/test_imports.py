@@ -25,6 +25,7 @@ INSIDE_ENGINES = {
     for name in (
         "transformers",
         "experts_module",
+        "experts_source",
         "vllm/config",
         "vllm/experts_method",
         "vllm/own_experts",
