@@ -42,10 +42,10 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
             return [check_layer(check, advance) for check in checks]
     others = set(multiprocessing.active_children())
     # Spawned, since torch's threads do not survive a fork. Each process opens the checkpoints again.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_at_ctrl_c) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_at_interrupts) as pool:
         threads = max(1, (os.cpu_count() or 1) // jobs)
         try:
-            with _ctrl_c_blocked():
+            with _interrupts_blocked():
                 futures = [pool.submit(_in_process, _Portable.of(check), threads) for check in checks]
             for future in as_completed(futures):
                 for label in future.result()[1]:
@@ -54,31 +54,36 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
         except BaseException:  # nobody waits for the other layers
             pool.shutdown(wait=False, cancel_futures=True)
             for process in set(multiprocessing.active_children()) - others:
-                process.terminate()
+                process.kill()  # SIGTERM may still be blocked there
             raise
 
 
-@contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C in this thread and in the processes that it starts, until they unblock it.
+#: Signals that interrupt a command.
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
-    A terminal sends Ctrl-C to all processes, and those that still import torch would print tracebacks.
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Block Ctrl-C and SIGTERM in this thread and in the processes that it starts, until they unblock them.
+
+    A terminal sends Ctrl-C to all processes, and those that still import torch would print tracebacks. So would those
+    that this one has started and not yet told what to do.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_at_ctrl_c() -> None:
-    """Let Ctrl-C end the process that calls this, without a message."""
+def _end_at_interrupts() -> None:
+    """Let Ctrl-C and SIGTERM end the process that calls this, without a message."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ class ConversionReport:
         if self._grouped:
             self._out.line(github.END_GROUP)
         if error is not None:
-            self._out.kept = self._work if self._work.is_dir() else None
+            self._out.kept = self._work if os.path.isdir(self._work) else None  # no error for a long name
             failure = as_moeq_error(error)
             details = {"code": failure.code, "message": failure.message, "hint": failure.hint}
             self.tell("failed", **details, exit_code=int(failure.exit_code))

@@ -316,9 +316,10 @@ def test_a_failed_second_process_leaves_the_first_its_folder(place: Place) -> No
     "destination", ["/", "", ".", "..", "/proc/x", "/dev/null/x", "/dev/null", "a\x00b", "x" * 300]
 )
 def test_destinations_that_cannot_be(place: Place, destination: str) -> None:
+    codes = (2,) if destination == "x" * 300 else (2, 3)  # the command line is wrong, not the machine
     answer = command("convert", place.source, destination, "--gpu", "a100")
-    assert answer.code in (2, 3), answer
-    assert command("restore", place.source, destination).code in (2, 3)
+    assert answer.code in codes, answer
+    assert command("restore", place.source, destination).code in codes
 
 
 @pytest.mark.parametrize("command_line", ["restore", "convert"])
