@@ -117,7 +117,7 @@ def test_groups_that_a_shard_would_cut(checkpoints: Path, tmp_path: Path) -> Non
     where = Deployment(A100, tp=4, engine="moeq")
     with pytest.raises(MoeqError) as caught:
         moeq.convert(source, tmp_path / "out", where)
-    assert "--regroup 32" in str(caught.value.hint)
+    assert "regroup=32" in str(caught.value.hint)
     moeq.convert(source, tmp_path / "out", where, regroup=32)
     assert verify(tmp_path / "out", source).ok
     for rank in range(4):
