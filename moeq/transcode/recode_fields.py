@@ -289,6 +289,8 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     if before.bias_dtype != after.bias_dtype:
         return ()
     spelling = one.projected.spelling
+    if after.element == "f32":
+        return ()  # Loops write floats of 16 bits only.
     found = [_of_mxfp4(spelling, before, after), _copied(one, before, after)]
     if before.element in floats.ELEMENTS and (spelling in PLAIN or (spelling in FP8_BLOCKS and not halved)):
         # Gate and up are one item, and have the same recoders.

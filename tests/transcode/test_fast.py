@@ -136,7 +136,9 @@ def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same_with_options(name, options, target, checkpoints, equal, ways) -> None:
     assert equal(checkpoints / name, target, **options)
-    assert "allow_lossy" not in options or all(ways)
+    if "allow_lossy" in options:
+        # No loop writes float32.
+        assert not any(ways) if target == "fp32" else all(ways)
 
 
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
