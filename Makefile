@@ -42,8 +42,9 @@ test: $(STAMP) lint
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
 
-# The plug-in in vLLM's own Python, parity with its packing, and transcoded checkpoints in the libraries that read them, all
-# without a GPU. GPTQModel would compile each of its layers with TorchDynamo. `make night` has the slow tests as well.
+# The plug-in in vLLM's own Python, parity with its packing, transcoded checkpoints in the libraries that read them, and
+# quantisers beside the libraries' own, all without a GPU. GPTQModel would compile each of its layers with TorchDynamo.
+# `make night` has the slow tests as well.
 ENGINE_TESTS ?= not slow
 
 engine-tests: $(STAMP)
@@ -53,7 +54,8 @@ engine-tests: $(STAMP)
 		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py \
 		tests/oracle/differential/test_samples.py
 	PYTHONPATH=$(ENGINES)/libraries MOEQ_ENGINES=1 TORCHDYNAMO_DISABLE=1 \
-		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/transcode/test_libraries.py
+		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/transcode/test_libraries.py \
+		tests/update/test_quantize.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -22,7 +22,6 @@ ANYWHERE = {
     r"needs vLLM's library for CPUs, and a CPU with AMX": "run by hand, see tested.md",
     r"SGLang( [\d.]+)? is not installed|MOEQ_SGLANG_SITE names no unpacked wheel": "run by hand, see tested.md",
     r"no Chromium here \(apt-get install chromium\)": "the page's script runs where a browser is installed",
-    r"(modelopt|compressed_tensors) is not installed": "compared with recorded bits; beside the package by hand",
     r"stacked, or not known|the target has no such spelling": "that pair of parameters means nothing",
     r"says in words only: .*": "the engine's refusal has no type to compare",
     r"gate and up of an act-order checkpoint need not agree": "that pair of parameters means nothing",
@@ -30,6 +29,7 @@ ANYWHERE = {
 ENGINES = {
     r"vLLM is not installed": "the plug-in",
     r"could not import '(vllm|compressed_tensors|gptqmodel|modelopt)[.'].*": "transcoded checkpoints in the libraries",
+    r"(modelopt|compressed_tensors) is not installed": "quantisers beside the libraries' own",
     r"needs MOEQ_TEST_VLLM=.*": "parity with the engine's packing",
     r"MOEQ_VLLM_SITE names no unpacked wheel": "the oracle beside the engine's own code",
 }
