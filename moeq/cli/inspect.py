@@ -124,7 +124,7 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answ
     found = advised(checkpoint, Question(deployment), explain=True)
     if found.error is not None and deployment.backend != "auto":
         raise found.error
-    loss = find_loss(checkpoint, found) if found.ok else None
+    loss = find_loss(checkpoint, found.question, found.layouts) if found.ok else None
     return (found if loss is None else found.refused(loss)), None
 
 

@@ -132,7 +132,7 @@ class PackingExpertsSource(ExpertsSource):
             return
         with _ON_CPU:
             found = advised(self.checkpoint, Question(deployment), brief=True)
-            error = found.error or find_loss(self.checkpoint, found)
+            error = found.error or find_loss(self.checkpoint, found.question, found.layouts)
         if error is not None:
             raise error
         self._answer, self.prove = found, prove

@@ -185,7 +185,7 @@ def plan(
 
 def _require_no_loss(job: Job) -> None:
     """Raise MoeqError `answer.lossy` if the conversion would stop at its first expert."""
-    error = find_loss(job.checkpoint, job.answer)
+    error = find_loss(job.checkpoint, job.answer.question, job.answer.layouts)
     if error is not None:
         raise error
 

@@ -12,25 +12,29 @@ from moeq.model import Checkpoint
 from moeq.pipeline.plan.layer_plan import plan_layer
 
 if TYPE_CHECKING:
-    from moeq.pipeline.plan.decide import Answer
     from moeq.pipeline.plan.layer_plan import LayerPlan
+    from moeq.pipeline.plan.options import Question
 
 
-def find_loss(checkpoint: Checkpoint, answer: Answer) -> MoeqError | None:
+def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, str]) -> MoeqError | None:
     """Return the error with which a conversion would stop at its first expert, or None.
 
     One expert of every layout is packed that may lose numbers and was not allowed to; others may still lose some.
     Nothing is read of a repository, of which it would be a download.
+
+    Args:
+        checkpoint: the source.
+        question: what was asked.
+        layouts: layer number to layout id, the answer.
 
     Returns:
         `answer.lossy`, worded as by `convert`, or None.
     """
     if not isinstance(checkpoint.source, LocalSource):
         return None
-    question = answer.question
     found = (
         _loss(checkpoint, plan_layer(checkpoint, layer, layout, question.ranks, question.options))
-        for layer, layout in _first_layers(answer.layouts)
+        for layer, layout in _first_layers(layouts)
     )
     return next(filter(None, found), None)
 
@@ -46,14 +50,13 @@ def _loss(checkpoint: Checkpoint, plan: LayerPlan) -> MoeqError | None:
     if type(layout).lossy is None or plan.allow_lossy or layout.calibration_scope is not None:
         return None
     from moeq.model.regroup import regroup
-    from moeq.pipeline.pack.experts import cut_and_pad
 
     for role in STACKED_ROLES:
         try:
             matrix = checkpoint.matrix(entry.layer, 0, role)
             if entry.source_group is not None:
                 matrix = regroup(matrix, entry.matrices[role].spec.group_size)
-            layout.pack(cut_and_pad(shard, matrix))
+            layout.pack(shard.cut_and_pad(matrix))
         except MoeqError as error:
             if error.code != "answer.lossy":  # whatever else is wrong, `convert` says where it happens
                 return None

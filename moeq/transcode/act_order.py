@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
-    """Return columns in the order of their groups, stable within a group; None if they are in order already.
-
-    Raises:
-        MoeqError: `usage.act-order` if groups are not full, so that sorting makes no groups of one size.
-    """
+def column_order(matrix: QuantizedMatrix) -> Tensor | None:
+    """Return columns in the order of their groups, stable within a group; None if they are in order already."""
     import torch
 
     index = matrix.group_index
@@ -33,14 +29,7 @@ def column_order(matrix: QuantizedMatrix, where: str) -> Tensor | None:
     if torch.equal(index, wanted):
         return None
     order = torch.argsort(index, stable=True)
-    if not torch.equal(index[order], wanted):
-        sizes = torch.bincount(index.long(), minlength=spec.num_groups)
-        raise MoeqError(
-            "usage.act-order",
-            f"{where}: groups hold {int(sizes.min())} to {int(sizes.max())} columns, sorting makes no groups of "
-            f"{spec.group_size}",
-            "--to gptq_v2 keeps g_idx",
-        )
+    assert torch.equal(index[order], wanted)  # reading has refused groups of other sizes
     return order
 
 
@@ -70,7 +59,7 @@ def sort_rows(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
 
 def require_sorted(matrix: QuantizedMatrix, where: str) -> QuantizedMatrix:
     """Require columns, which are hidden features, to be in order. Raises MoeqError `usage.act-order`."""
-    if column_order(matrix, where) is not None:
+    if column_order(matrix) is not None:
         raise MoeqError(
             "usage.act-order",
             f"{where}: its columns are hidden features in activation order, and all layers share one order of them; "

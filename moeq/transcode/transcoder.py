@@ -289,8 +289,8 @@ def _sorted(
     where = f"{checkpoint.expert_prefix(item.layer)} expert {item.expert}"
     if item.role == "w2":
         down = matrices["down"]
-        return {"down": act_order.sort_columns(down, act_order.column_order(down, f"{where} down"))}
-    order = act_order.column_order(checkpoint.matrix(item.layer, item.expert, "down"), f"{where} down")
+        return {"down": act_order.sort_columns(down, act_order.column_order(down))}
+    order = act_order.column_order(checkpoint.matrix(item.layer, item.expert, "down"))
     return {
         name: act_order.sort_rows(act_order.require_sorted(matrix, f"{where} {name}"), order)
         for name, matrix in matrices.items()

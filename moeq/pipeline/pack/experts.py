@@ -215,7 +215,7 @@ class Packer(UnitWorker[PackUnit, int]):
         regrouped = self._regrouped(matrix)
         written, losses, stored, hashes = 0, 0, [], list[bytes]()
         for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
-            padded = cut_and_pad(shard, regrouped)
+            padded = shard.cut_and_pad(regrouped)
             unpacked = self._write(shard, slots, layout, expert, padded, hashes)
             written += sum(size for _, size in slots.values())
             if not same_matrix(unpacked, padded):
@@ -271,7 +271,7 @@ class Packer(UnitWorker[PackUnit, int]):
         for expert in self.items:
             matrix = self._regrouped(self._matrix(expert))
             for index, shard in enumerate(self._shards):
-                value = layout.calibrate(cut_and_pad(shard, matrix))
+                value = layout.calibrate(shard.cut_and_pad(matrix))
                 if value is not None:
                     found[index] = max(found.get(index, value), value)
         return [layout.with_calibration(found[i]) if i in found else layout for i in range(len(self._shards))]
@@ -328,10 +328,3 @@ def _slots(work: Work, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int,
         start, stop = ranges[name]
         found[part] = (start, (stop - start) // unit.experts.size)
     return found
-
-
-def cut_and_pad(shard: ShardPlan, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Cut one rank's part out of a matrix and pad it to the sizes of its layout."""
-    from moeq.model.shards import shard_matrix
-
-    return shard.padding.pad(shard_matrix(matrix, shard.shard.intermediate, first=shard.shard.rank == 0))

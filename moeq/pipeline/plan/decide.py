@@ -145,7 +145,7 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
 
     def backend_for(other: Question) -> str | None:
         changed = answer(checkpoint, other, brief=True)
-        return changed.backend if changed.ok and find_loss(checkpoint, changed) is None else None
+        return changed.backend if changed.ok and find_loss(checkpoint, other, changed.layouts) is None else None
 
     error = found.error
     changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()

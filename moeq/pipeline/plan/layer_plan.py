@@ -11,11 +11,11 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import Layout, TensorSpec
 from moeq.layouts.padding import PaddingPlan, logical_bytes, plan_padding
 from moeq.layouts.registry import get_layout
-from moeq.matrix import MatrixSpec
+from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
 from moeq.model.regroup import regrouped_spec
-from moeq.model.shards import Range, shard_spec
+from moeq.model.shards import Range, shard_matrix, shard_spec
 from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
 
 
@@ -34,6 +34,10 @@ class ShardPlan:
     padding: PaddingPlan
     matrices: Mapping[StackedRole, MatrixEntry]
     parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
+
+    def cut_and_pad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """Cut the rank's part out of one expert's matrix and pad it to the sizes of its layout."""
+        return self.padding.pad(shard_matrix(matrix, self.shard.intermediate, first=self.shard.rank == 0))
 
     def padding_bytes(self, role: StackedRole) -> int:
         """Count the padding bytes of one expert's `w13` or `w2`."""
