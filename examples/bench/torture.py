@@ -88,7 +88,7 @@ class Torture:
         """Run to the end in this process; units that were found finished."""
         deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
         done = moeq.convert(
-            self.source, self.out, deployment, layout=self.layout, force_layout=True, workers=2, share=share
+            self.source, self.out, deployment, layout=self.layout, force_layout=True, workers=2, shard=share
         )
         return done.resumed_units
 
