@@ -38,16 +38,14 @@ import argparse
 import http.client
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -56,6 +54,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_formats import FORMATS
+from completions import ask, gaps, post, prompts, together
 from make_checkpoint import MODELS, Size, write_checkpoint
 from step_profile import profile, profile_table, profiler_options
 
@@ -212,77 +211,6 @@ def host_memory(group: int) -> int:
                 lines = (line.partition(":") for line in status.read_text().splitlines())
                 total += int({name: value for name, _, value in lines}["RssAnon"].split()[0]) << 10
     return total
-
-
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts of random token ids."""
-    chosen = random.Random(seed)
-    return [[chosen.randrange(10, 30000) for _ in range(length)] for _ in range(count)]
-
-
-def body_of(prompt: list[int], new: int, **more: Any) -> bytes:
-    """Return a request for exactly that many new tokens."""
-    request = {"model": "m", "prompt": prompt, "max_tokens": new, "ignore_eos": True, "temperature": 0, **more}
-    return json.dumps(request).encode()
-
-
-def ask(port: int, prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
-    """One answer."""
-    found: dict[str, Any] = json.loads(post(port, "/v1/completions", body_of(prompt, new, **more)))
-    return found
-
-
-def post(port: int, path: str, body: bytes) -> bytes:
-    """Send one request. Raises RuntimeError with the answer unless it is a success."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    connection.request("POST", path, body, {"Content-Type": "application/json"})
-    answer = connection.getresponse()
-    text = answer.read()
-    connection.close()
-    if answer.status != 200:
-        raise RuntimeError(f"{answer.status}: {text[:300]!r}")
-    return text
-
-
-def gaps(port: int, prompt: list[int], new: int) -> Iterator[float]:
-    """Seconds between the tokens of one streamed answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
-    request = body_of(prompt, new, stream=True)
-    connection.request("POST", "/v1/completions", request, {"Content-Type": "application/json"})
-    last = None
-    for line in connection.getresponse():
-        if line.startswith(b"data: {"):
-            now = time.perf_counter()
-            if last is not None:
-                yield now - last
-            last = now
-    connection.close()
-
-
-def together(users: int, jobs: list[list[int]], work: Any) -> float:
-    """Seconds until `users` threads have done `work` on all jobs."""
-    waiting, lock, failed = iter(jobs), threading.Lock(), []
-
-    def run() -> None:
-        while not failed:
-            with lock:
-                job = next(waiting, None)
-            if job is None:
-                return
-            try:
-                work(job)
-            except (OSError, RuntimeError, http.client.HTTPException) as error:
-                failed.append(error)
-
-    threads = [threading.Thread(target=run) for _ in range(users)]
-    start = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise RuntimeError(f"a request failed: {failed[0]}")
-    return time.perf_counter() - start
 
 
 def measure(row: Row, users: Sequence[int], number: int) -> None:

@@ -33,9 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from completions import ask
 from cpu_gather import write_package
 from engine_generate import PLACES
-from serve import Row, Server, ask, write_tokenizer
+from serve import Row, Server, write_tokenizer
 
 import moeq
 from moeq.deploy.gpus import parse_gpu
