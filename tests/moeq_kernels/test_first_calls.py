@@ -1,6 +1,6 @@
 """First calls of a layer in threads that have done nothing with a GPU yet, or while somebody captures; warming.
 
-Against the driver of `bench.host_time`, which refuses what a real one refuses there. Nothing is compiled.
+Against the driver of `support.pretended_driver`, which refuses what a real one refuses there. Nothing is compiled.
 """
 
 from __future__ import annotations

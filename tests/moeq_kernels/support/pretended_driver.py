@@ -58,9 +58,9 @@ int cuGraphDestroy(void *graph) { return 0; }
 """
 
 
-def driver(folder: Path, more: str = "") -> ctypes.CDLL:
-    """Build the library, with more functions in C if wanted, and load it under the driver's name."""
-    (folder / "driver.c").write_text(DRIVER + more)
+def driver(folder: Path) -> ctypes.CDLL:
+    """Build the library, and load it under the driver's name."""
+    (folder / "driver.c").write_text(DRIVER)
     library = folder / "libcuda.so.1"
     build = ["gcc", "-O2", "-shared", "-fPIC", "-w", folder / "driver.c", "-o", library, "-Wl,-soname,libcuda.so.1"]
     subprocess.run(build, check=True)
