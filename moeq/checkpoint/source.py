@@ -6,6 +6,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,6 +155,10 @@ class Source(ABC):
         finally:
             os.close(fd)
         return buffer
+
+    def sampled(self) -> AbstractContextManager[None]:
+        """Return a context in which a few tensors of a repository can be read without downloading their files."""
+        return nullcontext()  # files in a folder are read in part anyway
 
     def read_into(self, fd: int, view: memoryview, start: int, file: str) -> None:
         """Fill `view` with the bytes of an opened file from `start` on. Raises as `read_bytes`."""

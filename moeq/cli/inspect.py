@@ -33,7 +33,10 @@ def command(
     html: options.HtmlOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads headers only."""
+    """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads little but headers.
+
+    With deployment options, the exit code is that of a refusal of `convert`; 0 where there is nothing to convert.
+    """
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.degrees import degrees
     from moeq.report.inspect_text import Inspection, render
@@ -62,10 +65,18 @@ def command(
         "fit": fit,
     }
     inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or (), fit_lines(fit) if fit else ())
-    ok = fit is None or bool(fit["runs"])
-    out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=ok)
-    if not ok:
-        raise typer.Exit(ExitCode.NO)
+    code = _exit_code(given, found, fit)
+    out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=code == ExitCode.OK)
+    if code != ExitCode.OK:
+        raise typer.Exit(code)
+
+
+def _exit_code(given: options.GivenDeployment, found: Answer | None, fit: dict[str, Any] | None) -> ExitCode:
+    """Return the exit code of a refusal for the deployment asked about; 0 where the source is served as it is."""
+    if fit is not None:
+        return ExitCode.OK if fit["runs"] else ExitCode.NO
+    error = None if found is None or given.empty else found.error
+    return ExitCode.OK if error is None or error.code == "answer.nothing-to-convert" else error.exit_code
 
 
 def _fit(checkpoint: Checkpoint, given: options.GivenDeployment) -> dict[str, Any] | None:

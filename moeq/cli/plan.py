@@ -1,4 +1,4 @@
-"""`moeq plan`: what a conversion would do, unit by unit, and what it needs. Reads headers only."""
+"""`moeq plan`: what a conversion would do, unit by unit, and what it needs."""
 
 from __future__ import annotations
 

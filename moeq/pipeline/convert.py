@@ -151,8 +151,9 @@ def convert(
     part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
     tell = progress or (lambda event: None)
     memory = plan_memory(job, units, workers or default_workers(), max_memory)
-    if dry_run:
+    if dry_run or is_remote(source):  # before gigabytes are downloaded in vain
         _require_no_loss(job)
+    if dry_run:
         return conversion_of(job, folder, None, share=part, memory=memory)
     where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
@@ -173,7 +174,7 @@ def plan(
 ) -> Job:
     """Plan what `convert` with these arguments would do: decision, files and units.
 
-    Reads headers, and one expert of a local source where the layout may lose numbers.
+    Reads headers, and one expert where the layout may lose numbers.
 
     Raises:
         MoeqError: as `convert` does before it writes anything; `answer.lossy` if the first expert would lose numbers.

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import STACKED_ROLES
-from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.pipeline.plan.layer_plan import plan_layer
@@ -20,7 +19,7 @@ def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, 
     """Return the error with which a conversion would stop at its first expert, or None.
 
     One expert of every layout is packed that may lose numbers and was not allowed to; others may still lose some.
-    Nothing is read of a repository, of which it would be a download.
+    Of a repository only this expert's bytes are fetched; one that is larger than a sample is not looked at.
 
     Args:
         checkpoint: the source.
@@ -30,13 +29,12 @@ def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, 
     Returns:
         `answer.lossy`, worded as by `convert`, or None.
     """
-    if not isinstance(checkpoint.source, LocalSource):
-        return None
     found = (
         _loss(checkpoint, plan_layer(checkpoint, layer, layout, question.ranks, question.options))
         for layer, layout in _first_layers(layouts)
     )
-    return next(filter(None, found), None)
+    with checkpoint.source.sampled():
+        return next(filter(None, found), None)
 
 
 def _first_layers(layouts: Mapping[int, str]) -> Iterable[tuple[int, str]]:

@@ -37,7 +37,7 @@ class TestInspect:
         assert facts[0].split() == ["checkpoint", INT4]
 
     def test_a_refusal_ends_with_what_works(self, capsys: pytest.CaptureFixture[str]) -> None:
-        answer, following, *_ = printed(capsys, "inspect", ACT_ORDER, "--gpu", "H100")
+        answer, following, *_ = printed(capsys, "inspect", ACT_ORDER, "--gpu", "H100", code=1)
         assert "has no backend: act-order" in answer
         assert following.split(maxsplit=1) == ["next", "--engine moeq (moeq's own kernels) works"]
 
@@ -47,7 +47,8 @@ class TestInspect:
         assert following.split()[:4] == ["next", "vllm", "serve", "ct-fp8-block-qwen3moe"]
 
     def test_an_answer_that_is_not_known(self, capsys: pytest.CaptureFixture[str]) -> None:
-        answer, *_ = printed(capsys, "inspect", "ct-fp8-block-qwen3moe", "--gpu", "H100", "--engine", "sglang")
+        argv = "inspect", "ct-fp8-block-qwen3moe", "--gpu", "H100", "--engine", "sglang"
+        answer, *_ = printed(capsys, *argv, code=1)
         assert "what SGLang 0.5.23 runs is not known: " in answer
 
     def test_without_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:

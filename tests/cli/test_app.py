@@ -208,7 +208,7 @@ def test_inspect_json_is_one_document(moeq: Moeq, checkpoints) -> None:
 )
 def test_inspect_says_what_the_scheme_is(moeq: Moeq, name: str, phrase: str, checkpoints) -> None:
     result = moeq("inspect", checkpoints / name, "--gpu", "a100")
-    assert result.code == 0
+    assert result.code == ("actorder" in name)
     assert phrase in result.out
     assert "zero points stored minus one, unused" in result.out
 

@@ -146,5 +146,27 @@ def test_a_loss_is_told_before_anything_is_written(call, checkpoints, tmp_path, 
 
 def test_inspect_tells_a_loss(call, checkpoints) -> None:
     code, document = call("inspect", checkpoints / "ct-fp8-tensor-qwen3moe", "--gpu", "h100")
-    assert (code, document["converts"], document["verdict"]["convert"]) == (ExitCode.OK, False, None)
+    assert (code, document["ok"]) == (ExitCode.NO, False)
+    assert (document["converts"], document["verdict"]["convert"]) == (False, None)
     assert "would change 64 stored values" in document["verdict"]["no_convert"]
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "expected"),
+    [
+        ("gptq-int4-g32-actorder-qwen3moe", ("--gpu", "h100"), ExitCode.NO),
+        ("mxfp4-gptoss", ("--gpu", "h100", "--tp", 8), ExitCode.USAGE),
+        ("mxfp4-gptoss", ("--gpu", "h100"), ExitCode.OK),
+    ],
+)
+def test_inspect_ends_as_convert_would(call, checkpoints, name, where, expected) -> None:
+    for command in ("inspect", "plan"):
+        code, document = call(command, checkpoints / name, *where)
+        assert (code, document["ok"]) == (expected, expected == ExitCode.OK)
+    code, _ = call("inspect", checkpoints / name)
+    assert code == ExitCode.OK, "no deployment was asked about"
+
+
+def test_inspect_is_content_where_nothing_needs_converting(call, checkpoints) -> None:
+    code, document = call("inspect", checkpoints / "ct-fp8-block-qwen3moe", "--gpu", "h100")
+    assert (code, document["converts"], document["verdict"]["ok"]) == (ExitCode.OK, False, True)

@@ -148,7 +148,8 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
         return changed.backend if changed.ok and find_loss(checkpoint, other, changed.layouts) is None else None
 
     error = found.error
-    changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
+    with checkpoint.source.sampled():
+        changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
     works = ", or ".join(change.text for change in changes)
     force = "; --force-layout writes it anyway" if error.code in ("usage.layout-gpu", "usage.layout-unread") else ""
     return replace(found, error=MoeqError(error.code, error.message, f"{works} works{force}" if works else error.hint))
