@@ -44,14 +44,24 @@ def test_readers_are_not_inherited() -> None:
     assert all(layout_class(name) is kind for name, kind in LAYOUTS.items())
 
 
-def test_backends_name_layouts_that_exist() -> None:
-    policy = load_policy("vllm@0.33.0")
-    backends = [backend for family in policy.families.values() for backend in family.backends.values()]
-    named = {
-        layout for backend in backends for layout in (backend.layout, *(c.layout for c in backend.layouts)) if layout
+def test_layouts_name_backends_that_some_version_has() -> None:
+    """A layout's `readers` name a family and a backend: a wrong name would hide the layout from the oracle."""
+    policies = [load_policy(f"vllm@{version}") for version in ("0.26.0", "0.33.0")]
+    found = {
+        (choice.layout, backend.name)
+        for policy in policies
+        for family in policy.families.values()
+        for backend in family.backends.values()
+        for choice in backend.layouts
     }
-    assert "marlin-wna16/1" in named
-    assert named <= set(LAYOUTS), sorted(named - set(LAYOUTS))
+    named = {
+        (kind.id, reader.backend)
+        for kind in LAYOUTS.values()
+        for reader in kind.readers
+        if isinstance(reader, VLLM) and reader.chosen
+    }
+    assert ("marlin-wna16/1", "MARLIN") in named
+    assert named <= found, sorted(named - found)
 
 
 #: Config dialects that no engine policy reads, and why.

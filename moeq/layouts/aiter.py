@@ -16,7 +16,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
-from moeq.layouts.readers import VLLM
+from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -198,7 +198,6 @@ class _AiterFp8(Fp8Layout):
     Source: AITER 0.1.7 (`shuffle_weight`, as in e4048607); vLLM 0.33.0, `oracle/fp8.py`.
     """
 
-    readers = (VLLM("AITER", "aiter"),)
     source = "AITER 0.1.7, vLLM 0.33.0"
     arch = "gfx950"
     slicing = "N by 16, K by 32"
@@ -210,7 +209,7 @@ class _AiterFp8(Fp8Layout):
 class AiterFp8Block(_AiterFp8):
     id = "aiter-fp8-block/1"
     title = "AITER FP8, blocks"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8Static128BlockSym",))),)
     slicing = "N by 128, K by 128"
     scope = "block"
 
@@ -218,14 +217,14 @@ class AiterFp8Block(_AiterFp8):
 class AiterFp8Channel(_AiterFp8):
     id = "aiter-fp8-channel/1"
     title = "AITER FP8, one scale per channel"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8StaticChannelSym",))),)
     scope = "channel"
 
 
 class AiterFp8Tensor(_AiterFp8):
     id = "aiter-fp8-tensor/1"
     title = "AITER FP8, one scale per matrix"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8StaticTensorSym",))),)
     scope = "tensor"
 
 
@@ -294,19 +293,19 @@ class AiterFnuz(_AiterFp8):
 class AiterFp8BlockFnuz(AiterFnuz, AiterFp8Block):
     id = "aiter-fp8-block-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), blocks"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8Static128BlockSym",), devices=("rocm gfx942",))),)
 
 
 class AiterFp8ChannelFnuz(AiterFnuz, AiterFp8Channel):
     id = "aiter-fp8-channel-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per channel"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8StaticChannelSym",), devices=("rocm gfx942",))),)
 
 
 class AiterFp8TensorFnuz(AiterFnuz, AiterFp8Tensor):
     id = "aiter-fp8-tensor-fnuz/1"
     title = "AITER FP8 (E4M3FNUZ), one scale per matrix"
-    readers = _AiterFp8.readers
+    readers = (VLLM("AITER", "aiter", only=Only(weights=("kFp8StaticTensorSym",), devices=("rocm gfx942",))),)
 
 
 def _packed_bits(flags: Tensor) -> Tensor:

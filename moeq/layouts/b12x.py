@@ -13,7 +13,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, changed
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.nvfp4 import TiledNVFP4, global_scale_of
-from moeq.layouts.readers import VLLM
+from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ class B12xNVFP4A16(TiledNVFP4):
 
     id = "b12x-nvfp4-a16/1"
     title = "B12X NVFP4, 16-bit activations"
-    readers = (VLLM("B12X", "b12x", since="0.29.0", weights_only=True),)
+    readers = (
+        VLLM("B12X", "b12x", since="0.29.0", weights_only=True, only=Only(activations="none")),
+        VLLM("B12X", loads=False, only=Only(env="VLLM_B12X_MOE_FP4_FORCE_A16=1")),
+    )
     arch = "SM120, SM121"
     padding = PaddingRule(intermediate=64, ungated=128)
     w13_order = "up-gate"
@@ -60,7 +63,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
 
     id = "flashinfer-b12x-nvfp4/1"
     title = "FlashInfer B12X NVFP4"
-    readers = (VLLM("FLASHINFER_B12X", "flashinfer_b12x"),)
+    readers = (VLLM("FLASHINFER_B12X", "flashinfer_b12x", lossy=True),)
     source = "vLLM 0.33.0, FlashInfer 0.7.2"
     arch = "SM120, SM121"
     padding = PaddingRule(ungated=128)

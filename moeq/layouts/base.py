@@ -154,6 +154,7 @@ class Layout(ABC):
         w13_order: how the gate and up rows of `w13` lie in the packed result.
         lossy: what is lost for some inputs, or None where packing is always exact.
         lossy_as_engine: lossy bytes are, bit for bit, what the engine makes of the checkpoint itself.
+        family: weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
         calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
         readers: the kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
     """
@@ -169,6 +170,7 @@ class Layout(ABC):
     w13_order: ClassVar[W13Order] = "gate-up"
     lossy: ClassVar[str | None] = None
     lossy_as_engine: ClassVar[bool] = False
+    family: ClassVar[str] = "wna16"
     calibration_scope: ClassVar[str | None] = None
     readers: ClassVar[tuple[Reader, ...]] = ()
 
@@ -233,8 +235,13 @@ class Layout(ABC):
 
     @classmethod
     def vllm_readers(cls) -> tuple[VLLM, ...]:
-        """Return the backends of vLLM that read these bytes, the engine's preferred one first."""
-        return tuple(reader for reader in cls.readers if isinstance(reader, VLLM))
+        """Return the backends of vLLM that moeq's plug-in hands these bytes to, the engine's preferred one first."""
+        return tuple(reader for reader in cls.readers if isinstance(reader, VLLM) and reader.loads)
+
+    @classmethod
+    def is_read(cls) -> bool:
+        """Whether a plug-in of moeq hands these bytes to an engine, or a kernel of moeq reads them."""
+        return any(isinstance(reader, MOEQ) or reader.loads for reader in cls.readers)
 
     @classmethod
     def own_reader(cls) -> MOEQ | None:

@@ -16,7 +16,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
 from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, scale_bytes, weight_bytes
-from moeq.layouts.readers import VLLM
+from moeq.layouts.readers import VLLM, Only
 from moeq.layouts.words import block_sums
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -159,6 +159,7 @@ class CpuAmxInt8(ArrangedLayout):
     title = "CPU int8 W8A8"
     readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     source = "vLLM 0.33.0"
+    family = "int8"
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
     arch = "x86 with AMX"
@@ -252,7 +253,7 @@ class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
 
     id = "cpu-amx-mxfp4-interleaved/1"
     title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
-    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",), only=Only(activation="swigluoai")),)
     w13_order: ClassVar[W13Order] = "interleaved"
 
 
@@ -268,7 +269,7 @@ class CpuAmxFp8(Fp8Layout):
 
     id = "cpu-amx-fp8/1"
     title = "CPU AMX FP8, blocks, 16-bit activations"
-    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
+    readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",), only=Only(weights=("kFp8Static128BlockSym",))),)
     arch = "x86 with AMX"
     slicing = "N by 128, K by 128"
     scope = "block"

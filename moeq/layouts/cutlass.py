@@ -44,6 +44,6 @@ class CutlassNVFP4(TiledNVFP4):
 
     id = "cutlass-nvfp4/1"
     title = "CUTLASS NVFP4 (vLLM), FlashInfer CuteDSL NVFP4 in batches"
-    readers = (VLLM("VLLM_CUTLASS", "cutlass"),)
+    readers = (VLLM("VLLM_CUTLASS", "cutlass"), VLLM("FLASHINFER_CUTEDSL_BATCHED", loads=False))
     arch = "SM100 and newer"
     padding = PaddingRule(ungated=128)

@@ -14,7 +14,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
-from moeq.layouts.readers import VLLM
+from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class DeepGemmFp8Sm90(_DeepGemm):
 
     id = "deepgemm-fp8-sm90/1"
     title = "DeepGEMM FP8, blocks, power-of-two scales in float32"
-    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
+    readers = (VLLM("DEEPGEMM", "deep_gemm", only=Only(devices=("cuda 9.0",)), lossy=True),)
     arch = "SM90"
     slicing = "N by 128, K by 128"
 
@@ -98,7 +98,7 @@ class DeepGemmFp8Sm100(_DeepGemm):
 
     id = "deepgemm-fp8-sm100/1"
     title = "DeepGEMM FP8, blocks, packed E8M0 scales"
-    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
+    readers = (VLLM("DEEPGEMM", "deep_gemm", only=Only(devices=("cuda 10.x", "cuda 12.x")), lossy=True),)
     arch = "SM100, SM120"
     slicing = "N by 128, K by 512"
 
@@ -130,7 +130,7 @@ class DeepGemmMXFP8(MXFP8Layout):
 
     id = "deepgemm-mxfp8/1"
     title = "DeepGEMM MXFP8"
-    readers = (VLLM("DEEPGEMM", "deep_gemm"),)
+    readers = (VLLM("DEEPGEMM", "deep_gemm", only=Only(devices=("cuda 10.x", "cuda 12.x"))),)
     source = "vLLM 0.33.0, DeepGEMM 54e2261"
     arch = "SM100, SM120"
     slicing = "N by 4, K by 128"

@@ -31,7 +31,7 @@ from moeq.layouts.mxfp4 import (
     weight_bytes,
 )
 from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale
-from moeq.layouts.readers import VLLM
+from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class CuteDslNVFP4(NVFP4Layout):
 
     id = "flashinfer-cutedsl-nvfp4/1"
     title = "FlashInfer CuteDSL NVFP4"
-    readers = (VLLM("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", since="0.32.0"),)
+    readers = (VLLM("FLASHINFER_CUTEDSL", "flashinfer_cutedsl", since="0.32.0", older_differ=True),)
     source = _SOURCE
     arch = "SM100 family"
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
@@ -296,7 +296,7 @@ class FlashInferCutlassFp8Block(RaisedBlocks):
 
     id = "flashinfer-cutlass-fp8-block/1"
     title = "FlashInfer CUTLASS FP8, blocks"
-    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass"),)
+    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass", only=Only(weights=("kFp8Static128BlockSym",))),)
     arch = "SM90"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -309,7 +309,7 @@ class TrtllmFp8Block(RaisedBlocks):
 
     id = "trtllm-fp8-block/1"
     title = "FlashInfer TRTLLM FP8, blocks"
-    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm", only=Only(weights=("kFp8Static128BlockSym",))),)
     arch = "SM100 family"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -359,7 +359,7 @@ class FlashInferCutlassFp8Tensor(OneScale):
 
     id = "flashinfer-cutlass-fp8-tensor/1"
     title = "FlashInfer CUTLASS FP8, one scale per matrix"
-    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass"),)
+    readers = (VLLM("FLASHINFER_CUTLASS", "flashinfer_cutlass", only=Only(weights=("kFp8StaticTensorSym",))),)
     arch = "SM90 and newer"
     slicing = "N by 16, K by 16"
     n_multiple = 16
@@ -373,7 +373,7 @@ class TrtllmFp8Tensor(OneScale):
 
     id = "trtllm-fp8-tensor/1"
     title = "FlashInfer TRTLLM FP8, one scale per matrix"
-    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm"),)
+    readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm", only=Only(weights=("kFp8StaticTensorSym",))),)
     arch = "SM100 family"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
 
@@ -394,6 +394,7 @@ class TrtllmMxInt4(ArrangedLayout):
 
     id = "trtllm-mxint4/1"
     title = "FlashInfer TRTLLM MxInt4"
+    readers = (VLLM("FLASHINFER_TRTLLM", loads=False),)
     source = _SOURCE
     elements = ("int4",)
     schemes = "int4 symmetric in groups of 32 with bf16 scales, no bias"

@@ -47,6 +47,7 @@ class Fp8Layout(ArrangedLayout):
     """FP8 weights. Subclasses set `scope`, what shares a scale."""
 
     source = "vLLM 0.33.0"
+    family = "fp8"
     elements = ("e4m3",)
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f32", "bf16", "f16")
     biased = False
@@ -110,6 +111,7 @@ class MXFP8Layout(ArrangedLayout):
     """MXFP8 weights: E4M3 codes with an E8M0 scale byte per 32 of them, no bias."""
 
     source = "vLLM 0.33.0"
+    family = "mxfp8"
     elements = ("e4m3",)
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), no bias"
     scale_dtypes = ("e8m0",)

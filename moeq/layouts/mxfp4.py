@@ -17,6 +17,7 @@ GROUP = 32
 class MXFP4Layout(ArrangedLayout):
     """Base of layouts for e2m1 codes with an e8m0 byte per 32 of them."""
 
+    family = "mxfp4"
     elements = ("e2m1",)
     schemes = "mxfp4 (e2m1 codes, e8m0 scales of 32), with bias"
     scale_dtypes = ("e8m0",)

@@ -39,6 +39,7 @@ class NVFP4Layout(ArrangedLayout):
     """Base of layouts for NVFP4 whose codes and scales keep their values."""
 
     source = "vLLM 0.33.0"
+    family = "nvfp4"
     elements = ("e2m1",)
     schemes = "nvfp4 (e2m1 codes, e4m3 scales of 16, float32 scale per tensor), no bias"
     scale_dtypes = ("e4m3",)

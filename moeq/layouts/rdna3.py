@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import TensorSpec
+from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class Rdna3Int4(ArrangedLayout):
 
     id = "rdna3-int4/1"
     title = "RDNA3 int4 (ExLlama shuffle)"
+    readers = (VLLM("RDNA3", loads=False),)
     source = "vLLM 0.33.0"
     elements = ("int4",)
     schemes = "int4 symmetric with groups (compressed-tensors)"

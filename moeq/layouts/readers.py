@@ -12,8 +12,33 @@ VLLM_VERSIONS = ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.
 
 
 @dataclass(frozen=True)
+class Only:
+    """Conditions of a deployment and a checkpoint; one that is None always holds.
+
+    Attributes:
+        dtype: dtype of the activations.
+        env: environment variable and value, `NAME=value`.
+        configs: vLLM's config classes, as the oracle names them.
+        weights: vLLM's weight keys, which tell scales of blocks, channels and tensors apart.
+        activations: vLLM's key of the activations that the checkpoint asks for; `none` for 16 bits.
+        devices: device terms (`moeq.oracle.devices`), of which one has to hold.
+        max_tp: largest number of ranks that share an expert.
+        activation: activation function of the experts.
+    """
+
+    dtype: str | None = None
+    env: str | None = None
+    configs: tuple[str, ...] | None = None
+    weights: tuple[str, ...] | None = None
+    activations: str | None = None
+    devices: tuple[str, ...] | None = None
+    max_tp: int | None = None
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
 class VLLM:
-    """A backend of vLLM to which moeq's plug-in hands the stored bytes.
+    """A backend of vLLM that reads the bytes; moeq's plug-in hands them to it unless `loads` is False.
 
     Attributes:
         backend: the engine's name of the backend.
@@ -24,6 +49,11 @@ class VLLM:
         activates: the kernel applies the activation function itself and finds gate and up where the layout has them.
         weights_only: the kernel quantises no activations, so it needs no scales of static ones.
         shards: tensor-parallel ranks may hold parts of experts.
+        loads: moeq's plug-in hands the stored bytes to this backend.
+        only: conditions under which the backend reads these bytes instead of others.
+        chosen: the oracle names this layout for the backend; where it does not, a plan takes it in place of another.
+        lossy: the engine changes numbers when it makes these bytes, so they are written on request only.
+        older_differ: versions before `since` read other bytes, for which there is no layout.
     """
 
     backend: str
@@ -34,6 +64,11 @@ class VLLM:
     activates: bool = False
     weights_only: bool = False
     shards: bool = True
+    loads: bool = True
+    only: Only = Only()
+    chosen: bool = True
+    lossy: bool = False
+    older_differ: bool = False
 
     @property
     def versions(self) -> tuple[str, ...]:

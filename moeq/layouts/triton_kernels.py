@@ -28,7 +28,7 @@ from moeq.layouts.mxfp4 import (
     scale_bytes,
     weight_bytes,
 )
-from moeq.layouts.readers import MOEQ, VLLM, Reader
+from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec
 
 
@@ -58,8 +58,8 @@ class TritonKernelsHopper(TritonKernelsLayout):
     id = "triton-kernels-hopper/1"
     title = "triton_kernels MXFP4, Hopper, 8 warps"
     readers: ClassVar[tuple[Reader, ...]] = (
-        VLLM("TRITON", "triton", dtypes=("bf16",)),
-        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)),
+        VLLM("TRITON", "triton", dtypes=("bf16",), only=Only(devices=("cuda 9.0",))),
+        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=Only(devices=("cuda 9.0",))),
         MOEQ("TRITON_KERNELS_HOPPER"),
     )
     arch = "SM90"
@@ -108,7 +108,10 @@ class TritonKernelsBlackwell(TritonKernelsLayout):
 
     id = "triton-kernels-blackwell/1"
     title = "triton_kernels MXFP4, Blackwell"
-    readers = (VLLM("TRITON", "triton", dtypes=("bf16",)), VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)))
+    readers = (
+        VLLM("TRITON", "triton", dtypes=("bf16",), only=Only(devices=("cuda 10.x", "cuda 12.x"))),
+        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=Only(devices=("cuda 10.x", "cuda 12.x"))),
+    )
     arch = "SM100, SM120"
     slicing = "N by 128 (64 per half of w13), K by 256"
 
@@ -126,6 +129,9 @@ _CDNA4_SCALE = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
 _CDNA4_SCALE_W13 = Arrangement("h2 n o2 r8, g u2 q4 -> n g q r h u o")
 
 
+_CDNA4 = Only(devices=("rocm gfx950",), max_tp=2)
+
+
 class TritonKernelsCDNA4(TritonKernelsLayout):
     """gfx950: values in row order, scales for its matrix cores.
 
@@ -136,9 +142,16 @@ class TritonKernelsCDNA4(TritonKernelsLayout):
     id = "triton-kernels-cdna4/1"
     title = "triton_kernels MXFP4, CDNA4 scales"
     readers = (
-        VLLM("TRITON", "triton", dtypes=("bf16",)),
-        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",)),
-        VLLM("AITER_TRITON_MXFP4_BF16", "aiter_triton_mxfp4_bf16", since="0.30.0", dtypes=("bf16",), activates=True),
+        VLLM("TRITON", "triton", dtypes=("bf16",), only=_CDNA4),
+        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=_CDNA4),
+        VLLM(
+            "AITER_TRITON_MXFP4_BF16",
+            "aiter_triton_mxfp4_bf16",
+            since="0.30.0",
+            dtypes=("bf16",),
+            activates=True,
+            only=_CDNA4,
+        ),
     )
     arch = "gfx950, TP up to 2"
     slicing = "N by 32 (16 per half of w13), K by 256"

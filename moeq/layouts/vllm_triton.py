@@ -83,6 +83,7 @@ class Int8W8A8(ArrangedLayout):
     title = "int8 W8A8 Triton"
     readers = (VLLM("TRITON", "triton"), MOEQ("TRITON"))
     source = "vLLM 0.33.0"
+    family = "int8"
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
     arch = "any GPU with Triton"

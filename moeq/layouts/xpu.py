@@ -7,7 +7,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_bytes, weight_bytes
-from moeq.layouts.readers import MOEQ, VLLM
+from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec
 
 
@@ -24,6 +24,7 @@ class IdentityMXFP4(MXFP4Layout):
         VLLM("XPU", "xpu", dtypes=("bf16",)),
         VLLM("B12X_MXFP4_MXFP8", "b12x", since="0.29.0", dtypes=("bf16",)),
         VLLM("B12X_MXFP4_BF16", "b12x", since="0.29.0", dtypes=("bf16",)),
+        VLLM("EMULATION", loads=False),
         MOEQ("MXFP4_PLAIN"),
     )
     source = "vLLM 0.33.0"
@@ -50,7 +51,7 @@ class XpuFp8Tensor(Fp8Layout):
 
     id = "xpu-fp8-tensor/1"
     title = "XPU FP8, one scale per matrix"
-    readers = (VLLM("XPU"),)
+    readers = (VLLM("XPU", only=Only(weights=("kFp8StaticTensorSym",))),)
     arch = "Intel XPU"
     slicing = "N by 1, K by 1"
     scope = "tensor"
@@ -64,7 +65,7 @@ class XpuFp8Block(Fp8Layout):
 
     id = "xpu-fp8-block/1"
     title = "XPU FP8, blocks"
-    readers = (VLLM("XPU"),)
+    readers = (VLLM("XPU", only=Only(weights=("kFp8Static128BlockSym",))),)
     arch = "Intel XPU"
     slicing = "N by 128, K by 128"
     scope = "block"
@@ -98,6 +99,7 @@ class XpuWNA16(ArrangedLayout):
 
     id = "xpu-wna16/1"
     title = "XPU int4 as stored"
+    readers = (VLLM("XPU", loads=False),)
     source = "vLLM 0.33.0"
     elements = ("int4",)
     schemes = "int4 symmetric"

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from moeq.errors import MoeqError
-from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.engines.moeq import builtin_policy
 from moeq.oracle.engines.vllm.filters import FILTERS
 from moeq.oracle.engines.vllm.policy import Backend, EnginePolicy, Family, load_policy
@@ -35,8 +34,7 @@ def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]
 
 def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, Any]:
     classes = [policy.classes[name] for name in backend.classes]
-    choices = [choice.layout for choice in backend.layouts if not choice.lossy] + [backend.layout]
-    layouts = list(dict.fromkeys(layout for layout in choices if layout))
+    layouts = list(dict.fromkeys(choice.layout for choice in backend.layouts if not choice.lossy))
     return {
         "family": family.name,
         "title": family.title,
@@ -46,7 +44,7 @@ def _row(policy: EnginePolicy, family: Family, backend: Backend) -> dict[str, An
         "devices": list(dict.fromkeys(device for row in classes for device in row.variants)),
         "needs": list(dict.fromkeys(name for row in classes for item in _variants(row) for name in item.packages)),
         "limits": _limits(backend, classes),
-        "layouts": [layout for layout in layouts if layout in LAYOUTS],
+        "layouts": layouts,
         "no_layout": AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has none yet",
     }
 

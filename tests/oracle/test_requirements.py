@@ -107,7 +107,7 @@ def test_r06_every_record_is_complete() -> None:
         for backend in family.backends.values():
             assert backend.classes
             assert all(name in POLICY.classes for name in backend.classes)
-            assert backend.layout or backend.layouts or backend.no_layout or family.name in NO_LAYOUTS
+            assert backend.layouts or backend.no_layout or family.name in NO_LAYOUTS
     for row in POLICY.classes.values():
         assert row.format in ("standard", "batched")
         for device, variants in row.variants.items():

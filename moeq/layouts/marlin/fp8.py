@@ -23,7 +23,7 @@ from moeq.layouts.marlin.maps import (
     whole_groups,
 )
 from moeq.layouts.mxfp4 import bias_as
-from moeq.layouts.readers import MOEQ, VLLM
+from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class MarlinFp8(_MarlinBytes):
     id = "marlin-fp8/1"
     title = "Marlin FP8, bf16 parameters"
     readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
+    family = "fp8"
     schemes = "fp8 (e4m3 codes), scales per 128 x 128 block, channel or tensor, with bias"
     slicing = "N by 64, K by whole groups (16 where channel-wise)"
     scale_dtypes = ("f32", "bf16", "f16", "e8m0")
@@ -112,7 +113,10 @@ class MarlinFp8Fp16(MarlinFp8):
 
     id = "marlin-fp8-fp16/1"
     title = "Marlin FP8, fp16 parameters"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("fp16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
+    readers = (
+        VLLM("MARLIN", "marlin", dtypes=("fp16",), weights_only=True, only=Only(dtype="fp16")),
+        MOEQ("MARLIN", keeps_16_bit=True),
+    )
     params = "F16"
     exponent = 8
     lossy = "scales and biases are rounded to fp16, and scales of 256 or more overflow, as in the engine"
@@ -124,6 +128,7 @@ class MarlinMXFP8(_MarlinBytes):
     id = "marlin-mxfp8/1"
     title = "Marlin MXFP8, bf16 parameters"
     readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
+    family = "mxfp8"
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with bias"
     slicing = "N by 64, K by 32 (at least 64)"
     scale_dtypes = ("e8m0",)

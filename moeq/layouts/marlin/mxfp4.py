@@ -8,6 +8,7 @@ Source: vLLM 0.33.0, `marlin_utils_fp4.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.layouts.arranged import Part, is_gated_w13
@@ -24,7 +25,7 @@ from moeq.layouts.marlin.maps import (
     whole_groups,
 )
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
-from moeq.layouts.readers import MOEQ, VLLM, Reader
+from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _WEIGHT_A8_PAIRS = Arrangement("h2 n m4 r4, k e2 p4 q4 -> k n r h p m | q e")
 _GROUPED_PAIRS = Arrangement("h2 n o2 s2 t2 r4, g -> g n r h o t s")
 _SINGLE_PAIRS = Arrangement("h2 n a2 u2 b4, g -> g n b a h u")
 _SINGLE_A8_PAIRS = Arrangement("h2 n a4 b4, g -> g n b a h")
+
+_FP8 = Only(env="VLLM_MARLIN_INPUT_DTYPE=fp8")
 
 
 class MarlinMXFP4(MXFP4Layout):
@@ -74,7 +77,7 @@ class MarlinMXFP4(MXFP4Layout):
 class MarlinMXFP4Interleaved(MarlinMXFP4):
     id = "marlin-mxfp4-interleaved/1"
     title = "Marlin MXFP4, bf16 parameters, gate and up interleaved (gpt-oss on vLLM)"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True), MOEQ())
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True, only=Only(activation="swigluoai")), MOEQ())
     w13_order: ClassVar[W13Order] = "interleaved"
 
 
@@ -86,6 +89,7 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
 
     id = "marlin-mxfp4-fp16/1"
     title = "Marlin MXFP4, fp16 parameters"
+    readers = (VLLM("MARLIN", loads=False, only=Only(dtype="fp16")),)
     params = "F16"
     exact_scales: ClassVar[tuple[int, int]] = (103, 142)
     rearranges = True
@@ -105,6 +109,7 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
 class MarlinMXFP4Fp16Interleaved(MarlinMXFP4Fp16):
     id = "marlin-mxfp4-fp16-interleaved/1"
     title = "Marlin MXFP4, fp16 parameters, gate and up interleaved (gpt-oss on vLLM)"
+    readers = (VLLM("MARLIN", loads=False, only=Only(dtype="fp16", activation="swigluoai")),)
     w13_order = "interleaved"
 
 
@@ -116,7 +121,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
 
     id = "marlin-mxfp4-fp8act/1"
     title = "Marlin MXFP4, bf16 parameters, fp8 activations"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),)
+    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True, only=_FP8),)
     arch = "SM89 and SM12x"
     slicing = "N by 64, K by 32"
 
@@ -150,5 +155,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
 class MarlinMXFP4Fp8ActInterleaved(MarlinMXFP4Fp8Act):
     id = "marlin-mxfp4-fp8act-interleaved/1"
     title = "Marlin MXFP4, fp8 activations, gate and up interleaved (gpt-oss on vLLM)"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True),)
+    readers = (
+        VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True, only=replace(_FP8, activation="swigluoai")),
+    )
     w13_order = "interleaved"

@@ -31,7 +31,7 @@ from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.nvfp4 import GROUP, global_scale_of
-from moeq.layouts.readers import MOEQ, VLLM, Reader
+from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class MarlinNVFP4(ArrangedLayout):
         MOEQ("MARLIN", keeps_16_bit=True),
     )
     source = "vLLM 0.33.0"
+    family = "nvfp4"
     elements = ("e2m1",)
     schemes = "nvfp4 (e2m1 codes, e4m3 scales of 16, float32 scale per tensor), with bias"
     arch = "SM75 and newer"
@@ -174,7 +175,10 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
 
     id = "marlin-nvfp4-fp16/1"
     title = "Marlin NVFP4, fp16 parameters"
-    readers = (VLLM("MARLIN", "marlin", dtypes=("fp16",), weights_only=True), MOEQ("MARLIN", keeps_16_bit=True))
+    readers = (
+        VLLM("MARLIN", "marlin", dtypes=("fp16",), weights_only=True, only=Only(dtype="fp16")),
+        MOEQ("MARLIN", keeps_16_bit=True),
+    )
     params = "F16"
     exponent = 14 - _SHIFT
     slicing = "none (the global scale belongs to the whole)"

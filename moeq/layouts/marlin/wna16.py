@@ -23,7 +23,7 @@ from moeq.layouts.marlin.maps import (
     whole_groups,
     zero_part,
 )
-from moeq.layouts.readers import MOEQ, VLLM
+from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -87,7 +87,7 @@ class MarlinActOrder(ArrangedLayout):
 
     id = "marlin-act-order/1"
     title = "Marlin with act-order"
-    readers = (VLLM("MARLIN", "marlin", until="0.29.0", weights_only=True, shards=False), MOEQ("MARLIN"))
+    readers = (VLLM("MARLIN", "marlin", until="0.29.0", weights_only=True, shards=False, chosen=False), MOEQ("MARLIN"))
     source = "SGLang 0.5.23, vLLM 0.26.0"
     elements = ("int4", "int8")
     schemes = "gptq int4 and int8 with act-order, symmetric"
@@ -202,6 +202,7 @@ class MarlinInt8Act(_MarlinA8):
 
     id = "marlin-wna16-int8act/1"
     title = "Marlin, int8 activations"
+    readers = (VLLM("MARLIN", loads=False, only=Only(env="VLLM_MARLIN_INPUT_DTYPE=int8", configs=("gptq", "ct"))),)
     elements = ("int4", "int8")
     schemes = "int4 and int8, symmetric or with zero points"
     arch = "SM75 and newer"
@@ -266,6 +267,7 @@ class MarlinFp8Act(_MarlinA8):
 
     id = "marlin-wna16-fp8act/1"
     title = "Marlin, fp8 activations"
+    readers = (VLLM("MARLIN", loads=False, only=Only(env="VLLM_MARLIN_INPUT_DTYPE=fp8", configs=("gptq", "ct"))),)
     elements = ("int4",)
     schemes = "int4, symmetric or with zero points"
     arch = "SM89 and SM12x"

@@ -280,7 +280,7 @@ def _choice(
     if not fitting:
         return against[0]
     best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
-    if not layout_class(best.layout).readers and not question.options.force_layout:
+    if not layout_class(best.layout).is_read() and not question.options.force_layout:
         return MoeqError(
             "usage.layout-unread",
             f"{best.backend} reads {best.layout}, but no plug-in of moeq hands it these bytes and no kernel of moeq "

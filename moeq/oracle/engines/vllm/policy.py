@@ -13,7 +13,9 @@ from typing import Any
 
 from moeq.deploy.deployment import Gpu
 from moeq.errors import MoeqError
-from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
+from moeq.layouts.readers import VLLM, Only
+from moeq.layouts.registry import LAYOUTS
+from moeq.oracle.devices import nearest_device
 from moeq.oracle.engines.vllm.tables import (
     ExpertsClass,
     Search,
@@ -30,49 +32,39 @@ from moeq.oracle.versions import BUILTIN, engine_names, release
 
 @dataclass(frozen=True)
 class BackendLayout:
-    """Layout that a backend's kernel reads under some conditions; a condition that is None always holds.
+    """Layout that a backend's kernel reads under some conditions, as a layout class declares it in its `readers`.
 
     Attributes:
-        layout: layout id, or None if no layout matches these conditions.
-        when: device.
-        activation: activation function; some change the order of gate and up rows.
-        dtype: activation dtype.
-        env: environment variable and value.
-        configs: config classes.
-        max_tp: largest tensor-parallel size.
-        weights: engine's weight keys; they distinguish scales per block, channel and tensor.
-        activations: engine's key of the requested activations; `none` for 16-bit activations.
+        layout: layout id.
+        only: the conditions.
         lossy: whether the engine changes numbers when it makes this layout. It is then written only on request.
-        since: first version of the engine.
+        since: first version of the engine that reads it, where older ones read other bytes; else None.
     """
 
-    layout: str | None
-    when: DeviceTerm | None = None
-    activation: str | None = None
-    dtype: str | None = None
-    env: tuple[str, str] | None = None
-    configs: tuple[str, ...] | None = None
-    max_tp: int | None = None
-    weights: tuple[str, ...] | None = None
-    activations: str | None = None
-    lossy: bool = False
-    since: str | None = None
+    layout: str
+    only: Only
+    lossy: bool
+    since: str | None
 
 
-def _layout_choice(row: Mapping[str, Any]) -> BackendLayout:
-    name, _, value = row.get("env", "").partition("=")
-    return BackendLayout(
-        layout=row["layout"] or None,
-        when=device_term(row["when"]) if "when" in row else None,
-        activation=row.get("activation"),
-        dtype=row.get("dtype"),
-        env=(name, value) if name else None,
-        configs=tuple(row["configs"]) if "configs" in row else None,
-        max_tp=row.get("max_tp"),
-        weights=tuple(row["weights"]) if "weights" in row else None,
-        activations=row.get("activations"),
-        lossy=row.get("lossy", False),
-        since=row.get("since"),
+def _layouts(family: str, backend: str) -> tuple[BackendLayout, ...]:
+    """Return the layouts that a backend reads, in the order in which their conditions are tried."""
+    found = [
+        BackendLayout(layout, reader.only, reader.lossy, reader.since if reader.older_differ else None)
+        for layout, kind in LAYOUTS.items()
+        if kind.family == family
+        for reader in kind.readers
+        if isinstance(reader, VLLM) and reader.chosen and reader.backend == backend
+    ]
+    return tuple(sorted(found, key=_order))
+
+
+def _order(row: BackendLayout) -> tuple[Any, ...]:
+    """Sort layouts of one backend so that a row without a condition comes after those that have it."""
+    only = row.only
+    return (
+        *(only.dtype is None, only.env is None, only.activations is None, only.weights is None, only.weights or ()),
+        *(only.devices is None, only.activation is None),
     )
 
 
@@ -86,8 +78,8 @@ class Backend:
         activation_key: activation key to ask its classes with; None for the method's key.
         flag: value of the backend option that selects it, or None.
         filters: names of the checks on the whole backend.
-        layout: id of the layout that its kernel reads, if no conditional layout applies.
-        layouts: conditional layouts; the first whose conditions hold applies.
+        layouts: what its kernel reads; the first layout whose conditions hold applies.
+        unread: conditions under which it reads bytes of no layout.
         no_layout: reason for a missing layout.
         as_it_is: whether it reads the bytes of the checkpoint.
         native: whether it computes in the number types of the checkpoint (see `CandidateReport.native`).
@@ -98,8 +90,8 @@ class Backend:
     activation_key: str | None = None
     flag: str | None = None
     filters: tuple[str, ...] = ()
-    layout: str | None = None
     layouts: tuple[BackendLayout, ...] = ()
+    unread: tuple[Only, ...] = ()
     no_layout: str | None = None
     as_it_is: bool = False
     native: bool = False
@@ -149,7 +141,8 @@ def _family(
     name: str, blocks: Mapping[str, list[Mapping[str, Any]]], known: Mapping[str, Any], *, checked: bool
 ) -> Family:
     row = known.get(name, {})
-    row = {**known[row["like"]], **row} if "like" in row else row
+    like = row.get("like", name)
+    row = {**known.get(like, {}), **row}
     searches = _searches(blocks)
     # A name that selects one backend takes precedence over a name that several share.
     flags: dict[str, str] = {}
@@ -163,11 +156,14 @@ def _family(
                 flags.setdefault(attempt.backend, asked)
     backends = {}
     for backend, names in classes.items():
-        facts = dict(row.get("backends", {}).get(backend, {}))
-        layouts = tuple(_layout_choice(item) for item in facts.pop("layouts", ()))
-        facts.setdefault("no_layout", row.get("no_layout"))
+        rows = row.get("backends", {})
+        facts = dict(rows.get(backend, {}))
+        same = facts.pop("like", backend)  # a backend that reads what another one does
+        facts = {"no_layout": row.get("no_layout")} | (rows.get(same, {}) if same != backend else {}) | facts
         filters = tuple(facts.pop("filters", ()))
         facts["filters"] = filters if checked else ()
+        facts["unread"] = tuple(Only(**conditions) for conditions in facts.pop("unread", ()))
+        layouts = _layouts(like, same)
         backends[backend] = Backend(backend, tuple(names), keys[backend], flags.get(backend), layouts=layouts, **facts)
     return Family(name, row.get("title", name), backends, searches)
 
@@ -294,7 +290,7 @@ def _activations(classes: Mapping[str, ExpertsClass]) -> tuple[str, ...]:
 
 @cache
 def knowledge(engine: str) -> dict[str, Any]:
-    """Load `backends.toml`: layouts, losses, converters that raise and advisories, for every version."""
+    """Load `backends.toml`: what classes drop, converters that raise and advisories, for every version."""
     return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
 
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from moeq.layouts.registry import LAYOUTS
+from moeq.layouts.readers import Only
+from moeq.oracle.devices import device_term
 from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.filters import filter_reasons
 from moeq.oracle.engines.vllm.policy import Backend, Family
@@ -117,8 +118,8 @@ def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) 
     return CandidateReport(
         backend=backend.name,
         experts=experts.rpartition(":")[2],
-        layout=layout if layout in LAYOUTS else None,
-        lossy_layout=lossy if lossy in LAYOUTS else None,
+        layout=layout,
+        lossy_layout=lossy,
         no_layout=_no_layout(backend, layout, lossy),
         supported=not reasons,
         reasons=reasons,
@@ -135,27 +136,33 @@ def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
 
     A layout is lossy if making it changes numbers. Both are None without a layout.
     """
-    for row in backend.layouts:
-        if (
-            (row.when is None or row.when.admits(case.gpu))
-            and row.activation in (None, case.shape.activation)
-            and row.dtype in (None, case.deployment.dtype)
-            and (row.env is None or case.env(row.env[0]) == row.env[1])
-            and (row.configs is None or case.method.config in row.configs)
-            and (row.max_tp is None or case.moe_tp <= row.max_tp)
-            and (row.weights is None or case.method.weight_key in row.weights)
-            and row.activations in (None, case.method.activation_key or "none")
-            and (row.since is None or case.policy.since(row.since))
-        ):
-            return (None, row.layout) if row.lossy else (row.layout, None)
-    return backend.layout, None
+    if not any(_holds(case, only) for only in backend.unread):
+        for row in backend.layouts:
+            if _holds(case, row.only) and (row.since is None or case.policy.since(row.since)):
+                return (None, row.layout) if row.lossy else (row.layout, None)
+    return None, None
+
+
+def _holds(case: Case, only: Only) -> bool:
+    """Whether a case meets all conditions."""
+    name, _, value = (only.env or "").partition("=")
+    return (
+        (only.devices is None or any(device_term(text).admits(case.gpu) for text in only.devices))
+        and only.activation in (None, case.shape.activation)
+        and only.dtype in (None, case.deployment.dtype)
+        and (only.env is None or case.env(name) == value)
+        and (only.configs is None or case.method.config in only.configs)
+        and (only.max_tp is None or case.moe_tp <= only.max_tp)
+        and (only.weights is None or case.method.weight_key in only.weights)
+        and only.activations in (None, case.method.activation_key or "none")
+    )
 
 
 def _no_layout(backend: Backend, layout: str | None, lossy: str | None) -> str | None:
-    if layout is None:
-        why = AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has no offline layout for it"
-        return f"{why}; --layout {lossy} --allow-lossy writes that" if lossy else why
-    return None if layout in LAYOUTS else f"layout {layout} is not in this version of moeq"
+    if layout is not None:
+        return None
+    why = AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has no offline layout for it"
+    return f"{why}; --layout {lossy} --allow-lossy writes that" if lossy else why
 
 
 def on_device(case: Case, backend: Backend) -> bool:
