@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, not_converted
+from moeq.errors import MoeqError
 from moeq.load.activation_scales import ActivationScales, activation_scales, stored_scales
-from moeq.load.ranks import Rank, RankPart
+from moeq.load.ranks import Rank, RankPart, plan_rank
 from moeq.load.torch_loader import fill_parts, layer_entry, open_converted, require_arch
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
@@ -63,8 +64,15 @@ class ExpertsSource(ABC):
         """Raise MoeqError `environment.gpu-mismatch` if the bytes are for another architecture."""
 
     @abstractmethod
-    def fill(self, entry: LayerEntry, part: RankPart, rank: Rank, tensors: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of a layer on one rank, by `{role}_{part}`, with its packed experts."""
+    def check_parts(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank) -> None:
+        """Raise MoeqError `usage.eplb` if this source cannot fill the replicas of a rank."""
+
+    @abstractmethod
+    def fill(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank, tensors: Mapping[str, Tensor]) -> None:
+        """Fill the tensors of a layer on one rank, by `{role}_{part}`, with its packed experts.
+
+        Parts follow each other in the tensors: one, and more if the rank holds replicas.
+        """
 
     @abstractmethod
     def activation_scales(self, entry: LayerEntry) -> ActivationScales | None:
@@ -91,10 +99,17 @@ class ConvertedExpertsSource(ExpertsSource):
     def require_arch(self, arch: str) -> None:
         require_arch(self.checkpoint, arch)
 
-    def fill(self, entry: LayerEntry, part: RankPart, rank: Rank, tensors: Mapping[str, Tensor]) -> None:
-        for role in STACKED_ROLES:
-            targets = {name: tensors[f"{role}_{name}"] for name in part.matrices[role].stored.tensors}
-            fill_parts(self.checkpoint, entry, part, part.matrices[role], targets)
+    def check_parts(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank) -> None:
+        """Accept any: a rank reads the files of all."""
+
+    def fill(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank, tensors: Mapping[str, Tensor]) -> None:
+        first = 0
+        for part in parts:
+            rows = slice(first, first + part.experts[1] - part.experts[0])
+            for role in STACKED_ROLES:
+                targets = {name: tensors[f"{role}_{name}"][rows] for name in part.matrices[role].stored.tensors}
+                fill_parts(self.checkpoint, entry, part, part.matrices[role], targets)
+            first = rows.stop
 
     def activation_scales(self, entry: LayerEntry) -> ActivationScales | None:
         with _ON_CPU:
@@ -162,7 +177,16 @@ class PackingExpertsSource(ExpertsSource):
     def require_arch(self, arch: str) -> None:
         """Accept any: layouts are chosen for the GPU that is here."""
 
-    def fill(self, entry: LayerEntry, part: RankPart, rank: Rank, tensors: Mapping[str, Tensor]) -> None:
+    def check_parts(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank) -> None:
+        if [part.experts for part in parts] != [plan_rank(entry, rank).experts]:
+            raise MoeqError(
+                "usage.eplb",
+                f"layer {entry.layer}: a rank that packs its source while it loads holds no replicas of other ranks",
+                f"convert first: {convert_command(self.checkpoint.source.name, self.answer)}; or start without "
+                "redundant experts",
+            )
+
+    def fill(self, entry: LayerEntry, parts: Sequence[RankPart], rank: Rank, tensors: Mapping[str, Tensor]) -> None:
         begun, ranks = time.monotonic(), self.answer.question.ranks
         number = rank.ep_rank if ranks.ep > 1 else rank.tp_rank
         if self._packer is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
@@ -90,6 +90,54 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
         matrices = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in entry.matrices.items()}
         return RankPart(experts, experts, matrices)
     return RankPart(experts, experts, _cut(entry, rank, unit))
+
+
+def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPart]:
+    """Plan what a rank reads of a layer whose first experts are held twice, for load balancing.
+
+    The experts and their replicas are numbered through: a replica `num_experts + i` is expert `i`. Every rank holds as
+    many of these numbers as the others, in order (vLLM's initial placement, in `EplbState`).
+
+    Args:
+        entry: the layer in the manifest.
+        rank: the rank, of several that share the experts.
+        redundant: number of replicas, of all ranks together.
+
+    Returns:
+        Parts that follow each other on the rank: consecutive experts each.
+
+    Raises:
+        MoeqError: as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
+            of its experts, if ranks share experts, or if the replicas do not spread evenly.
+    """
+    rank.check()
+    where, count = f"layer {entry.layer}", entry.num_experts + redundant
+    if entry.ranks or rank.tp_size > 1:
+        raise MoeqError(
+            "usage.eplb",
+            f"{where} is written rank by rank, so its experts stay on their rank ({entry.sharding.why})"
+            if entry.ranks
+            else f"{where}: experts are moved whole, and here {rank.tp_size} ranks share each",
+            "start without --enable-eplb" if entry.ranks else "start with --enable-expert-parallel",
+        )
+    if count % rank.ep_size or redundant < 0:
+        near = -entry.num_experts % rank.ep_size
+        raise MoeqError(
+            "usage.eplb",
+            f"{where}: {entry.num_experts} experts and {redundant} replicas do not spread evenly over {rank.ep_size} "
+            f"ranks ({count} % {rank.ep_size} = {count % rank.ep_size})",
+            f"{near} replicas do, and every {rank.ep_size} more",
+        )
+    whole = plan_rank(entry, Rank())
+    each = count // rank.ep_size
+    first, stop = rank.ep_rank * each, (rank.ep_rank + 1) * each
+    parts = []
+    while first < stop:
+        start = first % entry.num_experts
+        end = min(start + stop - first, entry.num_experts)
+        parts.append(replace(whole, experts=(start, end), rows=(start, end)))
+        first += end - start
+    return parts
 
 
 def _experts(entry: LayerEntry, rank: Rank, held: tuple[int, int]) -> tuple[int, int]:

@@ -83,7 +83,8 @@ class PlannedLayer:
         heads: vLLM can spread the attention over the ranks.
         sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
             takes the other layers, and attention and experts divide by these ranks.
-        dispatched: an all-to-all delivers the activations, or experts move (EPLB).
+        dispatched: an all-to-all delivers the activations.
+        moved: experts move between ranks (EPLB).
         scales: the source stores the scales of static activations that an engine's kernel needs.
     """
 
@@ -100,6 +101,7 @@ class PlannedLayer:
     heads: bool
     sglang: bool
     dispatched: bool
+    moved: bool
     scales: bool
 
 
@@ -108,7 +110,7 @@ def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
     versions = _vllm_versions(planned)
     if versions:
         yield Loader("vllm", f"vLLM {version_ranges(versions)} (moeq's plug-in)")
-    if planned.sglang and _engine_runs_own_kernel(planned):
+    if planned.sglang and _engine_runs_own_kernel(planned) and not planned.moved:
         yield Loader("sglang", f"SGLang {' and '.join(SGLANG_VERSIONS)} (moeq's plug-in)")
     if _transformers(planned):
         yield Loader("transformers", f"transformers {TRANSFORMERS_MODELS[planned.model_type]} and newer")
@@ -133,6 +135,8 @@ def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
     if not planned.family or not planned.heads or planned.model_type in VLLM_OWN_CONFIGS:
         return ()
     own = _engine_runs_own_kernel(planned)
+    if planned.moved:
+        return VLLM_VERSIONS if own and planned.tp == 1 and not planned.by_rank else ()
     return tuple(version for version in VLLM_VERSIONS if own or version in _engines_own(planned))
 
 

@@ -269,10 +269,6 @@ class TestChoice:
         with pytest.raises(MoeqError, match="batch invariance"):
             experts_layer(folders[INT4], kernels="moeq")
 
-    def test_eplb(self, folders, gpu) -> None:
-        with pytest.raises(MoeqError, match="EPLB moves experts"):
-            experts_layer(folders[INT4], parallel={"enable_eplb": True})
-
     @pytest.mark.parametrize("asked", ["marlin", 3])
     def test_nonsense_is_refused(self, asked, folders, gpu) -> None:
         with pytest.raises(MoeqError) as caught:

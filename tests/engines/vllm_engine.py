@@ -78,12 +78,14 @@ def ranks_of(
     tp: tuple[int, int] = (0, 1),
     ep: tuple[int, int] = (0, 1),
     parallel: dict[str, Any] | None = None,
+    redundant: int | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """The engine's record of a layer on one rank, and which experts lie there.
 
     Args:
         parallel: fields of the engine's record of ranks, other than those of `tp` and `ep`.
+        redundant: number of replicas under load balancing (EPLB); None: without it.
         options: fields of the engine's record of the layer.
     """
     info = moeq.open(folder).info
@@ -98,20 +100,21 @@ def ranks_of(
         dp_size=1,
         dp_rank=0,
         sp_size=1,
-        **{"all2all_backend": "allgather_reducescatter", "enable_eplb": False, **(parallel or {})},
+        **{"all2all_backend": "allgather_reducescatter", "enable_eplb": redundant is not None, **(parallel or {})},
     )
+    physical = info.num_experts + (redundant or 0)
     manager = ExpertMapManager(
         max_num_batched_tokens=64,
         top_k=info.top_k,
-        global_num_experts=info.num_experts,
-        num_redundant_experts=0,
+        global_num_experts=physical,
+        num_redundant_experts=redundant or 0,
         num_expert_group=None,
         moe_parallel_config=ranks,
         placement_strategy="linear",
-        enable_eplb=False,
+        enable_eplb=redundant is not None,
     )
     moe = FusedMoEConfig(
-        num_experts=info.num_experts,
+        num_experts=physical,
         experts_per_token=options.pop("experts_per_token", info.top_k),
         hidden_dim=info.hidden_size,
         intermediate_size=info.intermediate_size,

@@ -151,6 +151,16 @@ def test_what_needs_scales_of_activations_is_named_where_all_are_there(
     assert named == (lost == "none" or layout == "marlin-nvfp4/1")
 
 
+def test_engines_that_balance_experts(checkpoints: Path, tmp_path: Path) -> None:
+    """Moeq's kernels read the stored bytes alone, so vLLM may move them between ranks; SGLang's plug-in refuses."""
+    where = {"gpu": moeq.gpu("H100"), "engine": "moeq", "tp": 2, "ep": 2}
+    for balanced in (False, True):
+        deployment = moeq.Deployment(eplb=balanced, **where)  # type: ignore[arg-type]
+        done = moeq.convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / str(balanced), deployment)
+        names = [loader.name for loader in done.loaders]
+        assert ("vllm" in names, "sglang" in names) == (True, not balanced)
+
+
 def test_models_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     models = Path(transformers.__file__).parent / "models"

@@ -30,6 +30,12 @@ def on(**fields: Any) -> Deployment:
         (on(dtype="fp16"), "float16", ALL, VLLM),
         (on(tp=2), "bfloat16", ALL, f"{VLLM} --tensor-parallel-size 2"),
         (on(ep=2), "bfloat16", ALL, f"{VLLM} --tensor-parallel-size 2 --enable-expert-parallel"),
+        (
+            on(ep=2, eplb=True),
+            "bfloat16",
+            ALL,
+            f"{VLLM} --tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
+        ),
         (on(ep=4, dp=4), "bfloat16", ALL, f"{VLLM} --data-parallel-size 4 --enable-expert-parallel"),
         (
             on(ep=4, dp=2),

@@ -333,7 +333,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if get_server_args().load_format == "dummy":
             dummy_parts(flat)
         else:
-            self.experts.fill(self.entry, self.part, self.rank, flat)
+            self.experts.fill(self.entry, [self.part], self.rank, flat)
         prepared = self.prepared(tensors)
         make_ready(prepared, logger)
         self.info = MoeqQuantInfo(prepared)

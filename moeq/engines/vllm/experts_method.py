@@ -34,7 +34,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
-from moeq.load.ranks import Rank, plan_rank
+from moeq.load.ranks import Rank, plan_rank, plan_replicas
 from moeq.load.torch_loader import uneven_unit
 
 try:
@@ -75,18 +75,23 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.experts = experts
         self.entry = entry
         self.dummy = dummy
-        _check_deployment(moe, experts)
+        _check_device(experts)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.
         self.rank = Rank(parallel.tp_rank, parallel.tp_size, parallel.ep_rank, parallel.ep_size)
         if not parallel.use_ep:
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
-        self.part = plan_rank(entry, self.rank, uneven_unit(experts.checkpoint, entry.layer))
+        if parallel.enable_eplb:
+            self.parts = plan_replicas(entry, self.rank, moe.num_experts - moe.num_logical_experts)
+            experts.check_parts(entry, self.parts, self.rank)
+        else:
+            self.parts = [plan_rank(entry, self.rank, uneven_unit(experts.checkpoint, entry.layer))]
+        self.part = self.parts[0]
 
         w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
         scheme = experts.checkpoint.scheme_of(entry.layer)
         self.weights = RankWeights(w13, w2, scheme, self.part.experts, moe.activation.value)
-        engine = outcome(lambda: _engine_experts(moe, entry, self.rank, self.weights, experts.backend))
+        engine = _moved() if parallel.enable_eplb else outcome(self._engine_experts)
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -97,6 +102,22 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
             self.engine, self.experts_cls = engine
         logger.info_once("moeq: %s: %s", self.title, self.choice.why)
+
+    def _engine_experts(self) -> tuple[EngineExperts, Any]:
+        return _engine_experts(self.moe, self.entry, self.rank, self.weights, self.experts.backend)
+
+    @property
+    def num_held(self) -> int:
+        """Number of experts on this rank, replicas included."""
+        return sum(stop - start for start, stop in (part.experts for part in self.parts))
+
+    @property
+    def supports_eplb(self) -> bool:
+        """Whether the engine may move experts between ranks: if moeq's kernels run them.
+
+        Then the parameters are all that a kernel reads, and an expert's bytes are the same on every rank.
+        """
+        return self.choice.own
 
     @property
     def supports_pre_processed_weights(self) -> bool:
@@ -109,9 +130,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     @property
     def title(self) -> str:
         """Description of the layer's kind, without its number."""
-        spec, held = self.part.matrices["w2"].spec, self.part.experts
+        spec = self.part.matrices["w2"].spec
         return (
-            f"{held[1] - held[0]} experts of [{spec.n}, {spec.k}], {self.entry.layout} {spec.element}, "
+            f"{self.num_held} experts of [{spec.n}, {spec.k}], {self.entry.layout} {spec.element}, "
             f"{self.moe.activation.value}"
         )
 
@@ -144,12 +165,11 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         **extra_weight_attrs: Any,
     ) -> None:
         """Create parameters with the names and shapes of the converted tensors of this rank."""
-        held = self.part.experts[1] - self.part.experts[0]
-        if num_experts != held:
+        if num_experts != self.num_held:
             raise MoeqError(
                 "usage.ep",
                 f"layer {self.entry.layer}: this rank ({self.rank.title}) holds {num_experts} experts in the engine "
-                f"and {held} by moeq's linear placement",
+                f"and {self.num_held} by moeq's linear placement",
                 "start with --expert-placement-strategy linear",
             )
         for name, empty in self.empty(params_dtype).items():
@@ -158,8 +178,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def empty(self, params_dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
         """Allocate every parameter, `[experts, ...]`, equal for both kinds of kernels, which then use equal numbers."""
         specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
-        held = self.part.experts[1] - self.part.experts[0]
-        parts = empty_parts(self.entry.layout, specs, held, device, params_dtype)
+        parts = empty_parts(self.entry.layout, specs, self.num_held, device, params_dtype)
         return {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in parts[role].items()}
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -172,7 +191,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.dummy:
             dummy_parts(tensors)
         elif not is_weights_pre_processed():
-            self.experts.fill(self.entry, self.part, self.rank, tensors)
+            self.experts.fill(self.entry, self.parts, self.rank, tensors)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
             self.moe_kernel = own_kernel(self.moe, self.packed(dict(layer.named_parameters())), layer)
@@ -261,15 +280,21 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
 
-def _check_deployment(moe: Any, experts: ExpertsSource) -> None:
-    """Reject deployments that no kernels support."""
-    if moe.moe_parallel_config.enable_eplb:
-        raise MoeqError(
-            "usage.eplb", "converted experts stay on their rank, and EPLB moves experts", "start without --enable-eplb"
-        )
+def _check_device(experts: ExpertsSource) -> None:
+    """Refuse bytes for another architecture than this GPU's."""
     capability = current_platform.get_device_capability()
     if capability is not None and current_platform.is_cuda():
         experts.require_arch(f"sm{capability.major}{capability.minor}")
+
+
+def _moved() -> MoeqError:
+    """Return why the engine's own kernels do not run experts that EPLB moves."""
+    return MoeqError(
+        "usage.eplb",
+        "EPLB moves the converted tensors of an expert, and the engine's kernels may read others that were computed "
+        "from them",
+        "start without --enable-eplb, or let moeq's kernels run the experts",
+    )
 
 
 def _engine_experts(

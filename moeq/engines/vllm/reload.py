@@ -114,6 +114,12 @@ def _writable(layer: Any) -> WritableLayer:
     from moeq.engines.vllm.engine_experts import RECORDS
 
     method, held = layer.quant_method, _served(layer)
+    if method.moe.moe_parallel_config.enable_eplb:
+        raise MoeqError(
+            "usage.reload",
+            f"layer {method.entry.layer}: EPLB may have moved its experts, and a reload does not know where to",
+            "start the engine again with the new weights, or without --enable-eplb",
+        )
     tensors = {
         role: {part: held[f"{role}_{part}"].data for part in method.part.matrices[role].stored.tensors}
         for role in STACKED_ROLES

@@ -129,7 +129,8 @@ def _vllm_ranks(deployment: Deployment) -> list[str]:
     tp = max(1, ep // dp) if ep > 1 else deployment.tp
     sizes = {"--tensor-parallel-size": tp, "--data-parallel-size": dp}
     flags = [f"{option} {size}" for option, size in sizes.items() if size > 1]
-    return [*flags, *(["--enable-expert-parallel"] if ep > 1 else [])]
+    flags += ["--enable-expert-parallel"] if ep > 1 else []
+    return [*flags, *(["--enable-eplb"] if deployment.eplb else [])]
 
 
 __all__ = [

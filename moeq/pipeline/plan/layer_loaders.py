@@ -48,7 +48,8 @@ def loaders_of_plan(
             family=not checkpoint.info.family_from_names,
             heads=_heads(checkpoint, deployment),
             sglang=_sglang(checkpoint, deployment, layer),
-            dispatched=deployment.batched or deployment.all2all is not None or deployment.eplb,
+            dispatched=deployment.batched or deployment.all2all is not None,
+            moved=deployment.eplb,
             scales=_scales(checkpoint, layer, scheme or checkpoint.scheme_of(layer), layout),
         )
     )
