@@ -39,6 +39,7 @@ def command(
     """
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.degrees import degrees
+    from moeq.pipeline.plan.rank_backends import rank_backends
     from moeq.report.inspect_text import Inspection, render
 
     out: Output = ctx.obj
@@ -52,6 +53,7 @@ def command(
     scanned_ = scanned(out, checkpoint) if scan else None
     found, no_verdict = decided(checkpoint, deployment)
     sizes = () if checkpoint.kind == "converted" else degrees(checkpoint, deployment)
+    ranking = rank_backends(checkpoint, found, found.parts[0]) if found is not None else None
     document: dict[str, Any] = {
         **checkpoint.info.to_json(),
         "kind": checkpoint.kind,
@@ -62,9 +64,12 @@ def command(
         "no_verdict": no_verdict,
         "converts": None if found is None else found.ok,
         "loads_in": None if found is None else [loader.title for loader in found.loaders],
+        "ranking": None if ranking is None else ranking.to_json(),
         "fit": fit,
     }
-    inspection = Inspection(checkpoint, found, no_verdict, sizes, scanned_ or (), fit_lines(fit) if fit else ())
+    inspection = Inspection(
+        checkpoint, found, no_verdict, sizes, scanned_ or (), fit_lines(fit) if fit else (), ranking
+    )
     code = _exit_code(given, found, fit)
     out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=code == ExitCode.OK)
     if code != ExitCode.OK:

@@ -47,6 +47,9 @@ def command(
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="The matrix as a Markdown table.")] = False,
     brief: Annotated[bool, typer.Option("--brief", help="Only the first reason of each backend.")] = False,
+    rank: Annotated[
+        bool, typer.Option("--rank", help="Rank the backends that work by measured times (H100, H200).")
+    ] = False,
     html: options.HtmlOption = None,
     json: options.JsonOption = False,
 ) -> int:
@@ -68,7 +71,9 @@ def command(
         return _upgrade(out, src, checkpoint, base)
     is_matrix = max(len(gpus), len(tps), len(eps)) > 1 or bool(require) or markdown
     if not is_matrix:
-        return _single(out, src, checkpoint, base, brief=brief)
+        return _single(out, src, checkpoint, base, brief=brief, rank=rank)
+    if rank:
+        raise MoeqError("usage.deployment", "--rank ranks backends of one GPU, TP and EP", "name one of each")
     return _matrix(out, src, checkpoint, base, (gpus, tps, eps), require or [], markdown)
 
 
@@ -89,11 +94,12 @@ def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list
     return render(checkpoint, base, [parse_gpu(name) for name in gpus] or [base.gpu], sizes or TP_SIZES)
 
 
-def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool) -> int:
+def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool, rank: bool) -> int:
     from moeq.cli.inspect import verdict_document
     from moeq.pipeline.plan.commands import next_command
     from moeq.pipeline.plan.decide import advised
     from moeq.pipeline.plan.options import Question
+    from moeq.pipeline.plan.rank_backends import rank_backends
     from moeq.transcode.advise import advise
 
     found = advised(checkpoint, Question(deployment), explain=True)
@@ -102,8 +108,10 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         raise found.error
     ok = all(part.verdict.ok for part in found.parts)
     transcoding = None if ok else advise(checkpoint, deployment, src)
+    rankings = [rank_backends(checkpoint, found, part) for part in found.parts] if rank else []
 
     def render(console: Console) -> None:
+        from moeq.report.ranking_text import render_ranking
         from moeq.report.text import line, ranges
         from moeq.report.verdict_text import render_part
 
@@ -112,6 +120,8 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
             console.print(f"{src}  {part.verdict.scheme}{layers}", style="bold")
             render_part(console, found, part, verbose=not brief)
             _details(console, part.verdict)
+        for ranking in rankings:
+            render_ranking(console, ranking)
         if found.error is not None and found.error.hint:
             line(console, "nearest", found.error.hint)
         if transcoding is not None:
@@ -129,6 +139,7 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
         "loads_in": [loader.title for loader in found.loaders],
         "next": following,
         "transcode": None if transcoding is None else transcoding.to_json(),
+        "rankings": [ranking.to_json() for ranking in rankings] if rank else None,
     }
     out.answer(document, render, ok=ok)
     return _exit_code([part.verdict for part in found.parts])

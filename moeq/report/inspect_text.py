@@ -12,6 +12,7 @@ from rich.text import Text
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.commands import next_command, next_of_converted, serve_source
 from moeq.report.conversion_facts import conversion_facts
+from moeq.report.ranking_text import ranking_line
 from moeq.report.text import counted, hanging, human_bytes, line, ranges
 from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
 from moeq.schemes.gguf_blocks import CODED, exactness
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
+    from moeq.oracle.ranking import Ranking
     from moeq.pipeline.plan.decide import Answer
     from moeq.pipeline.plan.degrees import Degree
 
@@ -44,6 +46,7 @@ class Inspection:
         degrees: tensor-parallel degrees; empty for a converted checkpoint.
         found: warnings of a scan of the data.
         fit: labels and texts that say whether a converted checkpoint runs where it was asked about.
+        ranking: ranking of the backends, or None without an answer.
     """
 
     checkpoint: Checkpoint
@@ -52,6 +55,7 @@ class Inspection:
     degrees: tuple[Degree, ...] = ()
     found: Iterable[CheckpointWarning] = ()
     fit: Sequence[tuple[str, str]] = ()
+    ranking: Ranking | None = None
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
@@ -64,7 +68,7 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     """
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     hanging(console, _answer(inspection), 2)
-    for label, text in inspection.fit or next_steps(inspection):
+    for label, text in (*(inspection.fit or next_steps(inspection)), *_fastest(inspection)):
         line(console, label, text)
     line(console, "checkpoint", Text(info.name, style="bold"))
     for label, text in checkpoint_facts(info, verbose):
@@ -98,6 +102,12 @@ def _answer(inspection: Inspection) -> Text:
     if inspection.answer is None:
         return Text(f"No verdict: {inspection.no_answer or 'none'}")
     return answer_text(inspection.answer.verdict)
+
+
+def _fastest(inspection: Inspection) -> Iterator[tuple[str, str]]:
+    """Yield the fastest measured backends, where there are any."""
+    if inspection.ranking is not None and inspection.ranking.ranks:
+        yield "fastest", f"{ranking_line(inspection.ranking)} (estimated: oracle --rank)"
 
 
 def next_steps(inspection: Inspection) -> Iterator[tuple[str, str]]:

@@ -104,6 +104,21 @@ def test_the_matrix_says_what_convert_cannot_write(tmp_path: Path, capsys: pytes
     assert "A100/tp2" not in shown
 
 
+def test_rank_names_the_fastest_measured_backend(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = generator.Size(layers=1, vocab=64)
+    generator.write_checkpoint(tmp_path / "s", generator.MODELS["qwen3-30b-a3b"], "gptq", size, sparse=True)
+    asked = ["oracle", str(tmp_path / "s"), "--rank", "--gpu"]
+    assert run([*asked, "H100", "--json"]) == 0
+    (found,) = document(capsys)["rankings"]
+    assert found["order"] == {"decode": ["MOEQ", "HUMMING", "MARLIN"], "prefill": ["MOEQ", "HUMMING", "MARLIN"]}
+    assert found["unmeasured"] == ["EMULATION"]
+    assert run([*asked, "H100"]) == 0
+    assert "decoding MOEQ, 1.36 x as fast as HUMMING" in capsys.readouterr().out
+    assert run([*asked, "B200"]) == 0
+    assert "no ranking: no backend was measured on B200" in capsys.readouterr().out
+    assert run([*asked, "H100,H200"]) == 2
+
+
 def test_wrong_options_are_usage_errors(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in (
         ["--gpu", "h1000"],

@@ -38,6 +38,7 @@ def test_documents_fit(checkpoints, tmp_path, capsys) -> None:
     source, out = checkpoints / INT4, tmp_path / "out"
     assert answer(capsys, "inspect", source, "--gpu", "H100", "--tp", "2")["ok"]
     assert answer(capsys, "oracle", source, "--gpu", "H100,A100", "--tp", "1,16")["ok"]
+    assert answer(capsys, "oracle", source, "--gpu", "H100", "--rank")["rankings"][0]["reason"]
     assert not answer(capsys, "oracle", source, "--gpu", "H100", "--tp", "16")["ok"]
     assert not answer(capsys, "plan", source, "--gpu", "H100", "--tp", "16")["ok"]
     assert answer(capsys, "convert", source, out, "--gpu", "A100", "--quiet")["ok"]

@@ -60,6 +60,7 @@ BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {
     (README, "support"): support.summary,
     (README, "serving"): lambda: results.serving(("c = 1", "c = 32", "c = 128", "prefill"), brief=True),
     (README, "kernels"): lambda: results.kernels(("int4", "mxfp4", "w8a8"), brief=True),
+    (DOCS / "explanation" / "oracle.md", "rank"): results.ranking_errors,
     (REFERENCE / "performance.md", "serving"): lambda: results.serving(COLUMNS),
     (REFERENCE / "performance.md", "steps"): results.steps,
     (REFERENCE / "performance.md", "kernels"): results.kernels,

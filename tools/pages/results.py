@@ -19,6 +19,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from moeq.oracle import ranking
 from pages.tables import NOTE, ROOT, cell, table
 
 FOLDERS = (ROOT / "examples" / "bench" / "results", ROOT / "kernels" / "bench" / "results")
@@ -199,6 +200,21 @@ def kernels(only: tuple[str, ...] = (), *, brief: bool = False) -> str:
             rows.append((title, where, ", ".join(sorted(peers)), *_sum(ratios), _peers_command(name, peers)))
     head = ("kernels", "GPU", "against the best of", "faster in", "mean speed-up", "command, in `kernels/`")
     return table(head, sorted(rows))
+
+
+def ranking_errors() -> str:
+    """Return the leave-one-layer-out errors of the ranking, by table and backend."""
+    rows = []
+    for (gpu, name), found in sorted(ranking.tables().items()):
+        named = f"{found.right} of {found.compared}, {found.regret:.1%} lost"
+        for times in found.backends:
+            backend = times.backend + (f" (`{times.layout}`)" if times.layout else "")
+            calls = f"{sum(map(len, times.cells.values()))}, {len(times.cells)}"
+            rows.append(
+                (gpu, FORMATS.get(name, name), named, backend, calls, f"{times.median:.0%}", f"{times.p90:.0%}")
+            )
+            named = ""
+    return table(("GPU", "format", "fastest named", "backend", "calls, layers", "median error", "90 % below"), rows)
 
 
 def _peers(run: Run, name: str) -> set[str]:

@@ -1,0 +1,120 @@
+"""Ranking by measured times: what it rests on, what it names, and what it refuses to rank."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+from oracle.asking import gpu
+from oracle.examples import CHECKPOINTS, GPT_OSS, SHAPE
+
+import measured_times
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.oracle import ranking
+from moeq.oracle.judge import judge
+from moeq.oracle.ranking import Ranking
+from moeq.oracle.records import MoeShape
+
+INT4 = "ct-int4-g128-qwen3moe"
+
+
+def ranked(
+    where: Deployment, folder: str = INT4, shape: MoeShape = SHAPE, own: str | None = "marlin-wna16/1"
+) -> Ranking:
+    encoded = moeq.open(CHECKPOINTS / folder).scheme_of(0)
+    return ranking.rank(judge(encoded, shape, where), encoded, own)
+
+
+def test_the_errors_are_those_of_layers_that_are_left_out() -> None:
+    stated = json.loads(files("moeq.oracle").joinpath("measured_times.json").read_text())["tables"]
+    for row in stated:
+        again = json.loads(json.dumps(row))
+        for backend in again["backends"]:
+            backend["median"] = backend["p90"] = 0
+        measured_times.validate(again)
+        assert again == row
+
+
+def test_times_are_those_of_the_current_results() -> None:
+    document = json.loads((measured_times.ROOT / measured_times.RESULTS / "h100-peers.json").read_text())
+    table = ranking.tables()["H100", "int4"]
+    own = next(row for row in table.backends if row.backend == "MOEQ")
+    cells = [cell for cell in document["cells"] if cell["format"] == "int4"]
+    assert len(cells) > 70
+    for cell in cells:
+        assert own.cells[cell["shape"]][cell["tokens"]] == cell["contenders"]["moeq"]["cold"]["us"]
+
+
+def test_the_fastest_measured_backend_is_named() -> None:
+    found = ranked(gpu("H200"))
+    assert [row.backend for row in found.fastest("decode")] == ["MOEQ", "HUMMING", "MARLIN", "TRITON"]
+    assert found.fastest("prefill")[0].backend == "MOEQ"
+    assert found.ranks[0].decode == 1.0
+    without = ranked(gpu("H200"), own=None)
+    assert without.fastest("decode")[0].backend == "HUMMING"
+    assert ranked(gpu("H200", tp=2)).ranks[0].microseconds[128] < found.ranks[0].microseconds[128]
+    assert "MOEQ" not in [row.backend for row in without.ranks]
+    absent = ranked(gpu("H200", packages={"humming": False}), own=None)
+    assert absent.fastest("decode")[0].backend == "MARLIN"
+
+
+@pytest.mark.parametrize("name", ["A100", "B200", "H20", "H100 NVL", "RTX 4090", "sm90", "MI300X"])
+def test_a_gpu_that_was_not_measured_is_never_ranked(name: str) -> None:
+    found = ranked(gpu(name))
+    assert not found.ranks
+    assert found.reason == f"no backend was measured on {gpu(name).gpu.name}; measured: H100, H200"
+
+
+@pytest.mark.parametrize(
+    ("where", "folder", "shape", "words"),
+    [
+        (gpu("H100", tp=4, ep=4), INT4, SHAPE, "with expert parallelism"),
+        (gpu("H100", lora=True), INT4, SHAPE, "with lora"),
+        (gpu("H100", dtype="fp16"), INT4, SHAPE, "with fp16"),
+        (gpu("H100"), "ct-fp8-block-qwen3moe", SHAPE, "no times of fp8-block"),
+        (gpu("H100"), "gptq-int4-g32-actorder-qwen3moe", SHAPE, "no times of gptq int4 g32"),
+        (gpu("H100"), INT4, replace(SHAPE, hidden_size=512), "hidden 512 per rank is far"),
+        (gpu("H100", tp=8), INT4, SHAPE, "intermediate 96 per rank is far"),
+        (gpu("H100", engine="sglang@0.5.23"), INT4, SHAPE, "not those of sglang"),
+    ],
+)
+def test_what_was_not_measured_is_refused_with_the_reason(
+    where: Deployment, folder: str, shape: MoeShape, words: str
+) -> None:
+    found = ranked(where, folder, shape)
+    assert not found.ranks
+    assert words in found.reason
+
+
+def test_random_layers_between_measured_ones_get_times_between_theirs() -> None:
+    """The estimate of a layer never leaves the range of measured times over the least possible ones."""
+    draw = random.Random(41)
+    for table in ranking.tables().values():
+        for times in table.backends:
+            own = [
+                us / ranking.least_microseconds(table.rates, ranking.measured_layers()[name], tokens)
+                for name, cells in times.cells.items()
+                for tokens, us in cells.items()
+            ]
+            for _ in range(10):
+                experts = draw.choice([8, 16, 60, 128, 512])
+                sizes = draw.randrange(1536, 8192, 256), draw.randrange(256, 14336, 128)
+                layer = ranking.Layer(experts, draw.randint(1, min(8, experts)), *sizes)
+                tokens = draw.choice([1, 3, 20, 700, 4096])
+                ratio = ranking.estimate(times, table.rates, layer, tokens)
+                ratio /= ranking.least_microseconds(table.rates, layer, tokens)
+                assert min(own) * 0.999 <= ratio <= max(own) * 1.001
+
+
+def test_an_order_that_was_measured_is_told_from_another() -> None:
+    shape = GPT_OSS
+    own, marlin = (
+        ranked(gpu("H200"), "mxfp4-gptoss", shape, layout) for layout in ("moeq-mxfp4/1", "marlin-mxfp4-interleaved/1")
+    )
+    assert [found.fastest("decode")[0].layout for found in (own, marlin)] == ["moeq-mxfp4", "marlin-mxfp4"]
+    assert own.fastest("decode")[0].microseconds[8] < marlin.fastest("decode")[0].microseconds[8]
+    assert ranked(gpu("H200"), "mxfp4-gptoss", replace(shape, activation="silu")).notes
