@@ -35,7 +35,7 @@ def check_indices(values: Any, bound: int, what: str, *, each_once: bool = False
 
 
 def _is_permutation(values: Any) -> bool:
-    """Whether neighbours in every sorted row differ; the values are known to be in range."""
+    """Return whether neighbours in every sorted row differ; the values are known to be in range."""
     ordered = values.copy() if hasattr(values, "copy") else values.clone()
     sorted_rows = ordered.sort(-1)
     ordered = ordered if sorted_rows is None else sorted_rows[0]  # numpy sorts in place

@@ -169,7 +169,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether text can be written as UTF-8; half of a surrogate pair cannot."""
+    """Return whether text can be written as UTF-8; half of a surrogate pair cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -54,7 +54,7 @@ _RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
 def looks_like_repository(text: str) -> bool:
-    """Whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`), and not that of a path."""
+    """Return whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`), and not that of a path."""
     parts = text.split("/")
     return len(parts) == 2 and all(
         part

@@ -50,7 +50,7 @@ class ListedDigests:
         self.__dict__ |= state | {"_locks": {file: threading.Lock() for file in state["_sha256"]}}
 
     def covers(self, file: str) -> bool:
-        """Whether the listing has a digest of a file."""
+        """Return whether the listing has a digest of a file."""
         return file in self._sha256
 
     def expect_header(self, file: str, raw: bytes) -> None:

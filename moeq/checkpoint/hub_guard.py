@@ -82,7 +82,7 @@ def guarded(expected: Expected, action: Callable[[], T]) -> T:
 
 
 def _is_meant(error: Exception) -> bool:
-    """Whether an error says what happened, and is not the client stumbling over an answer."""
+    """Return whether an error says what happened, and is not the client stumbling over an answer."""
     from moeq.checkpoint.hub_errors import transport_errors
 
     ours = (MoeqError, MemoryError, *transport_errors())

@@ -41,7 +41,7 @@ class WeightStream:
         self._ours: set[str] = set()
 
     def covers(self, file: str) -> bool:
-        """Whether a file comes through this stream."""
+        """Return whether a file comes through this stream."""
         return file in self._sizes
 
     def held(self, file: str) -> Path | None:

@@ -118,7 +118,7 @@ def is_usable(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is one that moeq gives to its own files, or would be taken for one where case does not count."""
+    """Return whether a name is one of moeq's own files, or would be taken for one where case does not count."""
     return folded(name).startswith(_OWN)
 
 

@@ -209,7 +209,7 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
 
 
 def _only_prints(argv: Sequence[str]) -> bool:
-    """Whether the parser itself answers, with text that may go nowhere."""
+    """Return whether the parser itself answers, with text that may go nowhere."""
     return not argv or not {"--help", "-h", "--version", "-V", "--show-completion"}.isdisjoint(argv)
 
 

@@ -93,6 +93,3 @@ def fit_lines(fit: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the answer as labels and texts."""
     answer = "runs there" if fit["runs"] else f"does not run there: {fit['reason']} ({fit['code']})"
     return [(fit["deployment"], answer), *([("next", fit["next"])] if fit["next"] else [])]
-
-
-__all__ = ["converted_deployment", "fit_document", "fit_lines"]

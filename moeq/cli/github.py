@@ -14,7 +14,7 @@ SUMMARY_LIMIT = 1 << 20
 
 
 def in_actions() -> bool:
-    """Whether this process is a step of a workflow."""
+    """Return whether this process is a step of a workflow."""
     return os.environ.get("GITHUB_ACTIONS") == "true"
 
 
@@ -30,7 +30,7 @@ def annotation(kind: str, title: str, message: str) -> str:
 
 
 def group(title: str) -> str:
-    """Begin of lines that the log folds; `::endgroup::` ends them."""
+    """Return the line that begins lines which the log folds; `::endgroup::` ends them."""
     return f"::group::{escaped(title)}"
 
 

@@ -43,7 +43,7 @@ def release() -> None:
 
 
 def received() -> bool:
-    """Whether one of the signals arrived since `catch`."""
+    """Return whether one of the signals arrived since `catch`."""
     return _received
 
 

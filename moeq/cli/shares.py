@@ -80,7 +80,7 @@ def document(conversion: Conversion) -> dict[str, Any] | None:
 
 
 def ran(conversion: Conversion) -> bool:
-    """Whether a share was done."""
+    """Return whether a share was done."""
     return conversion.share is not None and conversion.share.done
 
 

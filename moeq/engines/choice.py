@@ -119,6 +119,3 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
         if engine.code in ASKED_FOR:
             raise engine
     return Choice(True, f"moeq's kernels for any GPU: {slow}")
-
-
-__all__ = ["KERNELS", "VARIABLE", "Choice", "EngineOptions", "Kernels", "choose", "engine_options", "outcome"]

@@ -102,6 +102,3 @@ def source_unread(method: str, engine: str, error: Exception) -> MoeqError:
         f"{error}",
         "moeq oracle SRC says what serves this checkpoint",
     )
-
-
-__all__ = ["NAME", "ConvertedQuantization", "layer_number", "source_unread"]

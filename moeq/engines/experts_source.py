@@ -231,6 +231,3 @@ def open_experts(where: str, revision: str | None, log: logging.Logger, *, conve
     if converted:
         raise not_converted(checkpoint.source.name)
     return PackingExpertsSource(checkpoint, log)
-
-
-__all__ = ["ConvertedExpertsSource", "ExpertsSource", "PackingExpertsSource", "open_experts"]

@@ -89,7 +89,7 @@ class Part:
         return TensorSpec(self.shape, self.dtype)
 
     def padded(self, rows: int, columns: int) -> tuple[int, int]:
-        """Size of the matrix after padding inside the layout."""
+        """Return the size of the matrix after padding inside the layout."""
         return -(-rows // self.pad[0]) * self.pad[0], -(-columns // self.pad[1]) * self.pad[1]
 
 
@@ -219,7 +219,7 @@ class ArrangedLayout(Layout):
         return stored if part.rows == 1 else stored.repeat_interleave(part.rows, dim=0)[: spec.n].contiguous()
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        """Whether a part holds other values than the logical tensor (and so might lose some)."""
+        """Return whether a part holds other values than the logical tensor (and so might lose some)."""
         return part.field in ("scales", "bias") and not as_stored(part, spec)
 
     def rounds(self, spec: MatrixSpec) -> bool:
@@ -346,13 +346,13 @@ class ArrangedLayout(Layout):
 
 
 def is_common(part: Part, spec: MatrixSpec) -> bool:
-    """Whether a part holds one thing for the whole matrix."""
+    """Return whether a part holds one thing for the whole matrix."""
     one_column = part.field not in ("scales", "zeros") or spec.num_groups == 1
     return part.rows > 1 and part.rows >= spec.n and one_column
 
 
 def is_gated_w13(spec: MatrixSpec) -> bool:
-    """Whether the rows are a gate half and an up half."""
+    """Return whether the rows are a gate half and an up half."""
     return spec.role == "w13" and spec.gated
 
 
@@ -417,7 +417,7 @@ def logical_dtype(part: Part, spec: MatrixSpec) -> str:
 
 
 def as_stored(part: Part, spec: MatrixSpec) -> bool:
-    """Whether a part holds the bytes of the logical tensor, possibly several to a word."""
+    """Return whether a part holds the bytes of the logical tensor, possibly several to a word."""
     several = part.arrangement.fields_per_word > 1
     return part.field in ("codes", "zeros") or several or logical_dtype(part, spec) == part.dtype
 

@@ -226,7 +226,7 @@ class Layout(ABC):
         return 0
 
     def rounds(self, spec: MatrixSpec) -> bool:
-        """Whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
+        """Return whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
 
         Values that fit are kept, and the first that does not fit is `answer.lossy`: headers cannot tell whether there
         is one.
@@ -240,7 +240,7 @@ class Layout(ABC):
 
     @classmethod
     def is_read(cls) -> bool:
-        """Whether a plug-in of moeq hands these bytes to an engine, or a kernel of moeq reads them."""
+        """Return whether a plug-in of moeq hands these bytes to an engine, or a kernel of moeq reads them."""
         return any(isinstance(reader, MOEQ) or reader.loads for reader in cls.readers)
 
     @classmethod

@@ -43,7 +43,7 @@ def bits_of(numbers: Array, dtype: str) -> Array:
 
 @lru_cache(maxsize=1)
 def e4m3_values() -> Array:
-    """float32 `[256]`: what each E4M3 byte means; 0x7F and 0xFF are NaN."""
+    """Return float32 `[256]`, the value of each E4M3 byte; 0x7F and 0xFF are NaN."""
     byte = np.arange(256)
     exponent, mantissa = byte >> 3 & 15, byte & 7
     numbers = np.where(exponent == 0, mantissa / 512, (8 + mantissa) * 2.0 ** (exponent - 10.0))
@@ -54,7 +54,7 @@ def e4m3_values() -> Array:
 
 @lru_cache(maxsize=1)
 def _e8m0_values() -> Array:
-    """float32 `[256]`: what each E8M0 byte means; 255 is NaN."""
+    """Return float32 `[256]`, the value of each E8M0 byte; 255 is NaN."""
     powers = np.exp2(np.arange(256, dtype=np.float64) - BIAS)
     powers[255] = np.nan
     return powers.astype(np.float32)

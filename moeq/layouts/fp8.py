@@ -121,7 +121,7 @@ class MXFP8Layout(ArrangedLayout):
 
 
 def has_two_scales(matrix: QuantizedMatrix) -> bool:
-    """Whether gate and up have one scale each that differ."""
+    """Return whether gate and up have one scale each that differ."""
     if not is_gated_w13(matrix.spec) or matrix.spec.num_groups > 1:
         return False
     gate, up = matrix.scales.reshape(2, -1)

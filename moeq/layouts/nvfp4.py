@@ -100,7 +100,7 @@ class TiledNVFP4(NVFP4Layout):
 
 
 def _straddles(spec: MatrixSpec) -> bool:
-    """Whether a scale tile has rows of gate and up."""
+    """Return whether a scale tile has rows of gate and up."""
     return bool(spec.n // 2 % TILE[0])
 
 

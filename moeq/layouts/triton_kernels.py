@@ -32,6 +32,12 @@ from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec
 
 
+def _triton(*devices: str, max_tp: int | None = None) -> tuple[VLLM, ...]:
+    """Return the two backends of vLLM that run triton_kernels, on devices with this order of scales."""
+    only = Only(devices=devices, max_tp=max_tp)
+    return tuple(VLLM(name, name.lower(), dtypes=("bf16",), only=only) for name in ("TRITON", "TRITON_UNFUSED"))
+
+
 class TritonKernelsLayout(MXFP4Layout):
     source = "triton_kernels 3.5.1 (vLLM 0.33.0)"
     padding = PaddingRule(intermediate=64)
@@ -58,8 +64,7 @@ class TritonKernelsHopper(TritonKernelsLayout):
     id = "triton-kernels-hopper/1"
     title = "triton_kernels MXFP4, Hopper, 8 warps"
     readers: ClassVar[tuple[Reader, ...]] = (
-        VLLM("TRITON", "triton", dtypes=("bf16",), only=Only(devices=("cuda 9.0",))),
-        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=Only(devices=("cuda 9.0",))),
+        *_triton("cuda 9.0"),
         MOEQ("TRITON_KERNELS_HOPPER"),
     )
     arch = "SM90"
@@ -108,10 +113,7 @@ class TritonKernelsBlackwell(TritonKernelsLayout):
 
     id = "triton-kernels-blackwell/1"
     title = "triton_kernels MXFP4, Blackwell"
-    readers = (
-        VLLM("TRITON", "triton", dtypes=("bf16",), only=Only(devices=("cuda 10.x", "cuda 12.x"))),
-        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=Only(devices=("cuda 10.x", "cuda 12.x"))),
-    )
+    readers = _triton("cuda 10.x", "cuda 12.x")
     arch = "SM100, SM120"
     slicing = "N by 128 (64 per half of w13), K by 256"
 
@@ -129,9 +131,6 @@ _CDNA4_SCALE = Arrangement("n o2 r16, g u2 q4 -> n g q r u o")
 _CDNA4_SCALE_W13 = Arrangement("h2 n o2 r8, g u2 q4 -> n g q r h u o")
 
 
-_CDNA4 = Only(devices=("rocm gfx950",), max_tp=2)
-
-
 class TritonKernelsCDNA4(TritonKernelsLayout):
     """gfx950: values in row order, scales for its matrix cores.
 
@@ -142,15 +141,14 @@ class TritonKernelsCDNA4(TritonKernelsLayout):
     id = "triton-kernels-cdna4/1"
     title = "triton_kernels MXFP4, CDNA4 scales"
     readers = (
-        VLLM("TRITON", "triton", dtypes=("bf16",), only=_CDNA4),
-        VLLM("TRITON_UNFUSED", "triton_unfused", dtypes=("bf16",), only=_CDNA4),
+        *_triton("rocm gfx950", max_tp=2),
         VLLM(
             "AITER_TRITON_MXFP4_BF16",
             "aiter_triton_mxfp4_bf16",
             since="0.30.0",
             dtypes=("bf16",),
             activates=True,
-            only=_CDNA4,
+            only=Only(devices=("rocm gfx950",), max_tp=2),
         ),
     )
     arch = "gfx950, TP up to 2"

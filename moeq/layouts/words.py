@@ -24,7 +24,7 @@ CACHED_FROM = 0
 
 @lru_cache(maxsize=1)
 def have_numba() -> bool:
-    """Whether the compiled loops are available: numba is installed and fits numpy."""
+    """Return whether the compiled loops are available: numba is installed and fits numpy."""
     try:
         from moeq.layouts.loops.native import available
 
@@ -35,7 +35,7 @@ def have_numba() -> bool:
 
 @lru_cache(maxsize=1)
 def have_cached() -> bool:
-    """Whether some of the compiled loops are in the cache, ready to be called."""
+    """Return whether some of the compiled loops are in the cache, ready to be called."""
     try:
         from moeq.layouts.loops.native import cached
 
@@ -157,12 +157,12 @@ def block_sums(codes: Tensor, block: int) -> Tensor:
 
 
 def use_compiled(elements: int) -> bool:
-    """Whether a job of that size is worth the compiled loops, and they are available."""
+    """Return whether a job of that size is worth the compiled loops, and they are available."""
     return elements >= COMPILED_FROM and have_numba()
 
 
 def use_cached(elements: int) -> bool:
-    """Whether a job of that size is worth the loops that are in the cache."""
+    """Return whether a job of that size is worth the loops that are in the cache."""
     return elements >= CACHED_FROM and have_cached()
 
 

@@ -141,7 +141,7 @@ def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
 
 
 def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:
-    """Whether plug-ins run moeq's kernel: on NVIDIA GPUs, on tokens by rows."""
+    """Return whether plug-ins run moeq's kernel: on NVIDIA GPUs, on tokens by rows."""
     return _own_kernel(planned) and planned.platform == "cuda" and not planned.dispatched
 
 
@@ -168,13 +168,13 @@ def _transformers(planned: PlannedLayer) -> bool:
 
 
 def _own_kernel(planned: PlannedLayer) -> bool:
-    """Whether moeq's kernel reads the rows: interleaved for gpt-oss's activation only, up before gate for none."""
+    """Return whether moeq's kernel reads the rows: interleaved for gpt-oss's activation only, never up before gate."""
     orders = ("gate-up", "interleaved") if planned.activation == "swigluoai" else ("gate-up",)
     return planned.own_kernel and layout_class(planned.layout).w13_order in orders
 
 
 def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
-    """Whether SGLang reads the layers that stay as the source had them.
+    """Return whether SGLang reads the layers that stay as the source had them.
 
     Args:
         config: the source's quantisation config; empty without one.

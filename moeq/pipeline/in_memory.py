@@ -205,6 +205,3 @@ class TensorSink:
 
     def close(self) -> None:
         """Do nothing: the tensors are the caller's."""
-
-
-__all__ = ["Proof", "RankPacker"]

@@ -112,7 +112,7 @@ PACKERS: dict[str, Callable[[EngineCode, ParityExperts], Packed]] = {
 
 
 def _marlin(engine: EngineCode) -> dict[str, Any]:
-    """Namespace with vLLM's Marlin helpers, its Python packer in the place of the CUDA one."""
+    """Make a namespace with vLLM's Marlin helpers, its Python packer in the place of the CUDA one."""
     import numpy
     import torch
 

@@ -72,7 +72,7 @@ def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> bool:
-    """Whether a value is a string or a list of them, the only valid values of these fields."""
+    """Return whether a value is a string or a list of them, the only valid values of these fields."""
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
 
 

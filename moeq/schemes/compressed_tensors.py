@@ -92,17 +92,17 @@ class _Targets:
         self.classes = any("." not in entry and entry[:1].isupper() for entry in self._exact)
 
     def names(self, module: str) -> bool:
-        """Whether an entry names the module."""
+        """Return whether an entry names the module."""
         return module in self._exact or any(self._patterns.matches(pattern, module) for pattern in self._compiled)
 
     def mentions(self, word: str) -> bool:
-        """Whether an entry has the word in it, so that experts may be treated one by one."""
+        """Return whether an entry has the word in it, so that experts may be treated one by one."""
         single = any(word in entry for entry in self._exact)
         return single or any(_singles_out(pattern.pattern, word) for pattern in self._compiled)
 
 
 def _singles_out(pattern: str, word: str) -> bool:
-    """Whether a pattern about experts has a digit or class in it that could pick some and leave others."""
+    """Return whether a pattern about experts has a digit or class in it that could pick some and leave others."""
     _, found, rest = pattern.partition(word)
     return bool(found) and any(character.isdigit() or character in "[(\\|" for character in rest.replace("\\.", "."))
 
@@ -141,7 +141,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
 
 
 def _act_order(weights: Fields) -> bool:
-    """Whether `weight_g_idx` is stored: `group`, `dynamic` or true; `weight` and `static` leave the plain layout."""
+    """Return whether `weight_g_idx` is stored: for `group`, `dynamic` or true, not for `weight` and `static`."""
     value = weights.table.get("actorder")
     if value in (None, False, "weight", "static"):
         return False

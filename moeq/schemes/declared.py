@@ -154,5 +154,5 @@ def group_size(fields: Fields, *keys: str) -> int | None:
 
 
 def names_module(entry: str, module: str) -> bool:
-    """Whether an exclusion names a module: exactly, by an enclosing module, or with a wildcard."""
+    """Return whether an exclusion names a module: exactly, by an enclosing module, or with a wildcard."""
     return module == entry or module.startswith(f"{entry}.") or ("*" in entry and fnmatchcase(module, f"{entry}*"))

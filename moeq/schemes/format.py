@@ -150,7 +150,7 @@ class Format(ABC):
 
     @abstractmethod
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        """Whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
+        """Return whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
 
     @abstractmethod
     def out_features(self, parts: Parts) -> int:
@@ -197,7 +197,7 @@ class Format(ABC):
         """
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
-        """Whether every stored bit of the part is in a matrix of these sizes: see `bijective`."""
+        """Return whether every stored bit of the part is in a matrix of these sizes: see `bijective`."""
         return self.parts.get(part) in self.bijective
 
     def fast_view_of(self, scheme: Scheme) -> FastView | None:
@@ -316,7 +316,7 @@ def expect_input_features(k: int, context: Context) -> None:
 
 
 def codes_fill_words(count: int, bits: int) -> bool:
-    """Whether a row of `count` codes takes whole int32 words, each code inside one byte: no stored bit is unused."""
+    """Return whether `count` codes fill whole int32 words, each code inside one byte: no stored bit is unused."""
     return 8 % bits == 0 and count * bits % 32 == 0
 
 

@@ -120,7 +120,7 @@ _MATRICES = ("weight_packed", "weight", "weight_scale")
 
 
 def _is_transposed(parts: Parts) -> bool:
-    """Whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only, whatever the sizes."""
+    """Return whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only."""
     weight, scale = parts[_weight(parts)].shape, parts["weight_scale"].shape
     return scale == (weight[0] // 8, weight[1])
 

@@ -58,7 +58,7 @@ class Patterns:
             raise MoeqError("source.bad-pattern", message) from error
 
     def matches(self, pattern: re.Pattern[str], name: str, *, anywhere: bool = False) -> bool:
-        """Whether a pattern of `compile` matches at the start of `name`, or anywhere in it."""
+        """Return whether a pattern of `compile` matches at the start of `name`, or anywhere in it."""
         repeats, optionals = self._ways[pattern.pattern]
         placed = repeats + (1 if anywhere else 0)
         if comb(len(name) + placed, placed) << min(optionals, 64) > _MAX_STEPS:

@@ -37,7 +37,7 @@ RESIDENT = {8: 5, 16: 4, 32: 3, 64: 2}
 
 
 def stage_bytes(tokens: int, kind: str, group: int) -> int:
-    """Shared memory of a step of 64 rows of k: words, scales and tokens."""
+    """Return the bytes of shared memory of a step of 64 rows of k: words, scales and tokens."""
     words = 2048 * KINDS[kind].bits
     scales = (max(1, 64 // group) * 256 * KINDS[kind].scale_bytes) if group else 0
     return words + scales + 128 * tokens

@@ -413,6 +413,3 @@ def _most_tokens() -> int:
     chunk = getattr(arguments, "chunked_prefill_size", None) or 0
     more = getattr(arguments, "max_prefill_tokens", None) or 0
     return max(chunk, more, MOST_TOKENS) * max(1, getattr(arguments, "dp_size", None) or 1)
-
-
-__all__ = ["MoeqConfig", "MoeqMoEMethod", "MoeqRunnerCore", "register_config"]

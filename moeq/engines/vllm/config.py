@@ -195,6 +195,3 @@ def _method_of(original: dict[str, Any]) -> str:
     alike = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
     answers = (config.override_quantization_method(original, None, hf_config=None) for config in alike)
     return next((name for name in answers if name is not None), method)
-
-
-__all__ = ["MoeqConfig", "register_config"]

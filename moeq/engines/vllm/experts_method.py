@@ -427,6 +427,3 @@ def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: tensor.view(torch.float8_e8m0fnu) if name in SCALES and tensor.dtype == torch.uint8 else tensor
         for name, tensor in tensors.items()
     }
-
-
-__all__ = ["MoeqMoEMethod"]

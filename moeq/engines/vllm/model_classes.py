@@ -76,6 +76,3 @@ def _without_experts(kind: Any) -> Load:
         }
 
     return load_weights
-
-
-__all__ = ["leave_experts_out"]

@@ -146,6 +146,3 @@ def _served(layer: Any) -> Mapping[str, Tensor]:
         return dict(layer.named_parameters())
     kept = get_layerwise_info(layer).kernel_tensors
     return dict(layer.named_parameters()) if kept is None else {**kept[0], **kept[1]}
-
-
-__all__ = ["ExpertReload", "divert"]

@@ -26,6 +26,3 @@ def this_device() -> Gpu:
     if current_platform.is_cpu():
         return detect_cpu()
     return detect_gpu() or parse_gpu("XPU")
-
-
-__all__ = ["this_device"]

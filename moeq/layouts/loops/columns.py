@@ -18,24 +18,24 @@ _loops = Loops("moeq.layouts.loops.columns_loops")
 
 
 def take(codes: Tensor, order: Tensor, out: Tensor) -> None:
-    """`out[:, i] = codes[:, order[i]]`; uint8, `order` int64, each of 0 .. K - 1."""
+    """Set `out[:, i] = codes[:, order[i]]`; uint8, `order` int64, each of 0 .. K - 1."""
     take_elements(codes.numpy(), order.numpy(), out.numpy())
 
 
 def take_elements(source: Array, order: Array, out: Array) -> None:
-    """`out[:, i] = source[:, order[i]]`; matrices of one dtype, `order` int64, each of 0 .. K - 1."""
+    """Set `out[:, i] = source[:, order[i]]`; matrices of one dtype, `order` int64, each of 0 .. K - 1."""
     check_indices(order, source.shape[1], "order of columns")
     _loops.take_columns(source, order, out)
 
 
 def took_elements(source: Array, places: Array, found: Array) -> bool:
-    """Whether `found[:, places[i]] == source[:, i]` for every i."""
+    """Return whether `found[:, places[i]] == source[:, i]` for every i."""
     check_indices(places, found.shape[1], "places of columns")
     return bool(_loops.took_columns(source, places, found))
 
 
 def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
-    """Codes in another order along K.
+    """Put codes into another order along K.
 
     Args:
         source: uint32 `[K * bits / 32, N]`, the first code of a word in its lowest bits.
@@ -48,7 +48,7 @@ def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
 
 
 def took_codes(source: Array, places: Array, bits: int, found: Array) -> bool:
-    """Whether code `places[k]` of `found` is code k of `source`, for every k. Arguments as for `take_codes`."""
+    """Return whether code `places[k]` of `found` is code k of `source`, for every k. Arguments as for `take_codes`."""
     check_indices(places, len(found) * 32 // bits, "places of codes")
     return bool(_loops.took_codes(source, places, bits, found))
 
@@ -59,12 +59,12 @@ def block_sums(codes: Tensor, block: int, out: Tensor) -> None:
 
 
 def look_up(table: Array, source: Array, out: Array) -> None:
-    """`out[n, k] = table[source[n, k]]`: uint8, a table of 256."""
+    """Set `out[n, k] = table[source[n, k]]`; uint8, a table of 256."""
     _loops.look_up(table, source, out)
 
 
 def all_in(table: Array, source: Array) -> bool:
-    """Whether the table (uint8 `[256]`, 0 or 1) has a 1 for every byte of a matrix."""
+    """Return whether the table (uint8 `[256]`, 0 or 1) has a 1 for every byte of a matrix."""
     return bool(_loops.all_in(table, source))
 
 
@@ -79,7 +79,7 @@ def negative_zeros(words: Array, out: Array) -> None:
 
 
 def are_negative_zeros(words: Array, flags: Array) -> bool:
-    """Whether the flags are what `negative_zeros` makes of the words."""
+    """Return whether the flags are what `negative_zeros` makes of the words."""
     return bool(_loops.are_negative_zeros(words, flags))
 
 
@@ -94,15 +94,15 @@ def without(byte: int, source: Array, out: Array) -> None:
 
 
 def lacks_negative_zeros(words: Array, found: Array) -> bool:
-    """Whether `found` is the words with 0 in place of the bytes that are 0x80; uint32 matrices."""
+    """Return whether `found` is the words with 0 in place of the bytes that are 0x80; uint32 matrices."""
     return bool(_loops.lacks_negative_zeros(words, found))
 
 
 def repeat_columns(source: Array, times: int, out: Array) -> None:
-    """`out[:, i] = source[:, i // times]`; the last column may be repeated less often."""
+    """Set `out[:, i] = source[:, i // times]`; the last column may be repeated less often."""
     _loops.repeat_columns(source, times, out)
 
 
 def repeats_columns(source: Array, times: int, found: Array) -> bool:
-    """Whether a matrix is what `repeat_columns` makes."""
+    """Return whether a matrix is what `repeat_columns` makes."""
     return len(source) == len(found) and bool(_loops.repeats_columns(source, times, found))

@@ -58,7 +58,7 @@ def _negative(word):  # type: ignore[no-untyped-def]
 
 @loop
 def _four_flags(word):  # type: ignore[no-untyped-def]
-    """Bit i: byte i is 0x80."""
+    """Return four bits, of which bit i says that byte i is 0x80."""
     return ((_negative(word) >> np.uint32(7)) * np.uint32(0x01020408)) >> np.uint32(24) & np.uint32(0xF)
 
 

@@ -14,7 +14,7 @@ _loops = Loops("moeq.layouts.loops.compare_loops")
 
 
 def same(left: Array, right: Array, row: int = 0) -> bool:
-    """Whether a matrix of unsigned integers holds another one from `row` on.
+    """Return whether a matrix of unsigned integers holds another one from `row` on.
 
     Args:
         left: `[rows, columns]`, any strides.
@@ -34,16 +34,16 @@ def same(left: Array, right: Array, row: int = 0) -> bool:
 
 
 def is_zero(matrix: Array) -> bool:
-    """Whether a matrix of unsigned integers, each row contiguous, holds nothing but zeros."""
+    """Return whether a matrix of unsigned integers, each row contiguous, holds nothing but zeros."""
     return matrix.size == 0 or not _loops.any_bit(matrix.view(np.uint8))
 
 
 def any_all_ones(words: Array, mask: int) -> bool:
-    """Whether any of the contiguous unsigned words has every bit of the mask: how floats encode NaN and infinity."""
+    """Return whether any contiguous unsigned word has every bit of the mask, as NaN and infinity have."""
     return bool(_loops.all_ones(words.reshape(-1), words.dtype.type(mask)))
 
 
 def all_between(words: Array, low: int, high: int) -> bool:
-    """Whether each of the contiguous unsigned words is 0 or lies in `low .. high`."""
+    """Return whether each of the contiguous unsigned words is 0 or lies in `low .. high`."""
     kind = words.dtype.type
     return not _loops.outside(words.reshape(-1), kind(low), kind(high))

@@ -119,7 +119,7 @@ def _kind(argument: Any) -> Kind:
 
 
 def available() -> bool:
-    """Whether loops can be run: they can be compiled, or the cache has some for what is installed now."""
+    """Return whether loops can be run: they can be compiled, or the cache has some for what is installed now."""
     if find_spec("numba") is None:
         return False
     if cached():
@@ -132,7 +132,7 @@ def available() -> bool:
 
 
 def cached() -> bool:
-    """Whether the cache has loops for what is installed now. Needs no numba."""
+    """Return whether the cache has loops for what is installed now. Needs no numba."""
     folder = code_cache()
     return folder is not None and any(name.endswith(f".{_environment_digest()}.o") for name in folder.names())
 

@@ -35,17 +35,17 @@ LOWEST, HIGHEST = -11, 9
 #: Row of the tables for groups that hold nothing but zeros, whatever their exponent.
 ZEROS = HIGHEST - LOWEST + 1
 
-#: What the inverse tables say of a number that no code has.
+#: Entry of the inverse tables for a number that no code has.
 _NO_CODE = 0x100
 
-#: float32 `[16]`: what each code means.
+#: Value of each code, float32 `[16]`.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
 def to_fp8_blocks(codes: Array, exponents: Array, out: Array, scales: Array) -> None:
-    """MXFP4 as E4M3 under one power of two per block: the smallest under which its largest value fits 448.
+    """Write MXFP4 as E4M3 under one power of two per block: the smallest under which its largest value fits 448.
 
-    What has no exact E4M3 code gets some code: only `holds_fp8_blocks` tells.
+    A value without an exact E4M3 code gets an arbitrary one, which `holds_fp8_blocks` finds.
 
     Args:
         codes: uint8 `[N, K / 2]`, two E2M1 codes to a byte, rows contiguous; K a multiple of 32.
@@ -58,9 +58,9 @@ def to_fp8_blocks(codes: Array, exponents: Array, out: Array, scales: Array) -> 
 
 
 def holds_fp8_blocks(codes: Array, exponents: Array, found: Array, scales: Array) -> bool:
-    """Whether FP8 blocks hold exactly these numbers, signs of zeros included. Arguments as for `to_fp8_blocks`.
+    """Return whether FP8 blocks hold exactly these numbers, signs of zeros included. Arguments as for `to_fp8_blocks`.
 
-    Never so for numbers near the ends of float32's range.
+    The answer is False for numbers near the ends of float32's range, whose products are not exact.
     """
     return bool(
         _loops.holds_fp8_blocks(codes.view(np.uint32), codes, exponents, found.view(np.uint64), scales, _from_e4m3())
@@ -68,43 +68,43 @@ def holds_fp8_blocks(codes: Array, exponents: Array, found: Array, scales: Array
 
 
 def to_bf16(codes: Array, exponents: Array, out: Array) -> None:
-    """MXFP4 as bfloat16.
+    """Write MXFP4 as bfloat16.
 
     Args:
         codes: as for `to_fp8_blocks`.
         exponents: as for `to_fp8_blocks`.
-        out: uint16 `[N, K]`, rows contiguous. What is beyond its range becomes infinite.
+        out: uint16 `[N, K]`, rows contiguous. Values beyond its range become infinite.
     """
     _loops.to_bf16(codes.view(np.uint16), codes, exponents, out.view(np.uint64), _to_bfloat16())
 
 
 def holds_bf16(codes: Array, exponents: Array, found: Array) -> bool:
-    """Whether bfloat16 numbers are exactly these. Arguments as for `to_bf16`."""
+    """Return whether bfloat16 numbers are exactly these. Arguments as for `to_bf16`."""
     return bool(
         _loops.holds_bf16(codes.view(np.uint16), codes, exponents, found.view(np.uint64), _values().view(np.uint32))
     )
 
 
 def used_exponents(codes: Array, exponents: Array) -> tuple[int, int]:
-    """Least and greatest E8M0 exponent of groups that hold anything but zeros; (255, -1) where none does."""
+    """Return the least and greatest E8M0 exponent of groups with a value other than 0; (255, -1) without any."""
     found = np.empty(2, np.int64)
     _loops.used_exponents(codes.view(np.uint64), exponents, found)
     return int(found[0]), int(found[1])
 
 
 def to_e4m3_scales(exponents: Array, shift: int, out: Array) -> None:
-    """E8M0 exponents as E4M3 scales, each for two groups of 16, under a global scale of 2**shift.
+    """Write E8M0 exponents as E4M3 scales, each for two groups of 16, under a global scale of 2**shift.
 
     Args:
         exponents: uint8 `[N, G]`.
-        shift: the exponent that E4M3 leaves out.
-        out: uint8 `[N, 2 G]`. Exponents that E4M3 has not become the nearest that it has.
+        shift: exponent of the global scale.
+        out: uint8 `[N, 2 G]`. Exponents out of E4M3's range become the nearest in it.
     """
     _loops.repeat_scales(exponents, _e4m3_powers(shift), out)
 
 
 def holds_e4m3_scales(codes: Array, exponents: Array, found: Array, global_scale: float) -> bool:
-    """Whether E4M3 scales times a global one are these powers of two, wherever a group holds anything but zeros.
+    """Return whether E4M3 scales times a global one are these powers of two, wherever a group holds anything but zeros.
 
     Args:
         codes: as for `to_fp8_blocks`.
@@ -119,7 +119,7 @@ def holds_e4m3_scales(codes: Array, exponents: Array, found: Array, global_scale
 
 @lru_cache(maxsize=1)
 def _to_e4m3() -> Array:
-    """uint16 `[differences + 1, 256]`: two E4M3 bytes for a byte of two codes; 0x7F where there is none."""
+    """Return uint16 `[differences + 1, 256]`: two E4M3 bytes for a byte of two codes; 0x7F is NaN, for no number."""
     single = np.full((ZEROS + 1, 16), 0x7F, np.uint16)
     codes = {float(value): byte for byte, value in enumerate(e4m3_values().tolist()) if byte not in (0x7F, 0x80, 0xFF)}
     for row in range(ZEROS):
@@ -132,20 +132,20 @@ def _to_e4m3() -> Array:
 
 @lru_cache(maxsize=1)
 def _to_bfloat16() -> Array:
-    """uint32 `[256, 256]`: two bfloat16 numbers for a byte of two codes, by E8M0 exponent."""
+    """Return uint32 `[256, 256]`: two bfloat16 numbers for a byte of two codes, by E8M0 exponent."""
     bits = _values().view(np.uint32)  # every product has two bits, or is beyond the range
     return _pairs(bits >> 16, 16)
 
 
 def _pairs(single: Array, bits: int) -> Array:
-    """Tables of two codes from tables of one."""
+    """Return tables by bytes of two codes, made from tables by one code of `bits` bits."""
     low, high = single[:, np.arange(256) & 15], single[:, np.arange(256) >> 4]
     return np.ascontiguousarray(low | high << bits)
 
 
 @lru_cache(maxsize=1)
 def _from_e4m3() -> Array:
-    """uint16 `[differences + 1, 256]`: the code that an E4M3 byte has the value of."""
+    """Return uint16 `[differences + 1, 256]`: the code with the value of each E4M3 byte."""
     found = np.full((ZEROS + 1, 256), _NO_CODE, np.uint16)
     signs = np.signbit(e4m3_values())
     for row in range(ZEROS + 1):
@@ -159,7 +159,7 @@ def _from_e4m3() -> Array:
 
 @lru_cache(maxsize=1)
 def _values() -> Array:
-    """float32 `[256, 16]`: value of each code under each E8M0 exponent."""
+    """Return float32 `[256, 16]`: the value of each code under each E8M0 exponent."""
     with np.errstate(over="ignore"):
         powers = np.exp2(np.arange(256, dtype=np.float64) - BIAS)
         return (powers[:, None] * E2M1.astype(np.float64)).astype(np.float32)
@@ -167,6 +167,6 @@ def _values() -> Array:
 
 @lru_cache(maxsize=64)
 def _e4m3_powers(shift: int) -> Array:
-    """uint8 `[256]`: E4M3 of 2**(exponent - shift), the nearest there is."""
+    """Return uint8 `[256]`: the E4M3 number nearest to 2**(exponent - shift)."""
     power = np.clip(np.arange(256) - BIAS - shift, -9, 8)
     return np.where(power < -6, 1 << np.maximum(power + 9, 0), (power + 7) << 3).astype(np.uint8)

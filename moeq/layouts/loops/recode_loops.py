@@ -19,24 +19,24 @@ _HALF, _ONE, _TWO = (np.uint64(bit * 0x1111111111111111) for bit in (1, 2, 4))
 
 
 def _in_each(width: int, *fields: int) -> tuple[np.uint64, ...]:
-    """Repeat a number in each field of `bits` bits of a word."""
+    """Return a word of 64 bits for each of some numbers, with that number in every field of `width` bits."""
     ones = sum(1 << place for place in range(0, 64, width))
     return tuple(np.uint64(field * ones) for field in fields)
 
 
-# Eight E4M3 bytes in a word: their signs, all but these, ones, sign and magnitude of a code; what code 1 would leave of
-# a number, and what no code leaves.
+# Masks for eight E4M3 bytes in a word: the sign of a number, its other bits, a 1, sign and magnitude of a code. LEFT is
+# what a number of code 1 leaves once the constant is subtracted, BEYOND the bits that no code leaves.
 _SIGNS8, _REST8, _ONES8, _SIGN8, _SIZES8, _LEFT8, _BEYOND8 = _in_each(8, 0x80, 0x7F, 1, 8, 7, 1 << 2, 0x7F - (7 << 2))
 _PAIRS8, _BYTES8, _CODES8 = _in_each(32, 0xFFFF)[0], _in_each(16, 0xFF)[0], _in_each(8, 0xF)[0]
 
-# Four bfloat16 numbers in a word.
+# The same masks for four bfloat16 numbers in a word.
 _SIGNS16, _REST16, _ONES16, _SIGN16, _SIZES16, _LEFT16, _BEYOND16 = _in_each(
     16, 0x8000, 0x7FFF, 1, 8, 7, 1 << 6, 0x7FFF - (7 << 6)
 )
 _BYTES16, _CODES16 = _in_each(32, 0xFF)[0], _in_each(16, 0xF)[0]
 
-#: Differences of exponents under which all codes become normal E4M3 numbers, and E8M0 exponents under which all become
-#: normal bfloat16 numbers; down to the least, and up to where the tables end or the greatest.
+#: Least difference of exponents under which all codes become normal E4M3 numbers (the tables end at the greatest), and
+#: least and greatest E8M0 exponent under which all become normal bfloat16 numbers.
 _NORMAL, _NORMAL_LEAST, _NORMAL_GREATEST = -5, 2, 252
 
 

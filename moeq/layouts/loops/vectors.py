@@ -110,7 +110,7 @@ def zeros(typing):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def is_blank(typing, vector):  # type: ignore[no-untyped-def]
-    """Whether no bit is set."""
+    """Return whether no bit is set."""
 
     def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
         wide = ir.IntType(512)

@@ -131,13 +131,3 @@ def _vllm_ranks(deployment: Deployment) -> list[str]:
     flags = [f"{option} {size}" for option, size in sizes.items() if size > 1]
     flags += ["--enable-expert-parallel"] if ep > 1 else []
     return [*flags, *(["--enable-eplb"] if deployment.eplb else [])]
-
-
-__all__ = [
-    "convert_command",
-    "loaders_of_manifest",
-    "next_command",
-    "next_of_converted",
-    "serve_converted",
-    "serve_source",
-]

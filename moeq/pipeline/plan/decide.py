@@ -186,8 +186,8 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
         parts.append(_part(layers, with_names(checkpoint, verdict, layers[0]), found))
     refused = {layer: part.error for part in parts for layer in part.layers if part.error}
     if refused:
-        someone_fits = len(refused) < sum(len(part.layers) for part in parts)
-        problem = refusal(dict(sorted(refused.items())), options.skip_unfit, someone_fits=someone_fits)
+        some_fit = len(refused) < sum(len(part.layers) for part in parts)
+        problem = refusal(dict(sorted(refused.items())), options.skip_unfit, some_fit=some_fit)
         if problem is not None:
             return Answer(question, tuple(parts)).refused(problem)
         copied += [CopiedLayer(layer, error.message) for layer, error in refused.items()]
@@ -241,13 +241,13 @@ def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
     return found
 
 
-def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, someone_fits: bool) -> MoeqError | None:
+def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, some_fit: bool) -> MoeqError | None:
     """Return the first layer's error, with how to go on without it if other layers fit; None if it is skipped."""
-    if someone_fits and skip_unfit:
+    if some_fit and skip_unfit:
         return None
     error = next(iter(refused.values()))
-    more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 and someone_fits else ""
-    skip = "--skip-unfit copies it unchanged" if someone_fits else None
+    more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 and some_fit else ""
+    skip = "--skip-unfit copies it unchanged" if some_fit else None
     hint = "; ".join(part for part in (error.hint, skip) if part and "--skip-unfit" not in (error.hint or ""))
     return MoeqError(error.code, error.message + more, hint or error.hint)
 
@@ -265,12 +265,12 @@ def _choice(
     except MoeqError as error:
         return error
     fitting: list[LayoutChoice] = []
-    against: list[MoeqError] = []
+    unfit: list[MoeqError] = []
     for candidate in found:
         try:
             plan = plan_layer(checkpoint, layer, candidate.layout, question.ranks, question.options)
         except MoeqError as error:
-            against.append(error)
+            unfit.append(error)
         else:
             loaders = tuple(loaders_of_plan(checkpoint, question, plan, written))
             sizes = candidate.sizes or _sizes(plan, question.ranks)
@@ -278,7 +278,7 @@ def _choice(
             rounding = None if question.options.allow_lossy else _rounding(plan)
             fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding))
     if not fitting:
-        return against[0]
+        return unfit[0]
     best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
     if not layout_class(best.layout).is_read() and not question.options.force_layout:
         return MoeqError(
@@ -288,7 +288,7 @@ def _choice(
             "--force-layout writes it anyway",
         )
     if best is fitting[0]:
-        return replace(best, why="; ".join(filter(None, (best.why, *(error.message for error in against[:1])))) or None)
+        return replace(best, why="; ".join(filter(None, (best.why, *(error.message for error in unfit[:1])))) or None)
     return replace(best, why="; ".join(filter(None, (_given_up(fitting[: fitting.index(best)]), best.why))))
 
 

@@ -58,7 +58,7 @@ def loaders_of_plan(
 def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> bool:
     """Return whether every expert has the scale of its activations that the plug-in hands to the engine's kernel.
 
-    Kernels for weights alone need none.
+    Weight-only kernels need none.
     """
     activation = scheme.activation
     static = scheme.format == "fp8" and activation is not None and not activation.scale.dynamic

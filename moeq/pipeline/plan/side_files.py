@@ -26,7 +26,7 @@ SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
 CARD = "README.md"
 #: What the source's own card is called in a pushed repository.
 SOURCE_CARD = "README.source.md"
-#: In the front matter of every card that moeq writes.
+#: Line in the front matter of every card that moeq writes.
 CARD_MARK = "library_name: moeq"
 
 #: The Hub's own settings, which a repository gets when it is created.
@@ -34,19 +34,19 @@ HUB_SETTINGS = ".gitattributes"
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
-#: Weights in other formats beside the safetensors are not copied: they would be a stale second model.
+#: Endings of weight files, which are not copied: beside the conversion they would be a stale second model.
 OTHER_WEIGHTS = (".safetensors", INDEX_SUFFIX, ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 
-#: Larger files are weights in a format that is not known here; tokenizers have some ten megabytes.
+#: Largest side file. A larger one is weights in an unknown format; tokenizers have some ten megabytes.
 MAX_SIDE_BYTES = 1 << 30
 
-#: What is run, not read: Python, machine code, and pickles, which run when they are loaded.
+#: Endings of files that are run, not read: Python, machine code, and pickles, which run when they are loaded.
 _CODE = (".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".dill", ".joblib", ".ckpt")
 
-#: What a pickle of protocol 2 and newer begins with.
+#: First bytes of a pickle, by protocol from 2 on.
 _PICKLE = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 
-#: Names Python files whose classes a model is made of; transformers loads them with `trust_remote_code`.
+#: Key of a config that names Python files with the model's classes; transformers loads them with `trust_remote_code`.
 _AUTO_MAP = "auto_map"
 
 
@@ -88,8 +88,8 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
     if isinstance(source, LocalSource):  # files that exist lead nowhere else, whatever their names
         unusable = tuple(name for name in found if not is_usable(name))
     names = safe_names((name for name in found if name not in unusable), source.name)
-    # Of a repository nothing is fetched for this that a conversion would not need.
-    look = no_code or isinstance(source, LocalSource)
+    # Looking into files of a repository would fetch some that a conversion does not need.
+    may_read = no_code or isinstance(source, LocalSource)
     kept = [name for name in names if _is_replaced(name)] + ([source.index] if source.index else [])
     if source.index:
         source.require_inside(source.index)
@@ -110,8 +110,8 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
             )
         if is_own(name) or name.endswith(INDEX_SUFFIX):
             continue
-        runs = name.lower().endswith(_CODE) or (look and _is_pickle(source, name))
-        names_code = not runs and look and _has_auto_map(source, name, size)
+        runs = name.lower().endswith(_CODE) or (may_read and _is_pickle(source, name))
+        names_code = not runs and may_read and _has_auto_map(source, name, size)
         if runs or names_code:
             code.append(name)
         if runs and no_code:

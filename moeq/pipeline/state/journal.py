@@ -115,7 +115,7 @@ class Journals:
 
 
 def journal_name(share: str | None) -> str:
-    """Return file name of the journal of a share, or of a process that does everything."""
+    """Return the file name of the journal of a share, or of a process that does everything."""
     return f"{_STEM}{'' if share is None else '.' + share}{_SUFFIX}"
 
 
@@ -130,7 +130,7 @@ def is_journal(name: str) -> bool:
 
 
 def journal_files(folder: OutputFolder) -> list[str]:
-    """Return names of the journals of a folder."""
+    """Return the names of the journals in a folder."""
     return [name for name in folder.names() if is_journal(name)]
 
 
@@ -157,7 +157,7 @@ def read_journals(
     for name, content in contents.items():
         head, _, rest = content.partition(b"\n")
         if name not in stamps:
-            recovered = next((stamp for stamp in known if _is_damaged(head, stamp)), None)
+            recovered = next((stamp for stamp in known if _was_head_of(head, stamp)), None)
             if recovered is None:
                 damaged += [name] if rest else []
                 continue
@@ -296,7 +296,7 @@ class Journal:
         whole = content[: content.rfind(b"\n") + 1]
         head = whole.partition(b"\n")[0]
         if _stamp_of(whole) is None:
-            recovered = _is_damaged(head, stamp)
+            recovered = _was_head_of(head, stamp)
             head = _head(stamp)
             if not recovered:
                 whole = head + b"\n"
@@ -323,7 +323,7 @@ class Journal:
         self._end += len(lines)
 
     def close(self) -> None:
-        """Close and unlock it."""
+        """Close and unlock the journal."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -365,8 +365,8 @@ def _head(stamp: JobStamp) -> bytes:
     return _sealed({"schema": JOURNAL_SCHEMA, **stamp.to_json()}, b"")[:-1]
 
 
-def _is_damaged(head: bytes, stamp: JobStamp) -> bool:
-    """Return whether a damaged first line was that of a job: its body or its seal is still the job's."""
+def _was_head_of(head: bytes, stamp: JobStamp) -> bool:
+    """Return whether a damaged first line was that of a job: its body or its seal is still right."""
     whole = _head(stamp)
     same_body = head.rpartition(_SEAL)[0] == whole.rpartition(_SEAL)[0]
     return len(head) == len(whole) and (same_body or _seal_of(head) == _seal_of(whole))

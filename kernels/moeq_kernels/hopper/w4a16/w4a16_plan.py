@@ -213,13 +213,13 @@ _OVERHEAD_STEPS = 2.5
 
 
 def tokens_per_hit(pairs: int, experts: int) -> float:
-    """Average tokens of an expert that gets any, for uniform routing."""
+    """Return the average tokens of an expert that gets any, for uniform routing."""
     hit = experts * (1.0 - (1.0 - 1.0 / max(1, experts)) ** pairs)
     return pairs / max(hit, 1.0)
 
 
 def splits_for(items: float, steps: int, resident: int) -> int:
-    """How many programs should share a tile's k, of `items` tiles with `steps` each, when `resident` fit at once.
+    """Return how many programs should share a tile's k; of `items` tiles of `steps` steps, `resident` fit at once.
 
     Least time of: waves of programs x (steps of each + overhead). With less than one wave programs are faster, and
     time falls as the square root. Beyond one wave sharing only evens out the last one: it then has to save a tenth,
@@ -277,7 +277,7 @@ def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel
 
 
 def shares_for(items: int, steps: int, most: int, gpu: Gpu = H200) -> int:
-    """How many programs share a tile's k in the kernels for few tokens, `most` at most.
+    """Return how many programs share a tile's k in the kernels for few tokens, `most` at most.
 
     All should start at once, some three on each multiprocessor; one more would start when others have ended.
     """
@@ -409,7 +409,7 @@ def kernel_where_memory_is_slow(work: Work) -> Kernel:
 
 
 def mma_is_faster(work: Work, kernel: Kernel) -> bool:
-    """Whether `mma.sync` kernels are faster than `kernel` of `choose`, by what was fitted on an H100 and on an H200.
+    """Return whether `mma.sync` kernels are faster than `kernel` of `choose`, as fitted on an H100 and an H200.
 
     They pick tokens themselves, which counts where those weigh most beside an expert's weights, and five of them run on
     a multiprocessor, which counts where tiles are few.

@@ -133,7 +133,7 @@ LEAST_STEPS = 6
 
 
 def splits_for(items: float, steps: int, resident: int, gpu: Gpu = H200) -> int:
-    """How many programs should share the k of each of `items` tiles, of `steps` steps.
+    """Return how many programs should share the k of each of `items` tiles, of `steps` steps.
 
     Two thirds of the multiprocessors read as fast as all; with fewer tiles, as many shares as fit at once.
     """

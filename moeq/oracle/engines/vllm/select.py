@@ -144,7 +144,7 @@ def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
 
 
 def _holds(case: Case, only: Only) -> bool:
-    """Whether a case meets all conditions."""
+    """Return whether a case meets all conditions."""
     name, _, value = (only.env or "").partition("=")
     return (
         (only.devices is None or any(device_term(text).admits(case.gpu) for text in only.devices))

@@ -133,7 +133,7 @@ class Variant:
     env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
     def admits(self, weight: str, activation: str) -> bool:
-        """Whether a pair of keys is among its own."""
+        """Return whether a pair of keys is among its own."""
         return (weight, activation) in self.pairs or (weight, "*") in self.pairs
 
 

@@ -267,7 +267,7 @@ class StoredProjection:
         spec, words, minus = self.spec, self._zero_words(stored), self._minus
         if spec.symmetric:
             return {} if bool((words == (spec.symmetric_zero - minus) * _ONES[spec.bits]).all()) else None
-        # AutoGPTQ transposed_words a zero point of 0 into ones from its field upwards.
+        # AutoGPTQ turned a zero point of 0 into ones from its field upwards.
         if minus and any_all_ones(words, (1 << 32) - (1 << (32 - 3 * spec.bits))):
             return None
         zeros = self._zero_points(scratch)

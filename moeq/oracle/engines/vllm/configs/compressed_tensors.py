@@ -143,7 +143,7 @@ def _check_sparsity(config: Config) -> None:
 
 
 def read_compressed_tensors(question: ConfigQuestion) -> Method:
-    """compressed-tensors: looks at the projections of expert 0 only, then takes the first scheme that matches."""
+    """Read a config of compressed-tensors: projections of expert 0 only, then the first scheme that matches."""
     config = question.config
     _check_sparsity(config)
     targets = _groups(config, question.policy)
