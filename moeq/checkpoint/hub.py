@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moeq.checkpoint.header import Header, header_length, parse_header
+from moeq.checkpoint.header import Header, TensorEntry, header_length, parse_header
 from moeq.checkpoint.hub_digests import PIECE_BYTES, ListedDigests
 from moeq.checkpoint.hub_errors import cut_errors, explain, transport_errors
 from moeq.checkpoint.hub_guard import Expected, check_commit, guarded
@@ -117,6 +117,8 @@ def _cached(repo: str, revision: str | None) -> LocalSource:
 class HubSource(Source):
     """A repository read over the network."""
 
+    remote = True
+
     def __init__(self, repo: str, revision: str | None) -> None:
         self._list(repo, revision)
         self._load([name for name in self._sizes if "/" not in name])
@@ -148,6 +150,7 @@ class HubSource(Source):
             raise MoeqError("source.missing-shard", f"{detail}: {', '.join(missing[:5])}")
         headers = self._headers(weights.files)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.metadata = {key: value for header in headers for key, value in header.metadata.items()}
         self.index = weights.index
         merged = merge_headers(weights, headers)
         self.tensors, self.stale = merged.tensors, merged.stale
@@ -241,6 +244,9 @@ class HubSource(Source):
         data = self._read_ranges(file, first * PIECE_BYTES, min(last * PIECE_BYTES, self.size_of(file)))
         self._digests.require_pieces(data, first, known, file)
         return data[start - first * PIECE_BYTES : end - first * PIECE_BYTES]
+
+    def peek(self, entry: TensorEntry) -> bytes:
+        return bytes(self._read_ranges(entry.file, entry.start, entry.end))
 
     def _known_pieces(self, file: str) -> bytes:
         """Return the digests of a file's pieces; where there are none yet, the file is fetched for them."""

@@ -198,12 +198,15 @@ class _Indexer:
             return
         if self._add_listed(prefix, expert, rest, entry):
             return
+        # torchao writes `_gate_up_proj_qdata` for stacks as it writes `_weight_qdata` for modules.
+        plain = inner.removeprefix("_")
         for parameter, role in FUSED_PARAMETERS:
-            if inner.startswith(parameter):
-                part = inner[len(parameter) :].lstrip("._")
+            if plain.startswith(parameter):
+                part = plain[len(parameter) :].lstrip("._")
+                part = _FUSED_PARTS.get(part, part) if plain == inner else f"_weight_{part}"
                 layer = self._layer(prefix)
                 if layer:
-                    self._group(layer, role, parameter, _FUSED_PARTS.get(part, part))[FUSED] = entry
+                    self._group(layer, role, parameter, part)[FUSED] = entry
                 return
 
     def _add_listed(self, prefix: str, projection: str, rest: str, entry: TensorEntry) -> bool:

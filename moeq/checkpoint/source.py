@@ -58,9 +58,12 @@ class Source(ABC):
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
         reread: read tensors twice and compare.
+        remote: whether reading a tensor is a request.
+        metadata: `__metadata__` of all weight files.
     """
 
     reread = False
+    remote = False
 
     def __init__(
         self, name: str, config: dict[str, Any], side_configs: dict[str, dict[str, Any]], revision: str | None = None
@@ -70,6 +73,7 @@ class Source(ABC):
         self.config = config
         self.side_configs = side_configs
         self.tensors: Mapping[str, TensorEntry] = {}
+        self.metadata: Mapping[str, str] = {}
         self.files: tuple[FileEntry, ...] = ()
         self.index: str | None = None
         self.warnings: list[CheckpointWarning] = []
@@ -174,6 +178,10 @@ class Source(ABC):
         entry = self.entry(name)
         return tensor_of(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
 
+    def peek(self, entry: TensorEntry) -> bytes:
+        """Read the bytes of one small tensor while a checkpoint is opened; of a repository, without its file."""
+        return bytes(self.read_bytes(entry.file, entry.start, entry.end))
+
     def read_rows(self, entry: TensorEntry, first: int, stop: int) -> Tensor:
         """Read `tensor[first:stop]`, only that slice of the leading axis."""
         size = (entry.end - entry.start) // entry.shape[0]
@@ -242,6 +250,7 @@ class LocalSource(Source):
             _check_present(folder, weights.files, weights.index)
         headers = [self._header(file) for file in weights.files]
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.metadata = {key: value for header in headers for key, value in header.metadata.items()}
         self.index = weights.index
         merged = merge_headers(weights, headers)
         self.tensors, self.stale = merged.tensors, merged.stale

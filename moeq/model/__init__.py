@@ -14,7 +14,7 @@ from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_ma
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.gguf.source import GgufSource, is_gguf, names_repository_file, open_gguf_repository
-from moeq.model.bitsandbytes import with_sizes
+from moeq.model import bitsandbytes, hqq, torchao
 from moeq.model.checkpoint import Checkpoint
 
 
@@ -39,7 +39,9 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
             raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
             return ConvertedCheckpoint(source, parse_manifest(raw, source.path(MANIFEST_NAME)))
         _check_source(source)
-        with_sizes(source)
+        bitsandbytes.with_sizes(source)
+        hqq.with_sizes(source)
+        torchao.with_bits(source)
         return Checkpoint(source)
 
 

@@ -33,6 +33,8 @@ FORMATS: dict[str, str] = {
     "gguf": "moeq.schemes.gguf:Gguf",
     "bitsandbytes-4bit": "moeq.schemes.bitsandbytes:BitsAndBytes4",
     "bitsandbytes-8bit": "moeq.schemes.bitsandbytes:BitsAndBytes8",
+    "hqq": "moeq.schemes.hqq:Hqq",
+    "torchao-int": "moeq.schemes.torchao:TorchAoInt",
     "unquantized": "moeq.schemes.unquantized:Unquantized",
     "foreign": "moeq.schemes.foreign:Foreign",
 }
@@ -52,6 +54,8 @@ DIALECTS: dict[str, str] = {
     "modelopt": "moeq.schemes.modelopt:read_config",
     "gguf": "moeq.schemes.gguf:read_config",
     "bitsandbytes": "moeq.schemes.bitsandbytes:read_config",
+    "hqq": "moeq.schemes.hqq:read_config",
+    "torchao": "moeq.schemes.torchao:read_config",
 }
 
 

@@ -369,7 +369,7 @@ def _modules(
 
 def _stays_float(module: QuantizedModule, target: TargetFormat) -> bool:
     """Return whether a module becomes floats: one of floats, and embeddings, which other formats do not quantise."""
-    if module.described.scheme.format not in ("gguf", "bitsandbytes-4bit"):
+    if module.described.scheme.format not in ("gguf", "bitsandbytes-4bit", "hqq"):
         return False
     leaf = module.name.rpartition(".")[2]
     return leaf == "lm_head" or _is_no_linear(leaf) or kind_of(module.described) not in target.spellings

@@ -22,6 +22,9 @@ from hypothesis import strategies as st
 #: Documents per target and way; CI takes a minute for all.
 EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "60"))
 
+#: Files of a length, a JSON document, and data.
+WITH_DATA = ("header", "restore-data", "hqq", "torchao")
+
 fuzzing = settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -42,7 +45,7 @@ anything = st.recursive(
 
 def document_of(name: str, raw: bytes) -> tuple[Any, bytes]:
     """The JSON document in a seed, and what follows it."""
-    if name in ("header", "restore-data"):
+    if name in WITH_DATA:
         length = int.from_bytes(raw[:8], "little")
         return json.loads(raw[8 : 8 + length]), raw[8 + length :]
     if name == "journal":
@@ -61,7 +64,7 @@ def bytes_of(name: str, document: Any, rest: bytes) -> bytes:
     if name == "journal":
         return b"\n".join(json.dumps(row).encode() for row in document) + b"\n"
     raw = json.dumps(document).encode()
-    return len(raw).to_bytes(8, "little") + raw + rest if name in ("header", "restore-data") else raw
+    return len(raw).to_bytes(8, "little") + raw + rest if name in WITH_DATA else raw
 
 
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "gguf"])

@@ -121,7 +121,7 @@ def test_case_10_unsupported_methods_by_their_tensors(tmp_path: Path, parts: Ten
     check(caught.value, "source.unsupported-format", name)
 
 
-@pytest.mark.parametrize("method", ["exl3", "gguf", "torchao", "aqlm", "hqq", "some-new-thing"])
+@pytest.mark.parametrize("method", ["exl3", "gguf", "aqlm", "vptq", "some-new-thing"])
 def test_case_10_unsupported_methods_by_their_name(tmp_path: Path, method: str) -> None:
     tensors = {"model.layers.0.mlp.experts_packed": Stored("U8", (4,))}
     refused(

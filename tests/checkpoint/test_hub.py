@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orphan_files
 import pytest
 from checkpoint.hub_server import OLDER, SHA, Behaviour, Hub, serving
 from gguf_files import write_model
@@ -110,6 +111,24 @@ def with_ballast(folder: Path, size: int) -> Path:
     (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + body + bytes(size))
     (folder / "config.json").write_bytes((source / "config.json").read_bytes())
     return folder
+
+
+@pytest.mark.parametrize(("method", "name"), [("bitsandbytes", "nf4-bfloat16"), ("hqq", "4-bit-axis1-g8-bfloat16")])
+def test_sizes_that_are_no_headers_take_few_requests(
+    hub: Hub, ask: Ask, tmp_path: Path, method: str, name: str
+) -> None:
+    """One matrix of each name and shape is asked for its sizes; the data of all others is compared with them."""
+    import moeq
+
+    folder = orphan_files.WRITERS[method](tmp_path / method, orphan_files.vectors(method)[name])
+    repo = hub.add(f"org/{method}", folder)
+    before = len(hub.requests)
+    answer = ask(repo)
+    weights = [path for _, path, _ in hub.requests[before:] if path.endswith(".safetensors")]
+    assert len(weights) < 1 + 5 * 4 + 5
+    local = moeq.open(folder)
+    assert answer["info"]["schemes"] == json.loads(json.dumps(local.info.to_json()))["schemes"]
+    assert ask(repo, read=True)["sum"] == float(local.dequantize(0, 1, "up").sum())
 
 
 def test_sharded_repository_equals_the_folder(hub: Hub, ask: Ask) -> None:

@@ -4,60 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from orphan_files import stored, vectors, write_bitsandbytes
+from safetensors.torch import load_file
 
-from moeq.checkpoint.source import tensor_of
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
 from moeq.schemes.bitsandbytes import read_state
 from moeq.transcode.transcode import check, transcode
 
-VECTORS = {
-    vector["name"]: vector
-    for vector in json.loads((Path(__file__).parents[1] / "data" / "formats" / "bitsandbytes.json").read_text())[
-        "vectors"
-    ]
-}
-
-
-def stored(table: dict[str, Any]) -> torch.Tensor:
-    return tensor_of(bytearray.fromhex(table["hex"]), table["dtype"], tuple(table["shape"]), "vector")
-
-
-def write(folder: Path, vector: dict[str, Any], **changes: torch.Tensor) -> Path:
-    """Write a checkpoint of two experts whose projections are all the vector, which is square."""
-    folder.mkdir(exist_ok=True)
-    n, k = vector["n"], vector["k"]
-    parts = {name: stored(table) for name, table in vector["parts"].items()} | changes
-    tensors: dict[str, torch.Tensor] = {}
-    for expert in (0, 1):
-        base = f"model.layers.0.mlp.experts.{expert}"
-        for projection in ("gate_proj", "up_proj", "down_proj"):
-            tensors |= {f"{base}.{projection}.{part}": tensor.clone() for part, tensor in parts.items()}
-    tensors |= {f"model.layers.0.self_attn.o_proj.{part}": tensor.clone() for part, tensor in parts.items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": 1,
-        "hidden_size": k,
-        "moe_intermediate_size": n,
-        "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": "int8" not in vector["name"]},
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+VECTORS = vectors("bitsandbytes")
 
 
 @pytest.mark.parametrize("name", VECTORS)
 def test_the_numbers_of_the_library(name: str, tmp_path: Path) -> None:
     vector = VECTORS[name]
-    found = open_checkpoint(write(tmp_path / "model", vector)).dequantize(0, 1, "gate")
+    found = open_checkpoint(write_bitsandbytes(tmp_path / "model", vector)).dequantize(0, 1, "gate")
     expected = stored(vector["values"]).float()
     if name == "int8":  # the library multiplies twice, by the magnitude and by 1 / 127
         assert torch.allclose(found, expected, rtol=2.0**-22, atol=0)
@@ -69,7 +33,7 @@ def test_the_numbers_of_the_library(name: str, tmp_path: Path) -> None:
 def test_the_whole_checkpoint_in_its_own_dtype(tmp_path: Path) -> None:
     """NF4 of a bfloat16 model is exact in bfloat16, attention included."""
     vector = VECTORS["nf4-nested-bfloat16"]
-    found = transcode(write(tmp_path / "model", vector), tmp_path / "out", "bf16")
+    found = transcode(write_bitsandbytes(tmp_path / "model", vector), tmp_path / "out", "bf16")
     assert found.exact
     written = load_file(next((tmp_path / "out").glob("*00001-of*.safetensors")))
     written |= {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
@@ -80,7 +44,7 @@ def test_the_whole_checkpoint_in_its_own_dtype(tmp_path: Path) -> None:
 
 
 def test_codebooks_are_no_integers(tmp_path: Path) -> None:
-    source = write(tmp_path / "model", VECTORS["nf4-bfloat16"])
+    source = write_bitsandbytes(tmp_path / "model", VECTORS["nf4-bfloat16"])
     with pytest.raises(MoeqError, match="no floats"):
         check(source, "compressed-tensors")
 
@@ -122,6 +86,6 @@ def test_hostile_texts_of_sizes(raw: bytes) -> None:
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, part: str, tensor: torch.Tensor, words: str) -> None:
-    source = write(tmp_path / "model", VECTORS["nf4-bfloat16"], **{part: tensor})
+    source = write_bitsandbytes(tmp_path / "model", VECTORS["nf4-bfloat16"], **{part: tensor})
     with pytest.raises(MoeqError, match=words):
         open_checkpoint(source).dequantize(0, 0, "gate")

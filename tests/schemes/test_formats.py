@@ -218,7 +218,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
 
 
 #: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only, GGUF
-#: files are made by `tests/gguf_files.py`, bitsandbytes has vectors of its own.
+#: files are made by `tests/gguf_files.py`; bitsandbytes, HQQ and torchao have vectors of their own.
 ELSEWHERE = {
     "awq-gemv-fast",
     "bitsandbytes-4bit",
@@ -226,8 +226,10 @@ ELSEWHERE = {
     "foreign",
     "gguf",
     "gptq",
+    "hqq",
     "marlin-v1",
     "mxfp4",
+    "torchao-int",
     "unquantized",
 }
 

@@ -311,8 +311,8 @@ NOT_READ = {
     "gptq_v1_zero_point_zero_three_writers": "one word of zero points, tested below",
     "ct_pack_w4_3d_experts": "a stacked tensor, tested below",
     "quark_e8m0_scale": "scales only, tested below",
-    "hqq_4bit_u8": "HQQ is recognised, not read",
-    "bnb_nf4": "bitsandbytes is recognised, not read",
+    "hqq_4bit_u8": "codes without settings; `test_hqq.py` has vectors of its own",
+    "bnb_nf4": "a block without sizes; `test_bitsandbytes.py` has vectors of its own",
 }
 
 

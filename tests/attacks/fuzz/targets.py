@@ -219,6 +219,29 @@ def gguf(data: bytes) -> None:
     watched(lambda: described(path), data)
 
 
+def orphan(method: str) -> Target:
+    """A target of whole safetensors files with a method that engines dropped; an expert is decoded, too."""
+
+    def run(data: bytes) -> None:
+        import moeq
+
+        folder = orphan_folder(method)
+        (folder / "model.safetensors").write_bytes(data)
+        watched(lambda: described(folder), data)
+        watched(lambda: moeq.open(folder).dequantize(0, 0, "gate"), data)
+
+    return run
+
+
+@cache
+def orphan_folder(method: str) -> Path:
+    import orphan_files
+
+    names = {"hqq": "4-bit-axis1-g8-bfloat16", "torchao": "int4-g8-asym"}
+    vector = orphan_files.vectors(method)[names[method]]
+    return orphan_files.WRITERS[method](room() / f"{method}-source", vector)
+
+
 TARGETS: dict[str, Target] = {
     "gguf": gguf,
     "header": header,
@@ -227,6 +250,8 @@ TARGETS: dict[str, Target] = {
     "manifest": manifest,
     "restore-data": restore_data,
     "journal": journal,
+    "hqq": orphan("hqq"),
+    "torchao": orphan("torchao"),
 }
 
 
@@ -238,6 +263,11 @@ def gguf_seeds() -> list[bytes]:
     sizes = {"layers": 1, "hidden": 64, "inner": 32, "experts": 2}
     tensors = moe_tensors(np.random.default_rng(0), **sizes)
     return [gguf_bytes(moe_metadata(name, **sizes), tensors) for name in ("qwen3moe", "llama", "deepseek2", "gpt-oss")]
+
+
+@cache
+def orphan_seed(method: str) -> bytes:
+    return (orphan_folder(method) / "model.safetensors").read_bytes()
 
 
 def seeds(name: str) -> list[bytes]:
@@ -254,6 +284,8 @@ def seeds(name: str) -> list[bytes]:
         found.append((converted() / "moeq.json").read_bytes())
     elif name == "gguf":
         found += gguf_seeds()
+    elif name in ("hqq", "torchao"):
+        found.append(orphan_seed(name))
     elif name == "restore-data":
         found.append((converted() / "moeq-restore.data").read_bytes())
     else:

@@ -1,0 +1,163 @@
+"""torchao: integers of 1 to 8 bits, each in a signed byte, under scales and integer zero points.
+
+Per weight, as `flatten_tensor_state_dict` writes an `Int8Tensor` or `IntxUnpackedToInt8Tensor`: `_weight_qdata` I8
+`[N, K]`, `_weight_scale` and `_weight_zero_point` I8, `[N, K / group]`, or `[1, 1]` for the whole matrix.
+`moeq.model.torchao` adds `_weight_bits`, a tensor without bytes whose shape is `(0, bits)`, from the file's metadata.
+Checked against torchao 0.18.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moeq.errors import MoeqError
+from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.schemes.base import Granularity, QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.declared import Declaration, Declared, Fields, names_module
+from moeq.schemes.format import (
+    Context,
+    Described,
+    Encoding,
+    PartRoles,
+    Parts,
+    ReadOnlyFormat,
+    expect_input_features,
+    expect_shape,
+    float_name,
+    matrix_spec,
+)
+from moeq.schemes.patterns import Patterns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METHOD = "torchao"
+
+#: Part that `moeq.model.torchao` adds.
+BITS = "_weight_bits"
+
+#: Parts of other kinds of matrices, which change what the layer computes.
+_UNREAD = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
+
+_DYNAMIC = QuantKey("int8", "i8", ScaleKey("f32", "token", (1, -1), dynamic=True))
+
+
+def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
+    """Read transformers' `TorchAoConfig`: one config for all modules, or one by name or pattern (`FqnToConfig`)."""
+    fields = Fields(table, origin)
+    skipped = tuple(fields.names("modules_to_not_convert"))
+    whole = Fields(fields.table_of("quant_type"), origin).table_of("default")
+    by_name = _data(whole).get("fqn_to_config") or _data(whole).get("module_fqn_to_config")
+    rules = {name: _declared(rule, origin) for name, rule in by_name.items()} if isinstance(by_name, dict) else {}
+    default = rules.get("_default") if rules else _declared(whole, origin)
+    matcher = Patterns(origin)
+    patterns = {name: matcher.compile(rf"(?:{name[3:]})\Z") for name in rules if name.startswith("re:")}
+
+    def resolve(module: str) -> Declared | None:
+        if any(names_module(entry, module) for entry in skipped):
+            return None
+        names = (f"{module}.weight", module)
+        exact = next((rules[name] for name in names if name in rules), None)
+        if exact is not None:
+            return exact
+        for rule, pattern in patterns.items():
+            if any(matcher.matches(pattern, name) for name in names):
+                return rules[rule]
+        return default
+
+    return Declaration(METHOD, origin, default, resolve, per_expert=bool(rules), raw=table)
+
+
+def _declared(config: object, origin: str) -> Declared:
+    """Read the config of one kind of matrix. Raises MoeqError `source.bad-config` for what torchao does not write."""
+    if not isinstance(config, dict) or not isinstance(config.get("_type"), str):
+        raise MoeqError("source.bad-config", f"{origin}: {ascii(config)[:80]} is no config of torchao")
+    kind, data = config["_type"][:100], _data(config)
+    mapping = _data_name(data, "mapping_type") or _data_name(data, "weight_mapping_type")
+    # Weights of int8 configs are always symmetric; `act_mapping_type` is that of activations.
+    symmetric = kind.startswith("Int8") and "Intx" not in kind if mapping is None else mapping.startswith("SYMMETRIC")
+    activation = None
+    if kind.startswith("Int8DynamicActivation"):
+        asymmetric = "Intx" in kind or _data_name(data, "act_mapping_type") == "ASYMMETRIC"
+        activation = replace(_DYNAMIC, symmetric=not asymmetric)
+    return Declared(METHOD, variant=kind, symmetric=symmetric, activation=activation, rule=origin)
+
+
+def _data(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    data = config.get("_data")
+    return data if isinstance(data, dict) else {}
+
+
+def _data_name(data: Mapping[str, Any], key: str) -> str | None:
+    """Return the name of an enumeration's member, `{"_type": ..., "_data": name}`."""
+    value = data.get(key)
+    name = value.get("_data") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
+
+
+class TorchAoInt(ReadOnlyFormat):
+    """Integers of 1 to 8 bits: an affine grid, as engines' formats have it."""
+
+    id = "torchao-int"
+    title = "torchao: integers in bytes (`Int8Tensor`, `IntxUnpackedToInt8Tensor`)"
+    parts: ClassVar[PartRoles] = {
+        "_weight_qdata": "codes",
+        "_weight_scale": "scale",
+        "_weight_zero_point": "zeros",
+        BITS: "other",
+        **dict.fromkeys(_UNREAD, "other"),
+        "bias": "bias",
+    }
+    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
+
+    def title_of(self, scheme: Scheme) -> str:
+        return f"torchao {scheme.weight.dtype} {scheme.weight.scale.granularity}"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        codes = parts.get("_weight_qdata")
+        return BITS in parts and codes is not None and codes.dtype == "I8" and len(codes.shape) == 2
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["_weight_qdata"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, k = parts["_weight_qdata"].shape
+        expect_input_features(k, context)
+        unread = [part for part in _UNREAD if part in parts]
+        if unread:
+            context.refuse(f"{unread[0]} changes what the layer computes, and moeq does not apply it")
+        scale = parts["_weight_scale"].shape if "_weight_scale" in parts else ()
+        whole = scale == (1, 1) and n > 1
+        groups = 1 if whole else scale[1] if len(scale) == 2 and scale[0] == n else 0
+        if groups == 0 or k % groups:
+            context.refuse(f"_weight_scale is {list(scale)}, expected {[n, 1]}, {[n, 'K / group']} or [1, 1]")
+        expect_shape(parts, "_weight_zero_point", scale, context, ("I8",))
+        scale_dtype = float_name(parts, "_weight_scale", context)
+        symmetric = "_weight_zero_point" not in parts or context.declared.symmetric is True
+        element = f"int{max(2, parts[BITS].shape[1])}"
+        spec = matrix_spec(parts, context, n, k, element, k // groups, scale_dtype, symmetric=symmetric)
+        zero: ZeroPoint = "none" if symmetric else "stored"
+        granularity: Granularity = "tensor" if whole else "channel" if groups == 1 else "group"
+        extent = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, k // groups)}[granularity]
+        encoding = Encoding("i8", "one signed byte per code", granularity, extent, zero)
+        return self._described(spec, context.declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        half = 1 << (spec.bits - 1)
+        codes = parts["_weight_qdata"].to(torch.int16) + half
+        if not bool(((codes >= 0) & (codes < 2 * half)).all()):
+            raise MoeqError("source.bad-data", f"some codes are none of {spec.bits} bits, {-half} to {half - 1}")
+        shape = (spec.n, spec.num_groups)
+        stored = parts.get("_weight_zero_point")
+        zeros = None
+        if spec.symmetric and stored is not None and bool(stored.any()):
+            detail = "some zero points are not 0, and the config says that weights are symmetric"
+            raise MoeqError("source.bad-data", detail)
+        if not spec.symmetric and stored is not None:
+            zeros = (stored.to(torch.int16) + half).expand(shape).contiguous()
+        scales = parts["_weight_scale"].expand(shape).contiguous()
+        return QuantizedMatrix(spec, codes.to(torch.uint8), scales, zeros, bias=parts.get("bias"))

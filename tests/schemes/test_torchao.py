@@ -1,0 +1,99 @@
+"""torchao: vectors that the library wrote on a CPU, decoded to its own numbers; whole checkpoints; damage."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from orphan_files import stored, vectors, write_torchao, write_torchao_stacks
+
+from moeq.errors import MoeqError
+from moeq.model import open as open_checkpoint
+from moeq.schemes.torchao import read_config
+from moeq.transcode.transcode import transcode
+
+VECTORS = vectors("torchao")
+
+#: A stack has one scale of a tensor per expert, which `write_torchao_stacks` does not make.
+STACKED = [name for name in VECTORS if name != "int8-tensor"]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [*((write_torchao, name) for name in VECTORS), *((write_torchao_stacks, name) for name in STACKED)],
+)
+def test_the_numbers_of_the_library(make: Any, name: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make(tmp_path / "model", VECTORS[name]))
+    expected = stored(VECTORS[name]["values"])
+    for projection in ("gate", "up", "down"):
+        assert torch.equal(checkpoint.dequantize(0, 1, projection).to(expected.dtype), expected)
+    scheme = checkpoint.scheme_of(0)
+    assert scheme.weight.symmetric == ("asym" not in name)
+    assert (scheme.activation is not None) == ("a8" in name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int8-tensor", "int4-g8", "int4-g8-asym", "int3-channel-asym"])
+def test_integers_stay_integers(name: str, tmp_path: Path) -> None:
+    source = write_torchao(tmp_path / "model", VECTORS[name])
+    assert transcode(source, tmp_path / "out", "compressed-tensors").exact
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    assert after.scheme_of(0).format == "ct-pack"
+    assert after.spec(0, "gate").bits == before.spec(0, "gate").bits
+    for projection in ("gate", "down"):
+        assert torch.equal(before.dequantize(0, 0, projection), after.dequantize(0, 0, projection))
+
+
+def test_rules_by_name_and_pattern() -> None:
+    rules = {
+        "model.layers.0.mlp.experts.0.up_proj": VECTORS["int4-g8-asym"]["config"],
+        r"re:model\.layers\.\d\.mlp\.experts\..*": VECTORS["int4-g8"]["config"],
+        "_default": VECTORS["int8-w8a8"]["config"],
+    }
+    table = {"quant_type": {"default": {"_type": "FqnToConfig", "_data": {"fqn_to_config": rules}}}}
+    declaration = read_config({**table, "modules_to_not_convert": ["lm_head"]}, "config.json")
+    experts = "model.layers.0.mlp.experts"
+    found = [declaration.resolve(name) for name in (f"{experts}.0.up_proj", f"{experts}.1.up_proj", "q", "lm_head")]
+    assert [one and one.symmetric for one in found] == [False, True, True, None]
+    assert [one and one.activation is not None for one in found] == [False, False, True, None]
+    hostile = {"re:(a+)+b": VECTORS["int4-g8"]["config"]}
+    table = {"quant_type": {"default": {"_type": "FqnToConfig", "_data": {"fqn_to_config": hostile}}}}
+    with pytest.raises(MoeqError, match="unbounded time"):
+        read_config(table, "config.json")
+
+
+@pytest.mark.parametrize("config", [[], "int4_weight_only", {"_type": 3}, {"default": {}}, None])
+def test_hostile_configs(config: object) -> None:
+    with pytest.raises(MoeqError) as caught:
+        read_config({"quant_type": {"default": config}}, "config.json")
+    assert caught.value.code == "source.bad-config"
+
+
+@pytest.mark.parametrize(
+    ("part", "tensor", "words"),
+    [
+        ("_weight_scale", torch.ones(16, 3), "_weight_scale is"),
+        ("_weight_scale", torch.ones(16), "_weight_scale is"),
+        ("_weight_scale", torch.full((16, 2), float("nan"), dtype=torch.bfloat16), "not finite"),
+        ("_weight_zero_point", torch.zeros(16, 1, dtype=torch.int8), "_weight_zero_point is"),
+        ("_weight_zero_point", torch.zeros(16, 2), "_weight_zero_point is F32"),
+        ("_weight_zero_point", torch.ones(16, 2, dtype=torch.int8), "not 0"),
+        ("_weight_qdata", torch.full((16, 16), 8, dtype=torch.int8), "-8 to 7"),
+        ("_weight_act_pre_scale", torch.ones(16), "act_pre_scale changes"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path: Path, part: str, tensor: torch.Tensor, words: str) -> None:
+    source = write_torchao(tmp_path / "model", VECTORS["int4-g8"], **{part: tensor})
+    with pytest.raises(MoeqError, match=words) as caught:
+        open_checkpoint(source).dequantize(0, 0, "gate")
+    assert caught.value.code.startswith("source.")
+
+
+@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4Tensor", "NVFP4Tensor", "", "["])
+def test_other_classes_are_refused(tmp_path: Path, kind: str) -> None:
+    vector = VECTORS["int8"] | {"metadata": json.dumps({"_type": kind, "_data": {}}) if kind != "[" else "[" * 5000}
+    (use,) = open_checkpoint(write_torchao(tmp_path / "model", vector)).info.schemes
+    assert use.refusal is not None
+    assert "torchao" in use.refusal
