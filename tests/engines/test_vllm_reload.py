@@ -10,6 +10,7 @@ import pytest
 import torch
 from engines.test_vllm_models import NoAttention
 from engines.vllm_engine import DeviceConfig, VllmConfig, set_current_vllm_config
+from load.deployments import convert
 from update.updates import Experts
 
 import moeq
@@ -41,6 +42,13 @@ class Running:
             self.experts = [layer.mlp.experts.routed_experts for layer in self.model.model.layers]
             for layer in self.experts:
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def reload_folder(self, folder: Path) -> None:
+        """`reload_weights` of the engine with `weights_path`."""
+        from safetensors.torch import load_file
+
+        self.config.model = str(folder)
+        self.reload({name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()})
 
     def reload(self, tensors: dict[str, torch.Tensor]) -> None:
         """`reload_weights` of the engine with an iterator."""
@@ -105,3 +113,37 @@ def test_bf16_experts_are_quantised_and_bad_ones_refused(running, folders) -> No
         engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight[1:]})
     assert caught.value.code == "usage.update-tensors"
     assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
+
+
+@pytest.mark.parametrize("running", CASES, indirect=True)
+def test_a_converted_folder_is_reloaded(running, folders) -> None:
+    """After a sleep of level 2 all weights are lost, and the engine reads its folder again."""
+    name, engine = running
+    before = {layer: {key: one.data.clone() for key, one in engine.parameters(layer).items()} for layer in (0, 1)}
+    addresses = {key: one.data_ptr() for key, one in engine.parameters(0).items()}
+    for layer in (0, 1):
+        for one in engine.parameters(layer).values():
+            one.data.view(torch.uint8).fill_(0xA5)
+    engine.reload_folder(folders[name])
+    for layer in (0, 1):
+        for key, one in engine.parameters(layer).items():
+            assert torch.equal(one.data.view(torch.uint8), before[layer][key].view(torch.uint8)), (layer, key)
+    assert addresses == {key: one.data_ptr() for key, one in engine.parameters(0).items()}
+
+
+@pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
+def test_folders_that_do_not_fit_are_refused_before_a_byte_is_written(running, folders, checkpoints, tmp_path) -> None:
+    name, engine = running
+    before = {key: one.data.clone() for key, one in engine.parameters(1).items()}
+    other = convert(checkpoints / name, tmp_path / "other", "triton-wna16/1")
+    with pytest.raises(MoeqError, match="is packed in triton-wna16/1, and the experts that are served in marlin") as no:
+        engine.reload_folder(other)
+    assert no.value.code == "usage.reload"
+    engine.config.model = str(folders[name])
+    foreign = {key: one.data for key, one in moeq.writable_layer(moeq.open(folders[name]), 1).tensors["w2"].items()}
+    stacked = moeq.open(folders[name]).manifest.layer(1).matrices["w2"].tensors  # type: ignore[attr-defined]
+    with pytest.raises(MoeqError, match="is not the tensor of"):
+        engine.reload({stacked["weight"]: foreign["weight"] + 1})
+    with pytest.raises(MoeqError, match="come together"):
+        engine.reload({stacked["weight"]: foreign["weight"]})
+    assert all(torch.equal(before[key], one.data) for key, one in engine.parameters(1).items())

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -75,6 +76,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.experts = experts
         self.entry = entry
         self.dummy = dummy
+        self.model_config = get_current_vllm_config().model_config
         _check_device(experts)
         parallel = moe.moe_parallel_config
         # Under expert parallelism experts are whole, and the engine says so by tp_size 1.

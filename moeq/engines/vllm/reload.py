@@ -3,6 +3,9 @@
 The engine's layerwise reload takes the parameters of every layer aside, hands tensors to the model class by the names
 that a checkpoint has, and puts the parameters back where no loader was called. Converted experts have no loader. So
 their tensors are written in place, into the parameters that were taken aside, before these are put back.
+
+Tensors come as the source names them, or stacked, from a converted folder: the one that is served, after a sleep of
+level 2, or another one of the same model (`weights_path`).
 """
 
 from __future__ import annotations
@@ -10,10 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
 from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
+from moeq.layouts.base import check_index_parts
+from moeq.load.rank_reading import read_experts
+from moeq.load.ranks import RankPart, plan_rank
+from moeq.load.torch_loader import layer_entry, open_converted, read_parts, uneven_unit
 from moeq.update.layers import WritableLayer, describe_layer
 from moeq.update.writer import Writer
 
@@ -44,6 +53,7 @@ class ExpertReload:
         found = {layer.quant_method.entry.prefix: _writable(layer) for layer in served}
         self._numbers = {prefix: layer.layer for prefix, layer in found.items()}
         self._writer = Writer(found.values())
+        self._served = served
         self._layer: int | None = None
         self._pending: dict[int, _Expert] = {}
         self.written = 0
@@ -69,6 +79,10 @@ class ExpertReload:
                     self._pending.setdefault(one, {}).setdefault(projection, {})[part] = value
         return True
 
+    def folder(self) -> FolderReload:
+        """Open the converted folder that the engine reads, for tensors that come stacked."""
+        return FolderReload(self._served)
+
     def finish(self) -> None:
         """Write the experts of the last layer."""
         layer, pending = self._layer, self._pending
@@ -86,31 +100,108 @@ class ExpertReload:
         self.written += 1
 
 
+class FolderReload:
+    """The experts of a running model, for one pass over the tensors of a converted folder.
+
+    A stacked tensor does not say which layout it has. So experts are read by the manifest of the folder that the
+    engine's config names, as at a start, and the tensors that the engine hands over have to be that folder's.
+
+    Args:
+        layers: the engine's expert layers that moeq's method fills.
+
+    Raises:
+        MoeqError: `usage.not-converted`, and `usage.reload` if the folder's experts are packed otherwise than the
+            served ones.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
+        path = next(iter(self._layers.values())).quant_method.model_config.model
+        self._folder = open_converted(path)
+        self._parts = {number: self._part(layer.quant_method) for number, layer in self._layers.items()}
+        self._missing = {
+            name: number
+            for number, part in self._parts.items()
+            for matrix in part.matrices.values()
+            for name in matrix.stored.tensors.values()
+        }
+        self._begun: set[int] = set()
+
+    def _part(self, method: Any) -> RankPart:
+        """Plan what this rank reads of a layer."""
+        number = method.entry.layer
+        entry = layer_entry(self._folder, number)
+        part = plan_rank(entry, method.rank, uneven_unit(self._folder, number))
+        specs, served = ([one.matrices[role].spec for role in STACKED_ROLES] for one in (part, method.part))
+        if entry.layout != method.entry.layout or specs != served:
+            other = entry.layout if entry.layout != method.entry.layout else "other sizes or groups"
+            raise MoeqError(
+                "usage.reload",
+                f"layer {number} of {self._folder.source.name} is packed in {other}, and the experts that are served "
+                f"in {method.entry.layout}",
+                "convert the new weights as the served folder was converted, or start the engine again",
+            )
+        return part
+
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Compare a stacked tensor with the folder's, one expert at a time. Raises MoeqError `usage.reload`."""
+        source = self._folder.source
+        stored = source.tensors.get(name)
+        same = stored is not None and len(tensor) == stored.shape[0]
+        for row in range(len(tensor) if same else 0):
+            given = tensor[row].cpu().contiguous().flatten().view(torch.uint8)
+            same = same and torch.equal(given, read_experts(source, name, (row, row + 1)).flatten().view(torch.uint8))
+        if not same:
+            raise MoeqError(
+                "usage.reload",
+                f"{name} is not the tensor of {source.name}, and a stacked tensor does not say how it is packed",
+                "pass the tensors as the source checkpoint names them, or pass the converted folder as weights_path",
+            )
+        if name in self._missing:  # those of other ranks are left to them
+            self._begun.add(self._missing.pop(name))
+
+    def finish(self) -> int:
+        """Write the layers whose tensors came, and return how many experts that were.
+
+        Raises:
+            MoeqError: `usage.reload` if tensors of such a layer are missing; `source.bad-data` for indices that are out
+                of range. The layers before it are written.
+        """
+        left = sorted(name for name, number in self._missing.items() if number in self._begun)
+        if left:
+            raise MoeqError("usage.reload", f"a layer's stacked tensors come together, and {left[0]} is missing")
+        for number in sorted(self._begun):
+            entry, part, held = layer_entry(self._folder, number), self._parts[number], _tensors(self._layers[number])
+            for role, matrix in part.matrices.items():
+                read = read_parts(self._folder, entry, part, matrix)
+                check_index_parts(read, matrix.spec, f"layer {number}: {role}")
+                for name, tensor in read.items():
+                    held[role][name].copy_(tensor)
+        return sum(stop - start for start, stop in (self._parts[number].experts for number in self._begun))
+
+
 def divert(
     weights: Iterable[tuple[str, Tensor]], reload: ExpertReload, stacked: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that are not of converted experts, and write those that are.
 
     Raises:
-        MoeqError: `usage.reload` for stacked tensors of a converted checkpoint, which may be those of other ranks.
+        MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
+    folder: FolderReload | None = None
     for name, tensor in weights:
         if name in stacked and reload.converted:
-            raise MoeqError(
-                "usage.reload",
-                f"{name} is a stacked tensor of a converted checkpoint, which a running engine does not take",
-                "pass the tensors as the source checkpoint names them, packed or in bf16; or start the engine again "
-                "with the folder that holds the new weights",
-            )
-        if not reload.take(name, tensor):
+            folder = folder or reload.folder()
+            folder.take(name, tensor)
+        elif not reload.take(name, tensor):
             yield name, tensor
     reload.finish()
+    if folder is not None:
+        reload.written += folder.finish()
 
 
 def _writable(layer: Any) -> WritableLayer:
     """Describe a layer's served tensors, which the engine may have taken aside."""
-    import torch
-
     from moeq.engines.vllm.engine_experts import RECORDS
 
     method, held = layer.quant_method, _served(layer)
@@ -120,10 +211,7 @@ def _writable(layer: Any) -> WritableLayer:
             f"layer {method.entry.layer}: EPLB may have moved its experts, and a reload does not know where to",
             "start the engine again with the new weights, or without --enable-eplb",
         )
-    tensors = {
-        role: {part: held[f"{role}_{part}"].data for part in method.part.matrices[role].stored.tensors}
-        for role in STACKED_ROLES
-    }
+    tensors = _tensors(layer)
     packed = {f"{role}_{part}" for role, parts in tensors.items() for part in parts}
     memory = {one.untyped_storage().data_ptr() for parts in tensors.values() for one in parts.values()}
     for name, tensor in {**held, **getattr(layer, RECORDS, {})}.items():
@@ -136,6 +224,15 @@ def _writable(layer: Any) -> WritableLayer:
                 "start the engine again with the new weights, or let moeq's kernels run the experts",
             )
     return describe_layer(method.experts.checkpoint, method.entry, method.rank, method.part, tensors)
+
+
+def _tensors(layer: Any) -> dict[StackedRole, dict[str, Tensor]]:
+    """Return the packed tensors of a layer on this rank, by matrix and part."""
+    method, held = layer.quant_method, _served(layer)
+    return {
+        role: {part: held[f"{role}_{part}"].data for part in method.part.matrices[role].stored.tensors}
+        for role in STACKED_ROLES
+    }
 
 
 def _served(layer: Any) -> Mapping[str, Tensor]:
