@@ -425,6 +425,23 @@ def test_r40_precision_that_really_runs() -> None:
     assert (fp8.runs_as, "activation-precision-differs" in codes(fp8)) == ("W8A16", True)
 
 
+@pytest.mark.parametrize(
+    ("scheme_name", "device", "backend", "env", "runs"),
+    [
+        # Emulations round activations to 4 bits, whether or not the checkpoint asks for that.
+        ("gpt-oss mxfp4", "MI300X", "emulation", {}, "W4A4"),
+        ("gptq int4 g128", "A100", "emulation", {}, "W4A16"),
+        ("gptq int4 g128", "RTX4090", "marlin", {"VLLM_MARLIN_INPUT_DTYPE": "int8"}, "W4A8"),
+    ],
+)
+def test_r40_every_backend_says_what_it_runs(
+    scheme_name: str, device: str, backend: str, env: dict[str, str], runs: str
+) -> None:
+    one, shape = every_scheme()[scheme_name]
+    where = gpu(device, backend=backend, env=env, packages={"quark": True})
+    assert ask(one, where, shape).runs_as == runs
+
+
 def test_r41_gates_are_in_the_report() -> None:
     verdict = ask(scheme("mxfp4", "e2m1", 32, scale="e8m0"), gpu("T4", dtype="fp16"), GPT_OSS)
     assert [gate.code for gate in verdict.gates if not gate.passed] == ["G2", "G3"]

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Mapping
@@ -240,22 +241,26 @@ def _verify() -> Any:
     return fake.quantization
 
 
-def _online_config(name: str, cls: Any) -> Any:
-    """The config of weights that are quantised while loading: there is none in the checkpoint."""
+def _online_config(name: str) -> Any:
+    """The config of a checkpoint that has none: the engine looks for a file, or quantises while it loads."""
     from vllm.config.quantization import resolve_quantization_config
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
-    args = resolve_quantization_config("fp8_per_tensor" if name == "fp8" else name, None)
-    if name == "fp8" or (args is not None and cls is OnlineQuantizationConfig):
-        return OnlineQuantizationConfig(args=args)
-    return cls()
+    found = CONFIG.model_config
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = resolve_quantization_config(found.quantization, None)
+        model = Loose(
+            quantization=name, quantization_config=arguments, hf_config=Loose(), hf_overrides={}, model=folder
+        )
+        return get_quant_config(model, Loose())
 
 
 def _make_config(name: str, question: Question) -> Any:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
-    cls = get_quantization_config(name)
-    return cls.from_config(question["qcfg"]) if question["qcfg"] is not None else _online_config(name, cls)
+    if question["qcfg"] is None:
+        return _online_config(name)
+    return get_quantization_config(name).from_config(question["qcfg"])
 
 
 _BACKENDS = (

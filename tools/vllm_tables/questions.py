@@ -102,7 +102,7 @@ def parallel_forms(all2all: tuple[str, ...]) -> Iterator[tuple[str, dict[str, An
             yield name + ("+eplb" if eplb else ""), {"tp": tp, "dp": dp, "ep": ep, "a2a": kind, "eplb": eplb}
 
 
-_NVFP4 = (("kNvfp4Static", "kNvfp4Dynamic"), ("kNvfp4Static", "none"))
+_NVFP4 = tuple(("kNvfp4Static", activation) for activation in ("kNvfp4Dynamic", "none", "kNvfp4DynamicToken"))
 _MXFP4 = tuple(
     ("kMxfp4Static", a)
     for a in (

@@ -411,9 +411,10 @@ def _humming_device() -> None:
     """Humming asks the driver for the device itself: answer for it."""
     if _world["kind"] != "cuda" or importlib.util.find_spec("humming") is None:
         return
+    major, minor = _world["cap"]
+    importlib.import_module("torch").cuda.get_device_capability = lambda *a: (major, minor)  # before 0.1.16
     schema: Any = importlib.import_module("humming.schema.humming")
     if hasattr(schema, "current_device"):
-        major, minor = _world["cap"]
         schema.current_device = type("Device", (), {"sm_version": major * 10 + minor, "is_ppu": False})()
 
 

@@ -61,6 +61,7 @@ class Method:
         fixed: `(backend, experts)` of a method without selection.
         built_in: `(backend, experts)` of a method that calls a kernel of its own without an experts class.
         first_class: whether the first class of the selected backend is taken, whichever class selection found.
+        activation_bits: bits of activations at run time, where the integration and not the class decides them.
         notes: sentences for the verdict.
     """
 
@@ -86,6 +87,7 @@ class Method:
     fixed: tuple[str, str] | None = None
     built_in: tuple[str, str | None] | None = None
     first_class: bool = False
+    activation_bits: int | None = None
     notes: tuple[str, ...] = ()
 
 

@@ -16,9 +16,10 @@ from moeq.oracle.engines.vllm.configs.floats import (
     read_gpt_oss,
     read_modelopt,
     read_mxfp4,
-    read_online,
 )
-from moeq.oracle.engines.vllm.configs.integers import read_awq, read_gptq, read_humming, read_inc, read_moe_wna16
+from moeq.oracle.engines.vllm.configs.humming import read_humming
+from moeq.oracle.engines.vllm.configs.integers import read_awq, read_gptq, read_inc, read_moe_wna16
+from moeq.oracle.engines.vllm.configs.online import read_online
 from moeq.oracle.engines.vllm.configs.quark import read_quark
 from moeq.oracle.engines.vllm.configs.question import Reader, unquantized
 from moeq.oracle.engines.vllm.policy import EnginePolicy
@@ -136,11 +137,7 @@ READERS: dict[str, Reader] = {
     "modelopt_mxfp8": read_modelopt,
     "mxfp8": read_modelopt,
     "humming": read_humming,
-    "online": read_online,
-    **dict.fromkeys(
-        ("experts_int8", "int8_per_channel_weight_only", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"),
-        read_online,
-    ),
+    "experts_int8": read_online,
 }
 
 #: Methods that no selection function serves.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.configs.online import is_online
 from moeq.oracle.engines.vllm.entry_points import in_force
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
 from moeq.oracle.engines.vllm.sizes import shrunk_group, sizes_for, transported_hidden
@@ -80,6 +81,8 @@ def _limits(stage: Stage) -> dict[str, Any]:
     if stage.entry == "":
         return {}
     name = in_force(case.policy, case.device, stage.declared, case.deployment.quantization)
+    if not stage.declared and is_online(case.policy, name):
+        name = "online"
     found: dict[str, Any] = dict(case.policy.limits.get(name or stage.entry, {}))
     return found
 
@@ -184,12 +187,17 @@ def _create(stage: Stage) -> Iterator[Failed]:
         return
     for check in (_groups, _multiples, _blocks, _packed):
         yield from check(stage.case)
+    if stage.case.method.name == "Mxfp4OnlineMoEMethod" and stage.selected is not None:
+        sizes = sizes_for(stage.case, stage.selected)
+        if sizes.padded_hidden % 32 or sizes.padded_intermediate % 32:
+            text = f"sizes {sizes.padded_hidden} and {sizes.padded_intermediate} per rank are no multiples of 32"
+            yield Failed("ValueError", text, nearest_tp(stage.case, lambda s: s % 32 == 0))
 
 
 def _groups(case: Case) -> Iterator[Failed]:
     method = case.method
     group, hidden, inner = method.group_size, transported_hidden(case), case.intermediate
-    whole = ("MoeWNA16Method", "AutoAWQMoEMethod", *(() if case.policy.since("0.31.0") else ("HummingMoEMethod",)))
+    whole = ("MoeWNA16Method", "AutoAWQMoEMethod", "HummingMoEMethod")
     if method.name in whole and group is not None and group < 0:
         yield Failed(
             "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
@@ -252,9 +260,28 @@ def _convert(stage: Stage) -> Iterator[Failed]:
     if selected.backend == "CUTLASS_MXFP4_MXFP4":
         yield from _swizzled_scales(case, sizes_for(case, selected))
     marlin = selected.backend in ("MARLIN", "BATCHED_MARLIN")
+    if marlin:
+        yield from _marlin_input(case)
     if marlin and case.method.group_missing and not case.policy.since("0.30.0"):
         text = f"conversion to {selected.backend}: it compares group_size with 0, and the config names none"
         yield Failed("TypeError", text, "group_size -1 in the config, or vLLM 0.30 and newer", "CONVERSION")
+
+
+#: Weights whose conversion for Marlin refuses 8-bit activations -> the refused values of VLLM_MARLIN_INPUT_DTYPE.
+_NO_MARLIN_INPUT = {
+    "kFp8": (("int8", "fp8"), "NotImplementedError"),
+    "kNvfp4": (("int8", "fp8"), "RuntimeError"),
+    "kMxfp4": (("int8",), "RuntimeError"),
+}
+
+
+def _marlin_input(case: Case) -> Iterator[Failed]:
+    """Check VLLM_MARLIN_INPUT_DTYPE as the conversion of floating-point weights does."""
+    asked, weights = case.env("VLLM_MARLIN_INPUT_DTYPE"), case.method.weight_key
+    for start, (refused, error) in _NO_MARLIN_INPUT.items():
+        if weights.startswith(start) and asked in refused:
+            text = f"conversion to Marlin: {weights} weights take no {asked} activations"
+            yield Failed(error, text, "unset VLLM_MARLIN_INPUT_DTYPE", "CONVERSION")
 
 
 def _swizzled_scales(case: Case, sizes: Sizes) -> Iterator[Failed]:

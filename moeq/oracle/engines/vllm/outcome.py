@@ -11,6 +11,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.floats import check_activation_request
+from moeq.oracle.engines.vllm.configs.online import read_online
 from moeq.oracle.engines.vllm.configs.question import (
     PREFIX,
     ConfigQuestion,
@@ -136,7 +137,7 @@ def _gated(outcome: Outcome) -> Outcome:
 
 
 def _read(entry: str, question: ConfigQuestion) -> Method:
-    reader = READERS["online" if entry and not question.config else entry] if entry in READERS else None
+    reader = READERS.get(entry) if question.config or not entry else read_online
     if reader is None:
         what = (
             "runs without a selection function"
@@ -167,32 +168,41 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
 
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
 #: Words in names of classes that run 16-bit activations under every activation key.
-_WEIGHT_ONLY = ("Marlin", "Emulation")
+_WEIGHT_ONLY = ("Marlin", "Int4Emulation", "Mxfp8Emulation")
+#: Emulations that round 16-bit activations to the values of 4-bit ones, whatever key they are asked with.
+_ROUNDED_TO_4_BITS = ("Nvfp4QuantizationEmulationTritonExperts", "OCP_MXQuantizationEmulationTritonExperts")
 #: Families that hand Humming the activation type; elsewhere it keeps 16 bits whatever key its class was asked with.
 _HUMMING_QUANTISES = ("mxfp4", "mxfp4-generic", "w4a8-fp8")
 #: Classes whose call of `fused_experts_cpu` names another activation precision than their keys.
 _CPU_ACTIVATION_BITS = {"CPUExpertsInt4": 8, "CPUExpertsFp8": 16}  # INT4_W4A8, FP8_W8A16
+#: FlashInfer's megakernels, which quantise activations themselves.
+_MEGAKERNEL_BITS = {"FLASHINFER_MOE_EP_CUTEDSL": 4, "FLASHINFER_MOE_EP_DEEP_GEMM": 8}
 
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:
     """Return the precision that really runs, such as `W4A16`: several kernels ignore the requested activation type."""
+    experts = chosen.experts or ""
     bits = _key_bits(chosen.activation_key or "none")
-    if any(word in (chosen.experts or "") for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
+    if any(word in experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":
         bits = 16
+    if "Marlin" in experts and case.env("VLLM_MARLIN_INPUT_DTYPE") in ("int8", "fp8"):
+        bits = 8
+    if experts in _ROUNDED_TO_4_BITS:  # only Quark's methods hand over the activations of the checkpoint
+        bits = declared_activation_bits(case) if case.method.config == "quark" else 4
     if chosen.backend == "HUMMING" and case.method.family not in _HUMMING_QUANTISES:
-        bits = _humming_bits(case.env("VLLM_HUMMING_INPUT_QUANT_CONFIG"))
-    bits = _CPU_ACTIVATION_BITS.get(chosen.experts or "", bits)
+        bits = _humming_bits(case.env("VLLM_HUMMING_INPUT_QUANT_CONFIG"), case.method.activation_bits or 16)
+    bits = _MEGAKERNEL_BITS.get(chosen.backend, _CPU_ACTIVATION_BITS.get(experts, bits))
     return f"W{case.method.bits or _key_bits(case.method.weight_key)}A{bits}"
 
 
-def _humming_bits(variable: str | None) -> int:
-    """Return the activation bits of Humming: 16 unless the variable holds a JSON object with another `dtype`."""
+def _humming_bits(variable: str | None, usual: int) -> int:
+    """Return the activation bits of Humming: the usual ones unless the variable holds a JSON object with a `dtype`."""
     try:
         asked = json.loads(variable or "{}")
     except ValueError:  # a file of the serving machine: its content is unknown here
-        return 16
+        return usual
     digits = re.search(r"\d+", str(asked.get("dtype", ""))) if isinstance(asked, dict) else None
-    return int(digits[0]) if digits else 16
+    return int(digits[0]) if digits else usual
 
 
 def declared_activation_bits(case: Case) -> int:

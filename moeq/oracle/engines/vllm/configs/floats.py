@@ -168,35 +168,6 @@ def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
     return -(-case.intermediate // rows) * rows
 
 
-def read_online(question: ConfigQuestion) -> Method:
-    """Read `--quantization` for an unquantised checkpoint: experts are quantised while they load."""
-    case = question.probe
-    name = case.deployment.quantization or str(question.config.get("quant_method", ""))
-    token = case.flag("VLLM_BATCH_INVARIANT") == "1" and question.policy.since("0.33.0")
-    table: dict[str, Method] = {
-        "fp8_per_tensor": Method(
-            "Fp8PerTensorOnlineMoEMethod", "fp8", "online", "kFp8StaticTensorSym",
-            "kFp8DynamicTokenSym" if token else "kFp8DynamicTensorSym", 8, -1, vllm_cutlass=False,
-        ),
-        "fp8_per_block": Method(
-            "Fp8PerBlockOnlineMoEMethod", "fp8", "online", "kFp8Static128BlockSym", "kFp8Dynamic128Sym", 8, 128,
-            vllm_cutlass=False, block=(128, 128),
-        ),
-        "fp8_per_channel": Method(
-            "Fp8PtpcOnlineMoEMethod", "fp8", "online", "kFp8StaticChannelSym", "kFp8DynamicTokenSym", 8, -1,
-        ),
-        "mxfp8": Method("Mxfp8OnlineMoEMethod", "mxfp8", "online", "kMxfp8Static", "kMxfp8Dynamic", 8, 32),
-    }  # fmt: skip
-    int8 = Method(
-        "Int8OnlineMoEMethod", "int8", "experts_int8", "kInt8StaticChannelSym", "kInt8DynamicTokenSym", 8, -1,
-        notes=("selected with W8A8 keys, runs W8A16",),
-    )  # fmt: skip
-    table.update({"fp8": table["fp8_per_tensor"], "experts_int8": int8, "int8_per_channel_weight_only": int8})
-    if name not in table:
-        refuse(f"--quantization {name} on an unquantised checkpoint is not known here", f"known: {', '.join(table)}")
-    return table[name]
-
-
 _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
     "FP8": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),

@@ -237,16 +237,6 @@ def _inc_int(question: ConfigQuestion, bits: int, group: int, sym: bool, *, awq:
     return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
 
 
-def read_humming(question: ConfigQuestion) -> Method:
-    """Read a config for the humming method, which has one backend and no selection."""
-    config = question.config
-    bits = int(config.get("bits") or config.get("w_bit") or 4)
-    group = int(config.get("group_size") or config.get("q_group_size") or -1)
-    return humming_method(
-        question.probe, "humming", bits, group, bool(config.get("sym", not config.get("zero_point", False)))
-    )
-
-
 def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:
     """Return Humming's own integration of integers."""
     capability = case.gpu.capability or (0, 0)

@@ -1,0 +1,120 @@
+"""`--quantization`: methods on checkpoints without a config, and Humming's method on those with one.
+
+The expected values are vLLM's own answers (`tests/oracle/differential/record.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from oracle.asking import ct, gptq
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.judge import judge_config
+from moeq.oracle.records import MoeShape, Verdict
+
+SHAPE = MoeShape(2048, 768, 128, 8)
+_FP8_TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def judged(name: str, config: dict[str, Any], gpu: str, version: str = "0.33.0", **deployment: Any) -> Verdict:
+    where = Deployment(parse_gpu(gpu), engine=f"vllm@{version}", quantization=name, **deployment)
+    return judge_config(config, SHAPE, where, prefix="model.layers.0.mlp.experts", explain=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "method", "backend"),
+    [
+        ("mxfp4", "T4", "Mxfp4OnlineMoEMethod", "MARLIN"),
+        ("mxfp4", "H100", "Mxfp4OnlineMoEMethod", "FLASHINFER_CUTLASS_MXFP4_BF16"),
+        ("mxfp8", "H100", "Mxfp8OnlineMoEMethod", None),
+        ("nvfp4_per_token", "B200", "Nvfp4OnlineMoEMethod", "FLASHINFER_TRTLLM"),
+        ("fp8_per_block", "H100", "Fp8PerBlockOnlineMoEMethod", None),
+        ("fp8", "H100", "Fp8PerTensorOnlineMoEMethod", None),
+        ("int8_per_channel_weight_only", "A100", "Int8OnlineMoEMethod", "TRITON"),
+    ],
+)
+def test_bf16_experts_are_quantised_while_they_load(name: str, gpu: str, method: str, backend: str | None) -> None:
+    verdict = judged(name, {}, gpu, dtype="fp16" if gpu == "T4" else "bf16")
+    assert verdict.method == method
+    assert verdict.ok
+    assert backend in (None, verdict.chosen.backend if verdict.chosen else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "says"),
+    [
+        ("nvfp4_per_token", "H100", "compute capability 10.x"),
+        ("modelopt_fp4", "B200", "hf_quant_config.json"),
+        ("gptq", "A100", "quantize_config.json"),
+        ("compressed-tensors", "A100", "needs a quantization_config"),
+        ("humming", "A100", "needs a quantization_config"),
+    ],
+)
+def test_names_that_need_something_else_say_what(name: str, gpu: str, says: str) -> None:
+    verdict = judged(name, {}, gpu)
+    assert not verdict.ok
+    assert verdict.error is not None
+    assert says in verdict.error.text
+
+
+def test_mxfp4_was_no_online_method_before_0_28() -> None:
+    assert judged("mxfp4", {}, "B200", "0.28.0").method == "Mxfp4OnlineMoEMethod"
+    assert judged("mxfp4", {}, "B200", "0.26.0").method == "GptOssMxfp4MoEMethod"
+
+
+@pytest.mark.parametrize(
+    ("config", "gpu", "runs"),
+    [
+        (gptq(), "A100", "W4A16"),
+        (gptq(bits=8, sym=False), "A100", "W8A16"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 256, "zero_point": True}, "A100", "W4A16"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "A100", "W8A16"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "H100", "W8A8"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "B200", "W8A16"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, "H100", "W8A16"),
+        ({"quant_method": "mxfp4"}, "H100", "W4A16"),
+        (ct(), "H100", "W4A16"),
+    ],
+)
+def test_humming_reads_the_checkpoint_s_config(config: dict[str, Any], gpu: str, runs: str) -> None:
+    verdict = judged("humming", config, gpu)
+    assert verdict.ok
+    assert verdict.chosen is not None
+    assert (verdict.chosen.backend, verdict.runs_as) == ("HUMMING", runs)
+
+
+def _fp8_channels() -> dict[str, Any]:
+    return {**ct(num_bits=8, type="float", strategy="channel"), "format": "float-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (gptq(desc_act=True), "AssertionError"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "zero_point": True}, "TypeError"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "KeyError"),
+        ({"quant_method": "mxfp8"}, "ValueError"),
+        (ct(actorder="group"), "AssertionError"),
+        (_fp8_channels(), "none"),  # a key with 16-bit scales, which no class lists
+    ],
+)
+def test_humming_refuses_what_its_schemas_do_not_take(config: dict[str, Any], error: str) -> None:
+    verdict = judged("humming", config, "H100")
+    assert not verdict.ok
+    assert verdict.error is not None
+    assert verdict.error.error == error
+
+
+def test_humming_leaves_excluded_experts_unquantised() -> None:
+    config = gptq(dynamic={"-:.*experts.*": {}})
+    assert judged("humming", config, "A100").method == "UnquantizedFusedMoEMethod"
+
+
+def test_humming_changes_activations_that_a_gpu_does_not_run() -> None:
+    config = ct(group_size=None, strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = _FP8_TOKENS
+    assert judged("humming", config, "A100").runs_as == "W4A8"  # int8 in place of fp8
+    assert judged("humming", config, "B200").runs_as == "W4A16"
