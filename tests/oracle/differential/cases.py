@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from oracle.differential.configs import FAMILIES, Row
+from oracle.differential.configs import FAMILIES, OPTION_FAMILIES, Row
 
 _CUDA = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _GFX = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")
@@ -208,9 +208,10 @@ def _deployment(rng: Random, world: Row) -> Row:
     }  # fmt: skip
 
 
-def case(rng: Random, number: int, world: Row) -> Row:
-    """One case on a world."""
-    family = rng.choices(list(FAMILIES), [weight for _, weight in FAMILIES.values()])[0]
+def case(rng: Random, number: int, world: Row, *, options: bool = False) -> Row:
+    """One case on a world; with `options`, one about the value of `--quantization`."""
+    families = OPTION_FAMILIES if options else FAMILIES
+    family = rng.choices(list(families), [weight for _, weight in families.values()])[0]
     row: Row = {
         "id": number,
         "family": family,
@@ -218,7 +219,7 @@ def case(rng: Random, number: int, world: Row) -> Row:
         **_layer(rng),
         **_deployment(rng, world),
     }
-    row["entry"], row["qcfg"], row["user_quant"] = FAMILIES[family][0](rng)
+    row["entry"], row["qcfg"], row["user_quant"] = families[family][0](rng)
     if family == "gpt-oss":
         row["model_type"] = "gpt_oss"
         if rng.random() < 0.85:
@@ -227,12 +228,14 @@ def case(rng: Random, number: int, world: Row) -> Row:
     return row
 
 
-def jobs(seed: int | str, per_world: int, extra_worlds: int) -> Iterator[tuple[Row, list[Row]]]:
+def jobs(
+    seed: int | str, per_world: int, extra_worlds: int, *, options: bool = False
+) -> Iterator[tuple[Row, list[Row]]]:
     """`(world, cases)` of every device's default world and its extra ones."""
     number = 0
     for index, device in enumerate(DEVICES):
         rng = Random(f"{seed}/{index}")
         for world in worlds(rng, device, extra_worlds):
-            cases = [case(rng, number + offset, world) for offset in range(per_world)]
+            cases = [case(rng, number + offset, world, options=options) for offset in range(per_world)]
             number += per_world
             yield world, cases

@@ -348,6 +348,28 @@ def _unquantized(rng: Random) -> Config:
     return "", None, None
 
 
+#: Names of `--quantization`, once more where they quantise bf16 weights while loading.
+_ONLINE = (
+    *("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "nvfp4_per_token") * 3,
+    *("experts_int8", "int8_per_channel_weight_only", "humming") * 2,
+    *("online", "modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "gpt_oss_mxfp4", "deepseek_v4_fp8"),
+    *("gptq", "auto_gptq", "gptq_marlin", "awq", "auto_awq", "awq_marlin", "moe_wna16", "compressed-tensors"),
+    *("quark", "inc", "torchao", "fbgemm_fp8", "fp_quant"),
+)
+
+
+def _online(rng: Random) -> Config:
+    name = rng.choice(_ONLINE)
+    return name, None, name
+
+
+def _humming(rng: Random) -> Config:
+    integers, floats = (_gptq, _awq, _ct_wna16, _ct_wna16), (_fp8, _fp8, _nvfp4, _mxfp8, _mxfp4, _ct_mxfp4)
+    make = rng.choice((*integers, *integers, *floats, _w4a8, _int8, _inc, _quark_int4, _quark_mx, _gpt_oss))
+    _, config, _ = make(rng)
+    return "humming", config, "humming"
+
+
 FAMILIES: dict[str, tuple[Callable[[Random], Config], int]] = {
     "gptq": (_gptq, 14),
     "awq": (_awq, 10),
@@ -366,3 +388,5 @@ FAMILIES: dict[str, tuple[Callable[[Random], Config], int]] = {
     "inc": (_inc, 6),
     "unquantized": (_unquantized, 8),
 }
+#: Families of values of `--quantization`; their recorded answers are in files of their own.
+OPTION_FAMILIES: dict[str, tuple[Callable[[Random], Config], int]] = {"online": (_online, 8), "humming": (_humming, 8)}

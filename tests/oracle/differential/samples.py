@@ -91,3 +91,13 @@ def load(version: str) -> tuple[Head, list[tuple[Row, Row, Row]]]:
     rows = document.pop("rows")
     head = Head(**document)
     return head, [(world, case, answer) for (world, case), answer in zip(asked(head.seed), rows, strict=True)]
+
+
+def load_options() -> list[tuple[str, Row, Row, Row]]:
+    """Recorded answers about `--quantization`: version, world, case and the engine's answer.
+
+    They were made with `record.py --options`, and keep their cases: before 0.31 only those that humming-kernels 0.1.10
+    and 0.1.12, which those versions require, can answer without a GPU.
+    """
+    rows = json.loads(lzma.decompress((FOLDER / "options.json.xz").read_bytes()))
+    return [(version, world, case, answer) for version, world, case, answer in rows]

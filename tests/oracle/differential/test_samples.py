@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from oracle.differential import samples
-from oracle.differential.compare import Comparison, short
+from oracle.differential.compare import Answer, Comparison, moeq_answer, moeq_outcome, short
 from oracle.differential.known import DIFFERENCES
 
 from moeq.oracle.engines.vllm.policy import load_policy
@@ -45,6 +45,16 @@ def test_recorded_answers(version: str) -> None:
     assert sum(row.cases for row in found.families.values()) == len(rows)
     assert not problems(found, version)
     assert sum(row.decision for row in found.families.values()) >= 0.995 * len(rows)
+
+
+def test_recorded_answers_about_the_quantization_option() -> None:
+    """Methods on unquantised checkpoints, and Humming's method on quantised ones."""
+    wrong = []
+    for version, world, case, answer in samples.load_options():
+        mine = moeq_answer(moeq_outcome(load_policy(f"vllm@{version}"), world, case))
+        if not Answer(*answer["answer"]).agrees(mine):
+            wrong.append((version, case["id"], answer["answer"], mine))
+    assert not wrong
 
 
 def test_a_difference_is_named() -> None:
