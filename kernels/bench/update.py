@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ class Places:
                 self.found[role, name] = placement_of(part, (rows, columns), (0, rows), (0, columns))
 
     def write(
-        self, role: str, codes: Tensor, scales: Tensor, into: dict[str, Tensor], row: int, packing: Packing
+        self, role: str, codes: Tensor, scales: Tensor, into: dict[str, Tensor], row: int | slice, packing: Packing
     ) -> None:
         spec = SPECS[role]
         for name, source, shape, form in (
@@ -168,34 +169,40 @@ def check_streams(places: Places) -> None:
 
 
 class Inputs:
-    """New weights of eight experts, in floats and as packed words, and the tensors that are written."""
+    """New weights of a layer's experts, in floats and as packed words, and the tensors that are written."""
 
     def __init__(self, places: Places) -> None:
         self.places, self.into = places, targets(EXPERTS)
         generator = torch.Generator(device=DEVICE).manual_seed(0)
         self.weights = {
-            role: torch.randn(8, spec.n, spec.k, generator=generator, device=DEVICE).to(torch.bfloat16)
+            role: torch.randn(EXPERTS, spec.n, spec.k, generator=generator, device=DEVICE).to(torch.bfloat16)
             for role, spec in SPECS.items()
         }
-        self.matrices = {
-            role: [quantize(one, SPECS[role], "compressed-tensors") for one in weights]
-            for role, weights in self.weights.items()
-        }
-        self.words = {role: [packed_words(one.codes) for one in found] for role, found in self.matrices.items()}
+        self.scales, self.words = {}, {}
+        for role in SPECS:
+            codes, self.scales[role] = self.rounded(role)
+            self.words[role] = torch.stack([packed_words(one) for one in codes])
+
+    def rounded(self, role: str) -> tuple[Tensor, Tensor]:
+        """Quantise all experts of a layer as one tall matrix."""
+        tall = self.weights[role].flatten(0, 1)
+        found = quantize(tall, replace(SPECS[role], n=len(tall)), "compressed-tensors")
+        return found.codes.unflatten(0, (EXPERTS, -1)), found.scales.unflatten(0, (EXPERTS, -1))
 
     def from_floats(self) -> None:
-        """Quantise and write every expert of a layer."""
-        for expert in range(EXPERTS):
-            for role, spec in SPECS.items():
-                one = quantize(self.weights[role][expert % 8], spec, "compressed-tensors")
-                self.places.write(role, one.codes, one.scales, self.into[role], expert, Packing())
+        """Quantise and write all experts of a layer, one launch for each part."""
+        for role in SPECS:
+            self.places.write(role, *self.rounded(role), self.into[role], slice(None), Packing())
 
-    def from_words(self, experts: int = EXPERTS) -> None:
-        """Write experts from packed words."""
-        for expert in range(experts):
-            for role in SPECS:
-                scales = self.matrices[role][expert % 8].scales
-                self.places.write(role, self.words[role][expert % 8], scales, self.into[role], expert, Packing(8))
+    def from_words(self) -> None:
+        """Write all experts of a layer from packed words."""
+        for role in SPECS:
+            self.places.write(role, self.words[role], self.scales[role], self.into[role], slice(None), Packing(8))
+
+    def one_expert(self) -> None:
+        """Write one expert from packed words."""
+        for role in SPECS:
+            self.places.write(role, self.words[role][0], self.scales[role][0], self.into[role], 0, Packing(8))
 
     def copier(self) -> Callable[[], None]:
         """Return a call that copies a layer as it is, from other memory."""
@@ -206,7 +213,7 @@ class Inputs:
 def measure(places: Places) -> dict[str, float]:
     """Return seconds for the model and for a copy of a layer, and microseconds for one expert."""
     inputs = Inputs(places)
-    inputs.from_words(8)
+    inputs.from_words()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -220,7 +227,7 @@ def measure(places: Places) -> dict[str, float]:
         "model_copy_s": LAYERS * copied,
         "words_rate_of_copy": copied / words,
         "graph_rate_of_copy": copied / replayed,
-        "one_expert_us": 1e6 * seconds(lambda: inputs.from_words(1), 50),
+        "one_expert_us": 1e6 * seconds(inputs.one_expert, 50),
     }
 
 

@@ -116,11 +116,12 @@ UNPACKED = Packing()
 def place(
     source: Tensor, target: Tensor, placement: Placement, shape: tuple[int, int], packing: Packing = UNPACKED
 ) -> None:
-    """Write a matrix into its words of a packed tensor, in place and in the order of the current stream.
+    """Write a matrix, or several, into their words of a packed tensor, in place and in the order of the current stream.
 
     Args:
-        source: elements `[rows, columns]`, or words of `packing.per` of them along one axis; any strides.
-        target: all words of the packed matrix, contiguous, of any dtype and shape.
+        source: elements `[rows, columns]`, or words of `packing.per` of them along one axis; any strides. With a first
+            axis more for several matrices, which are written by one launch.
+        target: all words of the packed matrices, one after the other, contiguous, of any dtype and shape.
         placement: which words are written, and with which elements.
         shape: rows and columns of the source matrix; elements beyond are 0.
         packing: how the source holds elements.
@@ -135,20 +136,25 @@ def place(
         raise KernelArgumentError(f"words of {size} bytes in strides {target.stride()} cannot be written")
     words = target.view(-1).view(torch.uint8).view(_WORDS[size])
     last = sum((one.start + one.extent - 1) * one.stride for one in placement.digits)
-    if last >= words.numel() or source.dim() != 2 or source.device != target.device:
+    matrices = source if source.dim() == 3 else source.unsqueeze(0)
+    number = len(matrices)
+    each = words.numel() // max(number, 1)
+    if matrices.dim() != 3 or last >= each or each * number != words.numel() or source.device != target.device:
         raise KernelArgumentError(
-            f"word {last} of {words.numel()} on {target.device}, from {list(source.shape)} on {source.device}"
+            f"word {last} of {each} on {target.device}, from {list(source.shape)} on {source.device}"
         )
-    stored = source if not source.is_floating_point() else source.view(_WORDS[source.element_size()])
+    stored = matrices if not source.is_floating_point() else matrices.view(_WORDS[source.element_size()])
     count = placement.words
     with torch.cuda.device(source.device) if source.device.type == "cuda" else nullcontext():
-        place_words[(-(-count // BLOCK),)](
+        place_words[(-(-count // BLOCK), number)](
             stored,
             words,
             count,
             *shape,
-            *stored.stride(),
+            *stored.stride()[1:],
             *placement.origin,
+            stored.stride(0),
+            each,
             **placement.constants,
             **packing.constants,
             BLOCK=BLOCK,

@@ -44,8 +44,7 @@ def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
 
 def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement | None]:
     """Return the words of every part of a stacked matrix that the gather kernel writes."""
-    layout, spec = layer.layout, layer.padded(role)
-    assert isinstance(layout, ArrangedLayout)  # `obstacle` has asked
+    layout, spec = _arranged(layer), layer.padded(role)
     found = {}
     for name, part in layout.parts(spec).items():
         shape = layout.element_shape(part, spec)
@@ -57,8 +56,7 @@ def place_matrix(layer: WritableLayer, role: StackedRole, rows: Sequence[int], m
     """Queue the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them."""
     from moeq_kernels.placement import place
 
-    layout, padded = layer.layout, layer.padding.pad(matrix)
-    assert isinstance(layout, ArrangedLayout)
+    layout, padded = _arranged(layer), layer.padding.pad(matrix)
     targets = layer.tensors[role]
     for name, placement in placements(layer, role).items():
         assert placement is not None
@@ -68,6 +66,42 @@ def place_matrix(layer: WritableLayer, role: StackedRole, rows: Sequence[int], m
     extra = layout.extra_tensors(padded.spec)
     for row in rows:
         layout.fill_extra(padded, {name: targets[name][row] for name in extra})
+
+
+def places_all(layer: WritableLayer, role: StackedRole) -> bool:
+    """Return whether the experts of a rank can be quantised and written together, one launch for each part.
+
+    Their rows then follow each other as those of one tall matrix: nothing is padded, cut, or common to an expert.
+    """
+    spec, weight = layer.specs[role], layer.scheme.weight
+    shared_rows = weight.scale.group_shape[0]
+    height = spec.n // (2 if role == "w13" and spec.gated else 1)
+    return (
+        obstacle(layer, role) is None
+        and layer.padded(role) == layer.written[role]
+        and spec.bias_dtype is None
+        and weight.scale2 is None
+        and shared_rows > 0
+        and height % shared_rows == 0
+        and not _arranged(layer).extra_tensors(layer.padded(role))
+        and list(layer.experts) == sorted(set(layer.experts))
+    )
+
+
+def place_all(layer: WritableLayer, role: StackedRole, tall: QuantizedMatrix) -> None:
+    """Queue the writes of all experts of a rank, given as one matrix `[experts * N, K]`."""
+    from moeq_kernels.placement import place
+
+    for name, placement in placements(layer, role).items():
+        assert placement is not None
+        rows = _arranged(layer).encode(name, tall)
+        elements = rows.view(len(layer.experts), -1, rows.shape[1])
+        place(elements, layer.tensors[role][name], placement, _shape(elements[0]))
+
+
+def _arranged(layer: WritableLayer) -> ArrangedLayout:
+    assert isinstance(layer.layout, ArrangedLayout)  # `obstacle` has asked
+    return layer.layout
 
 
 def _shape(elements: Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moeq.checkpoint.manifest import Projection
+from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
 from moeq.model.quantized_modules import decode
@@ -133,12 +133,7 @@ def read_update(
         MoeqError: `usage.no-such-projection`; `usage.update-tensors` if the tensors are not the checkpoint's own form;
             `source.*` for values that no checkpoint has.
     """
-    names = [name for name in PROJECTIONS.get(projection, ()) if name in layer.projections]
-    if not names:
-        known = ", ".join(PROJECTIONS)
-        raise MoeqError(
-            "usage.no-such-projection", f"an expert has no projection {projection!r}", f"projections: {known}"
-        )
+    names = _names(layer, projection)
     if projection == "gate_up" and len(names) == 2:
         return _fused(layer, tensors, rule)
     if projection == "w13":
@@ -147,6 +142,53 @@ def read_update(
         shared = _common_global_scale(layer, tensors, rule)
         return {name: _one(layer, name, tensors[name], None, rule, shared) for name in names}
     return {names[0]: _one(layer, names[0], tensors, block, rule)}
+
+
+def read_layer(
+    layer: WritableLayer, projection: str, weights: Tensor | Mapping[str, Tensor]
+) -> tuple[list[Projection], Tensor]:
+    """Return the float weights of all experts that a rank holds, `[experts, N, K]`, in the rows of the stacked matrix.
+
+    Args:
+        layer: the layer that is written.
+        projection: key of `PROJECTIONS`.
+        weights: `[experts, N, K]`; for `w13` one such tensor for `gate` and one for `up`.
+
+    Returns:
+        The projections that they hold, and the weights.
+
+    Raises:
+        MoeqError: `usage.no-such-projection`, `usage.update-tensors`.
+    """
+    import torch
+
+    names = _names(layer, projection)
+    given = dict(weights) if isinstance(weights, Mapping) else {projection: weights}
+    fused = projection == "gate_up" and len(names) == 2
+    wanted = [projection] if fused or len(names) == 1 else names
+    if given.keys() != set(wanted):
+        raise _unfit(layer, projection, f"pass the weights of {' and '.join(wanted)}")
+    both, held = layer.specs["w2" if names == ["down"] else "w13"], len(set(layer.experts))
+    spec = both if fused else projection_spec(both, names[0])
+    for name, tensor in given.items():
+        shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if shape != [held, spec.n, spec.k] or tensor.dtype not in _float_dtypes():
+            raise _unfit(layer, name, f"float weights {[held, spec.n, spec.k]} are needed, not {shape}")
+    found = torch.cat([given[name].detach() for name in wanted], dim=1)
+    if not fused:
+        return names, found
+    if layer.interleaved is None:
+        raise _unordered(layer)
+    return names, torch.cat([found[:, ::2], found[:, 1::2]], dim=1) if layer.interleaved else found
+
+
+def quantize_layer(layer: WritableLayer, role: StackedRole, weights: Tensor, rule: Rule) -> QuantizedMatrix:
+    """Quantise the float weights of many experts, `[experts, N, K]`, as one matrix `[experts * N, K]`."""
+    tall = weights.flatten(0, 1)
+    rows = layer.scheme.weight.scale.group_shape[0]
+    found = quantize(tall, replace(layer.specs[role], n=len(tall)), rule, rows=rows)
+    check_matrix(found, f"layer {layer.layer} {role}")
+    return found
 
 
 def _one(
@@ -177,7 +219,7 @@ def _common_global_scale(layer: WritableLayer, tensors: Mapping[str, object], ru
 def _fused(layer: WritableLayer, tensors: object, rule: Rule) -> dict[Projection, Incoming]:
     """Read a tensor of gate and up rows, in the order in which the source's family stores them."""
     if layer.interleaved is None:
-        raise _unfit(layer, "gate_up", "nothing says whether its rows are two halves or alternate; pass w13")
+        raise _unordered(layer)
     both = layer.specs["w13"]
     found: dict[Projection, Incoming] = {}
     read = _matrix(layer, "gate_up", tensors, both, rule)
@@ -189,6 +231,21 @@ def _fused(layer: WritableLayer, tensors: object, rule: Rule) -> dict[Projection
         rows = slice(start, None, 2) if layer.interleaved else slice(start * half, (start + 1) * half)
         found[name] = Incoming(matrix, None if read.weight is None else read.weight[rows])
     return found
+
+
+def _names(layer: WritableLayer, projection: str) -> list[Projection]:
+    """Return the projections of an expert that an update names."""
+    names = [name for name in PROJECTIONS.get(projection, ()) if name in layer.projections]
+    if not names:
+        known = ", ".join(PROJECTIONS)
+        raise MoeqError(
+            "usage.no-such-projection", f"an expert has no projection {projection!r}", f"projections: {known}"
+        )
+    return names
+
+
+def _unordered(layer: WritableLayer) -> MoeqError:
+    return _unfit(layer, "gate_up", "nothing says whether its rows are two halves or alternate; pass w13")
 
 
 def _matrix(

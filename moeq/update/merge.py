@@ -31,7 +31,7 @@ def whole_matrix(
     if any(spec.bias_dtype is not None and part.bias is None for part in parts):
         return None
     joined = concatenate_rows(parts[0], parts[1], spec) if len(parts) == 2 else replace(parts[0], spec=spec)
-    return shard_matrix(_regrouped(layer, role, joined), layer.intermediate, first=layer.first)
+    return shard_matrix(regrouped(layer, role, joined), layer.intermediate, first=layer.first)
 
 
 def merged_matrix(
@@ -50,11 +50,11 @@ def merged_matrix(
     for name, new in given.items():
         whole = projection_spec(layer.specs[role], name)
         _check_shared(layer, name, current, new.matrix)
-        _put(layer, role, name, found, _regrouped(layer, role, new.matrix), block or whole_block(whole))
+        _put(layer, role, name, found, regrouped(layer, role, new.matrix), block or whole_block(whole))
     return found
 
 
-def _regrouped(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
+def regrouped(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
     """Return the matrix in the groups that are written."""
     before, after = layer.specs[role].group_size, layer.written[role].group_size
     if before == after:

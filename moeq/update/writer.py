@@ -17,11 +17,20 @@ from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model.regroup import ungroup
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import reshaped, same_matrix
-from moeq.update.device import obstacle, place_matrix
-from moeq.update.incoming import PROJECTIONS, Incoming, Parts, ProjectionBlock, check_block, read_update
+from moeq.update.device import obstacle, place_all, place_matrix, places_all
+from moeq.update.incoming import (
+    PROJECTIONS,
+    Incoming,
+    Parts,
+    ProjectionBlock,
+    check_block,
+    quantize_layer,
+    read_layer,
+    read_update,
+)
 from moeq.update.layers import WritableLayer, snapshot_digest
 from moeq.update.loss import RoundingLoss, measure
-from moeq.update.merge import merged_matrix, whole_matrix
+from moeq.update.merge import merged_matrix, regrouped, whole_matrix
 from moeq.update.quantize import Rule
 
 if TYPE_CHECKING:
@@ -127,14 +136,9 @@ class Writer:
 
         found = self._layer(layer)
         self._check_expert(found, expert)
-        if expected is not None and expected != self.digest(layer):
-            raise MoeqError(
-                "usage.stale-digest",
-                f"layer {layer} has digest {self.digest(layer)[:16]}..., the update expects {expected[:16]}...",
-                "an earlier update is missing or was written twice: send the whole layer",
-            )
+        self._check_digest(layer, expected)
         block = _block(found, projection, rows, columns)
-        rule = self._rule or ("modelopt" if found.scheme.quant_method == "modelopt" else "compressed-tensors")
+        rule = self._rule_of(found)
         places = found.rows(expert)
         gathers = self._gathers(found, projection, block)
         with torch.device(found.device if gathers else "cpu"):
@@ -148,6 +152,52 @@ class Writer:
         if not places:
             return Update(self.digest(layer), {}, (), 0, 0, {})
         return self._write(found, expert, role, places, given, block)
+
+    def update_layer(
+        self, layer: int, projection: str, weights: Tensor | Mapping[str, Tensor], *, expected: str | None = None
+    ) -> Update:
+        """Write one projection of all experts that this rank holds, from float weights.
+
+        Where the gather kernel writes whole matrices without padding, experts are quantised together and one launch
+        writes each part. Others are written one by one, as by `update`: if one fails, those before it are written.
+
+        Args:
+            layer: layer number.
+            projection: `down`, `w13` with a mapping of `gate` and `up`, `gate_up`, `gate` or `up`.
+            weights: bf16, fp16 or float32 `[experts, N, K]`, the rank's experts by their number.
+            expected: digest that the layer must have before the update; None: not checked.
+
+        Returns:
+            All rows and bytes that were written. What rounding cost is not measured.
+
+        Raises:
+            MoeqError: as `update`.
+        """
+        import torch
+
+        found = self._layer(layer)
+        self._check_digest(layer, expected)
+        names, floats = read_layer(found, projection, weights)
+        role: StackedRole = "w2" if "down" in names else "w13"
+        experts = sorted(set(found.experts))
+        if self._gathers(found, projection, None) and places_all(found, role):
+            with torch.device(found.device):
+                tall = quantize_layer(found, role, floats.to(found.device), self._rule_of(found))
+                place_all(found, role, regrouped(found, role, tall))
+            for expert in experts:
+                for name in names:
+                    self._digests[layer].pop((expert, name), None)
+            written = sum(tensor.nbytes for tensor in found.tensors[role].values())
+            return Update(None, {}, tuple(range(len(found.experts))), written, 0, {})
+        done = []
+        for expert, weight in zip(experts, floats, strict=True):
+            parts = weight.tensor_split(len(names))
+            tensors = dict(zip(names, parts, strict=True)) if len(names) > 1 else parts[0]
+            done.append(self.update(layer, expert, "w13" if len(names) > 1 else names[0], tensors))
+        rows = sorted(row for one in done for row in one.rows)
+        written, losses = (sum(getattr(one, name) for one in done) for name in ("written_bytes", "losses"))
+        digest = None if any(one.digest is None for one in done) else self.digest(layer)
+        return Update(digest, {}, tuple(rows), written, losses, {})
 
     def digest(self, layer: int) -> str:
         """Return the digest of a layer as it was last written; unlike `snapshot` it reads no weights after the first.
@@ -248,6 +298,17 @@ class Writer:
             known = ", ".join(map(str, sorted(self.layers)))
             raise MoeqError("usage.no-such-layer", f"this writer has no layer {layer!r}", f"its layers: {known}")
         return self.layers[layer]
+
+    def _rule_of(self, layer: WritableLayer) -> Rule:
+        return self._rule or ("modelopt" if layer.scheme.quant_method == "modelopt" else "compressed-tensors")
+
+    def _check_digest(self, layer: int, expected: str | None) -> None:
+        if expected is not None and expected != self.digest(layer):
+            raise MoeqError(
+                "usage.stale-digest",
+                f"layer {layer} has digest {self.digest(layer)[:16]}..., the update expects {expected[:16]}...",
+                "an earlier update is missing or was written twice: send the whole layer",
+            )
 
     def _check_expert(self, layer: WritableLayer, expert: int) -> None:
         if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < layer.num_experts:

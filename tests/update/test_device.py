@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from update.test_writer import layers_of, pack, same_bytes
 from update.updates import Experts
 
 import moeq
-from moeq.update.device import obstacle
+from moeq.errors import MoeqError
+from moeq.update.device import obstacle, places_all
 
 CASES = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
@@ -18,6 +21,10 @@ CASES = {
     "ct-mxfp4-qwen3moe": "moeq-mxfp4/1",
     "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
 }
+
+
+#: Checkpoints whose experts are not quantised together: they have biases, or share a factor.
+APART = {"mxfp4-gptoss", "modelopt-nvfp4-qwen3moe"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -49,6 +56,51 @@ def test_float_weights_are_quantised_on_the_device(checkpoints, tmp_path) -> Non
     done = moeq.Writer(wanted.values()).update(0, 0, "down", weight)
     assert same_bytes(layers[0], wanted[0]) == []
     assert 0.05 < done.loss["down"].new_scales < 0.15 < (done.loss["down"].old_scales or 0)
+
+
+@pytest.mark.parametrize("name", [*CASES, "ct-int4-g128-qwen3moe", "modelopt-nvfp4-qwen3moe"])
+def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path, monkeypatch) -> None:
+    """The bytes that single updates write, whether one launch does it or each expert by itself."""
+    folder = pack(checkpoints / name, tmp_path / "out", CASES.get(name, "marlin-wna16/1" if "int4" in name else None))
+    made = torch.Generator().manual_seed(0)
+    for ranks in ({}, {"ep_rank": 1, "ep_size": 2}):
+        for gather in (True, False):
+            layers, wanted = ({0: moeq.writable_layer(folder, 0, check_gpu=False, **ranks)} for _ in range(2))
+            layer, cpu = layers[0], moeq.Writer(wanted.values(), gather=False)
+            writer = moeq.Writer(layers.values(), gather=gather)
+            for projection in ("w13", "down"):
+                spec = layer.specs["w2" if projection == "down" else "w13"]
+                shape = (len(layer.experts), spec.n // (1 if projection == "down" else 2), spec.k)
+                names = ["down"] if projection == "down" else ["gate", "up"]
+                weights = {one: torch.randn(shape, generator=made).to(torch.bfloat16) for one in names}
+                given = weights["down"] if projection == "down" else weights
+                done = writer.update_layer(0, projection, given, expected=writer.digest(0))
+                assert (done.digest is None) == (gather and name not in APART)
+                assert done.rows == tuple(range(len(layer.experts)))
+                for row, expert in enumerate(layer.experts):
+                    one = {key: tensor[row] for key, tensor in weights.items()}
+                    cpu.update(0, expert, projection, one["down"] if projection == "down" else one)
+            assert same_bytes(layer, wanted[0]) == []
+            assert writer.digest(0) == cpu.digest(0)
+            assert places_all(layer, "w2") == (name not in APART)
+
+
+@pytest.mark.parametrize(
+    ("projection", "weights", "words"),
+    [
+        ("down", torch.zeros(3, 256, 128), "float weights [4, 256, 128] are needed, not [3, 256, 128]"),
+        ("down", torch.zeros(4, 256, 128, dtype=torch.int32), "are needed"),
+        ("w13", torch.zeros(4, 256, 256), "pass the weights of gate and up"),
+        ("w13", {"gate": torch.zeros(4, 128, 256), "up": None}, "not NoneType"),
+        ("down", torch.full((4, 256, 128), float("nan")), "is nan"),
+    ],
+)
+def test_weights_that_are_not_of_all_experts_are_refused(projection, weights, words, checkpoints, tmp_path) -> None:
+    folder = pack(checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "out", "marlin-wna16/1")
+    layers, before = layers_of(folder), layers_of(folder)
+    with pytest.raises(MoeqError, match=re.escape(words)):
+        moeq.Writer(layers.values(), gather=True).update_layer(0, projection, weights)
+    assert same_bytes(layers[0], before[0]) == []
 
 
 def test_layouts_that_are_no_index_map_say_why(checkpoints, tmp_path) -> None:

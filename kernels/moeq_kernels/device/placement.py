@@ -17,6 +17,8 @@ def place_words(
     column_stride,
     first_row,  # row and column of the packed matrix where the source begins
     first_column,
+    source_step,  # source words from one matrix to the next
+    target_step,  # packed words from one matrix to the next
     # Digits of the number of a word, lowest first: axis, radix, multiple, reversed, start, extent, stride.
     DIGITS: tl.constexpr,
     FIELDS: tl.constexpr,  # per element of a word: row and column offset
@@ -29,7 +31,10 @@ def place_words(
     SIGN: tl.constexpr,  # bits of a source element that are stored inverted
     BLOCK: tl.constexpr,
 ):
-    """Write `count` words; elements beyond the source matrix are 0 before they are flipped."""
+    """Write `count` words of the matrix that program 1 counts; elements beyond it are 0 before they are flipped."""
+    matrix = tl.program_id(1).to(tl.int64)
+    source += matrix * source_step
+    target += matrix * target_step
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = word < count
     left = word

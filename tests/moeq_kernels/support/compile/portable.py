@@ -243,9 +243,11 @@ def _placement_launch() -> Launch:
         "column_stride": 1,
         "first_row": 0,
         "first_column": 0,
+        "source_step": source[0] * source[1],
+        "target_step": placement.words,
     }
     constants = {**placement.constants, **Packing(2).constants, "BLOCK": BLOCK}
-    return Launch("device.placement:place_words", (-(-placement.words // BLOCK),), arguments, constants)
+    return Launch("device.placement:place_words", (-(-placement.words // BLOCK), 1), arguments, constants)
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
