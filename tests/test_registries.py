@@ -69,6 +69,8 @@ READ_BY_NO_ENGINE = {
     "w8a8_int8": "SGLang's, which has no policy",
     "blockwise_int8": "SGLang's, which has no policy",
     "w4afp8": "SGLang's, which has no policy",
+    "kt-amx-int4": "experts for ktransformers, whose kernels are told by options",
+    "kt-amx-int8": "experts for ktransformers, whose kernels are told by options",
 }
 
 

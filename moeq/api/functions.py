@@ -265,6 +265,7 @@ def transcode(
     names: NamesOption = "source",
     allow_lossy: bool = False,
     sort_act_order: bool = False,
+    numa: int = 2,
     check_only: bool = False,
     revision: str | None = None,
     force: bool = False,
@@ -286,6 +287,7 @@ def transcode(
         names: spelling of the experts' names.
         allow_lossy: write the nearest values if some do not fit, and report them.
         sort_act_order: sort the columns of down projections by activation order.
+        numa: NUMA nodes that `kt-amx-int4` and `kt-amx-int8` are cut for.
         check_only: transcode and compare in memory; write nothing.
         revision: Hub revision of `src`.
         force: replace an earlier transcoding.
@@ -313,6 +315,7 @@ def transcode(
                 regroup=regroup,
                 names=names,
                 sort_act_order=sort_act_order,
+                numa=numa,
                 workers=workers,
                 max_memory=limit,
                 advance=advance,
@@ -329,6 +332,7 @@ def transcode(
             names=names,
             allow_lossy=allow_lossy,
             sort_act_order=sort_act_order,
+            numa=numa,
             force=force,
             workers=workers,
             max_memory=limit,

@@ -30,7 +30,7 @@ def command(
             "--to",
             metavar="FORMAT",
             help="compressed-tensors, gptq, gptq_v2, mxfp4, deepseek-v4, fp8, modelopt, nvfp4, "
-            "nvfp4-compressed-tensors, bf16 or fp16.",
+            "nvfp4-compressed-tensors, kt-amx-int4, kt-amx-int8, bf16, fp16 or fp32.",
             autocompletion=completion.targets,
         ),
     ] = "",
@@ -52,6 +52,9 @@ def command(
             help="Sort the columns of down projections by activation order, and the rows of gate and up with them.",
         ),
     ] = False,
+    numa: Annotated[
+        int, typer.Option("--numa", min=1, max=8, metavar="N", help="NUMA nodes that kt-amx experts are cut for.")
+    ] = 2,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Transcode and compare in memory; write nothing.")
     ] = False,
@@ -93,6 +96,7 @@ def command(
                 regroup=regroup,
                 names=names,
                 sort_act_order=sort_act_order,
+                numa=numa,
                 workers=workers,
                 max_memory=memory,
                 advance=progress.update,
@@ -110,6 +114,7 @@ def command(
                 names=names,
                 allow_lossy=allow_lossy,
                 sort_act_order=sort_act_order,
+                numa=numa,
                 force=force,
                 workers=workers,
                 max_memory=memory,

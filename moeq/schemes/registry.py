@@ -35,6 +35,8 @@ FORMATS: dict[str, str] = {
     "bitsandbytes-8bit": "moeq.schemes.bitsandbytes:BitsAndBytes8",
     "hqq": "moeq.schemes.hqq:Hqq",
     "torchao-int": "moeq.schemes.torchao:TorchAoInt",
+    "kt-amx-int4": "moeq.schemes.kt_amx:KtAmxInt4",
+    "kt-amx-int8": "moeq.schemes.kt_amx:KtAmxInt8",
     "unquantized": "moeq.schemes.unquantized:Unquantized",
     "foreign": "moeq.schemes.foreign:Foreign",
 }
@@ -56,6 +58,8 @@ DIALECTS: dict[str, str] = {
     "bitsandbytes": "moeq.schemes.bitsandbytes:read_config",
     "hqq": "moeq.schemes.hqq:read_config",
     "torchao": "moeq.schemes.torchao:read_config",
+    "kt-amx-int4": "moeq.schemes.kt_amx:read_config",
+    "kt-amx-int8": "moeq.schemes.kt_amx:read_config",
 }
 
 

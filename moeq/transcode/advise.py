@@ -20,7 +20,7 @@ from moeq.pipeline.plan.expert_names import is_known, order_of, problem_of
 from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, moe_shape
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
-from moeq.transcode.target_formats import TARGETS, kind_of
+from moeq.transcode.target_formats import ENGINE_TARGETS, TARGETS, kind_of
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
 #: Group sizes that are tried if tensor parallelism may cut groups.
@@ -108,7 +108,7 @@ def _requests(src: str, checkpoint: Checkpoint, deployment: Deployment) -> Itera
     if deployment.tp > 1 and deployment.ep == 1:
         for group in _GROUPS:
             yield TranscodeRequest(src, "compressed-tensors", revision, regroup=group)
-    for name, target in TARGETS.items():
+    for name, target in ENGINE_TARGETS.items():
         if target.element is None and name != "compressed-tensors":
             yield TranscodeRequest(src, name, revision)
     yield TranscodeRequest(src, "bf16" if deployment.dtype == "bf16" else "fp16", revision)

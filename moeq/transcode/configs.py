@@ -91,6 +91,11 @@ def compressed_tensors(contents: Contents) -> dict[str, Any]:
     }
 
 
+def kt_amx(contents: Contents, method: str) -> dict[str, Any]:
+    """Make `quantization_config` of ktransformers' experts, which only moeq reads: kernels are told by options."""
+    return {"quant_method": method}
+
+
 _CtGroup = tuple[str, dict[str, Any], dict[str, Any] | None]
 
 _PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}

@@ -17,6 +17,7 @@ NAMES: tuple[NamesOption, ...] = ("source", "mlp", "block-sparse-moe", "per-expe
 
 _LONG: dict[StoredName, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
+_GGUF: dict[StoredName, str] = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 _STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 #: Modules that hold experts and router, by the option that asks for them.
@@ -37,6 +38,7 @@ class Naming:
         interleaved: whether gate and up rows of a stacked tensor are interleaved.
         transposed: whether stacked tensors of floats have rows and columns exchanged.
         renamed: source prefix and target prefix of the module that holds experts and router, if they differ.
+        listed: whether each projection is a list of experts, `ffn_up_exps.0`, instead of the other way round.
     """
 
     prefix: str
@@ -45,10 +47,13 @@ class Naming:
     interleaved: bool = False
     transposed: bool = False
     renamed: tuple[str, str] | None = None
+    listed: bool = False
 
     def module(self, projection: StoredName, expert: int) -> str:
         """Return module name of a projection, as configs name it."""
         name = self.spelled[projection]
+        if self.listed:
+            return f"{self.prefix}.{name}.{expert}"
         return f"{self.prefix}.{name}" if self.stacked else f"{self.prefix}.{expert}.{name}"
 
     def tensor(self, projection: StoredName, expert: int, part: str) -> str:
@@ -64,7 +69,14 @@ class Naming:
 
 
 def choose_naming(
-    experts: Experts, family: ModelFamily | None, asked: NamesOption, *, gpt_oss: bool, floats: bool, stackable: bool
+    experts: Experts,
+    family: ModelFamily | None,
+    asked: NamesOption,
+    *,
+    gpt_oss: bool,
+    floats: bool,
+    stackable: bool,
+    gguf: bool = False,
 ) -> Naming:
     """Choose the names for one layer.
 
@@ -75,11 +87,16 @@ def choose_naming(
         gpt_oss: the target is gpt-oss' own format, which has one spelling.
         floats: the target holds floats, which are stacked as the family stacks them.
         stackable: the target's tools also write stacked tensors.
+        gguf: the target has GGUF's names, with a number per expert (ktransformers).
 
     Raises:
         MoeqError: `usage.names` if the target has no such spelling.
     """
     layer, first = experts.layer, experts.kind(0)
+    if gguf:
+        if asked != "source":
+            raise MoeqError("usage.names", f"--names {asked}: ktransformers has names of its own", "leave it out")
+        return Naming(f"blk.{layer.layer}", _GGUF, listed=True)
     if gpt_oss:
         if asked not in ("source", "stacked"):
             raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")

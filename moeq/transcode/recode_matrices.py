@@ -173,6 +173,13 @@ def to_floats(matrix: QuantizedMatrix, element: str) -> Tensor:
     return result
 
 
+def to_kt_amx(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
+    """Quantise a matrix again as ktransformers' converter does, which takes bfloat16."""
+    from moeq.schemes.kt_amx import quantized
+
+    return quantized(_values(matrix, 0, spec.n), spec)
+
+
 def _values(matrix: QuantizedMatrix, start: int, stop: int) -> Tensor:
     """Return values of some rows, float32 `[rows, K]`."""
     from moeq.schemes.dequantize import dequantize

@@ -32,6 +32,8 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     Raises:
         MoeqError: `usage.target` if the engine cannot load the written tensors, whatever the GPU.
     """
+    if plan.target.experts_only:
+        return ()
     known = (fault for layer in plan.survey.layers for fault in checkpoint.scale_faults(layer.layer))
     faults = [fault for fault in known if not fault.is_stored]
     found = [f"{shown(faults)}: static activation scales of these layers are left out"] if faults else []

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 #: Rows and columns of a block of FP8 weights.
 BLOCK = 128
 
+#: Most NUMA nodes that experts are cut for.
+MAX_NUMA_NODES = 8
+
 #: Spellings with one scale per such block.
 FP8_BLOCKS = ("fp8-block", "ct-fp8-block", "deepseek-fp8", "modelopt-fp8-block")
+
+#: Formats of ktransformers; a spelling has the number of NUMA nodes behind a stroke.
+KT_AMX = ("kt-amx-int4", "kt-amx-int8")
 
 _DTYPES = {name: dtype for dtype, name in FLOAT_NAMES.items() if dtype != "U8"}
 
@@ -156,9 +162,21 @@ def _transposed(spec: MatrixSpec) -> dict[str, PartSig]:
     return {"weight": PartSig(_DTYPES[spec.element], (spec.k, spec.n))}
 
 
+def _kt_amx(format_id: str, nodes: int) -> Spelling:
+    def parts(spec: MatrixSpec) -> dict[str, PartSig]:
+        from moeq.schemes.kt_amx import KtAmx
+
+        form = get_format(format_id)
+        assert isinstance(form, KtAmx)
+        return form.signatures(spec, nodes)
+
+    return Spelling(f"{format_id}/{nodes}", format_id, parts)
+
+
 SPELLINGS: dict[str, Spelling] = {
     spelling.id: spelling
     for spelling in (
+        *(_kt_amx(format_id, nodes) for format_id in KT_AMX for nodes in range(1, MAX_NUMA_NODES + 1)),
         Spelling("ct-pack", "ct-pack", _ct_pack),
         Spelling("gptq", "gptq", _gptq),
         Spelling("ct-mxfp4", "ct-mxfp4", _byte_matrix("weight_packed", "U8", "weight_scale", "U8")),

@@ -23,7 +23,7 @@ from moeq.schemes.registry import get_format
 from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
-from moeq.transcode.spellings import SPELLINGS
+from moeq.transcode.spellings import MAX_NUMA_NODES, SPELLINGS
 from moeq.transcode.target_formats import TargetFormat, kind_of
 
 #: Words in names of modules that hold a matrix but multiply nothing.
@@ -42,6 +42,7 @@ class TranscodeRequest:
         names: spelling of the experts' names.
         allow_lossy: write values that the target cannot hold exactly, rounded once.
         sort_act_order: sort columns that are in activation order, if the expert can make up for it.
+        numa: NUMA nodes that ktransformers' experts are cut for.
     """
 
     src: str
@@ -51,6 +52,7 @@ class TranscodeRequest:
     names: NamesOption = "source"
     allow_lossy: bool = False
     sort_act_order: bool = False
+    numa: int = 2
 
 
 @dataclass(frozen=True)
@@ -162,13 +164,15 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
             "--to compressed-tensors",
         )
     layers, family = [], find_family(found)
-    for layer in (*info.moe_layers, *info.mtp_layers):
+    for layer in info.moe_layers if target.experts_only else (*info.moe_layers, *info.mtp_layers):
         known = _layer(checkpoint, layer, family, target, request)
         if known is not None:
             layers.append(known)
     renamed = _renamed(layers)
     consumed = {entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()}
     rest = [entry for entry in checkpoint.source.tensors.values() if entry.name not in consumed]
+    if target.experts_only:
+        rest = []
     modules = tuple(_modules(checkpoint, rest, target, request, renamed))
     if not layers and not modules:
         raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
@@ -191,10 +195,10 @@ def _layer(
     experts = checkpoint.experts(layer)
     groups = experts.kinds()
     plain = [all(scheme.format == "unquantized" for scheme in group.kind.schemes) for group in groups]
-    if all(plain):
+    if all(plain) and not target.experts_only:
         return None
     where = experts.layer.prefix
-    if any(plain):
+    if any(plain) and not all(plain):
         group = groups[plain.index(True)]
         raise MoeqError(
             "usage.mixed-experts",
@@ -208,6 +212,7 @@ def _layer(
         gpt_oss="gpt-oss" in target.spellings.values(),
         floats=target.element is not None,
         stackable=target.stackable,
+        gguf=target.experts_only,
     )
     if naming.stacked and request.sort_act_order:
         raise MoeqError("usage.names", "--sort-act-order with --names stacked", "--names per-expert")
@@ -285,6 +290,13 @@ def project(
     """
     static = static_part(parts, described.scheme)
     spelling = "plain" if plain else target.spelling(described, where, static=static is not None)
+    if target.experts_only:
+        if not 1 <= request.numa <= MAX_NUMA_NODES:
+            detail = f"--numa {request.numa}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
+            raise MoeqError("usage.target", detail)
+        if described.spec.bias_dtype is not None:
+            raise MoeqError("usage.target", f"{where} has a bias, and --to {target.id} has no place for it")
+        spelling = f"{spelling}/{request.numa}"
     place = SPELLINGS[spelling].activation
     activation = None
     if static is not None and place is not None:

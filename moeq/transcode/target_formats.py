@@ -13,7 +13,7 @@ from moeq.schemes.format import Described
 from moeq.schemes.registry import get_format
 from moeq.transcode import configs
 from moeq.transcode.configs import Contents
-from moeq.transcode.spellings import BLOCK
+from moeq.transcode.spellings import BLOCK, KT_AMX
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class TargetFormat:
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
         bits: widths of integer codes that all readers unpack alike; empty for all.
+        experts_only: nothing but routed experts is written, for a reader that takes the rest from the source.
     """
 
     id: str
@@ -43,6 +44,7 @@ class TargetFormat:
     stackable: bool = False
     bits: tuple[int, ...] = ()
     static: Mapping[str, str] = field(default_factory=dict)
+    experts_only: bool = False
 
     def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
         """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work.
@@ -61,11 +63,12 @@ class TargetFormat:
                 f"--to {self.id} takes codes of {', '.join(map(str, self.bits))} bits, readers disagree about {bits}"
             )
         # Floats of a projection that is not quantised have no codes; only whole models of them are copied.
-        if kind in self.spellings and refusal is None and scheme.format != "unquantized":
+        copied = scheme.format == "unquantized" and not self.experts_only
+        if kind in self.spellings and refusal is None and not copied:
             per_tensor = static and scheme.weight.scale.granularity == "tensor"
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
         reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
-        others = [] if refusal else [other.id for other in TARGETS.values() if kind in other.spellings]
+        others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
         hint = f"--to {', '.join(others)}" if others else "--to compressed-tensors" if self.bits else None
         raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
 
@@ -81,6 +84,18 @@ class TargetFormat:
                 scale_dtype="f32",
                 symmetric=True,
                 act_order=False,
+            )
+        if spelling.startswith(KT_AMX):
+            nodes = int(spelling.rpartition("/")[2]) if spec.role in ("down", "w2") else 1
+            element = "int8" if "int8" in spelling else "int4"
+            return replace(
+                spec,
+                element=element,
+                group_size=spec.k // nodes,
+                scale_dtype="f32",
+                symmetric=True,
+                act_order=False,
+                bias_dtype=None,
             )
         if "nvfp4" in spelling:
             return replace(spec, group_size=16, scale_dtype="e4m3")
@@ -218,6 +233,16 @@ TARGETS: dict[str, TargetFormat] = {
             {"mxfp4": "ct-nvfp4", "nvfp4": "ct-nvfp4"},
             configs.compressed_tensors,
         ),
+        *(
+            TargetFormat(
+                format_id,
+                f"experts for ktransformers' {format_id[-4:]} kernels on a CPU, cut by NUMA node",
+                dict.fromkeys(_ALL, format_id),
+                partial(configs.kt_amx, method=format_id),
+                experts_only=True,
+            )
+            for format_id in KT_AMX
+        ),
         TargetFormat(
             "bf16",
             "bfloat16, not quantised",
@@ -244,6 +269,9 @@ TARGETS: dict[str, TargetFormat] = {
         ),
     )
 }
+
+#: Targets that hold a whole model.
+ENGINE_TARGETS = {name: target for name, target in TARGETS.items() if not target.experts_only}
 
 
 def get_target(name: str) -> TargetFormat:

@@ -176,6 +176,7 @@ def transcode(
     names: NamesOption = "source",
     allow_lossy: bool = False,
     sort_act_order: bool = False,
+    numa: int = 2,
     force: bool = False,
     workers: int | None = None,
     max_memory: int | None = None,
@@ -197,6 +198,7 @@ def transcode(
         allow_lossy: write the nearest values if some do not fit the target, and report them.
         sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
             then in another order, in all three projections.
+        numa: NUMA nodes that ktransformers' experts are cut for.
         force: replace an earlier transcoding.
         workers: threads; None takes the cores there are, at most 8. The bytes are the same.
         max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
@@ -213,7 +215,7 @@ def transcode(
     """
     begun = time.monotonic()
     share = parse_share(share, os.environ) if isinstance(share, str) else share
-    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, allow_lossy, sort_act_order))
+    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, allow_lossy, sort_act_order, numa))
     source = job.checkpoint.source
     source.reread = reread
     folder = WorkFolder(
@@ -256,6 +258,7 @@ def check(
     regroup: int | None = None,
     names: NamesOption = "source",
     sort_act_order: bool = False,
+    numa: int = 2,
     workers: int | None = None,
     max_memory: int | None = None,
     advance: Advance | None = None,
@@ -265,7 +268,7 @@ def check(
     Raises:
         MoeqError: as `transcode`, except `answer.not-exact`, which is the answer here.
     """
-    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order))
+    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order, numa))
     report = advance or (lambda done, total, label: None)
     units = [unit for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)

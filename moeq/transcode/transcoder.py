@@ -32,7 +32,7 @@ from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare, relative
 from moeq.transcode.find_fast_item import FastPaths
-from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, pack
+from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, KT_AMX, pack
 from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection, item_specs
 
 if TYPE_CHECKING:
@@ -315,6 +315,8 @@ def _recoded(
         _check_order(matrix, output)
         if output.projected.spec.bits > 8:
             results[name] = recode.to_floats(matrix, spec.element)
+        elif output.projected.spelling.startswith(KT_AMX):
+            results[name] = recode.to_kt_amx(matrix, spec)
         elif output.projected.spelling in FP8_BLOCKS:
             results[name] = recode.to_fp8_blocks(matrix, spec)
         elif spec.group_size != matrix.spec.group_size:

@@ -13,7 +13,7 @@ from moeq.cli.explanations import error_codes
 from moeq.layouts.registry import LAYOUTS
 from moeq.report.schemas import schema_names
 from moeq.schemes.registry import FORMATS
-from moeq.transcode.target_formats import TARGETS
+from moeq.transcode.target_formats import ENGINE_TARGETS
 from pages import generate, results, support, transcode_matrix
 from pages.backends import DEVICES
 from pages.tables import DOCS, ROOT, block, replace_block
@@ -80,7 +80,7 @@ def test_backends_have_ten_checkpoints_and_all_devices() -> None:
 
 def test_every_target_and_checkpoint_is_in_the_matrix() -> None:
     lines = [line for line in text(transcode_matrix.PAGE).splitlines() if line.startswith("|")]
-    assert lines[0] == "| from | " + " | ".join(f"`{target}`" for target in TARGETS) + " |"
+    assert lines[0] == "| from | " + " | ".join(f"`{target}`" for target in ENGINE_TARGETS) + " |"
     names = [path.name for path in transcode_matrix.CHECKPOINTS.iterdir() if path.is_dir()]
     assert all(any(line.startswith(f"| `{name}` |") for line in lines) for name in names)
     assert len(lines) == 2 + len(names) + len(transcode_matrix.MADE)

@@ -218,7 +218,7 @@ CASES: dict[str, tuple[Make, dict[str, Any], str, float, bool]] = {
 
 
 #: Formats of `tests/data/checkpoints` and of hostile checkpoints; Marlin v1 and AWQ gemv_fast have vectors only, GGUF
-#: files are made by `tests/gguf_files.py`; bitsandbytes, HQQ and torchao have vectors of their own.
+#: files are made by `tests/gguf_files.py`; bitsandbytes, HQQ, torchao and ktransformers have vectors.
 ELSEWHERE = {
     "awq-gemv-fast",
     "bitsandbytes-4bit",
@@ -227,6 +227,8 @@ ELSEWHERE = {
     "gguf",
     "gptq",
     "hqq",
+    "kt-amx-int4",
+    "kt-amx-int8",
     "marlin-v1",
     "mxfp4",
     "torchao-int",

@@ -12,7 +12,7 @@ from pipeline.mixing import content, rewritten
 
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.transcode.target_formats import TARGETS
+from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode import transcode
 from moeq.transcode.transcoder import Transcoder
 
@@ -83,7 +83,7 @@ def ordered(*, seed: int, down: bool = True) -> Change:
 
 @pytest.mark.cover(("name", "target"))
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ENGINE_TARGETS)
 @pytest.mark.parametrize("name", ["gptq-int4-g32-actorder-qwen3moe", "gptq-int4-g32-qwen3moe"])
 def test_both_paths_sort_alike(name, target, seed, checkpoints, tmp_path, monkeypatch) -> None:
     """Also where nothing is in another order, and where the config says that nothing is."""

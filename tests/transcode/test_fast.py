@@ -19,7 +19,7 @@ from moeq.layouts import words
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.dequantize import dequantize
 from moeq.transcode import recode_matrices as reference
-from moeq.transcode.target_formats import TARGETS
+from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode import transcode
 from moeq.transcode.transcoder import Transcoder
 
@@ -123,7 +123,7 @@ def equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[bool]) -> 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> None:
     fast = set()
-    for target in TARGETS:
+    for target in ENGINE_TARGETS:
         assert equal(checkpoints / name, target), target
         if ways and all(ways) and (tmp_path / f"fast-{target}").is_dir():
             fast.add(target)
@@ -131,7 +131,7 @@ def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> 
 
 
 @pytest.mark.cover(("name", "options"), "target")
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", ENGINE_TARGETS)
 @pytest.mark.parametrize("options", [{"allow_lossy": True}, {"names": "stacked"}], ids=["lossy", "names"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same_with_options(name, options, target, checkpoints, equal, ways) -> None:

@@ -20,7 +20,7 @@ from moeq.layouts import words
 from moeq.prove.diff import diff
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import NAMES
-from moeq.transcode.target_formats import TARGETS
+from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode import Transcoding, check, transcode
 
 SEEDS = range(int(os.environ.get("MOEQ_RANDOM", "10")))
@@ -113,7 +113,7 @@ def test_what_is_said_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest
     drawn = Drawn.of(seed)
     made, source = write(tmp_path / "source", drawn), tmp_path / "source"
     draw, wrote = np.random.default_rng([seed, 9]), 0
-    for target in TARGETS:
+    for target in ENGINE_TARGETS:
         names = "source" if draw.random() < 0.6 else str(draw.choice(NAMES))
         out = tmp_path / f"{target}-{names}"
         result = attempt(source, out, target, names)

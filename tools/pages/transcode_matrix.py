@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from moeq.transcode.target_formats import TARGETS
+from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode import check, transcode
 from pages.tables import DOCS, NOTE, ROOT
 
@@ -30,8 +30,8 @@ REASONS = {"usage.target": "–", "usage.act-order": "order", "answer.zero-point
 
 def rows(folder: Path) -> Iterator[str]:
     """Yield the lines of the table. `folder` is for sources that are made."""
-    yield "| from | " + " | ".join(f"`{target}`" for target in TARGETS) + " |"
-    yield "| --- |" + " --- |" * len(TARGETS)
+    yield "| from | " + " | ".join(f"`{target}`" for target in ENGINE_TARGETS) + " |"
+    yield "| --- |" + " --- |" * len(ENGINE_TARGETS)
     for path in sorted(path for path in CHECKPOINTS.iterdir() if path.is_dir()):
         yield row(f"`{path.name}`", path)
     for name, source, target in MADE:
@@ -41,7 +41,7 @@ def rows(folder: Path) -> Iterator[str]:
 
 def row(title: str, source: Path) -> str:
     """Return one source to every target."""
-    return f"| {title} | " + " | ".join(cell(source, target) for target in TARGETS) + " |"
+    return f"| {title} | " + " | ".join(cell(source, target) for target in ENGINE_TARGETS) + " |"
 
 
 def cell(source: Path, target: str) -> str:
