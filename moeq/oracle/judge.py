@@ -13,12 +13,15 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.moeq import judge_builtin
 from moeq.oracle.engines.sglang.verdict import is_sglang, judge_sglang
+from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.question import PREFIX
 from moeq.oracle.engines.vllm.counterfactuals import Admits, admit_all
+from moeq.oracle.engines.vllm.outcome import method_of
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.verdict import judge_vllm
 from moeq.oracle.quantization_config import checked, config_of
 from moeq.oracle.records import MoeShape, StoredTensor, Verdict
-from moeq.oracle.versions import BUILTIN
+from moeq.oracle.versions import BUILTIN, choose_engine
 from moeq.schemes.base import Scheme
 
 
@@ -56,6 +59,14 @@ def judge(
     return judge_config(
         read, shape, deployment, scheme.title, prefix=prefix, explain=explain, admits=admits, tensors=tensors
     )
+
+
+def method_for(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, prefix: str) -> Method | str | None:
+    """Return what a config means for one layer in vLLM: a method, or why it is refused. None for other engines."""
+    if deployment.engine == BUILTIN or is_sglang(deployment.engine):
+        return None
+    policy = load_policy(choose_engine(deployment.engine).policy)
+    return method_of(policy, checked(config), shape, deployment, prefix)
 
 
 def judge_config(

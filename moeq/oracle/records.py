@@ -77,6 +77,7 @@ class StoredTensor:
         dtype: safetensors name of the dtype.
         shape: shape of one expert's tensor.
         experts: numbers of the experts; empty for all of them.
+        stacked: whether one tensor of the file holds all experts.
     """
 
     projection: str
@@ -84,6 +85,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     experts: tuple[int, ...] = ()
+    stacked: bool = False
 
     @property
     def which(self) -> str:

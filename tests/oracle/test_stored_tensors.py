@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,102 @@ def test_a_doubled_wrapper_is_found_by_no_class(tmp_path: Path) -> None:
         verdict = answer(moeq.open(folder), Question(Deployment(parse_gpu("H100"), engine="vllm@0.33.0"))).verdict
         assert verdict.ok == ok, verdict.refusal
         assert ok or "2 times above its layers" in verdict.refusal
+
+
+def oracle(folder: Path, gpu: str = "H100", **fields: Any) -> list[Verdict]:
+    """The verdicts of all groups of layers: the answer is yes if each of them is."""
+    where = Deployment(parse_gpu(gpu), engine="vllm@0.33.0", **fields)
+    return [part.verdict for part in answer(moeq.open(folder), Question(where), brief=True).parts]
+
+
+def refusal(folder: Path, **fields: Any) -> str:
+    return "; ".join(verdict.refusal for verdict in oracle(folder, **fields) if not verdict.ok)
+
+
+def test_a_float_layer_beside_quantised_ones_is_judged(tmp_path: Path) -> None:
+    """The engine takes the config for all layers alike; with an exclusion it takes the layer as it is."""
+    layers = [lambda e, p, n, k: stored.gptq(n, k), lambda e, p, n, k: stored.plain(n, k)]
+    assert "down.weight" in refusal(qwen(tmp_path / "made", stored.GPTQ, *layers))
+    excluded = {**stored.GPTQ, "dynamic": {r"-:model\.layers\.1\.mlp\.experts.*": {}}}
+    assert refusal(qwen(tmp_path / "excluded", excluded, *layers)) == ""
+
+
+def test_layers_of_equal_tensors_that_the_config_tells_apart(tmp_path: Path) -> None:
+    config = {**stored.GPTQ, "dynamic": {r"-:model\.layers\.1\.mlp\.experts.*": {}}}
+    folder = qwen(tmp_path / "made", config, *[lambda e, p, n, k: stored.gptq(n, k)] * 2)
+    assert [verdict.ok for verdict in oracle(folder)] == [True, False]
+
+
+def test_a_layer_whose_scales_have_another_name(tmp_path: Path) -> None:
+    names = iter(("weight_scale_inv", "weight_scale"))
+    layers = [lambda e, p, n, k, s=name: stored.fp8_block(n, k, s) for name in names]
+    assert "weight_scale" in refusal(qwen(tmp_path / "made", FP8, *layers))
+
+
+def test_a_layer_with_fewer_experts_than_the_others(tmp_path: Path) -> None:
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        return stored.gptq(n, k)
+
+    layers = [stored.experts(PREFIX.format(number), make, count=count) for number, count in enumerate((4, 3))]
+    folder = stored.write(tmp_path / "made", {**stored.QWEN, "quantization_config": stored.GPTQ}, layers)
+    assert "layer 1 has 3 experts" in refusal(folder)
+
+
+def test_quantised_experts_that_no_file_declares(tmp_path: Path) -> None:
+    folder = qwen(tmp_path / "made", None, *[lambda e, p, n, k: stored.fp8_block(n, k)] * 2)
+    assert "creates unquantised experts" in refusal(folder)
+
+
+def test_biases_that_no_method_registers(tmp_path: Path) -> None:
+    """GPTQ's method always has biases; others only in gpt-oss."""
+
+    def with_bias(parts: stored.Parts, n: int) -> stored.Parts:
+        return {**parts, "bias": (torch.bfloat16, (n,))}
+
+    made = {
+        "fp8": (FP8, lambda e, p, n, k: with_bias(stored.fp8_block(n, k), n)),
+        "gptq": (stored.GPTQ, lambda e, p, n, k: with_bias(stored.gptq(n, k), n)),
+    }
+    found = {name: refusal(qwen(tmp_path / name, config, make, make)) for name, (config, make) in made.items()}
+    assert "creates no bias" in found["fp8"]
+    assert found["gptq"] == ""
+
+
+def test_layers_where_a_text_model_does_not_look_for_them(tmp_path: Path) -> None:
+    for stem, ok in (("model", True), ("model.language_model", False), ("language_model.model", False)):
+        layer = stored.experts(f"{stem}.layers.0.mlp.experts", lambda e, p, n, k: stored.nvfp4(n, k))
+        config = {**stored.QWEN, "num_hidden_layers": 1, "quantization_config": NVFP4}
+        folder = stored.write(tmp_path / stem, config, [layer])
+        assert (refusal(folder) == "") == ok
+        assert ok or "looks for layers in model.layers" in refusal(folder)
+
+
+def test_rules_that_moe_wna16_does_not_read(tmp_path: Path) -> None:
+    """Its loader converts integers of one group size: that of the whole config."""
+    config = {**stored.GPTQ, "dynamic": {r"+:model\.layers\.1\.mlp\.experts.*": {"group_size": 64}}}
+    layers = [lambda e, p, n, k, g=group: stored.gptq(n, k, group=g) for group in (32, 64)]
+    folder = qwen(tmp_path / "made", config, *layers)
+    assert refusal(folder) == ""
+    assert "scales" in refusal(folder, quantization="moe_wna16")
+
+
+def test_stacked_tensors_under_another_method(tmp_path: Path, checkpoints: Path) -> None:
+    """The blocks of gpt-oss are loaded by its MXFP4 method only."""
+    source = checkpoints / "mxfp4-gptoss"
+    assert refusal(source) == ""
+    folder = tmp_path / "made"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    assert refusal(folder) != ""
+
+
+def test_an_algorithm_that_the_engine_does_not_normalise(tmp_path: Path) -> None:
+    facts = {"quant_algo": "W4A16_NVFP4", "group_size": 16, "kv_cache_quant_algo": None, "exclude_modules": []}
+    made = [lambda e, p, n, k: stored.nvfp4(n, k, input_scale=False)] * 2
+    nested = {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "quantization": facts}
+    assert "Unknown ModelOpt quant algo" in refusal(qwen(tmp_path / "nested", nested, *made))
+    assert refusal(qwen(tmp_path / "flat", {"quant_method": "modelopt", **facts}, *made)) == ""
 
 
 def test_experts_that_calibration_missed_are_not_a_download_error(tmp_path: Path) -> None:

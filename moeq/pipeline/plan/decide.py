@@ -27,7 +27,13 @@ from moeq.pipeline.plan.candidates import LayoutChoice, candidates, tried
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_loaders import loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
-from moeq.pipeline.plan.layer_verdict import first_layer, is_quantised, judge_checkpoint
+from moeq.pipeline.plan.layer_verdict import (
+    first_layer,
+    is_quantised,
+    judge_checkpoint,
+    layer_method,
+    stored_tensors,
+)
 from moeq.pipeline.plan.options import Question, Ranks
 from moeq.pipeline.plan.suggestions import nearest
 from moeq.schemes.base import Scheme
@@ -57,7 +63,8 @@ class Answer:
 
     Attributes:
         question: the question.
-        parts: groups of the quantised layers; the first layer's group comes first.
+        parts: groups of the quantised layers, the first layer's group first, and of float layers that the engine does
+            not load.
         copied: layers that are copied unchanged, with the reason.
         error: why nothing is converted, or None.
     """
@@ -172,12 +179,17 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
         get_layout(options.layout)
     first = first_layer(checkpoint)
     error = convertible_problem(checkpoint)
-    groups = sorted(group_alike_layers(checkpoint).values(), key=lambda layers: first not in layers)
+    groups = sorted(
+        group_alike_layers(checkpoint, question.deployment).values(), key=lambda layers: first not in layers
+    )
     copied: list[CopiedLayer] = []
     parts: list[LayerGroup] = []
     for layers in groups:
         if not is_quantised(checkpoint, layers[0]) and layers is not groups[0]:
             copied += [CopiedLayer(layer, "its experts are not quantised") for layer in layers]
+            verdict = judge_checkpoint(checkpoint, question.deployment, layers[0], explain=explain)
+            if not verdict.ok:  # the source does not load, its conversion may
+                parts.append(LayerGroup(tuple(layers), verdict, None))
             continue
         written = _regrouped(checkpoint.scheme_of(layers[0]), options.regroup)
         verdict = judge_checkpoint(checkpoint, question.deployment, layers[0], scheme=written, explain=explain)
@@ -229,14 +241,19 @@ def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:
     return MoeqError("answer.not-convertible", f"{info.name}: {'; '.join(reasons)}")
 
 
-def group_alike_layers(checkpoint: Checkpoint) -> dict[object, list[int]]:
-    """Group layers that are encoded alike, by what they have in common: one answer is good for all of them."""
+def group_alike_layers(checkpoint: Checkpoint, deployment: Deployment) -> dict[object, list[int]]:
+    """Group layers by what they have in common: one answer is good for all of them.
+
+    They are encoded alike, in tensors of the same names, and the engine's config gives them the same method.
+    """
     found: dict[object, list[int]] = {}
     for layer in checkpoint.info.moe_layers:
         kinds = checkpoint.experts(layer).kinds()
         schemes = tuple(projection.scheme for group in kinds for projection in group.kind.projections.values())
         specs: tuple[MatrixSpec, ...] = tuple(group.kind.spec(role) for group in kinds for role in ("w13", "w2"))
-        alike = (schemes, specs, checkpoint.num_experts(layer), fault_kinds(checkpoint, layer))
+        tensors, method = stored_tensors(checkpoint, layer), layer_method(checkpoint, deployment, layer)
+        count, faults = checkpoint.num_experts(layer), fault_kinds(checkpoint, layer)
+        alike = (schemes, specs, count, faults, tensors, method)
         found.setdefault(alike, []).append(layer)
     return found
 

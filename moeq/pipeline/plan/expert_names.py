@@ -62,7 +62,11 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
         engine: name of a policy, `vllm@0.33.0`.
         layer: number of the layer.
     """
-    return problem_of(checkpoint.info.architecture, engine, stored_names(checkpoint.experts(layer)))
+    experts = checkpoint.experts(layer)
+    name, _, version = engine.partition("@")
+    known = names_of_class(version, checkpoint.info.architecture) if name == "vllm" else None
+    problem = known.stack_problem(experts.layer.stack) if known is not None else None
+    return problem or problem_of(checkpoint.info.architecture, engine, stored_names(experts))
 
 
 #: Ends of stacked tensors that no class loads: the engine puts `gate_up_proj` into `w13_weight` and keeps the rest of

@@ -10,7 +10,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
-from moeq.oracle.judge import judge
+from moeq.oracle.judge import judge, method_for
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.calibration import with_scales
@@ -68,9 +68,9 @@ def judge_checkpoint(
         verdict = replace(verdict, gates=(*verdict.gates, *_set_gates(checkpoint, layer, verdicts)))
     if not checkpoint.is_packed(layer):
         verdict = with_scales(checkpoint, verdict, layer)
-    unread = side_config_gate(checkpoint, deployment) if scheme in (None, checkpoint.scheme_of(layer)) else None
-    if unread is not None:
-        verdict = replace(verdict, gates=(*verdict.gates, unread))
+    stored = scheme in (None, checkpoint.scheme_of(layer))
+    gates = (side_config_gate(checkpoint, deployment) if stored else None, count_gate(checkpoint, deployment, layer))
+    verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
     if problem is None:
         return verdict
@@ -106,6 +106,14 @@ def _judge_set(
     )
 
 
+def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> object:
+    """Return what the engine's config gives a layer's experts: layers of another method get another answer."""
+    config = checkpoint.quantization_config
+    if config is None or checkpoint.is_packed(layer):
+        return None
+    return method_for(config, moe_shape(checkpoint, layer), deployment, checkpoint.expert_prefix(layer))
+
+
 #: Classes of engines that build one layer for each set of experts (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
 _CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
 
@@ -133,11 +141,30 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
     declaration = checkpoint.declaration
     name = declaration.origin.partition(":")[0] if declaration else ""
     found_by_engine = not name.endswith(".json") or name in ("config.json", "hf_quant_config.json")
-    if declaration is None or found_by_engine or deployment.quantization is not None or not _is_vllm(deployment):
+    if deployment.quantization is not None or not _is_vllm(deployment):
+        return None
+    if declaration is None and is_quantised(checkpoint, first_layer(checkpoint)):
+        text = "no file declares the quantisation: the engine creates unquantised experts"
+        return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING")
+    if declaration is None or found_by_engine:
         return None
     text = f"only {name} declares the quantisation: the engine reads config.json and creates unquantised experts"
     remedy = f"--quantization {declaration.method}"
     return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
+
+
+def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
+    """Return the failed gate if a layer has fewer experts than the engine creates, which is one number for all layers.
+
+    The engine leaves the others as it allocated them (vLLM 0.33.0, `FusedMoEConfig.num_experts`).
+    """
+    declared, found = checkpoint.info.num_experts, checkpoint.num_experts(layer)
+    if found >= declared or len(_sets(checkpoint, layer)) > 1 or deployment.engine == OWN_ENGINE:
+        return None
+    text = (
+        f"layer {layer} has {found} experts, and the engine creates {declared}, as the config declares for all layers"
+    )
+    return Gate("G13", "tensors of experts", False, text, "none", "LOADING")
 
 
 def _is_vllm(deployment: Deployment) -> bool:
@@ -147,13 +174,17 @@ def _is_vllm(deployment: Deployment) -> bool:
 def stored_tensors(checkpoint: Checkpoint, layer: int, within: range | None = None) -> tuple[StoredTensor, ...]:
     """List the headers of a layer's experts, or of one set of them, equal ones once.
 
-    Empty for stacked tensors, which classes load by name, and for a converted layer, whose source tensors are gone.
+    Empty for a converted layer, whose source tensors are gone.
     """
     if checkpoint.is_packed(layer):
         return ()
     experts = checkpoint.experts(layer).layer
     if experts.fused:
-        return ()
+        return tuple(
+            StoredTensor(projection, part, entry.dtype, entry.shape[1:], stacked=True)
+            for (projection, part), entries in experts.parts.items()
+            for entry in entries.values()
+        )
     found: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
     for (projection, part), entries in experts.parts.items():
         for number, entry in entries.items():

@@ -26,6 +26,15 @@ WHOLE_SUFFIXES = ("_shape", ".weight_shape")
 OWN_SUFFIXES = ("_blocks", "_scales")
 
 
+#: Path of the layers that every class of `expert_names.json` loads, and further ones of classes that call
+#: `model.layers` so by a mapper of names (vLLM 0.33.0, by execution).
+STACK = "model.layers"
+_MAPPED_STACKS = ("layers", "model.model.layers")
+_MAPPERS = (
+    "AriaTextForCausalLM", "Dots1ForCausalLM", "FlexOlmoForCausalLM", "HunYuanMoEV1ForCausalLM", "MellumForCausalLM",
+    "SolarOpenForCausalLM",
+)  # fmt: skip
+
 _ASKED = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
 
 
@@ -75,6 +84,12 @@ class ClassNames:
             if known not in (None, "any", "as-is") and name.order is not None and name.order not in accepted:
                 return f"{self.architecture} takes the rows of {name.path} as {known}, and they are {name.order}"
         return None
+
+    def stack_problem(self, stack: str) -> str | None:
+        """Return why the class does not find layers below that path; None if it does."""
+        if stack == STACK or (self.architecture in _MAPPERS and stack in _MAPPED_STACKS):
+            return None
+        return f"{self.architecture} looks for layers in {STACK}, and these are in {stack}"
 
     def _was_asked(self, path: str) -> bool:
         """Tell whether the class was asked about such a tensor: its name has a known end."""

@@ -107,9 +107,7 @@ def resolve(
         prefix: module path of the layer's experts, which per-module rules are matched against.
         brief: whether only yes or no matters (see `Case`).
     """
-    device = policy.device(deployment.gpu) or ""
-    entry = entry_of(policy, device, config, shape, deployment.quantization)
-    probe = Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
+    entry, probe = _probe(policy, config, shape, deployment, brief=brief)
     try:
         check_layer(probe)
         method = _read(entry, ConfigQuestion(config, probe, prefix))
@@ -118,6 +116,25 @@ def resolve(
     else:
         outcome = resolve_method(replace(probe, method=method), entry, config)
     return replace(outcome, prefix=prefix)
+
+
+def method_of(
+    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, prefix: str
+) -> Method | str:
+    """Return the method that a config gives one layer's experts, or why the engine refuses the config."""
+    entry, probe = _probe(policy, config, shape, deployment)
+    try:
+        return _read(entry, ConfigQuestion(config, probe, prefix))
+    except ConfigRefusal as refusal:
+        return refusal.text
+
+
+def _probe(
+    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, *, brief: bool = False
+) -> tuple[str, Case]:
+    """Return the entry point that reads a config, and the case without its method."""
+    entry = entry_of(policy, policy.device(deployment.gpu) or "", config, shape, deployment.quantization)
+    return entry, Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
 
 
 def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = None) -> Outcome:

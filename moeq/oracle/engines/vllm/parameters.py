@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,8 @@ from importlib.resources import files
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case, Method
+from moeq.oracle.engines.vllm.entry_points import is_gpt_oss
+from moeq.oracle.engines.vllm.expert_names import names_of_class
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.records import Gate, StoredTensor
 
@@ -22,13 +25,15 @@ FACTS = "parameters.json"
 
 #: Families whose key does not tell bits and scales apart.
 _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
-#: Parts that no engine needs, or that several classes of the engine drop on purpose.
+#: Parts that no method needs.
 _OPTIONAL = ("bias", "g_idx", "qzeros", "weight_shape", "weight_zero_point", "weight_g_idx")
 #: Parts that hold static scales of activations.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")
-#: Other spellings of a parameter's name in checkpoints, which model classes translate (DeepSeek-V4, DeepSeek-V3).
+#: Other spellings of a parameter's name in checkpoints, which some model classes translate (DeepSeek-V4, Mistral 3).
 _SPELLINGS = {"scale": ("weight_scale_inv", "weight_scale"), "weight_scale": ("weight_scale_inv",),
               "weight_scale_inv": ("weight_scale",)}  # fmt: skip
+#: Parts of gpt-oss, whose class loads them into parameters of its own method only.
+_GPT_OSS = {"blocks": "weight", "scales": "weight_scale"}
 _FLOATS = ("F16", "BF16", "F32", "F64")
 #: Parameter dtype -> stored dtypes whose values survive the copy into it.
 _LOADS: dict[str, tuple[str, ...]] = {
@@ -109,9 +114,11 @@ def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) 
     loaded: set[str] = set()
     for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # what is wrong with the weights says most
         head = "w2" if tensor.projection == "down" else "w13"
-        name = _parameter(created, head, tensor.part)
+        name = _parameter(case, created, head, _part(case, tensor))
         where = f"{tensor.projection}.{tensor.part} ({tensor.dtype} {list(tensor.shape)}{tensor.which})"
-        if tensor.part in _OPTIONAL:
+        if name is None and tensor.part == "bias" and not is_gpt_oss(case.shape):
+            yield f"the file has {where}, and the method creates no bias: the engine leaves it out"
+        if name is None and tensor.part in _OPTIONAL:
             continue
         if name is None:
             names = (part.removeprefix(f"{head}_") for part in created if part.startswith(f"{head}_"))
@@ -119,25 +126,55 @@ def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) 
             continue
         loaded.add(name)
         dtype, shape = created[name]
-        if shape is None:  # the method's own loader converts the values
+        if shape is None and not tensor.stacked:  # the method's own loader converts the values
+            expected = _converted(case, tensor)
+            if expected is not None:
+                yield f"the file has {where}, and the method's loader takes {expected}"
             continue
-        if tensor.dtype not in _LOADS.get(dtype, (tensor.dtype,)):
+        if tensor.dtype not in _LOADS.get(dtype, (tensor.dtype,)) and tensor.part not in _OPTIONAL:
             yield f"the file has {where}, and the method's parameter is {dtype}"
-        elif not _fits(case, tensor, shape):
+        elif shape is not None and not tensor.stacked and not _fits(case, tensor, shape):
             yield f"the file has {where}, and the method's parameter takes {_expected(case, tensor, shape)}"
     stored_heads = {"w2" if tensor.projection == "down" else "w13" for tensor in tensors}
     for name, (_, shape) in created.items():
         part = name.partition("_")[2]
-        needed = "input" not in part and part not in _OPTIONAL and shape is not None
+        needed = "input" not in part and part not in _OPTIONAL and (shape is not None or tensors[0].stacked)
         if needed and name not in loaded and name.partition("_")[0] in stored_heads:
             yield f"the method needs {part}, which the file does not have"
 
 
-def _parameter(created: Parameters, head: str, part: str) -> str | None:
-    for spelling in (part, *_SPELLINGS.get(part, ())):
+def _part(case: Case, tensor: StoredTensor) -> str:
+    """Return a part's name in the spelling of parameters."""
+    own = tensor.stacked and case.method.name == "GptOssMxfp4MoEMethod"
+    return _GPT_OSS.get(tensor.part, tensor.part) if own else tensor.part
+
+
+def _parameter(case: Case, created: Parameters, head: str, part: str) -> str | None:
+    exact = names_of_class(case.policy.version, case.shape.architecture) is not None
+    for spelling in (part, *(() if exact else _SPELLINGS.get(part, ()))):
         if f"{head}_{spelling}" in created:
             return f"{head}_{spelling}"
     return None
+
+
+def _converted(case: Case, tensor: StoredTensor) -> str | None:
+    """Return what a loader that converts integers takes instead of a tensor, which has to have that many numbers."""
+    bits, group, n, k = case.method.bits, case.method.group_size or 0, *_sizes(case, tensor)
+    groups = 1 if group < 0 else k // max(group, 1)
+    if not bits or (tensor.dtype != "I32" and tensor.part != "scales"):
+        return None
+    wanted = {"scales": groups * n, "qzeros": groups * n * bits // 32}.get(tensor.part, n * k * bits // 32)
+    if (tensor.part == "qzeros" and not case.method.zero_points) or math.prod(tensor.shape) == wanted:
+        return None
+    return f"{wanted} numbers for [{n}, {k}] with groups of {group if group > 0 else k}"
+
+
+def _sizes(case: Case, tensor: StoredTensor) -> tuple[int, int]:
+    """Return N and K of a stored matrix."""
+    hidden, inner = case.shape.hidden_size, case.shape.intermediate_size
+    if tensor.projection == "down":
+        return hidden, inner
+    return inner * (2 if tensor.projection == "gate_up" else 1), hidden
 
 
 def _fits(case: Case, tensor: StoredTensor, shape: Sequence[str]) -> bool:
@@ -148,12 +185,10 @@ def _fits(case: Case, tensor: StoredTensor, shape: Sequence[str]) -> bool:
 
 def _expected(case: Case, tensor: StoredTensor, shape: Sequence[str]) -> list[int]:
     """Return the shape of one expert's tensor that the parameter takes."""
-    hidden, inner = case.shape.hidden_size, case.shape.intermediate_size
-    down = tensor.projection == "down"
-    n = hidden if down else inner * (2 if tensor.projection == "gate_up" else 1)
+    n, k = _sizes(case, tensor)
     block = case.method.block or (1, 1)
     group = block[1] if case.method.block else max(case.method.group_size or 1, 1)
-    values = {"N": n, "K": inner if down else hidden, "G": group, "GN": block[0]}
+    values = {"N": n, "K": k, "G": group, "GN": block[0]}
     return [_value(word, values) for word in shape]
 
 

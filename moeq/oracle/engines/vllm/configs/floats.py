@@ -195,6 +195,8 @@ def read_modelopt(question: ConfigQuestion) -> Method:
     if plain_mxfp8:
         algorithm = "MXFP8"
     mixed = algorithm == "MIXED_PRECISION"
+    if nested and _producer(config) == "modelopt" and algorithm not in _NORMALIZED:
+        refuse(f"Unknown ModelOpt quant algo: {algorithm}", "quant_algo and its keys on the top level of the config")
     if algorithm not in _MODELOPT and not mixed:
         refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
     if nested and algorithm in ("NVFP4", "W4A16_NVFP4"):
@@ -220,6 +222,15 @@ def read_modelopt(question: ConfigQuestion) -> Method:
         activation = None
     bits = 4 if family == "nvfp4" else 8
     return Method(name, family, "modelopt", weight, activation, bits, vllm_cutlass=False)
+
+
+#: Algorithms that the engine normalises in configs that nest them (0.33.0, `_normalize_quantization_config`).
+_NORMALIZED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION", "")
+
+
+def _producer(config: Config) -> str | None:
+    producer = config.get("producer")
+    return producer.get("name") if isinstance(producer, Mapping) else None
 
 
 #: Algorithms of `quantized_layers` that give experts one FP8 scale per block, since 0.30.0.

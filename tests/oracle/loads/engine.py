@@ -1,0 +1,256 @@
+"""Loads cases with vLLM's own classes, without a GPU, and records what happens.
+
+    python tests/oracle/loads/engine.py SITE --seed S --cases N --out FILE.jsonl
+
+For a Python with torch and what vLLM's Python files import, with moeq on PYTHONPATH; SITE is the folder of the unpacked
+wheel. Everything is the engine's: reading the config, the model class, `create_weights`, the loader of files, and
+`load_weights`. What is pretended is the device. Attention and shared experts are left out of the models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
+
+from oracle.loads import cases, files
+
+from vllm_tables import inside, names, sandbox
+
+Row = dict[str, Any]
+
+CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
+#: What is left out of the engine's models, by module: attention and shared experts.
+_LEFT_OUT = {
+    "qwen3_moe": ("Qwen3MoeAttention",), "mixtral": ("MixtralAttention",), "olmoe": ("OlmoeAttention",),
+    "glm4_moe": ("Glm4MoeAttention", "Glm4MoeMLP"), "gpt_oss": ("OAIAttention",),
+    "deepseek_v2": ("DeepseekV2MLAAttention", "DeepseekV2MLP"),
+}  # fmt: skip
+
+
+def worlds() -> dict[str, Row]:
+    """The pretended devices."""
+    env = {"VLLM_DISABLE_SHARED_EXPERTS_STREAM": "1"}  # a stream would need the device
+    return {gpu: {"kind": "cuda", "cap": list(cap), "flags": {}, "env": env} for gpu, cap in CAPABILITIES.items()}
+
+
+class _Taken:
+    """Which tensors of experts reached a parameter.
+
+    Attributes:
+        current: name of the tensor that is being loaded.
+        names: tensors that a loader of experts took, or left to another rank.
+    """
+
+    def __init__(self) -> None:
+        self.current = ""
+        self.names: set[str] = set()
+
+    def watch(self, tensors: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """The same tensors, one after the other."""
+        for self.current, tensor in tensors:
+            yield self.current, tensor
+
+
+TAKEN = _Taken()
+
+
+def prepare(site: str) -> None:
+    """Import vLLM on the pretended device and leave attention out of its models. Once a process."""
+    import torch
+
+    sys.meta_path.insert(0, sandbox._Finder({"xgrammar"}))
+    sandbox.preload()
+    sandbox.install(site, worlds()["H100"])
+    names.prepare()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN or the largest integer
+    for module, classes in _LEFT_OUT.items():
+        found: Any = importlib.import_module(f"vllm.model_executor.models.{module}")
+        for name in classes:
+            setattr(found, name, type(name, (torch.nn.Module,), {"__init__": _no_weights}))
+    experts: Any = importlib.import_module("vllm.model_executor.layers.fused_moe").RoutedExperts
+    own = experts.weight_loader
+
+    def load(self: Any, param: Any, *values: Any, **named: Any) -> Any:
+        TAKEN.names.add(TAKEN.current)
+        return own(self, param, *values, **named)
+
+    experts.weight_loader = load
+    loader: Any = importlib.import_module("vllm.model_executor.model_loader.default_loader").DefaultModelLoader
+    read = loader.get_all_weights
+    loader.get_all_weights = lambda self, *values: TAKEN.watch(read(self, *values))
+
+
+def _become(world: Row, scratch: str) -> None:
+    """Take a world's device, and make the engine's groups of processes: of this one alone."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    sandbox.change_device(world)
+    sandbox.apply(world)
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        names._one_rank(scratch)
+
+
+def _no_weights(self: Any, *values: Any, **named: Any) -> None:
+    import torch
+
+    torch.nn.Module.__init__(self)
+
+
+def outcome(case: Row, folder: Path) -> Row:
+    """What the engine does with a checkpoint: where it stops and how, or what it leaves unfilled and unread."""
+    found: Row = {}
+    TAKEN.names = set()
+    for stage, step in (("config", _config), ("build", _build), ("load", _load), ("process", _process)):
+        _, failed = inside.attempt(step, case, folder, found)
+        if failed:
+            found |= {"stage": stage, **failed}
+            break
+    return {key: value for key, value in found.items() if not key.startswith("_")}
+
+
+def _ranks(deployment: Row) -> None:
+    """Be one of several ranks: groups of processes say so, and nothing is sent to the others."""
+    import torch
+
+    state: Any = importlib.import_module("vllm.distributed.parallel_state")
+    for group in (state._TP, state._EP):
+        if group is not None:
+            group.world_size, group.rank_in_group, group.rank = deployment["tp"], deployment["rank"], deployment["rank"]
+            group.device = torch.device("cpu")
+
+
+def _config(case: Row, folder: Path, found: Row) -> None:
+    from vllm.config import DeviceConfig, KernelConfig, LoadConfig, ModelConfig, VllmConfig
+
+    deployment = case["deployment"]
+    _ranks({"tp": 1, "rank": 0})
+    model = ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+        quantization=deployment["quantization"],
+    )  # fmt: skip
+    whole = VllmConfig(
+        model_config=model, device_config=DeviceConfig(device="cpu"), load_config=LoadConfig(use_tqdm_on_load=False),
+        kernel_config=KernelConfig(moe_backend=deployment["backend"]),
+    )  # fmt: skip
+    whole.parallel_config.tensor_parallel_size = deployment["tp"]  # a record that is made so would look for devices
+    whole.parallel_config.enable_expert_parallel = deployment["ep"]
+    model.verify_with_parallel_config(whole.parallel_config)
+    _ranks(deployment)
+    found["quantization"], found["_config"] = model.quantization, whole
+
+
+def _build(case: Row, folder: Path, found: Row) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    with set_current_vllm_config(found["_config"]):
+        model = initialize_model(found["_config"])
+    experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
+    found |= {"_model": model, "_experts": experts}
+    found["methods"] = sorted({inside.chosen(module.quant_method)["method"] for module in experts.values()})
+    found["backends"] = sorted({str(inside.chosen(module.quant_method)["backend"]) for module in experts.values()})
+
+
+def _load(case: Row, folder: Path, found: Row) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    fresh = {
+        (name, part): param.detach().clone()
+        for name, module in found["_experts"].items()
+        for part, param in module.named_parameters()
+        if param.device.type != "meta"
+    }
+    whole = found["_config"]
+    with set_current_vllm_config(whole):
+        DefaultModelLoader(whole.load_config).load_weights(found["_model"], whole.model_config)
+    found["unfilled"] = _unfilled(found["_experts"], fresh)
+    experts = {name for name in case["tensors"] if ".experts" in name}
+    left = experts - TAKEN.names
+    found["left"] = sorted({name.rpartition(".")[2] for name in left})
+
+
+def _unfilled(experts: Row, fresh: dict[tuple[str, str], Any]) -> dict[str, float]:
+    """Parameters with the largest share of an expert's numbers that is as it was before loading."""
+    import torch
+
+    found: dict[str, float] = {}
+    for (name, part), before in fresh.items():
+        after = getattr(experts[name], part, None)
+        if after is None or after.shape != before.shape or after.dtype != before.dtype or not after.numel():
+            continue
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[after.element_size()]
+        same = after.detach().reshape(-1).view(bits) == before.reshape(-1).view(bits)
+        padding = _padding(experts[name].moe_config)
+        share = (float(same.view(after.shape[0], -1).float().mean(1).max()) - padding) / (1 - padding)
+        if share >= 0.2:
+            found[part] = max(found.get(part, 0.0), round(share, 2))
+    return found
+
+
+def _padding(moe: Any) -> float:
+    """Share of an expert's numbers that the engine adds to the sizes of the file."""
+    stored = moe.hidden_dim_unpadded * moe.intermediate_size_per_partition_unpadded
+    return 1.0 - float(stored) / (moe.hidden_dim * moe.intermediate_size_per_partition)
+
+
+def _process(case: Row, folder: Path, found: Row) -> None:
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(found["_config"]):
+        for module in found["_experts"].values():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def rows(site: str, seed: str, numbers: range) -> Iterator[Row]:
+    """Case number and outcome of a seed's cases, device by device, each in a fork: predicates are cached."""
+    prepare(site)
+    with tempfile.TemporaryDirectory() as scratch:
+        for gpu, world in worlds().items():
+            path = Path(scratch, f"{gpu}.jsonl")
+
+            def work(gpu: str = gpu, world: Row = world) -> Iterator[Row]:
+                _become(world, tempfile.mkdtemp(dir=scratch))
+                for number in numbers:
+                    case = cases.case(seed, number)
+                    if case["deployment"]["gpu"] == gpu:
+                        folder = files.write(Path(scratch, f"{gpu}-{number}"), case)
+                        with contextlib.redirect_stdout(io.StringIO()):
+                            yield {"id": number, "engine": outcome(case, folder)}
+                        shutil.rmtree(folder)
+
+            if not inside.in_fork(work, str(path)):
+                raise SystemExit(f"the engine's side died on {gpu}")
+            yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+
+
+def main() -> None:
+    """Record a seed's outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("site")
+    parser.add_argument("--seed", required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cases", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    with args.out.open("w", encoding="utf-8") as out:
+        for row in rows(args.site, args.seed, range(args.first, args.first + args.cases)):
+            out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
