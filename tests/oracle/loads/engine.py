@@ -156,9 +156,11 @@ def _build(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
-    with set_current_vllm_config(found["_config"]):
-        model = initialize_model(found["_config"])
+    whole = found["_config"]
+    with set_current_vllm_config(whole), set_default_torch_dtype(whole.model_config.dtype):
+        model = initialize_model(whole)
     experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
     found |= {"_model": model, "_experts": experts}
     found["methods"] = sorted({inside.chosen(module.quant_method)["method"] for module in experts.values()})
