@@ -115,6 +115,34 @@ def test_bf16_experts_are_quantised_and_bad_ones_refused(running, folders) -> No
     assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
 
 
+@pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
+@pytest.mark.parametrize("together", [True, False])
+def test_trainers_call_load_weights_themselves(running, folders, together) -> None:
+    """SkyRL and verl hand a list of tensors to the model's `load_weights`; OpenRLHF and TRL call it for each tensor."""
+    name, engine = running
+    layer = moeq.writable_layer(moeq.open(folders[name]), 1)
+    spec, writer = layer.specs["w13"], moeq.Writer([layer])
+    made = torch.Generator().manual_seed(0)
+    weights = [
+        (f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight", torch.randn(shape, generator=made).bfloat16())
+        for expert in range(layer.num_experts)
+        for part, shape in (
+            ("gate", (spec.n // 2, spec.k)),
+            ("up", (spec.n // 2, spec.k)),
+            ("down", (spec.k, spec.n // 2)),
+        )
+    ]
+    weights.append(("model.norm.weight", torch.full((spec.k,), 2.0).bfloat16()))
+    for key, weight in weights[:-1]:
+        writer.update(1, int(key.split(".")[5]), key.split(".")[6].removesuffix("_proj"), weight)
+    for one in [weights] if together else [[pair] for pair in weights]:
+        engine.model.load_weights(weights=one)
+    for role, parts in layer.tensors.items():
+        for part, tensor in parts.items():
+            assert torch.equal(engine.parameters(1)[f"{role}_{part}"].data, tensor), (role, part)
+    assert bool((engine.model.model.norm.weight == 2).all())
+
+
 @pytest.mark.parametrize("running", CASES, indirect=True)
 def test_a_converted_folder_is_reloaded(running, folders) -> None:
     """After a sleep of level 2 all weights are lost, and the engine reads its folder again."""

@@ -43,17 +43,15 @@ class ExpertReload:
         converted: whether they were filled from a converted checkpoint.
         written: projections that were written.
 
-    Raises:
-        MoeqError: `usage.reload` if a layer's kernel reads more than the stored bytes.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
-        served = list(layers)
-        self.converted = any(layer.quant_method.experts.checkpoint.kind == "converted" for layer in served)
-        found = {layer.quant_method.entry.prefix: _writable(layer) for layer in served}
-        self._numbers = {prefix: layer.layer for prefix, layer in found.items()}
-        self._writer = Writer(found.values())
-        self._served = served
+        self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
+        methods = [layer.quant_method for layer in self._layers.values()]
+        self.converted = any(method.experts.checkpoint.kind == "converted" for method in methods)
+        self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
+        # One at a time, made for a layer whose tensors come: some trainers send a tensor to each call.
+        self._writer: Writer | None = None
         self._layer: int | None = None
         self._pending: dict[int, _Expert] = {}
         self.written = 0
@@ -62,7 +60,8 @@ class ExpertReload:
         """Take a tensor if it belongs to these experts. Those of one layer have to follow each other.
 
         Raises:
-            MoeqError: the errors of `Writer.update`; experts that were written before stay written.
+            MoeqError: `usage.reload` if a layer's kernel reads more than the stored bytes, and the errors of
+                `Writer.update`; experts that were written before stay written.
         """
         entry = TensorEntry(name, "", tuple(tensor.shape), "", 0, 0)
         layer = next(iter(index_experts({name: entry})), None)
@@ -71,7 +70,7 @@ class ExpertReload:
             return False
         if number != self._layer:
             self.finish()
-            self._layer = number
+            self._layer, self._writer = number, Writer([_writable(self._layers[number])])
         for (projection, part), homes in layer.parts.items():
             for expert in homes:
                 rows = enumerate(tensor) if expert == FUSED else [(expert, tensor)]
@@ -81,21 +80,22 @@ class ExpertReload:
 
     def folder(self) -> FolderReload:
         """Open the converted folder that the engine reads, for tensors that come stacked."""
-        return FolderReload(self._served)
+        return FolderReload(self._layers.values())
 
     def finish(self) -> None:
         """Write the experts of the last layer."""
         layer, pending = self._layer, self._pending
         self._layer, self._pending = None, {}
         for expert, projections in pending.items():
-            assert layer is not None  # what is pending belongs to it
             if {"gate", "up"} <= projections.keys():
                 both = {name: projections.pop(name) for name in ("gate", "up")}
                 self._write(layer, expert, "w13", both)
             for projection, parts in projections.items():
                 self._write(layer, expert, projection, parts)
 
-    def _write(self, layer: int, expert: int, projection: str, tensors: Mapping[str, Any]) -> None:
+    def _write(self, layer: int | None, expert: int, projection: str, tensors: Mapping[str, Any]) -> None:
+        assert layer is not None  # what is pending belongs to a layer
+        assert self._writer is not None
         self._writer.update(layer, expert, projection, tensors)
         self.written += 1
 
