@@ -27,7 +27,7 @@ from moeq.reference.moe import ACTIVATIONS, COMBINATIONS, Activation
 
 __all__ = ["CheckOptions", "Progress", "check_opened", "run_check"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Progress = Callable[[int, int, str], None]
 Announce = Callable[[Workload], None]
@@ -89,22 +89,13 @@ def check_opened(
     started = time.monotonic()
     manifest, converted = opened.manifest, opened.converted
     device = prepare_device(options.device) if options.kernels else torch.device("cpu")
-    activation, notes = _activation(opened.reference)
-    samples = choose_samples(manifest, options, device, converted) if options.kernels else ()
-    dtype = str(manifest.deployment.get("dtype", "bf16"))
-    checks = [
-        LayerCheck(
-            converted, opened.reference_of(sample.layer), manifest.layer(sample.layer), sample, device, _DTYPES[dtype],
-            options.seed, activation, options.whole, options.activation_dtype,
-        )
-        for sample in samples
-    ]  # fmt: skip
+    checks, notes = layer_checks(opened, options, device) if options.kernels else ([], ())
     derivation = _derivation(checks)  # refuses layouts without a kernel before anything long starts
 
     known = [entry.layer for entry in manifest.layers]
     layers = list(known if options.digest_layers is None else options.digest_layers) if options.digests else []
     digest_steps = sum(manifest.layer(layer).num_experts for layer in layers)
-    layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in samples)
+    layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in (check.sample for check in checks))
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
     entries = [manifest.layer(layer) for layer in layers]
     jobs = choose_jobs(checks, options.jobs)
@@ -119,7 +110,7 @@ def check_opened(
         layout=", ".join(dict.fromkeys(entry.layout for entry in manifest.layers)),
         backend=manifest.backend,
         device=_device_name(device) if options.kernels else "no kernels were run",
-        dtype=dtype,
+        dtype=str(manifest.deployment.get("dtype", "bf16")),
         seed=options.seed,
         digests_checked=checked,
         digest_mismatches=tuple(mismatches),
@@ -127,8 +118,29 @@ def check_opened(
         layers_in_checkpoint=len(manifest.layers),
         derivation=derivation,
         seconds=time.monotonic() - started,
-        notes=(*opened.notes, *_changed(opened, [sample.layer for sample in samples]), *notes),
+        notes=(*opened.notes, *_changed(opened, [check.sample.layer for check in checks]), *notes),
     )
+
+
+def layer_checks(
+    opened: Opened, options: CheckOptions, device: torch.device
+) -> tuple[list[LayerCheck], tuple[str, ...]]:
+    """Return the checks of the chosen layers, and remarks about the activation.
+
+    Raises:
+        MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.tokens`.
+    """
+    activation, notes = _activation(opened.reference)
+    manifest, converted = opened.manifest, opened.converted
+    dtype = DTYPES[str(manifest.deployment.get("dtype", "bf16"))]
+    checks = [
+        LayerCheck(
+            converted, opened.reference_of(sample.layer), manifest.layer(sample.layer), sample, device, dtype,
+            options.seed, activation, options.whole, options.activation_dtype,
+        )
+        for sample in choose_samples(manifest, options, device, converted)
+    ]  # fmt: skip
+    return checks, notes
 
 
 @dataclass

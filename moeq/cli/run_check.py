@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from moeq.check.results import CheckReport
+    from moeq.check.run_check import CheckOptions
     from moeq.check.tile_picture import TilePicture
     from moeq.check.workload import Workload
     from moeq.checkpoint.manifest import Manifest
@@ -53,6 +54,15 @@ def command(
         int | None,
         typer.Option("--jobs", "-j", min=1, help="Layers at a time on a CPU (default: by the amount of work)."),
     ] = None,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine", help="moeq, or vllm: the backend that vLLM selects for the source, where it is installed."
+        ),
+    ] = "moeq",
+    all_backends: Annotated[
+        bool, typer.Option("--all-backends", help="With --engine vllm: every eligible one.")
+    ] = False,
     html: options.HtmlOption = None,
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
     quiet: options.QuietOption = False,
@@ -68,6 +78,20 @@ def command(
     from moeq.report.check_text import render
 
     out: Output = ctx.obj
+    chosen = CheckOptions(
+        layers=layer_ids,
+        experts=expert_ids,
+        tokens=counts,
+        seed=seed,
+        device=device,
+        digests=digests,
+        kernels=kernels,
+        jobs=jobs,
+        activation_dtype="fp8" if fp8_activations else "",
+    )
+    if engine != "moeq" or all_backends:
+        _in_engine(out, (dst, source, revision), chosen, engine, every=all_backends)
+        return
     if kernels:
         prepare_device(device)
     with ProgressReport(out, "run-check", unit="step", quiet=quiet or json) as progress:
@@ -75,17 +99,7 @@ def command(
             dst,
             source,
             revision=revision,
-            options=CheckOptions(
-                layers=layer_ids,
-                experts=expert_ids,
-                tokens=counts,
-                seed=seed,
-                device=device,
-                digests=digests,
-                kernels=kernels,
-                jobs=jobs,
-                activation_dtype="fp8" if fp8_activations else "",
-            ),
+            options=chosen,
             progress=progress.update,
             announce=None if quiet or json else lambda found: _announce(out, found),
         )
@@ -99,6 +113,22 @@ def command(
         raise typer.Exit(ExitCode.NO)
     if unwritten:
         raise typer.Exit(ExitCode.ENVIRONMENT)
+
+
+def _in_engine(
+    out: Output, paths: tuple[str, str | None, str | None], chosen: CheckOptions, engine: str, *, every: bool
+) -> None:
+    """Run the engine's backends instead of moeq's kernels."""
+    from moeq.cli.run_check_engine import render, run_in_engine
+
+    if engine != "vllm":
+        raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", "--engine vllm")
+    rows = run_in_engine(*paths, chosen, every=every)
+    ok = not any(row.wrong for row in rows) and any(row.refused is None for row in rows)
+    document = {"destination": paths[0], "engine": engine, "backends": [row.to_json() for row in rows]}
+    out.answer(document, lambda console: render(console, rows), ok=ok)
+    if not ok:
+        raise typer.Exit(ExitCode.NO)
 
 
 def _announce(out: Output, found: Workload) -> None:

@@ -48,14 +48,17 @@ def load_schema(command: str) -> dict[str, Any]:
         "required": ["schema", "ok", "error"],
         "properties": {"schema": {"const": title}, "ok": {"const": False}, "error": ERROR},
     }
-    success = {
-        "type": "object",
-        "required": ["schema", "ok", *answer["required"]],
-        "properties": {**head, **answer["properties"]},
-    }
+    successes = [
+        {
+            "type": "object",
+            "required": ["schema", "ok", *form["required"]],
+            "properties": {**head, **form["properties"]},
+        }
+        for form in (answer, *answer.get("alternatives", ()))
+    ]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": title,
         "description": answer["description"],
-        "oneOf": [success, failure],
+        "oneOf": [*successes, failure],
     }

@@ -1,0 +1,201 @@
+"""Compare an engine's backends, run on a checkpoint's own experts, with the float32 reference of its source.
+
+Engines round in their own places, so the yardstick is one number: a backend may have twice the error that torch has
+on dequantised weights with the same types of activations.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeq.check.comparison import difference, ratio
+from moeq.check.inputs import Inputs, make_inputs
+from moeq.check.layer_check import LayerCheck
+from moeq.check.timing import FLUSH_BYTES, REPEATS, WARMUPS
+from moeq.check.whole_layer import Passage, pass_16bit, pass_fp8, pass_int8
+from moeq.reference.arithmetic import emulate_16bit, emulate_fp8, emulate_int8
+from moeq.reference.moe import rounded
+
+#: Largest error of a backend over that of torch with the same types.
+FACTOR = 2.0
+
+#: Function from `x`, `weights` and `ids` to the layer's output.
+Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class EngineBackend:
+    """A backend to run.
+
+    Attributes:
+        name: the engine's name of it.
+        activations: what it quantises activations to: `int8`, `fp8` or empty; None if no yardstick covers it.
+        build: function that builds a layer and returns the engine's class of experts, and how to run it.
+        selected: whether the engine selects it without being asked.
+    """
+
+    name: str
+    activations: str | None
+    build: Callable[[int], tuple[str, Implementation]]
+    selected: bool = False
+
+
+@dataclass(frozen=True)
+class BackendResult:
+    """Result of one backend on one layer.
+
+    Attributes:
+        layer: layer number.
+        backend: the engine's name of the backend.
+        selected: whether the engine selects it without being asked.
+        experts: the engine's class that ran.
+        error: norm of the error over the norm of the reference.
+        allowed: largest error that passes; None if no yardstick covers the activations.
+        expert: expert with the largest error over its allowed one, and that quotient.
+        microseconds: token count to the median time of a call on a GPU, weights read from memory.
+        refused: why it did not run, in the engine's words; None if it ran.
+    """
+
+    layer: int
+    backend: str
+    selected: bool
+    experts: str | None = None
+    error: float | None = None
+    allowed: float | None = None
+    expert: tuple[int, float] | None = None
+    microseconds: Mapping[int, float] | None = None
+    refused: str | None = None
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it ran and its numbers are beyond what is allowed."""
+        if self.error is None or self.allowed is None or self.expert is None:
+            return False
+        return not (self.error <= self.allowed and self.expert[1] <= 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for a JSON document."""
+        return {**asdict(self), "expert": self.expert and list(self.expert), "wrong": self.wrong}
+
+
+def check_backends(check: LayerCheck, backends: Iterable[EngineBackend]) -> list[BackendResult]:
+    """Run backends on one layer; whatever an engine raises becomes the backend's refusal.
+
+    Args:
+        check: the layer; its sample has to hold every expert.
+        backends: the backends.
+    """
+    inputs = make_inputs(check.reference, check.sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
+    sums = inputs.weights.sum(1, keepdim=True)  # kernels that route by themselves make weights that sum to 1
+    reference = _Reference(check, replace(inputs, weights=inputs.weights / sums))
+    return [_checked(check, backend, reference) for backend in backends]
+
+
+def _checked(check: LayerCheck, backend: EngineBackend, reference: _Reference) -> BackendResult:
+    row = BackendResult(check.sample.layer, backend.name, backend.selected)
+    inputs = reference.inputs
+    try:
+        experts, run = backend.build(check.sample.layer)
+        output = torch.cat([run(*_part(inputs, part)) for _, part in inputs.runs])
+        times = _times(run, inputs) if check.device.type == "cuda" else None
+    except Exception as error:  # noqa: BLE001 - whatever an engine raises is the finding
+        return replace(row, refused=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    row = replace(row, experts=experts, error=reference.error(output), microseconds=times)
+    if backend.activations is None:
+        return row
+    plain = reference.plain(backend.activations)
+    quotients = {
+        expert: reference.error(output, index) / (FACTOR * reference.error(plain, index))
+        for index, expert in enumerate(check.sample.experts)
+        if bool((inputs.ids == index).any())
+    }
+    worst = max(quotients, key=lambda expert: quotients[expert])
+    return replace(row, allowed=FACTOR * reference.error(plain), expert=(worst, quotients[worst]))
+
+
+def _part(inputs: Inputs, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+    return inputs.x[part], inputs.weights[part], inputs.ids[part]
+
+
+def _times(run: Implementation, inputs: Inputs) -> dict[int, float]:
+    """Return the median microseconds of each run by the router, launches included."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
+    found = {}
+    for one, part in inputs.runs:
+        if one.routing != "router":
+            continue
+        times = []
+        for _ in range(WARMUPS + REPEATS):
+            flush.zero_()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            run(*_part(inputs, part))
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) * 1e3)
+        found[one.tokens] = statistics.median(times[WARMUPS:])
+    return found
+
+
+class _Reference:
+    """Output `[T, H]` of the layer without rounding, and of torch with rounded activations."""
+
+    def __init__(self, check: LayerCheck, inputs: Inputs) -> None:
+        self._check, self.inputs = check, inputs
+        self._plain: dict[str, Tensor] = {}
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """Output in float64 on dequantised weights."""
+        return self._sum(lambda x, expert: self._passage("", x, expert).expected)
+
+    def plain(self, kind: str) -> Tensor:
+        """Return torch's output with activations of a kind, rounded to the activation dtype."""
+        if kind not in self._plain:
+            dtype = self._check.dtype
+
+            def output(x: Tensor, expert: Any) -> Tensor:
+                passage = self._passage(kind, x, expert)
+                return rounded(passage.plain, dtype).double()
+
+            self._plain[kind] = rounded(self._sum(output), dtype).double()
+        return self._plain[kind]
+
+    def error(self, output: Tensor, index: int | None = None) -> float:
+        """Return the relative error of an output; with `index`, of the tokens of that expert of the sample."""
+        tokens = torch.ones_like(self.inputs.ids[:, 0]).bool() if index is None else (self.inputs.ids == index).any(1)
+        exact = self.exact[tokens]
+        found = difference(output[tokens][:, : exact.shape[1]], exact)
+        return ratio(float(found.square().sum()), float(exact.square().sum()))
+
+    def _sum(self, output: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        check, inputs = self._check, self.inputs
+        total = torch.zeros(len(inputs.x), check.widths["down"], dtype=torch.float64, device=inputs.x.device)
+        for index, number in enumerate(check.sample.experts):
+            tokens, slots = torch.where(inputs.ids == index)
+            if len(tokens):
+                weights = inputs.weights[tokens, slots].double().unsqueeze(1)
+                total.index_add_(0, tokens, output(inputs.x[tokens], check.expert(number)) * weights)
+        return total
+
+    def _passage(self, kind: str, x: Tensor, expert: Any) -> Passage:
+        check, rows = self._check, x.float()
+        linears = {name: one for name, one in (("gate", expert.gate), ("up", expert.up)) if one is not None}
+        cores, group = check.device.type == "cuda", check.group_of("down")
+        if kind == "int8":
+            first = {name: emulate_int8(rows, one) for name, one in linears.items()}
+            return pass_int8(x, expert, first, check.combine, check.dtype)
+        if kind == "fp8":
+            first = {
+                name: emulate_fp8(rows, one, check.group_of("up"), tensor_cores=cores) for name, one in linears.items()
+            }
+            return pass_fp8(x, expert, first, check.combine, check.dtype, group=group, tensor_cores=cores)
+        first = {name: emulate_16bit(rows, one, check.dtype) for name, one in linears.items()}
+        return pass_16bit(x, expert, first, check.combine, check.dtype)

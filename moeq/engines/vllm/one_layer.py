@@ -1,0 +1,171 @@
+"""One MoE layer of a checkpoint in vLLM's own classes, outside a server: built, filled, prepared and run.
+
+A source is loaded by the engine's method for it, in the backend that is asked for; a converted folder by moeq's method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from vllm.config import DeviceConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization import get_quantization_config
+from vllm.platforms import current_platform
+from vllm.v1.worker import workspace
+
+from moeq.engines.vllm import plugin
+from moeq.engines.vllm.config import _method_of
+from moeq.errors import MoeqError
+from moeq.model import Checkpoint
+
+#: Names of gate, down and up projections in files, older Mixtral files last.
+_PROJECTIONS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
+#: Parts of gpt-oss's stacked tensors in the files, and what the engine's model class renames them to.
+_GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight", "scales": "weight_scale", "bias": "bias"}
+#: Router logit of an expert that is not chosen.
+_NOT_CHOSEN = -1e4
+
+
+@dataclass(frozen=True)
+class OneLayer:
+    """A layer that is ready to run.
+
+    Attributes:
+        experts: the engine's class that runs the experts.
+        run: function from `x [T, H]`, `weights [T, top_k]` that sum to 1 by token and `ids [T, top_k]` to `[T, H]`.
+    """
+
+    experts: str
+    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def needs_gpu() -> bool:
+    """Return whether this build of the engine has no kernels for the device of this process."""
+    return not (torch.cuda.is_available() or current_platform.is_cpu())
+
+
+@contextmanager
+def engine(device: torch.device) -> Iterator[None]:
+    """Load the engine's operators, and enter the context in which it builds and runs layers."""
+    if device.type == "cuda":
+        current_platform.import_kernels()
+    if not workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(device)
+    plugin.register()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device.type))):
+        yield
+
+
+def source_layer(
+    checkpoint: Checkpoint, layer: int, backend: str, device: torch.device, dtype: torch.dtype
+) -> OneLayer:
+    """Build a layer of a source with the engine's method for it; `backend` is a value of `--moe-backend`.
+
+    Raises:
+        MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    """
+    original = dict(checkpoint.quantization_config or {})
+    name = "gpt_oss_mxfp4" if _is_gpt_oss(checkpoint) else _method_of(original)
+    method = get_quantization_config(name).from_config(original)
+    method.packed_modules_mapping = {}
+    model = SimpleNamespace(quantization_config=None)  # the method for MXFP4 asks whether a user overrides activations
+    with torch.device(device), patch.object(get_current_vllm_config(), "model_config", model):
+        built = _build(checkpoint, layer, method, backend, device, dtype)
+    prefix = f"{checkpoint.expert_prefix(layer)}."
+    names = [one for one in checkpoint.source.tensors if one.startswith(prefix)]
+    if not hasattr(built, "w13_g_idx"):  # newer versions read no order of columns
+        names = [one for one in names if not one.endswith(".g_idx")]
+    tensors = ((one.removeprefix(prefix), checkpoint.source.read(one)) for one in names)
+    load = _load_gpt_oss if _is_gpt_oss(checkpoint) else RoutedExperts.load_weights
+    taken = len(list(load(built, tensors)))
+    if taken != len(names):
+        raise MoeqError("answer.engine-layer", f"the engine took {taken} of {len(names)} tensors of layer {layer}")
+    return _ready(built)
+
+
+def converted_layer(checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype) -> OneLayer:
+    """Build a layer of a converted folder with moeq's method, in the kernels that the plug-in chooses."""
+    method = get_quantization_config("moeq").from_config(checkpoint.source.config["quantization_config"])
+    method.maybe_update_config(checkpoint.source.name)
+    with torch.device(device):
+        return _ready(_build(checkpoint, layer, method, "auto", device, dtype))
+
+
+def _build(
+    checkpoint: Checkpoint, layer: int, method: Any, backend: str, device: torch.device, dtype: torch.dtype
+) -> Any:
+    info = checkpoint.info
+    parallel = FusedMoEParallelConfig(
+        tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
+        use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False,
+    )  # fmt: skip
+    manager = ExpertMapManager(
+        max_num_batched_tokens=1024, top_k=info.top_k, global_num_experts=info.num_experts, num_redundant_experts=0,
+        num_expert_group=None, moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
+    )  # fmt: skip
+    moe = FusedMoEConfig(
+        num_experts=info.num_experts,
+        experts_per_token=info.top_k,
+        hidden_dim=info.hidden_size,
+        intermediate_size=info.intermediate_size,
+        num_local_experts=info.num_experts,
+        num_logical_experts=info.num_experts,
+        activation=MoEActivation(info.activation),
+        has_bias=any(use.scheme.has_bias for use in info.schemes),
+        device=device.type,
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=dtype,
+        moe_backend=backend,
+    )
+    found = next(
+        (one for one in _PROJECTIONS if any(f".{one[0]}." in name for name in checkpoint.source.tensors)), None
+    )
+    keys = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
+    names = dict(zip(keys, found or _PROJECTIONS[0], strict=True))
+    return RoutedExperts(f"model.layers.{layer}.mlp.experts", dtype, moe, method, manager, **names)
+
+
+def _is_gpt_oss(checkpoint: Checkpoint) -> bool:
+    """Whether the engine's model class loads the experts its own way."""
+    return checkpoint.info.model_type == "gpt_oss"
+
+
+def _load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    """Fill the experts of gpt-oss on one rank as the engine's model class does."""
+    for name, tensor in tensors:
+        projection, _, part = name.rpartition("_")
+        parameter = getattr(layer, f"{_GPT_OSS[projection]}_{_GPT_OSS[part]}")
+        flat = tensor.flatten(2) if part == "blocks" else tensor
+        parameter.weight_loader(parameter, flat, weight_name=name, shard_id=None, expert_id=None)
+        yield name
+
+
+def _ready(layer: Any) -> OneLayer:
+    """Let the engine prepare a filled layer."""
+    method = layer.quant_method
+    method.process_weights_after_loading(layer)
+
+    def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        if method.is_monolithic:  # it routes by itself, to the same experts by these logits
+            logits = x.new_full((len(x), layer.global_num_experts), _NOT_CHOSEN)
+            found: Tensor = layer.forward_monolithic(x, logits.scatter(1, ids.long(), weights.log().to(x.dtype)))
+        else:
+            found = layer.forward_modular(x, weights, ids.int())
+        return found
+
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
+    return OneLayer(type(experts).__name__, run)
+
+
+__all__ = ["OneLayer", "converted_layer", "engine", "needs_gpu", "source_layer"]
