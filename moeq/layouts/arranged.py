@@ -103,6 +103,8 @@ class ArrangedLayout(Layout):
         zero_points, act_order, biased: whether such matrices can be held.
         n_multiple: what rows (per half of `w13`) must be a multiple of.
         k_multiple: what columns must be a multiple of.
+        single_group_differs: scales of a single group lie in another order than those of several, so that no slice of
+            several groups may have one only.
         exact_scales: least and greatest scale besides 0, as unsigned integers, that keep their value; None: all.
         rearranges: packing only moves bits (within `exact_scales`), so the fast path may do it. Derived from what a
             subclass overrides, unless the subclass sets it.
@@ -116,6 +118,7 @@ class ArrangedLayout(Layout):
     biased: ClassVar[bool] = True
     n_multiple: ClassVar[int] = 1
     k_multiple: ClassVar[int] = 1
+    single_group_differs: ClassVar[bool] = False
     exact_scales: ClassVar[tuple[int, int] | None] = None
     rearranges: ClassVar[bool] = True
 
@@ -150,9 +153,9 @@ class ArrangedLayout(Layout):
                 n = math.lcm(n, math.lcm(part.arrangement.row_multiple, part.pad[0]) // per_half * part.rows)
             if part.field != "bias" and (part.field == "codes" or spec.num_groups > 1):
                 k = math.lcm(k, part.group * math.lcm(part.arrangement.column_multiple, part.pad[1]))
-        # A slice of one group would be a matrix with one scale per channel.
-        least = 2 * spec.group_size if not self.channelwise and not self.group_sizes else 0
-        return SliceRule(n, k, least)
+        # Otherwise a slice of one group would be a matrix with one scale per channel.
+        several = spec.num_groups > 1 if self.single_group_differs else not (self.channelwise or self.group_sizes)
+        return SliceRule(n, k, 2 * spec.group_size if several else 0)
 
     def check(self, spec: MatrixSpec) -> None:
         """Raise MoeqError `usage.layout-does-not-fit` where `problems` finds any."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import Part
-from moeq.layouts.base import PaddingRule, SliceRule
+from moeq.layouts.base import PaddingRule
 from moeq.layouts.marlin.maps import (
     GROUPED,
     SINGLE,
@@ -22,7 +22,6 @@ from moeq.layouts.marlin.maps import (
     bias_part,
     scale_part,
     weight_part,
-    whole_groups,
     zero_part,
 )
 from moeq.layouts.marlin.wna16 import MarlinWNA16
@@ -83,14 +82,12 @@ class HummingMXFP4Fp16(MXFP4Layout):
     padding = PaddingRule(intermediate=128, hidden=256)
     lossy = "scale exponents outside 112 .. 142 do not fit fp16"
     n_multiple = 64
+    single_group_differs = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
         return parts | bias_part(spec)
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        return whole_groups(super().slices(spec), spec)
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" or super().recodes(part, spec)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import ArrangedLayout, Part, rearrange
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import PaddingRule, SliceRule
+from moeq.layouts.base import PaddingRule
 from moeq.layouts.bits import MOEQ_MXFP4
-from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part, whole_groups
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
@@ -98,6 +98,7 @@ class MoeqWNA16(ArrangedLayout):
     group_sizes = (32, 64, 128)
     n_multiple = 64
     k_multiple = 64
+    single_group_differs = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         shape = (spec.k // 32, 2 * spec.n)
@@ -106,9 +107,6 @@ class MoeqWNA16(ArrangedLayout):
             parts["weight_high"] = Part("codes", _THIRD, (spec.k // 64, 2 * spec.n), "I32", 1)
         parts["scale"] = scale_part(spec, SINGLE if spec.num_groups == 1 else GROUPED)
         return parts | bias_part(spec)
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        return whole_groups(super().slices(spec), spec)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name == "weight":

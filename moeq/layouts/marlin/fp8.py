@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
-from moeq.layouts.base import PaddingRule, SliceRule
+from moeq.layouts.base import PaddingRule
 from moeq.layouts.marlin.maps import (
     GROUPED,
     MX_GROUPED,
@@ -20,7 +20,6 @@ from moeq.layouts.marlin.maps import (
     WEIGHT,
     scale_part,
     weight_part,
-    whole_groups,
 )
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.readers import MOEQ, VLLM, Only
@@ -37,10 +36,8 @@ class _MarlinBytes(ArrangedLayout):
     padding = PaddingRule(intermediate=64, whole_groups=True)
     n_multiple = 64
     k_multiple = 16
+    single_group_differs = True
     params: ClassVar[str] = "BF16"
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinFp8(_MarlinBytes):

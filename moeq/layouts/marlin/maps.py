@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import SliceRule
 from moeq.layouts.mxfp4 import bias_as
 from moeq.matrix import MatrixSpec
 
@@ -66,11 +65,3 @@ def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
 def bias_part(spec: MatrixSpec) -> dict[str, Part]:
     """Return the part of the bias, `[N]` in the stored dtype and the single order; empty where the matrix has none."""
     return {} if spec.bias_dtype is None else bias_as(spec, SINGLE, STORED_DTYPE[spec.bias_dtype])
-
-
-def whole_groups(rule: SliceRule, spec: MatrixSpec) -> SliceRule:
-    """Return the rule for layouts that arrange a single group of scales unlike several.
-
-    A slice of one group would be packed in the single order, which is no slice of the grouped order.
-    """
-    return SliceRule(rule.n, rule.k, 2 * spec.group_size if spec.num_groups > 1 else 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.layouts.arranged import Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import PaddingRule, SliceRule, W13Order
+from moeq.layouts.base import PaddingRule, W13Order
 from moeq.layouts.marlin.maps import (
     MX_GROUPED,
     MX_SINGLE,
@@ -22,7 +22,6 @@ from moeq.layouts.marlin.maps import (
     WEIGHT_A8,
     scale_part,
     weight_part,
-    whole_groups,
 )
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
@@ -60,6 +59,7 @@ class MarlinMXFP4(MXFP4Layout):
     slicing = "N by 64, K by 32 (at least 64)"
     padding = PaddingRule(intermediate=128, hidden=256)
     n_multiple = 64
+    single_group_differs = True
     params: ClassVar[str] = "BF16"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -69,9 +69,6 @@ class MarlinMXFP4(MXFP4Layout):
         scale = single if spec.num_groups == 1 else grouped
         bias = bias_as(spec, _SINGLE_A8_PAIRS if pairs else SINGLE, self.params)
         return {"weight": weight_part(spec, weight), "scale": scale_part(spec, scale), **bias}
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinMXFP4Interleaved(MarlinMXFP4):
@@ -124,6 +121,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
     readers = (VLLM("MARLIN", "marlin", dtypes=("bf16",), weights_only=True, only=_FP8),)
     arch = "SM89 and SM12x"
     slicing = "N by 64, K by 32"
+    single_group_differs = False
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
@@ -133,10 +131,6 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
             "scale": scale_part(spec, single),
             **bias_as(spec, single, self.params),
         }
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        rule = super().slices(spec)
-        return SliceRule(rule.n, rule.k)
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)

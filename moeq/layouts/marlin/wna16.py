@@ -20,7 +20,6 @@ from moeq.layouts.marlin.maps import (
     bias_part,
     scale_part,
     weight_part,
-    whole_groups,
     zero_part,
 )
 from moeq.layouts.readers import MOEQ, VLLM, Only
@@ -58,6 +57,7 @@ class MarlinWNA16(ArrangedLayout):
     padding = PaddingRule(intermediate=64, whole_groups=True)
     zero_points = True
     n_multiple = 64
+    single_group_differs = True
     k_multiple = 16
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -66,9 +66,6 @@ class MarlinWNA16(ArrangedLayout):
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, ZERO[spec.bits])
         return parts | bias_part(spec)
-
-    def slices(self, spec: MatrixSpec) -> SliceRule:
-        return whole_groups(super().slices(spec), spec)
 
 
 class MarlinActOrder(ArrangedLayout):
