@@ -106,6 +106,8 @@ class ArrangedLayout(Layout):
         single_group_differs: scales of a single group lie in another order than those of several, so that no slice of
             several groups may have one only.
         exact_scales: least and greatest scale besides 0, as unsigned integers, that keep their value; None: all.
+        recodes_scales: scales are stored as other values, whatever their dtype.
+        grouped: whether its kernel reads scales of groups, not of output channels alone.
         rearranges: packing only moves bits (within `exact_scales`), so the fast path may do it. Derived from what a
             subclass overrides, unless the subclass sets it.
     """
@@ -119,6 +121,8 @@ class ArrangedLayout(Layout):
     n_multiple: ClassVar[int] = 1
     k_multiple: ClassVar[int] = 1
     single_group_differs: ClassVar[bool] = False
+    recodes_scales: ClassVar[bool] = False
+    grouped: ClassVar[bool] = True
     exact_scales: ClassVar[tuple[int, int] | None] = None
     rearranges: ClassVar[bool] = True
 
@@ -139,7 +143,11 @@ class ArrangedLayout(Layout):
         """Fill the tensors of `extra_tensors`."""
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
-        return _type_problems(self, spec) or _size_problems(self, spec)
+        found = _type_problems(self, spec) or _size_problems(self, spec)
+        if self.grouped or spec.num_groups == 1:
+            return found
+        message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
+        return [*found, Problem("layout.group-size", message)]
 
     def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         self.check(spec)
@@ -223,7 +231,9 @@ class ArrangedLayout(Layout):
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         """Return whether a part holds other values than the logical tensor (and so might lose some)."""
-        return part.field in ("scales", "bias") and not as_stored(part, spec)
+        return (part.field in ("scales", "bias") and not as_stored(part, spec)) or (
+            self.recodes_scales and part.field == "scales"
+        )
 
     def rounds(self, spec: MatrixSpec) -> bool:
         recoded = [part for part in self.parts(spec).values() if self.recodes(part, spec)]

@@ -160,6 +160,7 @@ class CpuAmxInt8(ArrangedLayout):
     readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",)),)
     source = "vLLM 0.33.0"
     family = "int8"
+    grouped = False
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
     arch = "x86 with AMX"
@@ -168,13 +169,6 @@ class CpuAmxInt8(ArrangedLayout):
     scale_dtypes = ("f16", "bf16", "f32")
     n_multiple = 32
     k_multiple = 32
-
-    def problems(self, spec: MatrixSpec) -> list[Problem]:
-        found = super().problems(spec)
-        if spec.num_groups > 1:
-            message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
-            found.append(Problem("layout.group-size", message))
-        return found
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {

@@ -282,9 +282,7 @@ class RaisedBlocks(Fp8Layout):
     scope = "block"
     lossy = "scales below 1e-10 become 1e-10, as the engine raises them"
     lossy_as_engine = True
-
-    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        return part.field == "scales" or super().recodes(part, spec)
+    recodes_scales = True
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -83,14 +83,12 @@ class HummingMXFP4Fp16(MXFP4Layout):
     lossy = "scale exponents outside 112 .. 142 do not fit fp16"
     n_multiple = 64
     single_group_differs = True
+    recodes_scales = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
         return parts | bias_part(spec)
-
-    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        return part.field == "scales" or super().recodes(part, spec)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -84,6 +83,7 @@ class Int8W8A8(ArrangedLayout):
     readers = (VLLM("TRITON", "triton"), MOEQ("TRITON"))
     source = "vLLM 0.33.0"
     family = "int8"
+    grouped = False
     elements = ("int8",)
     schemes = "int8 with one scale per channel, activations quantised per token"
     arch = "any GPU with Triton"
@@ -99,10 +99,3 @@ class Int8W8A8(ArrangedLayout):
             dtype = STORED_DTYPE[spec.bias_dtype]
             parts["bias"] = Part("bias", IDENTITY_SCALE, (spec.n,), dtype, 32 if dtype == "F32" else 16)
         return parts
-
-    def problems(self, spec: MatrixSpec) -> list[Problem]:
-        found = super().problems(spec)
-        if spec.num_groups > 1:
-            message = f"groups of {spec.group_size}; its kernel reads one scale per channel"
-            found.append(Problem("layout.group-size", message))
-        return found

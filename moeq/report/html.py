@@ -11,6 +11,8 @@ from moeq.report.drawings import heat_drawing, heat_legend, tile_drawing
 from moeq.report.heat import LIMITS, heat_maps
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from moeq.check.results import CheckReport
     from moeq.check.tile_picture import TilePicture
     from moeq.report.backend_matrix import BackendMatrix
@@ -46,18 +48,9 @@ def render(
     provenance: Provenance | None = None,
 ) -> str:
     """Render the page, without the sections whose argument is None."""
-    from jinja2 import Environment, PackageLoader
-    from markupsafe import Markup
-
-    def escaped(value: object) -> object:
-        return value if hasattr(value, "__html__") else Markup(in_html(value))
-
-    environment = Environment(
-        loader=PackageLoader("moeq.report"), autoescape=True, finalize=escaped, trim_blocks=True, lstrip_blocks=True
-    )
     products = [one for one in report.results if one.name != "layer"]
     charts = heat_maps(report)
-    return environment.get_template("run_check.html").render(
+    return template("run_check.html").render(
         report=report,
         facts=_facts(report, provenance),
         failures=_failures(report),
@@ -71,6 +64,20 @@ def render(
         picture=picture,
         tile=picture and tile_drawing(picture),
     )
+
+
+def template(name: str) -> Template:
+    """Return a template of this package, which escapes whatever is not marked as HTML."""
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    def escaped(value: object) -> object:
+        return value if hasattr(value, "__html__") else Markup(in_html(value))
+
+    environment = Environment(
+        loader=PackageLoader("moeq.report"), autoescape=True, finalize=escaped, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template(name)
 
 
 def _failures(report: CheckReport) -> list[str]:

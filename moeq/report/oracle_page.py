@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moeq.foreign import in_html
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell, backend_matrix
+from moeq.report.html import template
 from moeq.report.inspect_text import checkpoint_facts
 from moeq.report.verdict_text import deployment_text, engine_text
 
@@ -52,17 +52,8 @@ def render(checkpoint: Checkpoint, deployment: Deployment, gpus: Sequence[Gpu], 
     Raises:
         MoeqError: as `moeq.pipeline.plan.layer_verdict.judge_checkpoint`.
     """
-    from jinja2 import Environment, PackageLoader
-    from markupsafe import Markup
-
-    def escaped(value: object) -> object:
-        return value if hasattr(value, "__html__") else Markup(in_html(value))
-
-    environment = Environment(
-        loader=PackageLoader("moeq.report"), autoescape=True, finalize=escaped, trim_blocks=True, lstrip_blocks=True
-    )
     tables = [backend_matrix(checkpoint, replace(deployment, gpu=gpu), sizes) for gpu in gpus]
-    return environment.get_template("oracle.html").render(
+    return template("oracle.html").render(
         name=checkpoint.source.name,
         engine=engine_text(deployment.engine),
         options=", ".join(deployment_text(replace(deployment, tp=1, ep=1, dp=1)).split(", ")[2:]),

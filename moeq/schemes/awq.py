@@ -88,6 +88,7 @@ class Awq(Format):
 
     id = "awq"
     title = "AWQ gemm: int32 words along N, nibbles in AutoAWQ's order"
+    rows = ("scales", 1)
     parts = PARTS
     fast_view = FastView(transposed=True, nibble_of_column=NIBBLE_OF_COLUMN)
     # Words along N are always full; zero points of symmetric weights are a constant of the writer's choice.
@@ -104,9 +105,6 @@ class Awq(Format):
         return any(weight.shape[1] * (32 // bits) == scales.shape[1] for bits in (2, 4, 8)) and (
             weight.shape[0] >= scales.shape[0]
         )
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["scales"].shape[1]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         k, words = parts["qweight"].shape
@@ -202,6 +200,7 @@ class AwqGemv(Format):
 
     id = "awq-gemv"
     title = "AWQ gemv: int32 words along K, padded scales"
+    rows = ("qweight", 0)
     parts = PARTS
     padded_scales = True
 
@@ -213,9 +212,6 @@ class AwqGemv(Format):
         if any(len(shape) != 2 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
             return False
         return scales.shape[1] == 8 * zeros.shape[1]
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["qweight"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["qweight"].shape
@@ -272,15 +268,13 @@ class AwqGemvFast(Format):
 
     id = "awq-gemv-fast"
     title = "AWQ gemv_fast: int16 words over four rows"
+    rows = ("scales", 1)
     parts = PARTS
     padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scales = parts.get("qweight"), parts.get("scales")
         return bool(weight and scales and weight.dtype == "I16" and len(weight.shape) == len(scales.shape) == 2)
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["scales"].shape[1]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         rows, k = parts["qweight"].shape

@@ -121,9 +121,6 @@ class BitsAndBytes4(ReadOnlyFormat):
         stated = any(state in parts for state in STATES)
         return weight is not None and weight.dtype == "U8" and len(weight.shape) == 2 and stated
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["weight"].shape
         expect_input_features(octets * 2, context)
@@ -179,9 +176,6 @@ class BitsAndBytes8(ReadOnlyFormat):
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight = parts.get("weight")
         return "SCB" in parts and weight is not None and weight.dtype == "I8" and len(weight.shape) == 2
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape

@@ -54,9 +54,6 @@ class Int8(Format):
         weight, scale = parts.get("weight"), parts.get("weight_scale")
         return bool(weight and scale and weight.dtype == "I8" and len(weight.shape) == 2)
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         scale = parts["weight_scale"].shape

@@ -46,6 +46,7 @@ class CtPack(Format):
 
     id = "ct-pack"
     title = "compressed-tensors pack-quantized: int32 words along K"
+    rows = ("weight_packed", 0)
     parts: ClassVar[PartRoles] = {
         "weight_packed": "codes",
         "weight_scale": "scale",
@@ -62,9 +63,6 @@ class CtPack(Format):
         if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
             return False
         return len(scale.shape) == 2 and scale.shape[0] == packed.shape[0]
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight_packed"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["weight_packed"].shape

@@ -127,6 +127,7 @@ class Format(ABC):
         title: one line for people.
         parts: content of every part that a projection may have. No other part is ever read.
         fast_view: storage as the fast path reads it, or None where only the reference path can.
+        rows: part whose shape tells `N`, and its axis there.
         bijective: roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
         padded_scales: whether the writer fills rows of scales with zeros.
         refusal: None; see `ReadOnlyFormat`.
@@ -136,6 +137,7 @@ class Format(ABC):
     title: ClassVar[str]
     parts: ClassVar[PartRoles]
     fast_view: ClassVar[FastView | None] = None
+    rows: ClassVar[tuple[str, int]] = ("weight", 0)
     bijective: ClassVar[tuple[PartRole, ...]] = ()
     padded_scales: ClassVar[bool] = False
     refusal: ClassVar[str | None] = None
@@ -152,9 +154,10 @@ class Format(ABC):
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         """Return whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
 
-    @abstractmethod
     def out_features(self, parts: Parts) -> int:
         """Return `N`, which every format's headers tell by themselves."""
+        part, axis = self.rows
+        return parts[part].shape[axis]
 
     @abstractmethod
     def describe(self, parts: Parts, context: Context) -> Described:

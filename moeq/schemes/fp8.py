@@ -57,9 +57,6 @@ class Fp8(Format):
             return False
         return scale.shape in ((weight.shape[0], 1), (weight.shape[0],), (1,), (1, 1), ())
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         expect_input_features(k, context)
@@ -130,9 +127,6 @@ class Fp8Block(Format):
         blocks = len(scale.shape) == 2 or (len(scale.shape) == 4 and scale.shape[1::2] == (1, 1))
         return len(weight.shape) == 2 and blocks
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         name = _scale(parts)
@@ -191,9 +185,6 @@ class Mxfp8(Format):
         if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
             return False
         return weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0") and weight.shape[0] == scale.shape[0]
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape

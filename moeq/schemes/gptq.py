@@ -167,6 +167,7 @@ class Gptq(Format):
 
     id = "gptq"
     title = "GPTQ: int32 words along K, scales and zero points per group"
+    rows = ("qweight", 1)
     parts: ClassVar[PartRoles] = {
         "qweight": "codes",
         "scales": "scale",
@@ -184,9 +185,6 @@ class Gptq(Format):
         if declared and declared.method == "awq" and declared.variant == "gemv":
             return False
         return len(scales.shape) == 2 and weight.shape[1] == scales.shape[1]
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["qweight"].shape[1]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         words, n = parts["qweight"].shape

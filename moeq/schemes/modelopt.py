@@ -106,6 +106,7 @@ class ModelOptInt4(ReadOnlyFormat):
 
     id = "modelopt-int4"
     title = "ModelOpt int4 AWQ: two rows per byte"
+    rows = ("weight_scale", 0)
     parts: ClassVar[PartRoles] = {
         "weight": "codes",
         "weight_scale": "scale",
@@ -120,9 +121,6 @@ class ModelOptInt4(ReadOnlyFormat):
         if weight is None or scale is None or weight.dtype != "U8" or scale.dtype not in ("F32", "F16", "BF16"):
             return False
         return len(weight.shape) == len(scale.shape) == 2 and scale.shape[0] == 2 * weight.shape[0]
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight_scale"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, groups = parts["weight_scale"].shape

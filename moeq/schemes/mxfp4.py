@@ -65,6 +65,7 @@ class Mxfp4Blocks(Format):
 
     id = "mxfp4"
     title = "gpt-oss MXFP4: fused blocks and scales"
+    rows = ("blocks", 0)
     parts: ClassVar[PartRoles] = {"blocks": "codes", "scales": "scale", "bias": "bias"}
     fast_view = FastView()
     bijective = ("codes", "scale")
@@ -74,9 +75,6 @@ class Mxfp4Blocks(Format):
         if blocks is None or scales is None or blocks.dtype != "U8" or scales.dtype != "U8":
             return False
         return len(blocks.shape) == 3 and len(scales.shape) == 2
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["blocks"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, groups, octets = parts["blocks"].shape
@@ -144,9 +142,6 @@ class DeepSeekFp4(Format):
         if weight is None or scale is None or len(weight.shape) != 2:
             return False
         return weight.dtype in ("I8", "U8") and scale.dtype == "F8_E8M0"
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         spec = fp4_spec(parts, context, "weight", "scale", 32, "e8m0")

@@ -35,9 +35,6 @@ class Unquantized(ReadOnlyFormat):
             return False
         return not parts.keys() - {"weight", "bias"}
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         weight = parts["weight"]
         n, k = weight.shape

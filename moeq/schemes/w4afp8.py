@@ -62,9 +62,6 @@ class W4AFp8(Format):
         # Bytes in blocks (`fp8-block`) have a row of scales per block of rows.
         return scale.shape[0] == weight.shape[0] > 1
 
-    def out_features(self, parts: Parts) -> int:
-        return parts["weight"].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["weight"].shape
         k, found = 2 * octets, parts["weight_scale_inv"].shape

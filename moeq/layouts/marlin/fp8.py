@@ -64,6 +64,7 @@ class MarlinFp8(_MarlinBytes):
     lossy_as_engine = True
     #: What the kernel leaves out of a widened code's exponent.
     exponent: ClassVar[int] = 120
+    recodes_scales = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
@@ -84,9 +85,6 @@ class MarlinFp8(_MarlinBytes):
                 "moeq oracle SRC lists the backends that read the scales as they are",
             )
         super().check_values(matrix)
-
-    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        return part.field == "scales" or super().recodes(part, spec)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale":

@@ -91,9 +91,7 @@ class MarlinMXFP4Fp16(MarlinMXFP4):
     exact_scales: ClassVar[tuple[int, int]] = (103, 142)
     rearranges = True
     lossy = "scale exponents below 103 or above 142 saturate in fp16, and biases are rounded to fp16"
-
-    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        return part.field == "scales" or super().recodes(part, spec)
+    recodes_scales = True
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -75,6 +75,7 @@ class MarlinNVFP4(ArrangedLayout):
     params: ClassVar[str] = "BF16"
     #: Exponent of two in the stored global scale.
     exponent: ClassVar[int] = 126 - _SHIFT
+    recodes_scales = True
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
@@ -135,9 +136,6 @@ class MarlinNVFP4(ArrangedLayout):
                 f"which float32 cannot hold: it is {shared:g}",
                 "moeq oracle SRC lists the backends that read the scales as they are",
             )
-
-    def recodes(self, part: Part, spec: MatrixSpec) -> bool:
-        return part.field == "scales" or super().recodes(part, spec)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         stored = global_scale_of(matrix)
