@@ -103,7 +103,7 @@ _NOT_MODELLED = """
 
 | engine | what is known |
 | --- | --- |
-| SGLang 0.5.23 | integer weights on CUDA, see below; for everything else the verdict says that moeq does not model it |
+| SGLang 0.5.23 | integers, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA, see below; else the verdict says: not known |
 | transformers | moeq's loader replaces experts by its kernels ([how](../how-to/transformers.md)); no prediction |
 | TensorRT-LLM | nothing is predicted |
 """
@@ -112,9 +112,10 @@ _NOT_MODELLED = """
 _SGLANG = """
 ### SGLang 0.5.23
 
-Integer weights of GPTQ, AWQ and compressed-tensors, on CUDA devices from 7.5 to 12.0: the method in force, its scheme,
-the runner, or the stage and type of the error, compared with the package's own code
-(`tests/oracle/differential_sglang`), which runs without a GPU.
+On CUDA devices from 7.5 to 12.0: integers of GPTQ, AWQ and compressed-tensors; FP8 (fp8, mxfp8, compressed-tensors,
+ModelOpt), MXFP4, NVFP4 (compressed-tensors, ModelOpt) and W4AFP8. The method in force, its scheme, the runner, or the
+stage and type of the error are compared with the package's own code (`tests/oracle/differential_sglang`), which runs
+without a GPU.
 
 | seed | | cases | decision | exact |
 | --- | --- | --- | --- | --- |
@@ -122,9 +123,10 @@ the runner, or the stage and type of the error, compared with the package's own 
 
 _SGLANG_LEFT = """
 The difference: with `--moe-runner-backend flashinfer_trtllm` the engine widens a rank's shard before MoeWNA16 looks for
-groups that divide it. Not modelled: other devices, FP8, FP4 and MXFP formats, Quark, AutoRound, data parallelism and
-all-to-all kinds, LoRA, speculative decoding, backends that a model's own defaults choose, and packages: the runners'
-kernels are assumed to be installed.
+groups that divide it. Not modelled: other devices, mixed ModelOpt tables, Quark, AutoRound, data parallelism and
+all-to-all kinds, LoRA, speculative decoding, and packages: the runners' kernels are assumed to be installed. Runners
+that a model's class chooses for `auto` are read from the code of the server's arguments, for some models; for others
+the verdict says that they are not known.
 """
 
 

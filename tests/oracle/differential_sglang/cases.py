@@ -70,12 +70,94 @@ def _ct(rng: Random) -> tuple[Row, str | None]:
     return config, rng.choice((*_BY_HAND, *_BY_HAND, "compressed-tensors", "w8a8_int8", "gptq"))
 
 
+def _fp8(rng: Random) -> tuple[Row, str | None]:
+    config: Row = {
+        "quant_method": rng.choice(("fp8",) * 8 + ("mxfp8",)),
+        "activation_scheme": rng.choice(("dynamic", "dynamic", "static")),
+    }
+    if rng.random() < 0.6:
+        config["activation_scheme"] = rng.choice(("dynamic",) * 12 + ("static",))
+        config["weight_block_size"] = rng.choice(([128, 128],) * 8 + ([64, 64], [1, 32], [128]))
+    if rng.random() < 0.08:
+        names = ("model.layers.1.mlp.experts", "lm_head", "layers.1.mlp.experts", "experts", "model.layers.1.mlp.gate")
+        config[rng.choice(("ignored_layers", "modules_to_not_convert"))] = [rng.choice(names)]
+    if rng.random() < 0.04:
+        del config["activation_scheme"]
+    return config, rng.choice((*_BY_HAND, "fp8", "w8a8_fp8", "gptq"))
+
+
+def _mxfp4(rng: Random) -> tuple[Row, str | None]:
+    skipped = {"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]} if rng.random() < 0.5 else {}
+    return {"quant_method": "mxfp4", **skipped}, rng.choice((*_BY_HAND, "mxfp4", "fp8"))
+
+
+def _w4afp8(rng: Random) -> tuple[Row, str | None]:
+    return {"quant_method": "w4afp8", "activation_scheme": "dynamic"}, rng.choice((*_BY_HAND, "w4afp8"))
+
+
+def _floats(bits: int, strategy: str, group: int | None = None, **more: Any) -> Row:
+    sizes = {"group_size": group} if group else {}
+    return {
+        "num_bits": bits,
+        "type": "float",
+        "symmetric": True,
+        "strategy": strategy,
+        "dynamic": False,
+        **more,
+        **sizes,
+    }
+
+
+def _ct_floats(rng: Random, weights: Row, inputs: Row | None, fmt: str) -> Row:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    ignore = rng.choice(([],) * 8 + (["re:.*mlp.experts.*"], ["lm_head"]))
+    return {"quant_method": "compressed-tensors", "format": fmt, "ignore": ignore, "config_groups": {"group_0": group}}
+
+
+def _ct_fp8(rng: Random) -> tuple[Row, str | None]:
+    strategy = rng.choice(("channel", "tensor", "block"))
+    weights, inputs = _floats(8, strategy), _floats(8, "token", dynamic=True)
+    if strategy == "block":
+        weights["block_structure"] = [128, 128]
+        inputs = _floats(8, "group", 128, dynamic=True)
+    elif strategy == "tensor" and rng.random() < 0.7:
+        inputs = _floats(8, "tensor", dynamic=rng.random() < 0.3)
+    return _ct_floats(rng, weights, inputs, "float-quantized"), rng.choice(
+        (*_BY_HAND, "w8a8_fp8", "compressed-tensors")
+    )
+
+
+def _ct_nvfp4(rng: Random) -> tuple[Row, str | None]:
+    inputs = rng.choice((_floats(4, "tensor_group", 16, dynamic="local"),) * 2 + (None,))
+    return _ct_floats(rng, _floats(4, "tensor_group", 16), inputs, "nvfp4-pack-quantized"), None
+
+
+def _modelopt(rng: Random) -> tuple[Row, str | None]:
+    skipped = rng.choice((["lm_head"], ["lm_head"], ["model.layers.1.mlp.experts*"], ["*self_attn*"]))
+    config = {
+        "quant_method": rng.choice(("modelopt",) * 4 + ("modelopt_fp4", "modelopt_fp8")),
+        "quant_algo": rng.choice(("FP8", "FP8", "NVFP4", "NVFP4", "NVFP4", "W4A16_NVFP4", "MXFP8")), "group_size": 16,
+        "kv_cache_quant_algo": rng.choice((None, "FP8")), rng.choice(("exclude_modules", "ignore")): skipped,
+    }  # fmt: skip
+    return config, rng.choice((*_BY_HAND, "modelopt_fp8", "modelopt"))
+
+
+#: Families of floats: they have runners of their own and a recorded sample of their own.
+_FLOAT_CONFIGS: tuple[Callable[[Random], tuple[Row, str | None]], ...] = (
+    *(_fp8, _fp8, _fp8, _mxfp4, _w4afp8, _ct_fp8, _ct_fp8, _ct_nvfp4, _modelopt, _modelopt),
+)
+_FLOAT_RUNNERS = (
+    *("auto",) * 6,
+    *("triton", "triton_kernel", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed"),
+    *("flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4"),
+)
 _CONFIGS: tuple[Callable[[Random], tuple[Row, str | None]], ...] = (_gptq, _gptq, _awq, _ct, _ct)
 
 
-def cases(seed: str, count: int = COUNT) -> list[Row]:
-    """The seed's cases, device by device."""
+def cases(seed: str, count: int = COUNT, *, floats: bool = False) -> list[Row]:
+    """The seed's cases, device by device: of integers, or of floats."""
     rng = Random(seed)
+    configs, runners = (_FLOAT_CONFIGS, _FLOAT_RUNNERS) if floats else (_CONFIGS, _RUNNERS)
     found = []
     for _ in range(count):
         hidden, inter, experts, topk = rng.choice(_MODELS)
@@ -83,11 +165,11 @@ def cases(seed: str, count: int = COUNT) -> list[Row]:
             inter = rng.choice((16, 32, 64, 96, 128, 160)) * rng.randint(4, 16)
         if rng.random() < 0.1:
             hidden = rng.choice((32, 64, 128)) * rng.randint(4, 40)
-        config, user = rng.choice(_CONFIGS)(rng)
+        config, user = rng.choice(configs)(rng)
         tp = rng.choice((1, 1, 1, 2, 4, 8))
         found.append({
             "capability": rng.choice(_CUDA), "hidden": hidden, "inter": inter, "experts": experts, "topk": topk,
             "act": rng.choice(("silu",) * 8 + ("gelu",)), "dtype": rng.choice(("bf16", "bf16", "fp16")), "tp": tp,
-            "ep": rng.random() < 0.3, "runner": rng.choice(_RUNNERS), "quantization": user, "config": config,
+            "ep": rng.random() < 0.3, "runner": rng.choice(runners), "quantization": user, "config": config,
         })  # fmt: skip
     return sorted(found, key=lambda case: case["capability"])

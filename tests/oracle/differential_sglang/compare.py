@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeq.oracle.engines.sglang.decision import Refused, SglangLayer, decide_sglang
+from moeq.oracle.engines.sglang.decision import decide_sglang
+from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
 
 Row = dict[str, Any]
 

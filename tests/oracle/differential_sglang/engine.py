@@ -131,17 +131,18 @@ def become(capability: list[int]) -> None:
                     value.cache_clear()
 
 
-def _name(case: Row) -> str:
-    """The method in force, by the engine's own check of the checkpoint's config against the option."""
+def _name(case: Row) -> tuple[str, Row]:
+    """The method in force, by the engine's own check of the checkpoint's config, and the config as that rewrites it."""
     from sglang.srt.configs.model_config import ModelConfig
 
     model: Any = types.SimpleNamespace(
-        quantization=case["quantization"], is_draft_model=False, _parse_quant_hf_config=lambda: dict(case["config"]),
-        _find_quant_modelslim_config=lambda: None,
+        quantization=case["quantization"], is_draft_model=False, _find_quant_modelslim_config=lambda: None,
+        hf_config=types.SimpleNamespace(quantization_config=dict(case["config"])),
     )  # fmt: skip
+    model._parse_modelopt_quant_config = lambda found: ModelConfig._parse_modelopt_quant_config(model, found)
+    model._parse_quant_hf_config = lambda: ModelConfig._parse_quant_hf_config(model)
     ModelConfig._verify_quantization(model)
-    name: str = model.quantization
-    return name
+    return model.quantization, model.hf_config.quantization_config
 
 
 def _layer(case: Row, config: Any) -> Any:
@@ -170,9 +171,9 @@ def decide(case: Row) -> Row:
     stage = "name"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            out["name"] = _name(case)
+            out["name"], declared = _name(case)
             stage = "config"
-            config = get_quantization_config(out["name"]).from_config(dict(case["config"]))
+            config = get_quantization_config(out["name"]).from_config(declared)
             config.packed_modules_mapping = {}
             out["capability"] = 10 * _device[0] + _device[1] >= config.get_min_capability()
             stage = "layer"
@@ -201,14 +202,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", required=True)
     parser.add_argument("--count", type=int, default=cases.COUNT)
+    parser.add_argument("--floats", action="store_true", help="FP8, MXFP4, NVFP4 and W4AFP8 instead of integers")
     options = parser.parse_args()
     install(options.site)
     rows = []
-    for case in cases.cases(options.seed, options.count):
+    for case in cases.cases(options.seed, options.count, floats=options.floats):
         if case["capability"] != _device:
             become(case["capability"])
         rows.append(decide(case))
-    samples.save(options.out, options.seed, rows)
+    samples.save(options.out, options.seed, rows, floats=options.floats)
 
 
 if __name__ == "__main__":

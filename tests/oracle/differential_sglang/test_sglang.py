@@ -19,13 +19,16 @@ from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.oracle.engines.sglang.decision import Refused, SglangLayer, decide_sglang
+from moeq.oracle.engines.sglang.decision import decide_sglang
+from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
 SHAPE = MoeShape(2048, 768, 128, 8)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 SITE = os.environ.get("MOEQ_SGLANG_SITE")
 
 
@@ -54,6 +57,17 @@ def test_recorded_answers() -> None:
     assert found.cases == cases.COUNT
     assert not found.differences
     kept = json.loads(agree.SGLANG.read_text(encoding="utf-8"))[0]
+    assert (kept["cases"], kept["decision"], kept["exact"]) == (found.cases, found.decision, found.exact)
+
+
+def test_recorded_answers_about_floats() -> None:
+    head, rows = samples.load(samples.FLOATS)
+    assert head["seed"] == release_seed(), "another release: record the sample anew, with engine.py --floats"
+    assert head["cases"] == samples.digest(head["seed"], len(rows), floats=True), "the cases are others"
+    found = counted(rows)
+    assert found.cases == 1500
+    assert not found.differences
+    kept = json.loads(agree.SGLANG.read_text(encoding="utf-8"))[2]
     assert (kept["cases"], kept["decision"], kept["exact"]) == (found.cases, found.decision, found.exact)
 
 
@@ -95,6 +109,40 @@ def test_what_runs_and_what_its_kernels_read(config: Any, gpu: str, fields: Any,
     assert found.convert.layout == expected[2]
 
 
+@pytest.mark.parametrize(
+    ("config", "gpu", "model", "expected"),
+    [
+        (FP8, "H100", "qwen3_moe", ("TRITON", "Fp8MoEMethod", "W8A8")),
+        (FP8, "B200", "qwen3_moe", ("FLASHINFER_TRTLLM", "Fp8MoEMethod", "W8A8")),
+        (FP8, "B200", "mixtral", ("TRITON", "Fp8MoEMethod", "W8A8")),
+        ({"quant_method": "mxfp4"}, "H100", "gpt_oss", ("TRITON_KERNEL", "Mxfp4MoEMethod", "W4A16")),
+        ({"quant_method": "mxfp4"}, "B200", "gpt_oss", ("FLASHINFER_MXFP4", "Mxfp4MoEMethod", "W4A8")),
+        (NVFP4, "H100", "qwen3_moe", ("MARLIN", "ModelOptNvFp4FusedMoEMethod", "W4A16")),
+        ({"quant_method": "w4afp8"}, "H100", "deepseek_v3", ("CUTLASS", "W4AFp8MoEMethod", "W4A8")),
+    ],
+)
+def test_floats_run_what_the_model_and_the_gpu_decide(config: Any, gpu: str, model: str, expected: Any) -> None:
+    shape = MoeShape(2048, 768, 128, 8, model_type=model)
+    found = judge_config(config, shape, Deployment(parse_gpu(gpu), engine="sglang"))
+    assert found.chosen is not None
+    assert (found.chosen.backend, found.chosen.experts, found.runs_as) == expected
+
+
+@pytest.mark.parametrize(("config", "gpu"), [(FP8, "B200"), (NVFP4, "B200"), (NVFP4, "RTX5090")])
+def test_a_runner_that_a_model_chooses_by_rules_unknown_here_is_said(config: Any, gpu: str) -> None:
+    found = judge_config(config, SHAPE, Deployment(parse_gpu(gpu), engine="sglang"))
+    assert found.error is not None
+    assert found.error.kind == "NOT_FOLLOWED"
+    asked = judge_config(config, SHAPE, Deployment(parse_gpu(gpu), engine="sglang", backend="flashinfer_trtllm"))
+    assert asked.ok
+
+
+@pytest.mark.parametrize(("method", "gpu"), [("mxfp8", "H100"), ("w4afp8", "A100"), ("fp8", "T4")])
+def test_methods_need_a_capability(method: str, gpu: str) -> None:
+    found = verdict({**FP8, "quant_method": method}, gpu, backend="triton", dtype="fp16")
+    assert "needs compute capability" in found.refusal
+
+
 def test_flags_to_launch_it_with() -> None:
     (note,) = verdict(AWQ, tp=4, ep=4, dtype="fp16", quantization="moe_wna16", backend="triton").notes
     assert note == (
@@ -110,7 +158,11 @@ def test_flags_to_launch_it_with() -> None:
         (GPTQ, {"backend": "triton"}, "trips an assertion", "--moe-runner-backend auto"),
         (GPTQ, {"backend": "warp"}, "no runner", "known: auto"),
         (ct({"num_bits": 8, "type": "int", "dynamic": True}, num_bits=8), {}, "NPUs only", "w8a8_int8"),
-        ({"quant_method": "fp8"}, {}, "is not known to moeq", "--engine vllm"),
+        ({"quant_method": "quark"}, {}, "is not known to moeq", "--engine vllm"),
+        (FP8, {"backend": "marlin"}, "has no kernel for the runner marlin", "--moe-runner-backend auto"),
+        (FP8, {"backend": "cutlass"}, "takes FP8 with scales per block", "--moe-runner-backend auto"),
+        ({**FP8, "weight_block_size": [128, 128]}, {"tp": 8}, "does not divide into blocks", "another tp"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "is not known to moeq", "--engine vllm"),
         (GPTQ, {"dp": 2}, "not followed", "dp 1"),
     ],
 )
@@ -162,7 +214,7 @@ def test_commands(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_what_is_not_known_is_no_no(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Formats that are not followed have an exit code of their own."""
-    source = str(checkpoints / "mxfp4-gptoss")
+    source = str(checkpoints / "ct-mxfp8-qwen3moe")
     assert run(["oracle", source, "--gpu", "H100", "--engine", "sglang", "--json"]) == 6
     assert json.loads(capsys.readouterr().out)["verdict"]["error"]["kind"] == "NOT_FOLLOWED"
     assert run(["oracle", source, "--gpu", "H100", "--engine", "sglang"]) == 6

@@ -1,4 +1,4 @@
-"""Decisions of SGLang 0.5.23 for integer experts on CUDA: the method in force, its class, and the runner.
+"""Decisions of SGLang 0.5.23 on CUDA: the method in force, its class, and the runner. Floats are in `floats.py`.
 
 Source: SGLang 0.5.23, `configs/model_config.py` (which method is in force), `layers/quantization` (readers, schemes,
 weight creation) and `layers/moe/moe_runner`.
@@ -8,96 +8,32 @@ weight creation) and `layers/moe/moe_runner`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-Config = Mapping[str, Any]
+from moeq.oracle.engines.sglang import floats
+from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
 
 #: Version whose code this follows.
 VERSION = "0.5.23"
-#: Values of `--moe-runner-backend` that some integer checkpoint accepts.
+#: Values of `--moe-runner-backend` that some checkpoint accepts: of integers, and of FP8, MXFP4 or W4AFP8.
 RUNNERS = ("auto", "triton", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm", "triton_kernel")
+FLOAT_RUNNERS = (
+    *("auto", "triton", "triton_kernel", "marlin", "cutlass", "deep_gemm", "flashinfer_trtllm"),
+    *("flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4"),
+)
 _MARLIN_GROUPS = (-1, 32, 64, 128)
-#: Methods on CUDA that read integer weights, in the order of the engine's table.
-METHODS = ("w8a8_int8", "awq", "awq_marlin", "gptq_marlin", "moe_wna16", "compressed-tensors")
+#: Methods on CUDA that are followed.
+METHODS = (
+    *("w8a8_int8", "awq", "awq_marlin", "gptq_marlin", "moe_wna16", "compressed-tensors"),
+    *("fp8", "mxfp8", "mxfp4", "w4afp8", "w8a8_fp8", "modelopt", "modelopt_fp8", "modelopt_fp4"),
+)
 #: Methods that a user may name although the checkpoint declares another one.
-_COMPATIBLE = {"w8a8_int8": ("compressed-tensors",)}
-
-
-class Refused(Exception):
-    """Stop of the engine.
-
-    Attributes:
-        stage: stage of the stop: `name`, `config` or `layer`.
-        error: type of the engine's exception.
-        text: cause in moeq's words.
-        remedy: change that helps, or None.
-    """
-
-    def __init__(self, stage: str, error: str, text: str, remedy: str | None = None) -> None:
-        super().__init__(text)
-        self.stage, self.error, self.text, self.remedy = stage, error, text, remedy
-
-
-@dataclass(frozen=True)
-class SglangLayer:
-    """One experts layer on one deployment.
-
-    Attributes:
-        capability: compute capability of the CUDA device.
-        hidden: hidden size.
-        inter: intermediate size of an expert.
-        experts: number of experts.
-        tp: ranks.
-        ep: whether every rank holds whole experts.
-        dtype: `bf16` or `fp16`.
-        act: activation function.
-        runner: value of `--moe-runner-backend`.
-        quantization: value of `--quantization`, or None.
-        prefix: the layer's name in the model.
-    """
-
-    capability: tuple[int, int]
-    hidden: int
-    inter: int
-    experts: int
-    tp: int = 1
-    ep: bool = False
-    dtype: str = "bf16"
-    act: str = "silu"
-    runner: str = "auto"
-    quantization: str | None = None
-    prefix: str = "model.layers.1.mlp.experts"
-
-    @property
-    def shard(self) -> int:
-        """Intermediate size per rank."""
-        return self.inter if self.ep else self.inter // self.tp
-
-    @property
-    def ampere(self) -> bool:
-        """Whether Marlin's kernels exist for the device."""
-        return self.capability >= (8, 0)
-
-
-@dataclass(frozen=True)
-class SglangChoice:
-    """Method and runner that run.
-
-    Attributes:
-        name: method in force.
-        method: class of the engine's method, or of the method's scheme.
-        runner: runner backend; None if the method has no runner.
-        layout: moeq's id of the byte order that its kernels read, or None.
-        quantised: whether experts are made quantised.
-    """
-
-    name: str
-    method: str
-    runner: str | None
-    layout: str | None = None
-    quantised: bool = True
+_COMPATIBLE = {
+    "w8a8_int8": ("compressed-tensors",),
+    "w8a8_fp8": ("compressed-tensors",),
+    "modelopt_fp8": ("modelopt",),
+    "modelopt_fp4": ("modelopt",),
+}
 
 
 # ------------------------------------------------------------------------------------------------ the method in force
@@ -129,8 +65,12 @@ _TAKES_OVER: dict[str, tuple[tuple[str | None, ...], Callable[[Config, SglangLay
 
 
 def method_in_force(config: Config, layer: SglangLayer) -> str:
-    """Return the name of the method that reads the checkpoint. Raise Refused if there is none."""
-    declared, asked = str(config["quant_method"]).lower(), layer.quantization
+    """Return the name of the method that reads a parsed config. Raise Refused if there is none."""
+    declared, asked = str(config.get("quant_method", "modelopt")).lower(), layer.quantization
+    if asked == "modelopt" and str(config.get("quant_algo", "")).upper() in floats.MODELOPT:
+        return floats.MODELOPT[str(config["quant_algo"]).upper()]
+    if declared in ("modelopt_fp8", "modelopt_fp4"):  # whatever the user names, but for methods that quantise again
+        return declared
     for name, (words, can) in _TAKES_OVER.items():
         if asked in words and can(config, layer):
             return name
@@ -152,23 +92,8 @@ def _gptq_remedy(config: Config, layer: SglangLayer) -> str | None:
 # ------------------------------------------------------------------------------------------------ readers
 
 
-def _value(config: Config, *names: str) -> Any:
-    for name in names:
-        if name in config:
-            return config[name]
-    raise Refused("config", "ValueError", f"the config has no {' or '.join(names)}")
-
-
 def _skipped(config: Config, layer: SglangLayer) -> bool:
     return any(str(name) in layer.prefix for name in config.get("modules_to_not_convert") or ())
-
-
-def _unquantised(name: str, layer: SglangLayer) -> SglangChoice:
-    own = layer.runner in ("triton_kernel", "deep_gemm", "flashinfer_trtllm")
-    runner = layer.runner if own and name != "moe_wna16" else "triton"
-    if runner == "deep_gemm" and layer.act != "silu":
-        raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
-    return SglangChoice(name, "UnquantizedFusedMoEMethod", runner, quantised=False)
 
 
 def _positive_groups(group: int) -> None:
@@ -178,12 +103,12 @@ def _positive_groups(group: int) -> None:
 
 def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read for MoeWNA16: groups are halved until they divide both sizes."""
-    _value(config, "quant_method")
-    _value(config, "bits")
-    group = _value(config, "group_size")
-    _value(config, "sym" if config["quant_method"] == "gptq" else "zero_point")
+    value(config, "quant_method")
+    value(config, "bits")
+    group = value(config, "group_size")
+    value(config, "sym" if config["quant_method"] == "gptq" else "zero_point")
     if config["quant_method"] == "awq" and _skipped(config, layer):
-        return _unquantised(name, layer)
+        return unquantised(name, layer)
     if group == 0:
         raise Refused("layer", "ZeroDivisionError", "groups of 0 weights")
     while layer.shard % group or layer.hidden % group:
@@ -210,7 +135,7 @@ def _gptq(config: Config, layer: SglangLayer) -> SglangChoice:
 def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
     """Read AWQ for Marlin, or for MoeWNA16 if Marlin refuses the layer."""
     if _skipped(config, layer):
-        return _unquantised("awq_marlin", layer)
+        return unquantised("awq_marlin", layer)
     group = config["group_size"]
     fits = layer.hidden % 128 == 0 and layer.shard % max(64, group) == 0 and layer.act in ("silu", "situ")
     if not fits:
@@ -222,12 +147,12 @@ def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
 
 def _plain_awq(config: Config, layer: SglangLayer) -> SglangChoice:
     """Read AWQ without Marlin: experts are made unquantised, so that their packed weights have no place."""
-    bits = _value(config, "w_bit", "bits")
-    _value(config, "q_group_size", "group_size")
-    _value(config, "zero_point")
+    bits = value(config, "w_bit", "bits")
+    value(config, "q_group_size", "group_size")
+    value(config, "zero_point")
     if bits != 4:
         raise Refused("config", "ValueError", f"AWQ of {bits} bits, only 4 is read")
-    return _unquantised("awq", layer)
+    return unquantised("awq", layer)
 
 
 def _w8a8(config: Config, layer: SglangLayer) -> SglangChoice:
@@ -263,11 +188,15 @@ def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
     """Read compressed-tensors integers with 16-bit activations; 8-bit activations have no experts on CUDA."""
     name = "compressed-tensors"
     if _ignored(config, layer.prefix):
-        return _unquantised(name, layer)
+        return unquantised(name, layer)
     (group,) = config["config_groups"].values()
     if "preset" in group:
         raise Refused("config", "AttributeError", f"a config group names the preset {group['preset']}, not an object")
     weights, inputs = _weights(group), group.get("input_activations")
+    if weights.get("type") == "float" and weights.get("num_bits") == 8:
+        return floats.compressed_fp8(weights, inputs, layer)
+    if config.get("format") == "nvfp4-pack-quantized":
+        return floats.compressed_nvfp4(inputs, layer)
     if inputs is not None:
         bits = weights["num_bits"], inputs.get("num_bits")
         text = f"{bits[0]}-bit weights with {bits[1]}-bit activations have experts on NPUs only"
@@ -307,6 +236,14 @@ _READERS: dict[str, Callable[[Config, SglangLayer], SglangChoice]] = {
     "moe_wna16": lambda config, layer: _wna16(config, layer, "moe_wna16"),
     "compressed-tensors": _ct,
     "w8a8_int8": _w8a8,
+    "fp8": lambda config, layer: floats.fp8(config, layer, "fp8"),
+    "mxfp8": lambda config, layer: floats.fp8(config, layer, "mxfp8"),
+    "mxfp4": lambda config, layer: floats.mxfp4("mxfp4", layer),
+    "w4afp8": floats.w4afp8,
+    "w8a8_fp8": floats.w8a8_fp8,
+    "modelopt": lambda config, layer: floats.modelopt_fp8(config, layer, "modelopt"),
+    "modelopt_fp8": lambda config, layer: floats.modelopt_fp8(config, layer, "modelopt_fp8"),
+    "modelopt_fp4": floats.modelopt_fp4,
 }
 
 
@@ -316,6 +253,7 @@ def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
     Raises:
         Refused: if the engine stops, with the stage and the type of its error.
     """
+    config = floats.parsed(config)
     name = method_in_force(config, layer)
     if layer.ep and layer.experts % layer.tp:
         text = f"{layer.experts} experts do not divide by {layer.tp} ranks"

@@ -9,14 +9,10 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
-from moeq.oracle.engines.sglang.decision import (
-    RUNNERS,
-    VERSION,
-    Refused,
-    SglangChoice,
-    SglangLayer,
-    decide_sglang,
-)
+from moeq.oracle.engines.sglang.decision import FLOAT_RUNNERS, RUNNERS, VERSION, decide_sglang, method_in_force
+from moeq.oracle.engines.sglang.floats import parsed
+from moeq.oracle.engines.sglang.layer import Refused, SglangChoice, SglangLayer
+from moeq.oracle.engines.sglang.server import LEAST, with_runner
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Sizes, Verdict
 
 #: Name of the engine.
@@ -25,6 +21,9 @@ NAME = "sglang"
 FLAG = "--moe-runner-backend"
 #: Declared methods that moeq follows.
 _READ = ("gptq", "awq", "compressed-tensors")
+_READ_FLOATS = ("fp8", "mxfp8", "mxfp4", "w4afp8", "modelopt", "modelopt_fp8", "modelopt_fp4")
+#: Values of `--quantization` that quantise a checkpoint again while it loads.
+_AGAIN = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
 
 
@@ -41,7 +40,7 @@ def is_sglang(engine: str) -> bool:
 def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str = "") -> Verdict:
     """Judge a checkpoint's experts on a deployment with SGLang 0.5.23.
 
-    Only integer weights on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.
+    Integer weights, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.
 
     Args:
         config: `quantization_config` of the checkpoint.
@@ -49,8 +48,9 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
         deployment: target; `backend` is the value of `--moe-runner-backend`.
         title: title of the scheme.
     """
-    unknown = _not_followed(config, deployment)
-    rows = () if unknown else tuple(_candidate(config, shape, deployment, runner) for runner in RUNNERS)
+    unknown = _not_followed(config, shape, deployment)
+    runners = FLOAT_RUNNERS if _is_float(config) else RUNNERS
+    rows = () if unknown else tuple(_candidate(config, shape, deployment, runner) for runner in runners)
     made, error = (None, unknown) if unknown else _asked(config, shape, deployment)
     selected = None
     if made is not None:
@@ -74,7 +74,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
         candidates=_once(rows),
         convert=target,
         no_convert=selected.no_layout if selected and not layout else None,
-        runs_as=_runs_as(config, made) if made else None,
+        runs_as=_runs_as(config, made, deployment.gpu.capability) if made else None,
         sizes=sizes if selected else None,
         notes=(f"launch flags: {launch_flags(deployment)}",),
     )
@@ -91,19 +91,57 @@ def launch_flags(deployment: Deployment) -> str:
     return " ".join(parts)
 
 
-def _not_followed(config: Mapping[str, Any], deployment: Deployment) -> EngineError | None:
+def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> EngineError | None:
     method, gpu = str(config.get("quant_method", "")).lower(), deployment.gpu
     if gpu.platform != "cuda" or gpu.capability is None:
         text = f"what SGLang does on {gpu.name} is not known to moeq: only CUDA is followed"
         return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
-    if method not in _READ or not _integers(config):
-        read = "integer weights of GPTQ, AWQ and compressed-tensors are"
+    again = _is_float(config) and deployment.quantization in _AGAIN and deployment.quantization != method
+    mixed = "MIXED_PRECISION" in str(config.get("quant_algo", config.get("quantization", "")))
+    if (not _is_float(config) and (method not in _READ or not _integers(config))) or again or mixed:
+        read = "integers of GPTQ, AWQ and compressed-tensors, FP8, MXFP4, NVFP4 and W4AFP8 are"
         text = f"what SGLang makes of {method or 'this checkpoint'} is not known to moeq: {read}"
+        return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
+    if shape.has_bias and method not in ("mxfp4", *_READ):
+        text = f"biases of experts in {method} are not followed"
         return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
     if deployment.dp > 1 or deployment.ep not in (1, deployment.tp):
         text = f"dp {deployment.dp} and ep {deployment.ep} with tp {deployment.tp} are not followed"
         return EngineError("none", "NOT_FOLLOWED", text, "dp 1, and ep 1 or ep equal to tp")
-    return None
+    return _own_default(config, shape, deployment) if _is_float(config) else None
+
+
+def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> EngineError | None:
+    """Return the error if the model's class replaces the automatic runner by rules that are not followed."""
+    layer = _layer(shape, deployment, deployment.backend)
+    try:
+        known = with_runner(layer, method_in_force(parsed(config), layer), shape.model_type) is not None
+    except Refused:  # `_asked` reports it
+        return None
+    if known:
+        return None
+    model = shape.model_type or "this model"
+    text = f"which runner SGLang takes for {model} on {deployment.gpu.name} is not known to moeq"
+    return EngineError("none", "NOT_FOLLOWED", text, f"{FLAG} with a runner: triton runs on every GPU")
+
+
+def _is_float(config: Mapping[str, Any]) -> bool:
+    """Tell whether the experts are FP8, MXFP4, NVFP4 or W4AFP8 in a form that is followed."""
+    method = str(config.get("quant_method", "")).lower()
+    if method != "compressed-tensors":
+        return method in _READ_FLOATS
+    (row,) = _groups(config) or (None,)
+    if row is None or "preset" in row or not isinstance(row.get("weights"), Mapping):
+        return False
+    fp8 = row["weights"].get("type") == "float" and row["weights"].get("num_bits") == 8
+    return (fp8 and config.get("format") == "float-quantized") or config.get("format") == "nvfp4-pack-quantized"
+
+
+def _groups(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+    """Return the one config group, or None if there are several or none."""
+    groups = config.get("config_groups")
+    rows = tuple(groups.values()) if isinstance(groups, Mapping) else ()
+    return rows if len(rows) == 1 and isinstance(rows[0], Mapping) else None
 
 
 def _integers(config: Mapping[str, Any]) -> bool:
@@ -125,17 +163,33 @@ def _layer(shape: MoeShape, deployment: Deployment, runner: str) -> SglangLayer:
 def _asked(
     config: Mapping[str, Any], shape: MoeShape, deployment: Deployment
 ) -> tuple[SglangChoice | None, EngineError | None]:
-    if deployment.backend not in RUNNERS:
-        text = f"'{deployment.backend}' is no runner that integer weights can be asked for with"
-        return None, EngineError("ValueError", "OVERRIDE_UNKNOWN", text, f"known: {', '.join(RUNNERS)}")
+    runners = FLOAT_RUNNERS if _is_float(config) else RUNNERS
+    if deployment.backend not in runners:
+        text = f"'{deployment.backend}' is no runner that these weights can be asked for with"
+        return None, EngineError("ValueError", "OVERRIDE_UNKNOWN", text, f"known: {', '.join(runners)}")
     try:
-        made = decide_sglang(config, _layer(shape, deployment, deployment.backend))
+        made = _decided(config, shape, deployment)
     except Refused as refused:
         kind = "METHOD" if refused.stage == "name" else "CONFIG"
         return None, EngineError(refused.error, kind, f"sglang: {refused.text}", refused.remedy)
+    if not made.runs:
+        text = f"{made.method} has no kernel for the runner {deployment.backend} here: the engine stops after loading"
+        return None, EngineError("AttributeError", "KERNEL_CALL", text, f"{FLAG} auto")
     if not made.quantised:
         return None, EngineError("none", "SILENT_NONE", f"{made.name}: {_PLACELESS}", _way_out(config, deployment))
     return made, None
+
+
+def _decided(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> SglangChoice:
+    layer = _layer(shape, deployment, deployment.backend)
+    if not _is_float(config):
+        return decide_sglang(config, layer)
+    name = method_in_force(parsed(config), layer)
+    major, minor = layer.capability
+    if 10 * major + minor < LEAST.get(name, 0):
+        text = f"{name} needs compute capability {LEAST[name] / 10:.1f}, {deployment.gpu.name} has {major}.{minor}"
+        raise Refused("config", "ValueError", text)
+    return decide_sglang(config, with_runner(layer, name, shape.model_type) or layer)
 
 
 def _way_out(config: Mapping[str, Any], deployment: Deployment) -> str | None:
@@ -157,8 +211,10 @@ def _candidate(
 
 def _report(made: SglangChoice) -> CandidateReport:
     layout = made.layout if made.layout in LAYOUTS else None
-    none = None if layout else f"layout {made.layout} is not in this version of moeq"
-    return CandidateReport((made.runner or "flashinfer_trtllm").upper(), made.method, layout, none, True)
+    none = None if layout else "moeq writes no layout for this runner of SGLang"
+    return CandidateReport(
+        (made.runner or _WITHOUT_RUNNER.get(made.method, "flashinfer_trtllm")).upper(), made.method, layout, none, True
+    )
 
 
 def _once(rows: tuple[tuple[str, CandidateReport], ...]) -> tuple[CandidateReport, ...]:
@@ -178,7 +234,29 @@ def _sizes(shape: MoeShape, deployment: Deployment) -> Sizes:
     return Sizes(shape.hidden_size, inner, shape.hidden_size, inner, local)
 
 
-def _runs_as(config: Mapping[str, Any], made: SglangChoice) -> str:
+#: Methods that call a kernel without a runner -> its library; others without one are TensorRT-LLM's.
+_WITHOUT_RUNNER = dict.fromkeys(("W4AFp8MoEMethod", "Fp8MoEMethod"), "cutlass")
+#: Methods and schemes of floats -> bits of weights, and of activations if these do not depend on the runner.
+_FLOAT_BITS: dict[str, tuple[int, int | None]] = {
+    "Fp8MoEMethod": (8, 8),
+    "W8A8FP8MoEMethod": (8, 8),
+    "ModelOptFp8MoEMethod": (8, 8),
+    "CompressedTensorsW8A8Fp8MoE": (8, 8),
+    "W4AFp8MoEMethod": (4, 8),
+    "CompressedTensorsW4A16Nvfp4MoE": (4, 16),
+    "CompressedTensorsW4A4Nvfp4MoE": (4, 4),
+    "ModelOptNvFp4FusedMoEMethod": (4, None),
+    "Mxfp4MoEMethod": (4, None),
+}
+_RUNNER_BITS = {"deep_gemm": 8, "flashinfer_trtllm": 4, "flashinfer_trtllm_routed": 4, "flashinfer_cutlass": 4,
+                "flashinfer_cutedsl": 4}  # fmt: skip
+
+
+def _runs_as(config: Mapping[str, Any], made: SglangChoice, capability: tuple[int, int] | None) -> str:
+    if made.method in _FLOAT_BITS:
+        bits, activations = _FLOAT_BITS[made.method]
+        mxfp8 = made.runner == "flashinfer_mxfp4" and capability is not None and capability >= (10, 0)
+        return f"W{bits}A{activations or (8 if mxfp8 else _RUNNER_BITS.get(made.runner or '', 16))}"
     groups = (config.get("config_groups") or {}).values()
     bits = next((group["weights"]["num_bits"] for group in groups), None) or config.get("bits", config.get("w_bit"))
     return f"W{bits}A{8 if made.name == 'w8a8_int8' else 16}"

@@ -1,0 +1,210 @@
+"""Decisions of SGLang 0.5.23 for FP8, MXFP4 and W4AFP8 experts on CUDA.
+
+Source: SGLang 0.5.23, `layers/quantization/fp8.py`, `mxfp4.py`, `w4afp8.py`, `w8a8_fp8.py`, and the FP8 scheme of
+`compressed_tensors`. `tests/oracle/differential_sglang` compares the decisions with the package's own answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from moeq.oracle.engines.sglang.layer import (
+    Config,
+    Refused,
+    SglangChoice,
+    SglangLayer,
+    unquantised,
+    value,
+)
+
+#: Runners of which the FP8 method makes an object.
+_FP8_RUNNERS = ("triton", "deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed")
+#: Runners that the FP8 method replaces by Triton's, which has no kernel under their names.
+_FP8_BY_TRITON = ("auto", "flashinfer_cutlass", "flashinfer_cutedsl")
+#: Runners that experts keep which FP8 and ModelOpt configs leave unquantised.
+_FP8_UNQUANTISED = ("triton_kernel", "flashinfer_trtllm", "flashinfer_trtllm_routed", "flashinfer_cutlass")
+_MODELOPT_UNQUANTISED = (*_FP8_UNQUANTISED, "deep_gemm")
+_MXFP4_RUNNERS = ("triton", "triton_kernel", "marlin", "deep_gemm")
+_NO_KERNEL = "--moe-runner-backend auto"
+
+
+def fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
+    """Read FP8 with scales per tensor or block, and MXFP8, which is FP8 in blocks of 1 x 32."""
+    scheme = value(config, "activation_scheme")
+    block = [1, 32] if name == "mxfp8" else config.get("weight_block_size")
+    if scheme not in ("dynamic", "static"):
+        raise Refused("config", "ValueError", f"activation_scheme {scheme} is not one of static, dynamic")
+    if block is not None and len(block) != 2:
+        raise Refused("config", "ValueError", f"weight_block_size {block} is not two sizes")
+    if block is not None and scheme != "dynamic":
+        raise Refused("config", "ValueError", f"blocks need dynamic activations, activation_scheme is {scheme}")
+    if _skipped(config.get("ignored_layers", config.get("modules_to_not_convert")), layer.prefix):
+        return unquantised(name, layer, _FP8_UNQUANTISED)
+    if layer.runner == "cutlass":
+        _check_cutlass(layer, block is not None)
+    _check_blocks(layer, block)
+    _check_activation(layer)
+    runner = "triton" if layer.runner in _FP8_BY_TRITON else layer.runner
+    runs = runner in (*_FP8_RUNNERS, "cutlass")
+    return SglangChoice(name, "Fp8MoEMethod", runner if runner in _FP8_RUNNERS else None, runs=runs)
+
+
+def _skipped(entries: Any, prefix: str) -> bool:
+    """Tell whether a list of module names skips the experts: whole parts of the path, or the experts' module."""
+    bare = [entry.removeprefix("model.") for entry in entries or ()]
+    names = [*bare, *(f"model.{name}" for name in bare)]
+    whole = any(f".{name.rstrip('.')}." in f".{prefix}." for name in names)
+    return whole or any("experts" in name and prefix in name for name in names)
+
+
+def _check_cutlass(layer: SglangLayer, blocks: bool) -> None:
+    device = ".".join(map(str, layer.capability))
+    if layer.capability < (8, 9):
+        raise Refused("layer", "AssertionError", f"the cutlass runner has no FP8 on {device}", _NO_KERNEL)
+    if not blocks:
+        raise Refused("layer", "AssertionError", "the cutlass runner takes FP8 with scales per block", _NO_KERNEL)
+    if layer.capability[0] not in (9, 10, 12):
+        raise Refused("layer", "AssertionError", f"the cutlass runner does not run on {device}", _NO_KERNEL)
+
+
+def _check_blocks(layer: SglangLayer, block: Any) -> None:
+    """Check that a rank's shard divides into blocks. Runners of TensorRT-LLM pad the shard to a multiple of 128."""
+    if block is None:
+        return
+    shard = -(-layer.shard // 128) * 128 if layer.runner.startswith("flashinfer_trtllm") else layer.shard
+    for size in block if layer.tp > 1 and not layer.ep else block[:1]:
+        if shard % size:
+            text = f"the shard of {shard} does not divide into blocks of {block[0]} x {block[1]}"
+            raise Refused("layer", "ValueError", text, "another tp, or expert parallelism")
+
+
+def _check_activation(layer: SglangLayer) -> None:
+    if layer.runner == "deep_gemm" and layer.act != "silu":
+        raise Refused("layer", "AssertionError", f"the deep_gemm runner has no activation {layer.act}", _NO_KERNEL)
+
+
+def w8a8_fp8(config: Config, layer: SglangLayer) -> SglangChoice:
+    """Read compressed-tensors FP8 for `--quantization w8a8_fp8`, which always runs Triton."""
+    return SglangChoice("w8a8_fp8", "W8A8FP8MoEMethod", "triton")
+
+
+def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
+    """Choose for compressed-tensors FP8: scales per tensor, channel and token, or block."""
+    strategy = weights["strategy"]
+    if inputs is None or not weights.get("symmetric", True) or strategy not in ("tensor", "channel", "block"):
+        raise Refused("layer", "RuntimeError", f"FP8 per {strategy} with these activations has no scheme for experts")
+    scales = inputs.get("strategy")
+    static = not inputs.get("dynamic")
+    if (strategy, scales) not in (("tensor", "tensor"), ("channel", "token")) and strategy != "block":
+        text = f"FP8 weights per {strategy} with activations per {scales} trip an assertion"
+        raise Refused("layer", "AssertionError", text, "--quantization w8a8_fp8" if strategy == "channel" else None)
+    if static and (strategy, scales) == ("channel", "token"):
+        raise Refused("layer", "ValueError", "static activations with scales per token")
+    if strategy == "block":
+        _check_blocks(layer, weights.get("block_structure"))
+    runner = "triton" if layer.runner == "auto" else layer.runner
+    made = runner in ("triton", "flashinfer_trtllm", "flashinfer_trtllm_routed")
+    return SglangChoice("compressed-tensors", "CompressedTensorsW8A8Fp8MoE", runner if made else None, runs=made)
+
+
+def compressed_nvfp4(inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
+    """Choose for compressed-tensors NVFP4: FlashInfer's kernels on Blackwell, Marlin (weight-only) elsewhere."""
+    if inputs is None or layer.capability < (10, 0):
+        return SglangChoice("compressed-tensors", "CompressedTensorsW4A16Nvfp4MoE", "marlin")
+    runner = "flashinfer_trtllm" if layer.runner == "flashinfer_trtllm" else "flashinfer_cutlass"
+    return SglangChoice("compressed-tensors", "CompressedTensorsW4A4Nvfp4MoE", runner)
+
+
+def mxfp4(name: str, layer: SglangLayer) -> SglangChoice:
+    """Choose for MXFP4. FlashInfer's runner has a kernel of its own on SM90, SM10x and SM12x."""
+    runner = "triton" if layer.runner == "auto" else layer.runner
+    flashinfer = runner == "flashinfer_mxfp4" and layer.capability[0] in (9, 10, 12)
+    if runner not in _MXFP4_RUNNERS and not flashinfer:
+        raise Refused("layer", "NotImplementedError", f"MXFP4 has no runner {runner} on this GPU", _NO_KERNEL)
+    _check_activation(layer)
+    return SglangChoice(name, "Mxfp4MoEMethod", runner, runs=runner != "marlin" or layer.capability >= (9, 0))
+
+
+def w4afp8(config: Config, layer: SglangLayer) -> SglangChoice:
+    """Read int4 weights with FP8 activations (W4AFP8), which call a CUTLASS kernel whatever runner is named."""
+    return SglangChoice("w4afp8", "W4AFp8MoEMethod", None)
+
+
+# ------------------------------------------------------------------------------------------------ ModelOpt
+
+
+def parsed(config: Config) -> Config:
+    """Return a config as the engine rewrites it: ModelOpt's algorithm becomes a method, MXFP8 an FP8 config."""
+    if config.get("quant_method", "modelopt") != "modelopt":
+        return config
+    nested = config.get("quantization")
+    source = nested if isinstance(nested, Mapping) else config
+    algorithm = str(source.get("quant_algo") or "")
+    if "FP4" in algorithm:
+        return {**config, "quant_method": "modelopt_fp4", "quant_algo": algorithm}
+    if algorithm == "FP8":
+        return {**config, "quant_method": "modelopt_fp8", "quant_algo": algorithm}
+    if algorithm != "MXFP8":
+        return config
+    entries = source.get("exclude_modules", source.get("ignore"))
+    skipped = {} if entries is None else {"modules_to_not_convert": entries}
+    return {**config, **skipped, "quant_method": "mxfp8", "quant_algo": algorithm, "activation_scheme": "dynamic"}
+
+
+#: ModelOpt's algorithm -> method that `--quantization modelopt` stands for.
+MODELOPT = {"FP8": "modelopt_fp8", "MXFP8": "mxfp8"} | dict.fromkeys(
+    ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"), "modelopt_fp4"
+)
+
+
+def _modelopt(config: Config, *names: str) -> tuple[str, Any]:
+    """Return the algorithm and the list of excluded modules, flat or under `quantization`."""
+    algorithm = config.get("quant_algo")
+    if algorithm is not None:
+        return str(algorithm), next((config[name] for name in names if name in config), [])
+    nested = value(config, "quantization")
+    if not isinstance(nested, Mapping) or nested.get("quant_algo") is None:
+        raise Refused("config", "ValueError", "the config has no quant_algo")
+    return str(nested["quant_algo"]), nested.get("exclude_modules", [])
+
+
+def _excluded(entries: Any, prefix: str) -> bool:
+    """Tell whether wildcards name the experts' path or one of its parts."""
+    return any(fnmatchcase(part, entry) for entry in entries or () for part in (prefix, *prefix.split(".")))
+
+
+def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
+    """Read ModelOpt's FP8 per tensor, which Triton runs unless FlashInfer's CUTLASS is named."""
+    algorithm, entries = _modelopt(config, "ignore")
+    if algorithm != "FP8":
+        text = f"{name} reads FP8, this is {algorithm}"
+        raise Refused("config", "ValueError", text, "no --quantization")
+    if _excluded(entries, layer.prefix):
+        return unquantised(name, layer, _MODELOPT_UNQUANTISED)
+    runner = "flashinfer_cutlass" if layer.runner == "flashinfer_cutlass" else "triton"
+    return SglangChoice(name, "ModelOptFp8MoEMethod", runner)
+
+
+def modelopt_fp4(config: Config, layer: SglangLayer) -> SglangChoice:
+    """Read ModelOpt's NVFP4: FlashInfer's kernels on Blackwell, Marlin (weight-only) on Ampere to Hopper."""
+    algorithm, entries = _modelopt(config, "ignore", "modules_to_not_convert", "exclude_modules")
+    if algorithm not in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
+        raise Refused("config", "ValueError", f"modelopt_fp4 does not read {algorithm}")
+    if entries is None:
+        raise Refused("config", "ValueError", "modelopt_fp4 needs a list of excluded modules")
+    if _excluded(entries, layer.prefix):
+        return unquantised("modelopt_fp4", layer, _MODELOPT_UNQUANTISED)
+    older = (8, 0) <= layer.capability < (10, 0)
+    marlin = older if layer.runner == "auto" else layer.runner == "marlin"
+    if layer.capability < (10, 0) and not marlin:
+        text = f"NVFP4 does not run with the runner {layer.runner} before Blackwell"
+        raise Refused("layer", "ValueError", text, "--moe-runner-backend marlin" if older else None)
+    if layer.runner == "cutlass":
+        raise Refused("layer", "NotImplementedError", "NVFP4 has no runner cutlass", "--moe-runner-backend auto")
+    _check_activation(layer)
+    default = "marlin" if older else "flashinfer_trtllm"
+    return SglangChoice(
+        "modelopt_fp4", "ModelOptNvFp4FusedMoEMethod", default if layer.runner == "auto" else layer.runner
+    )

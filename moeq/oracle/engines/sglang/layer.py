@@ -1,0 +1,106 @@
+"""One experts layer on one deployment of SGLang: the question, the answer, and what all readers share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Config = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """Stop of the engine.
+
+    Attributes:
+        stage: stage of the stop: `name`, `config` or `layer`.
+        error: type of the engine's exception.
+        text: cause in moeq's words.
+        remedy: change that helps, or None.
+    """
+
+    def __init__(self, stage: str, error: str, text: str, remedy: str | None = None) -> None:
+        super().__init__(text)
+        self.stage, self.error, self.text, self.remedy = stage, error, text, remedy
+
+
+@dataclass(frozen=True)
+class SglangLayer:
+    """One experts layer on one deployment.
+
+    Attributes:
+        capability: compute capability of the CUDA device.
+        hidden: hidden size.
+        inter: intermediate size of an expert.
+        experts: number of experts.
+        tp: ranks.
+        ep: whether every rank holds whole experts.
+        dtype: `bf16` or `fp16`.
+        act: activation function.
+        runner: value of `--moe-runner-backend`.
+        quantization: value of `--quantization`, or None.
+        prefix: the layer's name in the model.
+    """
+
+    capability: tuple[int, int]
+    hidden: int
+    inter: int
+    experts: int
+    tp: int = 1
+    ep: bool = False
+    dtype: str = "bf16"
+    act: str = "silu"
+    runner: str = "auto"
+    quantization: str | None = None
+    prefix: str = "model.layers.1.mlp.experts"
+
+    @property
+    def shard(self) -> int:
+        """Intermediate size per rank."""
+        return self.inter if self.ep else self.inter // self.tp
+
+    @property
+    def ampere(self) -> bool:
+        """Whether Marlin's kernels exist for the device."""
+        return self.capability >= (8, 0)
+
+
+@dataclass(frozen=True)
+class SglangChoice:
+    """Method and runner that run.
+
+    Attributes:
+        name: method in force.
+        method: class of the engine's method, or of the method's scheme.
+        runner: runner backend; None if the method has no runner.
+        layout: moeq's id of the byte order that its kernels read, or None.
+        quantised: whether experts are made quantised.
+        runs: whether the method has a kernel for the runner; otherwise the first request stops the engine.
+    """
+
+    name: str
+    method: str
+    runner: str | None
+    layout: str | None = None
+    quantised: bool = True
+    runs: bool = True
+
+
+def value(config: Config, *names: str) -> Any:
+    """Return the value of the first name that the config has. Raise Refused if it has none."""
+    for name in names:
+        if name in config:
+            return config[name]
+    raise Refused("config", "ValueError", f"the config has no {' or '.join(names)}")
+
+
+#: Runners that unquantised experts have of their own, where the method hands over all of them.
+_OWN = ("triton_kernel", "deep_gemm", "flashinfer_trtllm", "flashinfer_cutlass")
+
+
+def unquantised(name: str, layer: SglangLayer, own: tuple[str, ...] = _OWN) -> SglangChoice:
+    """Choose for experts that the config leaves unquantised: a runner of their own, else Triton."""
+    runner = layer.runner if layer.runner in own and name != "moe_wna16" else "triton"
+    if runner == "deep_gemm" and layer.act != "silu":
+        raise Refused("layer", "AssertionError", f"unquantised experts with activation {layer.act} on deep_gemm")
+    return SglangChoice(name, "UnquantizedFusedMoEMethod", runner, quantised=False)
