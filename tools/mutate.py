@@ -1,12 +1,14 @@
-"""Mutation testing: change one place of a room, run the room's tests, and see whether they notice.
+"""Mutation testing: change one place of the code, run the tests that run this place, and see whether one notices.
 
     python tools/mutate.py moeq/prove moeq/load --count 20 --seed 1
 
-Mutants are drawn with a seed from all places of a folder. Each is tried in a copy of the tree, so that the working tree
-stays as it is. The tests run once without a mutant, to learn which of them run which lines; a mutant gets those that
-run its line, the fastest first. A table counts the killed and the survivors of every folder, and every survivor is
-listed with its place. Mutants that cannot be told from the original stand in `tools/equivalent_mutants.txt`, and are
-not drawn.
+Mutants are drawn with a seed from all places of a folder. Which tests run which lines is recorded once, with all tests
+of `make test` (`line_tests.py`); later runs record only test files that changed. Each mutant is tried in a copy of the
+tree, so that the working tree stays as it is: first by the tests that run its lines, those of the mirroring file and
+fast ones first, then by others that run its file, whose results may come from a cache that an earlier test has filled.
+The first failure ends it, and counts if the test passes without the mutant. A mutant that outlives BUDGET seconds of
+tests has survived. A table counts every folder. Mutants that cannot be told from the original stand with the reason in
+`tools/equivalent_mutants.txt`, and are not drawn.
 
 mutmut and cosmic-ray do not fit: both make every mutant of a source tree before they run any, draw no sample by a seed,
 and import the whole program again for each. Here a process that has imported torch forks for every mutant.
@@ -17,49 +19,29 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import json
+import importlib
 import os
 import random
+import resource
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from line_tests import Record
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 
-#: Tests of a folder beside `tests/<folder>`, cheapest first.
-MORE_TESTS = {
-    "check": ["tests/report/test_check_report.py"],
-    "checkpoint": [
-        *("tests/attacks/test_wire.py", "tests/attacks/test_names.py", "tests/model"),
-    ],
-    "layouts": ["tests/pipeline/test_fast_path.py"],
-    "load": ["tests/cli/test_warmup.py", "tests/check/test_run_check.py", "tests/engines/test_transformers.py"],
-    "model": [
-        *("tests/checkpoint", "tests/schemes", "tests/prove/test_diff.py", "tests/prove/test_restore.py"),
-        *(f"tests/pipeline/test_{name}.py" for name in ("sharding", "regroup", "mixed")),
-    ],
-    "oracle": ["tests/cli/test_oracle.py"],
-    "prove": ["tests/attacks/test_changes.py"],
-    "schemes": ["tests/model"],
-}
+#: Processor seconds of tests that a mutant has to outlive.
+BUDGET = 60.0
 
-#: Tests of a part of a room whose own tests are too many.
-TESTS = {
-    "pipeline/plan": [
-        *(
-            f"tests/pipeline/test_{name}.py"
-            for name in ("plan", "commands", "side_files", "suggestions", "mixed", "sharding")
-        ),
-        *("tests/transcode/test_advise.py", "tests/oracle/test_expert_names.py", "tests/oracle/test_models.py"),
-    ],
-}
+#: What most tests import, and no mutant changes.
+IMPORTED = ("numpy", "torch", "pytest", "hypothesis", "safetensors.torch", "huggingface_hub", "typer", "rich", "yaml")
 
 _COMPARED = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -78,6 +60,7 @@ class Mutant:
     Attributes:
         file: path of the file below the root.
         lines: first and last line.
+        statement: first and last line of the statement around it, without the statements inside.
         at_import: whether the place runs when its module is imported, not when a function is called.
         span: first and last byte of the place, in the file's UTF-8.
         source: the first line, without the spaces around it.
@@ -87,6 +70,7 @@ class Mutant:
 
     file: str
     lines: tuple[int, int]
+    statement: tuple[int, int]
     at_import: bool
     span: tuple[int, int]
     source: str
@@ -118,6 +102,7 @@ def mutants(path: Path) -> Iterator[Mutant]:
     tree = ast.parse(raw)
     functions = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     bodies = [(one.body[0].lineno, one.end_lineno or 0) for one in functions]
+    statements = [_own_lines(one) for one in ast.walk(tree) if isinstance(one, ast.stmt)]
     for node in _places(tree):
         first = starts[node.lineno - 1] + node.col_offset
         last = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
@@ -128,15 +113,24 @@ def mutants(path: Path) -> Iterator[Mutant]:
             lines = (node.lineno, node.end_lineno or node.lineno)
             source = raw.splitlines()[node.lineno - 1].decode().strip()
             inside = any(start <= lines[0] <= end for start, end in bodies)
-            yield Mutant(path.relative_to(ROOT).as_posix(), lines, not inside, (first, last), source, before, after)
+            name = path.relative_to(ROOT).as_posix()
+            around = max(one for one in statements if one[0] <= lines[0])
+            yield Mutant(name, lines, around, not inside, (first, last), source, before, after)
+
+
+def _own_lines(node: ast.stmt) -> tuple[int, int]:
+    body = getattr(node, "body", None)
+    return node.lineno, max(node.lineno, body[0].lineno - 1 if body else node.end_lineno or 0)
 
 
 def _places(tree: ast.AST) -> Iterator[ast.expr | ast.stmt]:
-    """Yield statements and expressions that run, without those for type checkers, annotations and texts."""
+    """Yield what runs and may matter: not type checkers' parts, annotations, texts, and what `zip` asserts."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.JoinedStr):
+            continue
+        if isinstance(node, ast.keyword) and node.arg == "strict" and ast.unparse(node.value) == "True":
             continue
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for inner in [*node.args.defaults, *(one for one in node.args.kw_defaults if one), *node.body]:
@@ -192,21 +186,22 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
+def equivalents() -> dict[str, str]:
+    """Return the texts of equivalent mutants, with the comment above each."""
+    found, reason = {}, ""
+    for line in EQUIVALENT.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            reason = line.strip("# ")
+        elif line:
+            found[line] = reason
+    return found
+
+
 def draw(folder: Path, count: int, seed: int) -> list[Mutant]:
     """Draw mutants of a folder; equal seeds draw equal mutants of equal files."""
-    known = set(EQUIVALENT.read_text(encoding="utf-8").splitlines()) if EQUIVALENT.exists() else set()
+    known = equivalents()
     found = [one for path in sorted(folder.rglob("*.py")) for one in mutants(path) if one.text not in known]
     return random.Random(f"{seed} {folder.relative_to(ROOT)}").sample(found, min(count, len(found)))
-
-
-def tests_of(folder: Path) -> list[str]:
-    """Return the tests of a folder: those of TESTS, or else those of the same name and what MORE_TESTS adds."""
-    parts = folder.relative_to(ROOT).parts
-    if (inner := "/".join(parts[1:])) in TESTS:
-        return TESTS[inner]
-    room = parts[1] if len(parts) > 1 else parts[0]
-    own = [f"tests/{room}"] if (ROOT / "tests" / room).is_dir() else []
-    return own + MORE_TESTS.get(room, [])
 
 
 def copied_tree(target: Path) -> None:
@@ -226,47 +221,70 @@ def copied_tree(target: Path) -> None:
             shutil.copy(path, target)
 
 
-class Recorder:
-    """Plugin of pytest that records the lines that every test runs, and the seconds that it takes."""
+def found_tests(paths: list[Path]) -> list[Path]:
+    """Return the test files among files and in folders, absolute and sorted."""
+    found = ([path] if path.is_file() else path.rglob("test_*.py") for path in map(Path.resolve, paths))
+    return sorted({file for files in found for file in files})
 
-    def __init__(self, tree: Path) -> None:
-        import coverage
 
-        self.tree = tree
-        self.seconds: dict[str, float] = {}
-        self.coverage = coverage.Coverage(data_file=None, source=[str(tree / "moeq")])
-        self.coverage.start()
+def rounds_of_tests(record: Record, mutant: Mutant) -> Iterator[dict[str, float]]:
+    """Yield the tests to try one after the other: a few that are likely to notice, then all within the budget."""
+    files = [mutant.file, *_callers(mutant.file)]
+    anywhere = {name: seconds for file in files for name, seconds in record.tests_of(file).items()}
+    exact = record.tests_of(mutant.file, range(mutant.lines[0], mutant.lines[1] + 1))
+    exact = exact or record.tests_of(mutant.file, range(mutant.statement[0], mutant.statement[1] + 1))
+    if mutant.at_import or len(files) > 1:
+        exact = anywhere
+    path = Path(mutant.file)
 
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.coverage.switch_context(nodeid)
+    def cost(name: str) -> float:
+        test = Path(name.partition("::")[0])
+        near = 1 if path.stem.removesuffix("_loops") in test.stem else 3 if path.parts[1] in test.parts else 9
+        return near * (0.02 + record.tests[name])
+
+    order = sorted(exact, key=cost) + sorted(set(anywhere) - set(exact), key=cost)
+    rest, first, seconds = BUDGET, [], 0.0
+    for place, name in enumerate(order):
+        seconds += record.tests[name]
+        if place == 0 or (place < 40 and seconds < 3):
+            first.append(name)
+        elif seconds > rest:
+            order = order[:place]
+            break
+    for part in (first, order[len(first) :]):
+        if part:
+            yield {name: record.tests[name] for name in part}
+
+
+def _callers(file: str) -> list[str]:
+    """Return the files whose tests reach compiled loops, which coverage does not see."""
+    if "@loop" not in (text := (ROOT / file).read_text()) and "@intrinsic" not in text:
+        return []
+    name = file.removesuffix(".py").replace("/", ".")
+    users = [one for one in (ROOT / "moeq").rglob("*.py") if name in one.read_text()]
+    found = [one.relative_to(ROOT).as_posix() for one in users]
+    return [*found, *(inner for one in found for inner in _callers(one))]
+
+
+@dataclass
+class Failures:
+    """Plugin of pytest that keeps the first test that fails."""
+
+    found: list[str] = field(default_factory=list)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-
-    def pytest_sessionfinish(self) -> None:
-        self.coverage.stop()
-        data = self.coverage.get_data()
-        lines = {
-            Path(file).relative_to(self.tree).as_posix(): data.contexts_by_lineno(file)
-            for file in data.measured_files()
-        }
-        (self.tree / "lines.json").write_text(json.dumps([lines, self.seconds]))
+        if report.failed:
+            self.found.append(report.nodeid)
 
 
-def tests_of_lines(tree: Path, mutant: Mutant) -> list[str]:
-    """Return the tests that run a mutant's lines, or any line of its file if imports run it, the fastest first."""
-    lines, seconds = json.loads((tree / "lines.json").read_text())
-    of_file = lines.get(mutant.file, {})
-    wanted = of_file if mutant.at_import else map(str, range(mutant.lines[0], mutant.lines[1] + 1))
-    found = {name for line in wanted for name in of_file.get(line, [])} - {""}
-    return sorted(found, key=lambda name: seconds.get(name, 0.0))
-
-
-def outcome(tree: Path, tests: list[str], seconds: float, *, record: bool = False) -> str:
-    """Run tests in a fork, in a tree, up to the first failure: `passed`, `failed` or `timeout`."""
+def first_failure(tree: Path, tests: dict[str, float]) -> str | None:
+    """Run tests in a fork, in a tree, and return the first that fails: "" if none can be named, None if all pass."""
+    named = tree / ".first-failure"
+    named.write_text("")
     child = os.fork()
     if child == 0:
-        os.setsid()
+        limit = 60 + int(10 * sum(tests.values()))  # beyond: an endless loop
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         os.chdir(tree)
         silent = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
@@ -275,32 +293,63 @@ def outcome(tree: Path, tests: list[str], seconds: float, *, record: bool = Fals
         os.environ["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
         import pytest
 
-        plugins = [Recorder(tree)] if record else []
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-n", "0", *tests], plugins)
-        os._exit(0 if status in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) else 1)
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
-        time.sleep(0.1)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
+        plugin = Failures()
+        settings = ["-x", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "slow or not slow"]
+        status = pytest.main([*settings, *tests], [plugin])
+        named.write_text("".join(plugin.found[:1]))
+        os._exit(int(status != pytest.ExitCode.OK))
+    return named.read_text() if os.waitpid(child, 0)[1] else None
 
 
-def survives(tree: Path, mutant: Mutant, seconds: float) -> bool:
-    """Return whether the tests pass although a file of the tree is changed."""
-    path, tests = tree / mutant.file, tests_of_lines(tree, mutant)
-    if not tests:
-        return True
-    raw = path.read_bytes()
-    first, last = mutant.span
-    path.write_bytes(raw[:first] + mutant.after.encode() + raw[last:])
-    try:
-        return outcome(tree, tests, seconds) == "passed"
-    finally:
-        path.write_bytes(raw)
+class Judge:
+    """Tries mutants in a tree of its own."""
+
+    def __init__(self, record: Record, folder: str) -> None:
+        self.record = record
+        self.sound: dict[str, bool] = {}
+        self.tree = Path(tempfile.mkdtemp(dir=folder))
+        copied_tree(self.tree)
+        self.writes = 0
+
+    def killer(self, mutant: Mutant) -> str | None:
+        """Return the test that notices a mutant; None if it survives."""
+        for tests in rounds_of_tests(self.record, mutant):
+            while tests := {name: seconds for name, seconds in tests.items() if self.sound.get(name, True)}:
+                killer = self._killer(mutant, tests)
+                if killer is None:
+                    break
+                if self._is_sound(killer or next(iter(tests))):
+                    return killer or "no test ended"
+        return None
+
+    def _killer(self, mutant: Mutant, tests: dict[str, float]) -> str | None:
+        path = self.tree / mutant.file
+        raw, times = path.read_bytes(), path.stat().st_mtime_ns
+        first, last = mutant.span
+        try:
+            path.write_bytes(raw[:first] + mutant.after.encode() + raw[last:])
+            self.writes += 1  # bytecode of another mutant must not pass for that of this one
+            os.utime(path, (self.writes, self.writes))
+            return first_failure(self.tree, tests)
+        finally:
+            path.write_bytes(raw)
+            os.utime(path, ns=(times, times))
+
+    def _is_sound(self, test: str) -> bool:
+        if test not in self.sound:
+            self.sound[test] = first_failure(self.tree, {test: self.record.tests.get(test, 1.0)}) is None
+        return self.sound[test]
+
+
+_judges: list[Judge] = []
+
+
+def _begin(record: Record, folder: str) -> None:
+    _judges.append(Judge(record, folder))
+
+
+def _judged(mutant: Mutant) -> tuple[Mutant, str | None]:
+    return mutant, _judges[0].killer(mutant)
 
 
 def main() -> int:
@@ -309,42 +358,43 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--count", type=int, default=20, help="mutants of each folder")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=900, help="time for one mutant; more counts as killed")
     parser.add_argument("--least", type=float, default=0, help="percentage of killed mutants that is enough")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at the same time")
+    parser.add_argument("--record", type=Path, default=ROOT / ".mutate" / "lines.json", help="file of recorded lines")
+    parser.add_argument("--only", nargs="*", help="mutants of these places alone, such as moeq/prove/diff.py:247")
+    parser.add_argument("--tests", nargs="*", type=Path, default=[ROOT / "tests"], help="tests to record, else all")
     parser.add_argument("--list", action="store_true", help="only list the mutants that are drawn")
-    parser.add_argument("--tests", nargs="*", help="tests to run instead of the folder's")
     asked = parser.parse_args()
-    import numpy  # noqa: F401  # imported once, before the forks
-    import pytest  # noqa: F401
-    import torch  # noqa: F401
+    drawn = {
+        str(name): [one for one in draw((ROOT / name).resolve(), 1 << 30 if asked.only else asked.count, asked.seed)]
+        for name in asked.folders
+    }
+    if asked.only:
+        drawn = {name: [one for one in found if one.place in asked.only] for name, found in drawn.items()}
+    if asked.list:
+        print(*(f"{one.place}: {one.change}" for found in drawn.values() for one in found), sep="\n")
+        return 0
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        tree = Path(folder)
+        record = Record.read(asked.record)
+        tree = Path(folder) / "recorded"
         copied_tree(tree)
-        for name in asked.folders:
-            drawn = draw((ROOT / name).resolve(), asked.count, asked.seed)
-            tests = asked.tests or tests_of((ROOT / name).resolve())
-            if asked.list:
-                print(*(f"{one.place}: {one.change}" for one in drawn), sep="\n")
-                continue
-            if outcome(tree, tests, asked.seconds * 4, record=True) != "passed":
-                print(f"{name}: its tests do not pass without a mutant: {' '.join(tests)}", file=sys.stderr)
-                return 2
-            killed = 0
-            for mutant in drawn:
-                alive = survives(tree, mutant, asked.seconds)
-                killed += not alive
-                print(
-                    f"{'survived' if alive else 'killed  '}  {mutant.place}: {mutant.change}",
-                    flush=True,
-                )
-            rows.append((str(name), len(drawn), killed))
-    if asked.list:
-        return 0
-    print(
-        f"\nseed {asked.seed}\n\n| folder | mutants | killed | survived | killed % |\n| --- | --: | --: | --: | --: |"
-    )
+        for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests)):
+            print(*(f"{name} fails without a mutant, and judges none" for name in failed), sep="\n", file=sys.stderr)
+            record.write(asked.record)
+        os.environ["TRITON_INTERPRET"] = "1"
+        for name in IMPORTED:
+            importlib.import_module(name)
+        with get_context("fork").Pool(asked.jobs, _begin, (record, folder)) as pool:
+            for name, found in drawn.items():
+                killed = 0
+                for mutant, killer in pool.imap_unordered(_judged, found):
+                    killed += killer is not None
+                    said = f"killed    {mutant.place}" if killer is not None else f"survived  {mutant.place}"
+                    print(f"{said}: {mutant.change}{f'  [{killer}]' if killer else ''}", flush=True)
+                rows.append((name, len(found), killed))
+    print(f"\nseed {asked.seed}\n\n| folder | mutants | killed | survived | % |\n| --- | --: | --: | --: | --: |")
     for name, count, killed in rows:
         print(f"| {name} | {count} | {killed} | {count - killed} | {100 * killed / max(count, 1):.0f} |")
     return int(any(killed < count * asked.least / 100 for _, count, killed in rows))

@@ -128,6 +128,54 @@ def test_what_cannot_be_understood_is_refused(damage, message, tmp_path) -> None
     assert caught.value.exit_code == ExitCode.SOURCE
 
 
+def changed(path: tuple[Any, ...], value: object) -> dict[str, Any]:
+    """The manifest with one value changed below its second layer; the last key is removed where there is no value."""
+    document = json.loads(json.dumps(manifest().to_json()))
+    place = document["layers"][1]
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return document
+
+
+W2 = ("matrices", "w2")
+RANK_W2 = ("ranks", 1, *W2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("num_experts",), 0, r"layers\[1\].num_experts is 0"),
+        (("ranks", 1, "rank"), 0, r"layers\[1\].ranks: rank 0 is there twice"),
+        (("ranks", 1, "matrices", "w2", "tensors", "scale"), "s", "layers: tensor 's' is there twice"),
+        (W2, None, r"layers\[1\].matrices lacks w2"),
+        (RANK_W2, None, r"layers\[1\].ranks.matrices lacks w2"),
+        ((*RANK_W2, "spec", "n"), 0, r"layers\[1\].ranks.matrices.w2.spec.n is 0"),
+        ((*W2, "spec", "k"), 1 << 40, "w2.spec.k is 1099511627776, expected a size"),
+        ((*W2, "spec", "group_size"), -1, "w2.spec.group_size is -1"),
+        ((*W2, "spec", "all_groups"), 0, "w2.spec.all_groups is 0"),
+        ((*W2, "padded_n"), 0, "w2.padded_n is 0"),
+        ((*W2, "padded_k"), 0, "w2.padded_k is 0"),
+        ((*W2, "padded_group"), 0, "w2.padded_group is 0"),
+        ((*W2, "spec", "role"), "w13", "w2.spec describes w13 of 'int4'"),
+        ((*RANK_W2, "spec", "element"), "int99", "w2.spec describes w2 of 'int99'"),
+        (("source_group",), 0, "source_group is 0, expected a size"),
+        (("source_group",), 48, "source_group is 48, which the groups of w13 do not divide"),
+    ],
+)
+def test_every_size_and_kind_of_a_matrix_is_checked(path, value, message, tmp_path) -> None:
+    with pytest.raises(MoeqError, match=message) as caught:
+        read_manifest(write(tmp_path, changed(path, value)))
+    assert caught.value.code == "source.bad-manifest"
+
+
+def test_groups_of_the_source_may_be_several_of_those_written(tmp_path) -> None:
+    assert read_manifest(write(tmp_path, changed(("source_group",), 64))).layer(3).source_group == 64
+
+
 def test_a_folder_without_one(tmp_path) -> None:
     with pytest.raises(MoeqError, match="not a finished output") as caught:
         read_manifest(tmp_path)

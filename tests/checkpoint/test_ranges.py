@@ -18,6 +18,7 @@ class Busy(BaseHTTPRequestHandler):
     """Answers 503 with the values of Retry-After that are left (None: without one), then with bytes."""
 
     waits: ClassVar[list[str | None]] = []
+    etags: ClassVar[list[str | None]] = []
 
     def log_message(self, format: str, *args: object) -> None:
         """Quiet."""
@@ -30,6 +31,8 @@ class Busy(BaseHTTPRequestHandler):
                 self.send_header("Retry-After", wait)
         else:
             self.send_header("Content-Range", "bytes 0-4/9")
+            if self.etags and (etag := self.etags.pop(0)) is not None:
+                self.send_header("ETag", etag)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -76,3 +79,41 @@ def test_patience_ends(url, slept, monkeypatch) -> None:
         RangeReader({}, 1 << 20).read(url, "file", 0, 5)
     assert caught.value.code == "source.network"
     assert slept == [2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("etags", "refused"),
+    [
+        (['"a"', '"a"'], False),
+        (['W/"a"', '"a"'], False),  # a proxy that compresses makes it weak
+        ([None, '"a"', None, '"a"'], False),  # not every server of a cluster sends one
+        ([None, '"a"', '"b"'], True),
+        (['"a"', None, '"b"'], True),
+    ],
+)
+def test_an_etag_that_changes_ends_the_run(etags, refused, url, monkeypatch) -> None:
+    monkeypatch.setattr(Busy, "etags", list(etags))
+    reader = RangeReader({}, 1 << 20)
+    for _ in etags[1:]:
+        reader.read(url, "file", 0, 5)
+    if not refused:
+        reader.read(url, "file", 0, 5)
+        return
+    with pytest.raises(MoeqError, match="file changed between two ranges: its ETag was 'a', now it is 'b'") as caught:
+        reader.read(url, "file", 0, 5)
+    assert caught.value.code == "source.changed"
+    assert reader.read(url, "another", 0, 5) == (b"bytes", 9)
+
+
+def test_no_more_bytes_than_the_budget(url) -> None:
+    reader = RangeReader({}, 5)
+    assert reader.read(url, "file", 0, 5) == (b"bytes", 9)
+    with pytest.raises(MoeqError, match="larger than any known one") as caught:
+        reader.read(url, "file", 0, 5)
+    assert caught.value.code == "source.too-large"
+
+
+def test_a_server_that_sends_another_range(url) -> None:
+    with pytest.raises(MoeqError, match="asked for bytes from 2, the server sent from 0") as caught:
+        RangeReader({}, 1 << 20).read(url, "file", 2, 5)
+    assert caught.value.code == "source.network"

@@ -9,8 +9,13 @@ import pytest
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.pipeline.plan.candidates import candidates
 from moeq.pipeline.plan.decide import advised
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 from moeq.pipeline.plan.options import Question
+
+GPTOSS = "mxfp4-gptoss"
 
 
 def chosen(source: Path, **deployment: object) -> tuple[str, str | None]:
@@ -52,3 +57,56 @@ def test_where_adapters_rule_moeqs_kernels_out_the_engine_chooses(checkpoints) -
 def test_eight_bit_activations_stay_with_the_kernels_that_have_them(checkpoints) -> None:
     assert chosen(checkpoints / "ct-w8a8-qwen3moe")[0] == "int8-w8a8/1"
     assert chosen(checkpoints / "modelopt-fp8-qwen3moe")[0] == "flashinfer-cutlass-fp8-tensor/1"
+
+
+def listed(source: Path, gpu: str, **deployment: object) -> list[tuple[str, str | None]]:
+    """Layout and option of every candidate of the first layer, in order."""
+    checkpoint, where = moeq.open(source), Deployment(gpu=parse_gpu(gpu), **deployment)  # type: ignore[arg-type]
+    found = candidates(checkpoint, Question(where), 0, None, judge_checkpoint(checkpoint, where, 0))
+    return [(row.layout, row.flag) for row in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "deployment", "expected"),
+    [
+        (GPTOSS, "H100", {}, [
+            ("moeq-mxfp4/1", None), ("triton-kernels-hopper/1", None),
+            ("flashinfer-cutlass-mxfp4-bf16/1", "--moe-backend flashinfer_cutlass"),
+            ("marlin-mxfp4-interleaved/1", "--moe-backend marlin"),
+        ]),
+        (GPTOSS, "B200", {}, [
+            ("trtllm-mxfp4/1", None), ("triton-kernels-blackwell/1", "--moe-backend triton"),
+            ("marlin-mxfp4-interleaved/1", "--moe-backend marlin"),
+        ]),
+        (GPTOSS, "H100", {"backend": "triton"}, [("triton-kernels-hopper/1", None)]),
+        # Eight-bit activations on the tensor cores: nothing that multiplies in 16 bits takes their place.
+        ("ct-mxfp4-qwen3moe", "B200", {}, [("cutlass-mxfp4/1", None)]),
+        ("ct-nvfp4-qwen3moe", "B200", {}, [("trtllm-nvfp4/1", None)]),
+        ("gptq-int4-g32-qwen3moe", "H100", {}, [("marlin-wna16/1", "--moe-backend marlin")]),
+        ("gptq-int4-g32-qwen3moe", "A100", {"backend": "marlin"}, [("marlin-wna16/1", None)]),
+    ],
+)  # fmt: skip
+def test_every_candidate_once_in_the_engines_order(name, gpu, deployment, expected, checkpoints) -> None:
+    assert listed(checkpoints / name, gpu, **deployment) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "deployment", "code", "text"),
+    [
+        (GPTOSS, "A100", {"backend": "nonsense"}, "usage.unknown-backend", "'nonsense' names no backend of MXFP4"),
+        (GPTOSS, "A100", {"backend": "flashinfer_trtllm"}, "answer.backend-unsupported", "cannot run this"),
+        ("ct-fp8-block-qwen3moe", "H100", {"tp": 2}, "answer.no-backend", "64 does not divide into blocks of 128"),
+        ("ct-fp8-block-qwen3moe", "H100", {}, "answer.nothing-to-convert", "runs TRITON here: it reads"),
+        ("ct-fp8-block-qwen3moe", "H100", {"backend": "triton"}, "answer.no-backend", "nothing to convert to"),
+        ("gptq-int4-g32-qwen3moe", "A100", {"tp": 4}, "usage.tp", "2 attention heads are not divisible by tp 4"),
+    ],
+)
+def test_no_candidate_says_why(name, gpu, deployment, code, text, checkpoints) -> None:
+    with pytest.raises(MoeqError, match=text) as caught:
+        listed(checkpoints / name, gpu, **deployment)
+    assert caught.value.code == code
+
+
+def test_the_engines_own_reason_comes_first(checkpoints) -> None:
+    _, why = chosen(checkpoints / "gptq-int4-g32-qwen3moe")
+    assert (why or "").startswith("HUMMING: Humming's bytes depend on the GPU's SM version")

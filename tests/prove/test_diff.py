@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 
@@ -199,3 +200,33 @@ def test_plain_experts_in_one_tensor_of_two_halves(checkpoints, tmp_path) -> Non
     wrong = diff(single, swapped, experts_only=True).differing
     assert {(row.layer, row.projection) for row in wrong} == {(1, "gate"), (1, "up")}
     assert len(wrong) == 8
+
+
+def test_plain_experts_in_one_transposed_tensor_of_alternating_rows(checkpoints, tmp_path) -> None:
+    """The same gpt-oss in bfloat16, which holds every MXFP4 value: `gate_up_proj` [E, K, 2 N], gate and up in turn."""
+    quantized, plain = checkpoints / "mxfp4-gptoss", tmp_path / "plain"
+    plain.mkdir()
+    config = json.loads((quantized / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    stored = [load_file(path) for path in sorted(quantized.glob("*.safetensors"))]
+    tensors = {
+        name: tensor for file in stored for name, tensor in file.items() if not name.endswith(("_blocks", "_scales"))
+    }
+    source = moeq.open(quantized)
+    for layer in (0, 1):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        values = {
+            name: torch.stack([source.dequantize(layer, expert, name) for expert in range(4)])
+            for name in ("gate", "up", "down")
+        }
+        pairs = torch.stack([values["gate"], values["up"]], 2).flatten(1, 2)
+        tensors[f"{prefix}gate_up_proj"] = pairs.transpose(1, 2).bfloat16().contiguous()
+        tensors[f"{prefix}down_proj"] = values["down"].transpose(1, 2).bfloat16().contiguous()
+    save_file(tensors, plain / "model.safetensors")
+    assert diff(quantized, plain, experts_only=True).equal
+
+    tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][3, 4] += 1  # row 4: gate 2
+    save_file(tensors, plain / "model.safetensors")
+    (row,) = diff(quantized, plain, experts_only=True).differing
+    assert (row.name, row.differing, row.first.row, row.first.column) == ("layer 1 expert 3 gate", 1, 2, None)

@@ -1,0 +1,85 @@
+"""Names of experts as a layer stores them, held against what engines' classes load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import moeq
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import LayerExperts, index_experts
+from moeq.pipeline.plan.expert_names import below_layer, order_of, stored_names, unloaded
+
+STACK = "model.layers.3.mlp.experts"
+
+
+def layer_of(*names: str, shape: tuple[int, ...] = (4, 8)) -> LayerExperts:
+    entries = {name: TensorEntry(name, "a.safetensors", "BF16", shape, 0, 64) for name in names}
+    (layer,) = index_experts(entries)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ([f"{STACK}.0.gate_proj.weight"], None),
+        ([f"{STACK}.gate_up_proj", f"{STACK}.gate_up_proj_scale"], None),
+        ([f"{STACK}.gate_proj.0.weight"], f"lists of experts per projection such as {STACK}.gate_proj.0"),
+        ([f"{STACK}.down_proj", f"{STACK}.down_proj_weight_scale"], "stacked scales such as down_proj_weight_scale"),
+        ([f"model.{STACK}.0.gate_proj.weight"], "has 'model' 2 times above its layers, as in model.model.layers"),
+    ],
+)
+def test_names_that_no_class_loads(names: list[str], problem: str | None) -> None:
+    found = unloaded(layer_of(*names))
+    assert (found is None) == (problem is None)
+    assert (problem or "") in (found or "")
+
+
+def test_the_path_below_a_layer() -> None:
+    assert below_layer(layer_of(f"{STACK}.0.gate_proj.weight")) == "mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("alternate", "transposed", "known", "order"),
+    [
+        (False, False, True, "halves"), (True, False, True, "interleaved"), (True, True, True, "transposed"),
+        (True, False, False, "interleaved"), (False, True, False, None),
+    ],
+)  # fmt: skip
+def test_the_order_of_rows(alternate: bool, transposed: bool, known: bool, order: str | None) -> None:
+    assert order_of(alternate=alternate, transposed=transposed, known=known) == order
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gptq-int4-g128-mixtral", {
+            (f"mlp.experts.*.{leaf}_proj", "halves") for leaf in ("gate", "up", "down")
+        }),
+        ("mxfp4-gptoss", {
+            *((f"mlp.experts.gate_up_proj_{part}", "interleaved") for part in ("blocks", "scales", "bias")),
+            *((f"mlp.experts.down_proj_{part}", "halves") for part in ("blocks", "scales", "bias")),
+        }),
+    ],
+)  # fmt: skip
+def test_every_name_once_with_its_order(name: str, expected: set[tuple[str, str]], checkpoints: Path) -> None:
+    found = list(stored_names(moeq.open(checkpoints / name).experts(0)))
+    assert {(row.path, row.order) for row in found} == expected
+    assert len(found) == len(expected)
+
+
+def test_one_number_for_all_experts_has_no_order_and_no_name(checkpoints: Path, tmp_path: Path) -> None:
+    source = checkpoints / "mxfp4-gptoss"
+    first, second = sorted(source.glob("*.safetensors"))
+    tensors = {**load_file(first), **load_file(second)}
+    number = "model.layers.0.mlp.experts.gate_up_proj_input_scale"
+    save_file({number: torch.ones(1), **tensors}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    experts = moeq.open(tmp_path).experts(0)
+    assert next(iter(experts.layer.tensors())).name == number
+    assert {row.path for row in stored_names(experts)} == {
+        row.path for row in stored_names(moeq.open(source).experts(0))
+    }

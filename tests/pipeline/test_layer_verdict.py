@@ -1,0 +1,83 @@
+"""What the oracle is asked about a layer, and the gates that only a whole checkpoint shows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.builder import config, quantization, write
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint, side_config_gate
+
+
+def where(gpu: str = "A100", **deployment: Any) -> Deployment:
+    return Deployment(gpu=parse_gpu(gpu), **deployment)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A GPTQ checkpoint of old tools, whose config is in a file of its own."""
+    write(tmp_path, document=config(quantization_config=None))
+    (tmp_path / "quantize_config.json").write_text(json.dumps(quantization()))
+    return tmp_path
+
+
+def test_a_config_beside_is_read_on_request(beside: Path) -> None:
+    checkpoint = moeq.open(beside)
+    gate = side_config_gate(checkpoint, where())
+    assert gate is not None
+    assert (gate.code, gate.passed, gate.remedy) == ("G13", False, "--quantization gptq")
+    assert gate.text.startswith("only quantize_config.json declares the quantisation")
+    assert side_config_gate(checkpoint, where(quantization="gptq")) is None
+    assert side_config_gate(checkpoint, where(engine="moeq")) is None
+    verdict = judge_checkpoint(checkpoint, where(), 0)
+    assert not verdict.ok
+    assert gate in verdict.gates
+    assert judge_checkpoint(checkpoint, where(quantization="gptq"), 0).ok
+
+
+def test_a_config_that_the_engine_finds_is_no_problem(tmp_path: Path, checkpoints: Path) -> None:
+    assert side_config_gate(moeq.open(write(tmp_path)), where()) is None
+    assert side_config_gate(moeq.open(checkpoints / "mxfp4-gptoss"), where()) is None
+    folder = tmp_path / "modelopt"
+    folder.mkdir()
+    source = checkpoints / "modelopt-fp8-qwen3moe"
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    document = json.loads((folder / "config.json").read_text())
+    side = document.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(document))
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": side}))
+    assert side_config_gate(moeq.open(folder), where("H100")) is None
+
+
+def unlock(folder: Path, backend: str, deployment: Deployment) -> str | None:
+    """The change that would make a backend of the engine work."""
+    rows = judge_checkpoint(moeq.open(folder), deployment, 0, explain=True).candidates
+    return next(row.unlock for row in rows if row.backend == backend)
+
+
+def test_no_change_is_suggested_that_the_whole_checkpoint_forbids(checkpoints: Path, beside: Path) -> None:
+    """The model has two attention heads; whatever the experts allow, more ranks cannot share them."""
+    name = checkpoints / "gptq-int4-g32-qwen3moe"
+    assert unlock(name, "MARLIN", where(tp=8)) == "tp 2"
+    assert unlock(name, "XPU", where(tp=2)) == "a device of kind xpu"
+    assert unlock(name, "XPU", where(tp=4)) is None
+    # No device reads a config that the engine does not look for.
+    assert unlock(beside, "XPU", where()) is None
+    assert unlock(beside, "XPU", where(quantization="gptq")) == "a device of kind xpu"
+
+
+def test_another_scheme_is_judged_without_the_sources_config(beside: Path, checkpoints: Path) -> None:
+    """Which file declares the source's own quantisation does not matter for what it is transcoded to."""
+    other = moeq.open(checkpoints / "ct-int4-g128-qwen3moe").scheme_of(0)
+    checkpoint, wanted = moeq.open(beside), replace(other, weight=moeq.open(beside).scheme_of(0).weight)
+    verdict = judge_checkpoint(checkpoint, where(), 0, scheme=wanted, explain=True)
+    assert verdict.ok
+    assert next(row.unlock for row in verdict.candidates if row.backend == "XPU") == "a device of kind xpu"
