@@ -36,6 +36,9 @@ ELEMENT_BITS: dict[str, int] = {
     "f32": 32,
 }
 
+#: Bits of a stored scale or bias, by `MatrixSpec.scale_dtype` and `bias_dtype`.
+SCALE_BITS: dict[str, int] = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "e4m3": 8}
+
 
 @dataclass(frozen=True)
 class MatrixSpec:

@@ -22,7 +22,7 @@ from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
 from moeq.checkpoint.paths import safe_names
 from moeq.checkpoint.source import CONFIG_NAME
 from moeq.errors import MoeqError
-from moeq.matrix import ELEMENT_BITS, MatrixSpec
+from moeq.matrix import ELEMENT_BITS, SCALE_BITS, MatrixSpec
 from moeq.typed import brief, read_as
 
 MANIFEST_NAME = "moeq.json"
@@ -378,7 +378,9 @@ def _check(manifest: Manifest, path: Path) -> None:
     for index, entry in enumerate(manifest.layers):
         place = f"layers[{index}]"
         _size(path, f"{place}.num_experts", entry.num_experts)
-        _distinct(path, f"{place}.ranks: rank", [rank.rank for rank in entry.ranks])
+        numbers = [rank.rank for rank in entry.ranks]
+        if sorted(numbers) != list(range(len(numbers))):
+            _refuse(path, f"{place}.ranks", f"are not numbered 0 to {len(numbers) - 1}")
         _check_source_group(path, f"{place}.source_group", entry)
         for where, matrices in [(place, entry.matrices), *((f"{place}.ranks", rank.matrices) for rank in entry.ranks)]:
             for role in STACKED_ROLES:
@@ -401,13 +403,18 @@ def _check_matrix(path: Path, place: str, entry: MatrixEntry, role: StackedRole)
     spec = entry.spec
     for name, size in (("spec.n", spec.n), ("spec.k", spec.k), ("spec.group_size", spec.group_size)):
         _size(path, f"{place}.{name}", size)
-    for name, size in (("padded_n", entry.padded_n), ("padded_k", entry.padded_k)):
+    for name, size, least in (("padded_n", entry.padded_n, spec.n), ("padded_k", entry.padded_k, spec.k)):
         _size(path, f"{place}.{name}", size)
+        if size < least:
+            _refuse(path, f"{place}.{name}", f"is {size}, less than the {least} before padding")
     for name, optional in (("spec.all_groups", spec.all_groups), ("padded_group", entry.padded_group)):
         if optional is not None:
             _size(path, f"{place}.{name}", optional)
     if spec.role != role or spec.element not in ELEMENT_BITS:
         _refuse(path, f"{place}.spec", f"describes {spec.role} of {brief(spec.element)}")
+    for name, dtype in (("scale_dtype", spec.scale_dtype), ("bias_dtype", spec.bias_dtype)):
+        if dtype not in SCALE_BITS and not (name == "bias_dtype" and dtype is None):
+            _refuse(path, f"{place}.spec.{name}", f"is {brief(dtype)}, expected one of {', '.join(SCALE_BITS)}")
 
 
 def _size(path: Path, place: str, size: int) -> None:

@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import is_gated_w13
 from moeq.layouts.base import Layout, PaddingRule
-from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.matrix import SCALE_BITS, MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_SCALE_BITS = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "e4m3": 8}
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,9 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
 
 def logical_bytes(spec: MatrixSpec) -> int:
     """Return the bytes of the numbers of a matrix, tightly packed: codes, scales, zero points, bias."""
-    per_group = _SCALE_BITS[spec.scale_dtype] + (0 if spec.symmetric else spec.bits)
+    per_group = SCALE_BITS[spec.scale_dtype] + (0 if spec.symmetric else spec.bits)
     bits = spec.n * (spec.k * spec.bits + spec.num_groups * per_group)
-    return bits // 8 + spec.n * (_SCALE_BITS[spec.bias_dtype] // 8 if spec.bias_dtype else 0)
+    return bits // 8 + spec.n * (SCALE_BITS[spec.bias_dtype] // 8 if spec.bias_dtype else 0)
 
 
 def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:
