@@ -63,8 +63,7 @@ def equal_bytes(a: Source, b: Source, names: Collection[str]) -> bool:
                 for source, entry, buffer in ((a, left, buffers[0]), (b, right, buffers[1])):
                     view = memoryview(buffer)[:count]
                     source.read_into(descriptor(source, entry.file), view, entry.start + offset, entry.file)
-                same = buffers[0] == buffers[1] if count == _CHUNK else buffers[0][:count] == buffers[1][:count]
-                if not same:
+                if buffers[0] != buffers[1]:  # what lies behind `count` is of an earlier chunk, and equal
                     return False
     return True
 

@@ -8,11 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint.builder import Stored, experts, router, write
 
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.convert import convert
+from moeq.prove import diff_bytes
 from moeq.prove.diff import diff
 from moeq.prove.diff_bytes import equal_bytes, same_layer
 
@@ -45,6 +47,27 @@ def test_every_byte_counts(checkpoints: Path, tmp_path: Path, name: str) -> None
             assert same_layer(a, other, layer) is not of_layer
         flipped(copy, entry.file, place)
     assert equal_bytes(a.source, moeq.open(copy).source, a.source.tensors)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 64, 96, 1])
+def test_tensors_longer_than_a_chunk(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diff_bytes, "_CHUNK", chunk)
+    data = random.Random(3).randbytes(256)
+    tensors = {name: Stored("U8", (size,), data[:size]) for name, size in (("a", 256), ("b", 64), ("c", 100))}
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        write(folder, {**router(), **experts(), **tensors})
+    a, b = (moeq.open(folder) for folder in folders)
+    assert equal_bytes(a.source, b.source, ["a", "b", "c"])
+    assert equal_bytes(a.source, b.source, ["c", "a"])
+    for name in tensors:
+        entry = b.source.entry(name)
+        for place in (entry.start, entry.start + 63, entry.end - 1):
+            flipped(folders[1], entry.file, place)
+            other = moeq.open(folders[1]).source
+            assert not equal_bytes(a.source, other, ["a", "b", "c"])
+            assert equal_bytes(a.source, other, [one for one in tensors if one != name])
+            flipped(folders[1], entry.file, place)
 
 
 def test_conversions(checkpoints: Path, tmp_path: Path) -> None:
