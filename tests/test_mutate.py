@@ -1,0 +1,72 @@
+"""The mutation tool: what it changes, which tests it chooses, and that its list of equivalents is of today's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mutate
+from line_tests import Record
+
+SOURCE = '''"""Text."""
+LIMIT = 3
+
+
+def f(a: int = 1, *, b: bool = True) -> int:
+    """Text."""
+    for one in zip([a], [b], strict=True):
+        if a < LIMIT and not b:
+            raise ValueError(f"{a + 1}")
+        print(
+            one,
+        )
+    return a
+'''
+
+
+def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    path = tmp_path / "moeq" / "a.py"
+    path.parent.mkdir()
+    path.write_text(SOURCE)
+    found = list(mutate.mutants(path))
+    assert sorted((one.lines[0], one.change, one.at_import) for one in found) == [
+        (2, "3 -> (4)", True),
+        (5, "1 -> (2)", True),
+        (5, "True -> (False)", True),
+        (8, "a < LIMIT -> (a <= LIMIT)", False),
+        (8, "a < LIMIT and not b -> (a < LIMIT or not b)", False),
+        (8, "not b -> (b)", False),
+        (9, 'raise ValueError(f"{a + 1}") -> pass', False),
+        (10, "print( one, ) -> pass", False),
+        (13, "return a -> return None", False),
+    ]
+    assert {one.statement for one in found if one.lines[0] == 8} == {(8, 8)}
+    assert {one.statement for one in found if one.lines[0] == 10} == {(10, 12)}
+    assert mutate.draw(path.parent, 4, 7) == mutate.draw(path.parent, 4, 7) != mutate.draw(path.parent, 4, 8)
+
+
+def test_lines_move_with_their_tests(tmp_path: Path) -> None:
+    for folder in ("moeq", "tests"):
+        (tmp_path / folder).mkdir()
+    path, tests = tmp_path / "moeq" / "a.py", tmp_path / "tests" / "test_a.py"
+    path.write_text("zero\none\ntwo\nthree\n")
+    tests.write_text("")
+    record = Record(tests={"tests/test_a.py::one": 1.0, "tests/test_b.py::two": 2.0})
+    assert list(record.update(tmp_path, tmp_path, 1, [])) == []
+    record.lines = {"moeq/a.py": {2: [0], 3: [1], 4: [0, 1]}}
+    record.test_files = {"tests/test_a.py": "old", "tests/test_b.py": "same"}
+    record.write(tmp_path / "lines.json")
+    path.write_text("new\nzero\none\n2\nthree\n")
+    record = Record.read(tmp_path / "lines.json")
+    assert list(record.update(tmp_path, tmp_path, 1, [])) == []
+    assert record.tests_of("moeq/a.py", range(3, 4)) == {"tests/test_a.py::one": 1.0}
+    assert set(record.tests_of("moeq/a.py", range(4, 5))) == {"tests/test_a.py::one", "tests/test_b.py::two"}
+    assert record.tests_of("moeq/a.py", range(1, 2)) == {}
+    assert set(record.tests_of("moeq/a.py")) == {"tests/test_a.py::one", "tests/test_b.py::two"}
+
+
+def test_equivalent_mutants_are_of_this_code_and_have_reasons() -> None:
+    for text, reason in mutate.equivalents().items():
+        assert reason, text
+        path = mutate.ROOT / text.partition(":")[0]
+        assert text in {one.text for one in mutate.mutants(path)}, text
