@@ -16,8 +16,8 @@ from moeq.pipeline.plan.expert_names import below_layer, order_of, stored_names,
 STACK = "model.layers.3.mlp.experts"
 
 
-def layer_of(*names: str, shape: tuple[int, ...] = (4, 8)) -> LayerExperts:
-    entries = {name: TensorEntry(name, "a.safetensors", "BF16", shape, 0, 64) for name in names}
+def layer_of(*names: str) -> LayerExperts:
+    entries = {name: TensorEntry(name, "BF16", (4, 8), "a.safetensors", 0, 64) for name in names}
     (layer,) = index_experts(entries)
     return layer
 

@@ -67,6 +67,18 @@ def test_a_changed_bias_is_a_difference(checkpoints, tmp_path) -> None:
     assert row.first.text.startswith("bias [2]: ")
 
 
+def test_a_difference_from_zero_has_no_relative_size(checkpoints, tmp_path) -> None:
+    def zero(tensors: Tensors) -> Tensors:
+        return tensors | {f"{DOWN}.weight": torch.zeros_like(tensors[f"{DOWN}.weight"])}
+
+    source = checkpoints / "ct-w8a8-qwen3moe"
+    zeros = rewritten(source, tmp_path / "zeros", zero)
+    (row,) = diff(zeros, source, experts_only=True).differing
+    assert row.relative == float("inf")
+    (row,) = diff(source, zeros, experts_only=True).differing
+    assert row.relative == 1
+
+
 def test_other_formats_of_one_model(checkpoints) -> None:
     found = diff(checkpoints / "gptq-int4-g32-qwen3moe", checkpoints / "gptq-int8-g64-qwen3moe")
     assert not found.equal

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
 from moeq.prove.engine_code import find_engine
+from moeq.prove.parity import _converted_units as converted_units
+from moeq.prove.parity import _sampled as sampled
+from moeq.prove.parity import _source_units as source_units
 from moeq.prove.parity import parity
 
 SITE = os.environ.get("MOEQ_TEST_VLLM")
@@ -76,6 +80,27 @@ def test_layouts_without_an_engine_packing_are_named(package, checkpoints) -> No
     assert "marlin-wna16/1" in caught.value.hint
     with pytest.raises(MoeqError, match="no layout with an engine's packing holds layer 0"):
         parity(checkpoints / "gptq-int4-g32-actorder-qwen3moe", site=package)
+
+
+def test_samples_are_spread_over_all_experts() -> None:
+    assert sampled(4, 8) == [0, 1, 2, 3]
+    assert sampled(9, 3) == [0, 4, 8]
+    assert sampled(128, 1) == [0]
+    assert sampled(128, 4) == [0, 42, 85, 127]
+
+
+@pytest.mark.parametrize(("tp", "ranks"), [(1, [(None, 0, 128)]), (2, [(0, 0, 64), (1, 64, 128)])])
+def test_every_rank_is_compared_with_the_same_sample(tp, ranks, checkpoints, tmp_path) -> None:
+    deployment = Deployment(gpu=A100, tp=tp)
+    source = checkpoints / "mxfp4-gptoss"
+    convert(source, tmp_path / "out", deployment, layout="marlin-mxfp4/1", force_layout=True)
+    wanted = [(layer, rank, (0, 2, 3), start, stop) for layer in (0, 1) for rank, start, stop in ranks]
+    for found in (
+        converted_units(moeq.open(tmp_path / "out"), 3),
+        source_units(moeq.open(source), "marlin-mxfp4/1", tp, 3),
+    ):
+        units = [(one.layer, one.rank, one.experts, one.intermediate.start, one.intermediate.stop) for one in found]
+        assert units == wanted
 
 
 @with_vllm

@@ -290,6 +290,9 @@ def places_of(out: Path) -> dict[str, tuple[str, int]]:
 def test_copies_of_several_pieces_come_back(checkpoints, tmp_path) -> None:
     source = with_rest(checkpoints, tmp_path / "source")
     check(source, tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    restore(tmp_path / "out", tmp_path / "again")
+    assert len(os.listdir("/proc/self/fd")) == before, "every file is closed"
 
 
 @pytest.mark.parametrize(
