@@ -171,6 +171,26 @@ def test_another_source_is_another_digest(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(digests) == 5
 
 
+def test_copies_of_moeq_share_a_folder_if_their_loops_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opened(at: Path) -> Path:
+        monkeypatch.setattr(native, "__file__", str(at / "native.py"))
+        folder = native.code_cache()
+        assert folder is not None
+        return folder.path
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    copies = [tmp_path / "one", tmp_path / "other"]
+    for copy in copies:
+        shutil.copytree(ROOT / "moeq/layouts/loops", copy)
+    assert len({opened(at) for at in (ROOT / "moeq/layouts/loops", *copies)}) == 1
+    with (copies[1] / "compare_loops.py").open("a") as file:
+        file.write("# changed\n")
+    native._folder_digest.cache_clear()
+    assert opened(copies[1]) != opened(copies[0])
+
+
 @compiler.loop
 def allocates(source, out):  # type: ignore[no-untyped-def]
     doubled = source * 2

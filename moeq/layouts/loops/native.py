@@ -163,8 +163,17 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
 
 
 def code_cache() -> CodeCache | None:
-    """Open the folder of object files of this installation; None where nothing can be kept."""
-    return user_cache("moeq", f"loops-{_digest(str(Path(__file__).parent))}", variable="NUMBA_CACHE_DIR")
+    """Open the folder of object files of these sources; None where nothing can be kept.
+
+    Two copies of moeq share it if their loops are the same, and do not replace each other's files if not.
+    """
+    return user_cache("moeq", f"loops-{_folder_digest(Path(__file__).parent)}", variable="NUMBA_CACHE_DIR")
+
+
+@lru_cache(maxsize=1)
+def _folder_digest(folder: Path) -> str:
+    """Digest all modules of a folder."""
+    return _digest("\0".join(path.read_text() for path in sorted(folder.glob("*.py"))))
 
 
 def _opened(content: bytes | None, about: str) -> bytes | None:
