@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -69,6 +70,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=f"{name}: pytest -m {name}"))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep thousands of tests and imported modules out of garbage collections, here and in forks, which would copy them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

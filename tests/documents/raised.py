@@ -14,6 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (ROOT / "moeq", ROOT / "kernels" / "moeq_kernels", ROOT / "tools")
 CODE = re.compile(rf"({'|'.join(EXIT_CODES)})\.[a-z0-9]+(-[a-z0-9]+)*")
 
+#: How a code begins that a module spells out.
+BEGINNING = re.compile(rf"[\"']({'|'.join(EXIT_CODES)})\.")
+
 #: Texts that look like a code and are none: the name of a field of `moeq.json`.
 NO_CODES = {"source.files"}
 
@@ -77,7 +80,10 @@ def raised() -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for package in PACKAGES:
         for path in sorted(package.rglob("*.py")):
-            tree = ast.parse(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if not BEGINNING.search(text):
+                continue
+            tree = ast.parse(text)
             messages = {
                 id(call.args[0]): pattern(call.args[1], function)
                 for function, calls in functions(tree)

@@ -180,6 +180,20 @@ E4M3 = [
 ]
 
 
+@cache
+def _parsed(text: str) -> list[tuple[Callable[..., int], list[str], list[str]]]:
+    """Operation, targets and sources of every line of a PTX text; a register of 32 bits may be two of 16."""
+    found = []
+    for line in text.splitlines():
+        match = re.fullmatch(r"([a-z0-9.]+) (.*);", line)
+        if not match:
+            assert line in "{}", line
+        elif match[1] != ".reg":
+            target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
+            found.append((OPERATIONS[match[1]], target.strip("{}").split(", "), sources))
+    return found
+
+
 def run(text: str, results: int, *given: int) -> list[int]:
     """Runs a PTX text on 32-bit registers; operands `$0 ..` are the results, then what is given."""
     registers = {f"${results + i}": word for i, word in enumerate(given)}
@@ -190,21 +204,12 @@ def run(text: str, results: int, *given: int) -> list[int]:
             return registers[low] | registers[high] << 16
         return registers[source] if source in registers else int(source, 0)
 
-    for line in text.splitlines():
-        match = re.fullmatch(r"([a-z0-9.]+) (.*);", line)
-        if not match:
-            assert line in "{}", line
-            continue
-        if match[1] == ".reg":
-            continue
-        target, *sources = re.findall(r"{[^}]*}|[^, ]+", match[2])
-        values = [value(source) for source in sources]
-        result = OPERATIONS[match[1]](*values)
-        halves = target.strip("{}").split(", ")
-        if len(halves) == 2:  # two 16-bit registers
-            registers |= {halves[0]: result & 0xFFFF, halves[1]: result >> 16}
+    for operation, targets, sources in _parsed(text):
+        result = operation(*map(value, sources))
+        if len(targets) == 2:
+            registers |= {targets[0]: result & 0xFFFF, targets[1]: result >> 16}
         else:
-            registers[target] = result
+            registers[targets[0]] = result
     return [registers[f"${i}"] for i in range(results)]
 
 
@@ -212,13 +217,18 @@ def _twice(bits: int) -> int:
     return bits | bits << 16
 
 
+@cache
+def _text(kind: str, half: bool, how: str, operands: int) -> str:
+    """The instructions for a word of codes and so many operands, one for each of two columns."""
+    assert recipes.constraints(kind, how).count("r") == recipes.registers(kind) + 1 + 2 * operands
+    return recipes.dequantize(kind, half, how)
+
+
 def _dequantized(kind: str, half: bool, how: str, code: int, *operands: int) -> int:
     """The 16-bit float that a code becomes; operands as 16-bit floats. Asks every place in the word."""
-    count = recipes.registers(kind)
     word = code * (0x11111111 if BITS[kind] == 4 else 0x01010101)
     doubled = [_twice(operand) for operand in operands for _ in range(2)]
-    found = run(recipes.dequantize(kind, half, how), count, word, *doubled)
-    assert recipes.constraints(kind, how).count("r") == count + 1 + len(doubled)
+    found = run(_text(kind, half, how, len(operands)), recipes.registers(kind), word, *doubled)
     assert len(set(found)) == 1
     assert found[0] & 0xFFFF == found[0] >> 16
     return found[0] & 0xFFFF
