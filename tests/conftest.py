@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep thousands of tests and imported modules out of garbage collections, here and in forks, which would copy them."""
+    """Leave tests and modules out of garbage collections, here and in forks, where a collection copies them."""
     gc.collect()
     gc.freeze()
 

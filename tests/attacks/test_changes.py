@@ -94,7 +94,7 @@ def test_a_source_that_changes_meanwhile(
 HUGE = [0, -1, 1 << 20, 1 << 31, 1 << 40, 1 << 62, 1 << 63, 1 << 64, 10**30]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("ranks", [False, True])
 def test_counts_of_a_manifest_are_checked_against_bytes(converted_place: Place, value: int, ranks: bool) -> None:

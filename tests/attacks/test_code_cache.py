@@ -27,6 +27,19 @@ assert compare.is_zero(np.zeros((3, 100), np.uint8))
 print("compiled" if "numba" in sys.modules else "from the cache")
 """
 
+#: The same, but what would be compiled is not: importing numba is most of what that takes.
+LOOKED_UP = """
+import numpy as np
+from moeq.layouts.loops import compare
+from moeq.layouts.loops.native import NotCachedError, only_cached
+try:
+    with only_cached():
+        assert compare.is_zero(np.zeros((3, 100), np.uint8))
+    print("from the cache")
+except NotCachedError:
+    print("compiled")
+"""
+
 #: Of a build that nobody has compiled: keep a file of it in FOLDER if that is given, then read it as kernels do.
 KERNELS = """
 import hashlib, json, os, sys
@@ -63,6 +76,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loops")
     assert run(LOOPS, NUMBA_CACHE_DIR=folder) == ("compiled", "")
     assert run(LOOPS, NUMBA_CACHE_DIR=folder) == ("from the cache", "")
+    assert run(LOOKED_UP, NUMBA_CACHE_DIR=folder) == ("from the cache", "")
     return folder
 
 
@@ -82,12 +96,16 @@ def is_one_line(warnings: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "link", [lambda path, place: place.symlink_to(path), lambda path, place: place.hardlink_to(path)]
+    ("link", "program"),
+    [
+        (lambda path, place: place.symlink_to(path), LOOPS),
+        (lambda path, place: place.hardlink_to(path), LOOKED_UP),
+    ],
 )
-def test_a_planted_link_to_a_file_of_the_victim_is_not_run(compiled, tmp_path, link) -> None:
+def test_a_planted_link_to_a_file_of_the_victim_is_not_run(compiled, tmp_path, link, program) -> None:
     folder = tmp_path / "shared"
     plant(compiled, folder, link)
-    answer, warnings = run(LOOPS, NUMBA_CACHE_DIR=folder)
+    answer, warnings = run(program, NUMBA_CACHE_DIR=folder)
     assert answer == "compiled"
     assert is_one_line(warnings)
 
@@ -101,14 +119,14 @@ def test_a_planted_folder_is_not_followed(compiled, tmp_path) -> None:
         for good in {path.parent for path in compiled.rglob("*.o")}:
             name = good.name.removeprefix("moeq-") if variable == "XDG_CACHE_HOME" else good.name
             (inner / name).symlink_to(good)
-        answer, warnings = run(LOOPS, **{variable: base})
+        answer, warnings = run(LOOKED_UP, **{variable: base})
         assert answer == "compiled"
         assert is_one_line(warnings)
 
 
 def test_no_cache_is_looked_for_beside_a_checkpoint(compiled, tmp_path) -> None:
     shutil.copytree(compiled, tmp_path / "cache")
-    answer, warnings = run(LOOPS, cwd=tmp_path, NUMBA_CACHE_DIR="cache")
+    answer, warnings = run(LOOKED_UP, cwd=tmp_path, NUMBA_CACHE_DIR="cache")
     assert answer == "compiled"
     assert is_one_line(warnings)
     planted = [Path("cache", *parts) for parts in (("moeq", "kernels"), ("moeq", "gpu"))]

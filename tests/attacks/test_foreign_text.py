@@ -77,7 +77,7 @@ def shown(answer: Answer) -> None:
     assert list(acting(answer.err)) == []
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("text", HOSTILE)
 class TestManifest:
     """moeq.json of somebody else."""
@@ -116,7 +116,7 @@ class TestManifest:
             shown(moeq_command("inspect", folder))
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("text", HOSTILE)
 class TestNames:
     """Folders, revisions, options: text that a script may pass on from somewhere."""
@@ -145,7 +145,7 @@ class TestNames:
         assert [found for found in acting(answer.err) if "::error title=moeq inspect" not in found] == []
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_config_of_a_source(text, checkpoints, tmp_path, moeq_command) -> None:
     source = Path(shutil.copytree(checkpoints / SOURCE, tmp_path / "source"))
@@ -169,7 +169,7 @@ class Tags(HTMLParser):
         self.seen |= {tag, *(f"@{name}" for name, _ in attrs)}
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("text", HOSTILE)
 def test_reports_of_run_check(text, clean, free, tmp_path, moeq_command) -> None:
     folder = Path(shutil.copytree(clean, tmp_path / text.replace("\x00", "").replace("/", "_")))

@@ -19,8 +19,8 @@ from attacks.mutations import VALUES, places, with_value
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-#: Documents per target and way; CI takes a minute for all.
-EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "60"))
+#: Documents per target and way; `make fuzz-minute` and `make fuzz` try many more.
+EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "25"))
 
 #: Files of a length, a JSON document, and data.
 WITH_DATA = ("header", "restore-data", "hqq", "torchao")

@@ -70,6 +70,7 @@ def test_what_is_planted_in_a_work_folder_is_not_written_through(
         assert not place.out.exists()
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_with_a_link_and_nothing_else(place: Place, name: str, force: bool) -> None:
@@ -214,7 +215,7 @@ READ = {
 CASES = [(name, file) for name, (where, _) in COMMANDS.items() for file in READ[where]]
 
 
-@pytest.mark.cover(("name", "file"), "odd")
+@pytest.mark.cover("name", "odd")
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 @pytest.mark.parametrize(("name", "file"), CASES, ids=lambda value: str(value))
 def test_nothing_waits_for_a_pipe_or_reads_a_device(

@@ -77,7 +77,7 @@ def parcel(prefix: str) -> bytes:
     return b"{}" if prefix == "text" else len(header).to_bytes(8, "little") + header
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("prefix", ["text", "header"])
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_restore_writes_nowhere_else(converted_place: Place, prefix: str, name: str) -> None:
@@ -151,7 +151,7 @@ def test_an_index_leads_nowhere_else(place: Place, name: str) -> None:
 MANIFEST_PLACES = ["file", "files", "missing", "kept"]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("where", MANIFEST_PLACES)
 @pytest.mark.parametrize("name", HOSTILE[:14], ids=range(14))
 def test_a_manifest_leads_nowhere_else(converted_place: Place, where: str, name: str) -> None:
@@ -200,6 +200,7 @@ OWN = [
 ]
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", RESERVED)
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"schema":"moeq.journal/1","job":"x"}\n'])
 def test_reserved_names_are_refused(place: Place, name: str, content: bytes) -> None:
@@ -210,7 +211,7 @@ def test_reserved_names_are_refused(place: Place, name: str, content: bytes) -> 
     assert tree(place.home) == before
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"schema":"moeq.journal/1","job":"x"}\n'])
 def test_a_source_may_hold_moeqs_names(place: Place, name: str, content: bytes) -> None:

@@ -163,6 +163,7 @@ UNLOCKS = (
 )
 
 
+@pytest.mark.slow
 def test_what_unlocks_a_backend_does(sources: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """The change that the oracle names for a backend makes the engine run it when it is asked for."""
     rng, tried = random.Random(SEED), 0

@@ -34,6 +34,7 @@ def test_bytes_are_the_closed_form(bits: int, group_size: int) -> None:
     assert torch.equal(layout.unpack(parts, spec).codes, codes)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("element", ["int2", "int3"])
 @pytest.mark.parametrize(
     "changes",

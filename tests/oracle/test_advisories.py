@@ -102,6 +102,7 @@ def test_executed_defects_are_those_of_the_version(version: str) -> None:
     assert kept[version] == {code: has_defect(policy, ROWS[code]) for code in defects.SHOWN}
 
 
+@pytest.mark.slow  # all recorded cases of all versions are decided first
 @pytest.mark.parametrize("code", RECORDED)
 def test_recorded_answers_show_it(code: str) -> None:
     """In its versions the engine's answers look like the defect; in others no case meets the condition at all."""

@@ -87,6 +87,7 @@ def test_what_cannot_be_regrouped(spec: MatrixSpec, group: int, why: str) -> Non
     assert why in str(regroup_problem(spec, group))
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("name", ["gptq-int8-g64-qwen3moe", "ct-int4-g128-qwen3moe"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_conversion_with_smaller_groups(name: str, tp: int, checkpoints: Path, tmp_path: Path) -> None:

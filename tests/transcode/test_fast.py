@@ -120,6 +120,7 @@ def equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[bool]) -> 
     return compared
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> None:
     fast = set()
@@ -141,6 +142,7 @@ def test_both_paths_write_the_same_with_options(name, options, target, checkpoin
         assert not any(ways) if target == "fp32" else all(ways)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
 @pytest.mark.parametrize(("name", "group"), [("gptq-int4-g128-mixtral", 32), ("ct-int4-asym-g32-mixtral", 16)])
 def test_groups_are_repeated(name, group, target, checkpoints, tmp_path, monkeypatch, ways) -> None:

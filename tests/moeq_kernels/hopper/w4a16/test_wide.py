@@ -33,7 +33,13 @@ LAYERS: dict[str, tuple[Recipe, Wide]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+#: One of each way to decode; the others differ in how many warpgroups there are, the dtype, or the scales.
+QUICK = ("int4, four warpgroups", "mxfp4", "nvfp4", "fp8, float16", "mxfp8")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
+)
 def test_the_code_as_it_is_gives_the_layer(name: str) -> None:
     if not interpreter.active():
         pytest.skip("the kernels that sort run in Triton's interpreter here")

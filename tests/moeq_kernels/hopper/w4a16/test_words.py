@@ -42,6 +42,7 @@ def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
     return found
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("kind", KINDS_OF_WEIGHTS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_words_hold_wgmma_fragments_in_the_documented_row_order(wide: bool, kind: str) -> None:

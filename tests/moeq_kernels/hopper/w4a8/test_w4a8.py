@@ -83,7 +83,14 @@ def _check(
     assert relative_error(y, quantised) <= 1e-2
 
 
-@pytest.mark.parametrize(("group", "dtype"), [(32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [
+        (64, torch.float16),
+        pytest.param(32, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(128, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch.dtype) -> None:
     """Sums are divided by scales; those of a whole feature may be zero as well, or only the first or the last ones."""
     generator = torch.Generator().manual_seed(group)
@@ -103,7 +110,7 @@ def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch
     _check(packed, layer, "silu", None, W4a8Wide(64, 2), 40)
 
 
-@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("group", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_scales_of_the_next_expert_do_not_count(group: int) -> None:
     """k of 192 ends within a step of 128; what lies behind an expert's scales is the next one's, here NaN."""
     packed, layer = make_layer(replace(INT4, group_size=group, intermediate=192))
