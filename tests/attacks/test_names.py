@@ -77,7 +77,7 @@ def parcel(prefix: str) -> bytes:
     return b"{}" if prefix == "text" else len(header).to_bytes(8, "little") + header
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("prefix", ["text", "header"])
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_restore_writes_nowhere_else(converted_place: Place, prefix: str, name: str) -> None:

@@ -90,7 +90,7 @@ def test_e4m3_activations_are_refused_where_no_kernel_has_them(conversions, chec
         run_check(conversions(name, "marlin-mxfp8/1"), checkpoints / name, options=options)
 
 
-@pytest.mark.cover("layout")
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(("name", "layout"), PAIRS, ids=[f"{name}@{layout}" for name, layout in PAIRS])
 def test_kernels_agree_with_the_reference(name, layout, conversions, checkpoints) -> None:
     report = run_check(conversions(name, layout), checkpoints / name, options=QUICK)

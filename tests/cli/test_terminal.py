@@ -149,6 +149,7 @@ def test_a_misspelt_backend_is_usage(checkpoints: Path, tmp_path: Path) -> None:
         assert subprocess.run(line, capture_output=True, text=True, check=False).returncode == 2
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
 def test_an_encoding_without_arrows_and_boxes(encoding: str, checkpoints: Path) -> None:
     """Nothing is left out for a character that the locale does not have."""

@@ -21,7 +21,7 @@ FORMS = [(tp, ep) for tp, ep in product((1, 2, 3, 8), (1, 2, 8, 256))]
 ALL2ALL = [None, *POLICY.all2all]
 
 
-@pytest.mark.cover("name", ("engine", "gpu"))
+@pytest.mark.cover(("engine", "gpu"))
 @pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "MI300X"])
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("name", list(every_scheme()))

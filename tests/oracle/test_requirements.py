@@ -42,6 +42,7 @@ def test_every_requirement_is_here_or_explained() -> None:
     assert not tested & set(ELSEWHERE)
 
 
+@pytest.mark.cover
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("device", ["H100", "MI300X", "XPU", "CPU-ARM"])
 def test_r01_everything_together_or_an_error(engine: str, device: str) -> None:

@@ -27,6 +27,7 @@ CASES = {
 APART = {"mxfp4-gptoss", "modelopt-nvfp4-qwen3moe"}
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gather_kernel_writes_what_the_cpu_writes(name, checkpoints, tmp_path) -> None:
     experts = Experts.read(checkpoints / name)
