@@ -16,10 +16,10 @@ from moeq.update.device import obstacle, places_all
 CASES = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
     "awq-int4-g32-qwen3moe": "triton-wna16/1",
-    "ct-w8a8-qwen3moe": "int8-w8a8/1",
     "ct-fp8-block-qwen3moe": "xpu-fp8-block/1",
-    "ct-mxfp4-qwen3moe": "moeq-mxfp4/1",
+    "ct-w8a8-qwen3moe": "int8-w8a8/1",
     "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
+    "ct-mxfp4-qwen3moe": "moeq-mxfp4/1",
 }
 
 
