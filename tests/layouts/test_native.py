@@ -115,15 +115,16 @@ def of_another_user(folder: Path) -> None:
         os.chown(path, 12345, -1)
 
 
+# Compiling takes three seconds each: what is slow here is refused by the same lines as its neighbours.
 @pytest.mark.parametrize(
     "spoil",
     [
-        truncated,
-        emptied,
+        pytest.param(truncated, marks=pytest.mark.slow),
+        pytest.param(emptied, marks=pytest.mark.slow),
         flipped,
         exchanged,
-        pipes,
-        writeable_by_others,
+        pytest.param(pipes, marks=pytest.mark.slow),
+        pytest.param(writeable_by_others, marks=pytest.mark.slow),
         pytest.param(
             of_another_user, marks=pytest.mark.skipif(os.name != "posix" or os.getuid() != 0, reason="only root can")
         ),
