@@ -191,7 +191,7 @@ GPU_BLOCKS = (Blocks(16, 64, 64), Blocks(32, 128, 128))
 TILED = [(*key, GPU_BLOCKS[index % 2]) for index, key in enumerate(FORMATS)]
 
 
-@pytest.mark.cover("layout", "element")
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(("layout", "element", "blocks"), TILED)
 def test_gpu_tiles_in_every_format(layout: str, element: str, blocks: Blocks, device: torch.device) -> None:
     """Tiles of the size that GPUs get, with a partial last step along k; check_on_gpu.py runs all of them."""

@@ -70,7 +70,7 @@ def run(
     return y, truth, moe(routed.x, layer, routed.weights, ids, dtype=recipe.dtype)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(
     ("recipe", "kernel", "shares"),
     [
