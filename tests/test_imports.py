@@ -34,6 +34,7 @@ INSIDE_ENGINES = {
         "vllm/float_experts",
         "vllm/mxfp4_experts",
         "vllm/engine_experts",
+        "vllm/one_layer",
         "sglang/config",
     )
 }

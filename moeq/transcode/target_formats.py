@@ -31,7 +31,7 @@ class TargetFormat:
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
         bits: widths of integer codes that all readers unpack alike; empty for all.
-        experts_only: nothing but routed experts is written, for a reader that takes the rest from the source.
+        experts_only: whether only routed experts are written, for a reader that takes the rest from the source.
     """
 
     id: str

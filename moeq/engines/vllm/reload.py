@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
 from moeq.checkpoint.names import FUSED, index_experts
@@ -145,6 +143,8 @@ class FolderReload:
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Compare a stacked tensor with the folder's, one expert at a time. Raises MoeqError `usage.reload`."""
+        import torch
+
         source = self._folder.source
         stored = source.tensors.get(name)
         same = stored is not None and len(tensor) == stored.shape[0]
@@ -202,6 +202,8 @@ def divert(
 
 def _writable(layer: Any) -> WritableLayer:
     """Describe a layer's served tensors, which the engine may have taken aside."""
+    import torch
+
     from moeq.engines.vllm.engine_experts import RECORDS
 
     method, held = layer.quant_method, _served(layer)

@@ -28,7 +28,7 @@ _NO_KEY = "kHummingOther"
 
 
 @dataclass(frozen=True)
-class Weights:
+class HummingWeights:
     """Weights in Humming's terms.
 
     Attributes:
@@ -54,7 +54,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class HummingInputs:
     """Quantised activations: kind (`fp8`, `int8`, `fp4`, `int4`), group along K (0: per token), static scales."""
 
     kind: str
@@ -96,7 +96,7 @@ def read_humming(question: ConfigQuestion) -> Method:
     return _method(weights, inputs, newer)
 
 
-def _method(weights: Weights, inputs: Inputs | None, newer: bool) -> Method:
+def _method(weights: HummingWeights, inputs: HummingInputs | None, newer: bool) -> Method:
     """Return the method; its key leaves out activations per token that classes take as they take 16-bit ones."""
     key = inputs.key if inputs else None
     per_token = {
@@ -167,16 +167,16 @@ def _assert(holds: bool, text: str) -> None:
         raise ConfigRefusal("AssertionError", "CONFIG", f"Humming: {text}", "drop --quantization", "G0")
 
 
-def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) -> Weights:
+def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) -> HummingWeights:
     """Return integers with scales per group (or per row: group -1), under the key that selection asks with."""
     zeros, newer = not symmetric, question.policy.since("0.31.0")
     if group > 0:
         # Before 0.31 the key says four bits, and before 0.30 no class lists groups.
         known = question.policy.since("0.30.0")
-        return Weights("uint", bits, group, _group_key(bits if newer else 4, group) if known else _NO_KEY, zeros)
+        return HummingWeights("uint", bits, group, _group_key(bits if newer else 4, group) if known else _NO_KEY, zeros)
     # The key of 4 and 8 bits leaves the group open, has float16 scales and no zero points.
     open_key = symmetric and (not newer or (bits in (4, 8) and question.probe.deployment.dtype == "fp16"))
-    return Weights("uint", bits, group, f"kInt{bits if newer else 4}Static" if open_key else _NO_KEY, zeros)
+    return HummingWeights("uint", bits, group, f"kInt{bits if newer else 4}Static" if open_key else _NO_KEY, zeros)
 
 
 def _group_key(bits: int, group: int) -> str:
@@ -184,19 +184,19 @@ def _group_key(bits: int, group: int) -> str:
     return weight_only_key(bits, True, group)
 
 
-def _gptq(question: ConfigQuestion, layer: Config) -> Weights:
+def _gptq(question: ConfigQuestion, layer: Config) -> HummingWeights:
     _missing(layer, "bits", "group_size")
     _assert(not (layer.get("desc_act") and question.policy.since("0.31.0")), "desc_act is not supported")
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), bool(layer.get("sym", True)))
 
 
-def _awq(question: ConfigQuestion, layer: Config) -> Weights:
+def _awq(question: ConfigQuestion, layer: Config) -> HummingWeights:
     _missing(layer, "bits", "group_size")
     symmetric = not layer.get("zero_point", True)
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), symmetric)
 
 
-def _auto_round(question: ConfigQuestion, layer: Config) -> Weights:
+def _auto_round(question: ConfigQuestion, layer: Config) -> HummingWeights:
     _missing(layer, "bits", "group_size")
     packing = str(layer.get("packing_format", "auto_round:auto_gptq"))
     floats = any(word in packing for word in ("fp8", "nvfp", "mxfp", "nv_fp", "mx_fp"))
@@ -207,28 +207,28 @@ def _auto_round(question: ConfigQuestion, layer: Config) -> Weights:
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), bool(layer.get("sym", True)))
 
 
-def _fp8(question: ConfigQuestion, layer: Config) -> Weights:
+def _fp8(question: ConfigQuestion, layer: Config) -> HummingWeights:
     block = layer.get("weight_block_size")
     if block is None:
         newer = question.policy.since("0.31.0")
-        return Weights("fp8", 8, 0, "kFp8StaticTensorSym" if newer else "kFp8StaticChannelSym")
-    return Weights("fp8", 8, block[1], "kFp8Static128BlockSym" if list(block) == [128, 128] else _NO_KEY)
+        return HummingWeights("fp8", 8, 0, "kFp8StaticTensorSym" if newer else "kFp8StaticChannelSym")
+    return HummingWeights("fp8", 8, block[1], "kFp8Static128BlockSym" if list(block) == [128, 128] else _NO_KEY)
 
 
-def _mxfp4(question: ConfigQuestion, layer: Config) -> Weights:
-    return Weights("fp4", 4, 32, "kMxfp4Static", powers=True)
+def _mxfp4(question: ConfigQuestion, layer: Config) -> HummingWeights:
+    return HummingWeights("fp4", 4, 32, "kMxfp4Static", powers=True)
 
 
-def _modelopt(question: ConfigQuestion, layer: Config) -> Weights:
+def _modelopt(question: ConfigQuestion, layer: Config) -> HummingWeights:
     algorithm = str(layer["quant_algo"]).lower()
     if algorithm == "nvfp4":
-        return Weights("fp4", 4, 16, "kNvfp4Static")
+        return HummingWeights("fp4", 4, 16, "kNvfp4Static")
     if algorithm == "mxfp8":
-        return Weights("fp8", 8, 32, "kMxfp8Static", powers=True)
+        return HummingWeights("fp8", 8, 32, "kMxfp8Static", powers=True)
     refuse(f"Humming reads no ModelOpt {algorithm}", "it reads nvfp4 and mxfp8")
 
 
-def _quark(question: ConfigQuestion, layer: Config) -> Weights:
+def _quark(question: ConfigQuestion, layer: Config) -> HummingWeights:
     if question.policy.since("0.31.0"):
         _missing(layer, "dtype")
     refuse("Humming's reader of Quark is not followed here", "drop --quantization")
@@ -238,7 +238,7 @@ _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _CT_FORMATS = ("int-quantized", "float-quantized", "naive-quantized", *_PACKED)
 
 
-def _compressed_tensors(question: ConfigQuestion, layer: Config) -> Weights:
+def _compressed_tensors(question: ConfigQuestion, layer: Config) -> HummingWeights:
     _missing(layer, "type", "num_bits", "strategy")
     form, strategy, bits = str(layer["format"]), str(layer["strategy"]), integer(layer, "num_bits")
     _assert(form in _CT_FORMATS, f"format {form} is not one of {', '.join(_CT_FORMATS)}")
@@ -246,9 +246,9 @@ def _compressed_tensors(question: ConfigQuestion, layer: Config) -> Weights:
     grouped = strategy in ("group", "tensor_group")
     group = integer(layer, "group_size") if grouped else 0
     if form == "mxfp4-pack-quantized":
-        return Weights("fp4", 4, group, "kMxfp4Static" if group == 32 else _NO_KEY, powers=True)
+        return HummingWeights("fp4", 4, group, "kMxfp4Static" if group == 32 else _NO_KEY, powers=True)
     if form == "nvfp4-pack-quantized":
-        return Weights("fp4", 4, group, "kNvfp4Static" if group == 16 else _NO_KEY)
+        return HummingWeights("fp4", 4, group, "kNvfp4Static" if group == 16 else _NO_KEY)
     newer, symmetric = question.policy.since("0.31.0"), bool(layer.get("symmetric", True))
     listed = question.policy.since("0.30.0")  # whether classes list integers in groups and per channel
     if form == "pack-quantized":
@@ -258,23 +258,23 @@ def _compressed_tensors(question: ConfigQuestion, layer: Config) -> Weights:
         if layer["type"] != "int":
             return _ct_fp8(layer, strategy, newer)
     if not listed or (strategy == "tensor" and newer):
-        return Weights("uint", bits, group, _NO_KEY, not symmetric)
+        return HummingWeights("uint", bits, group, _NO_KEY, not symmetric)
     if strategy == "group":
-        return Weights("uint", bits, group, _group_key(bits, group), not symmetric)
+        return HummingWeights("uint", bits, group, _group_key(bits, group), not symmetric)
     # Scales per channel: the engine names such weights by their bits alone.
     key = "kInt8Static" if bits == 8 else "kInt4Static" if bits == 4 else f"kUint{bits}StaticChannel"
-    return Weights("uint", bits, 0, key, not symmetric)
+    return HummingWeights("uint", bits, 0, key, not symmetric)
 
 
-def _ct_fp8(layer: Config, strategy: str, newer: bool) -> Weights:
+def _ct_fp8(layer: Config, strategy: str, newer: bool) -> HummingWeights:
     if strategy == "block":
         block = list(required(layer, "block_structure"))
-        return Weights("fp8", 8, block[1], "kFp8Static128BlockSym" if block == [128, 128] else _NO_KEY)
+        return HummingWeights("fp8", 8, block[1], "kFp8Static128BlockSym" if block == [128, 128] else _NO_KEY)
     # Since 0.31 the key has 16-bit scales, which no class lists.
-    return Weights("fp8", 8, 0, _NO_KEY if newer else "kFp8StaticChannelSym")
+    return HummingWeights("fp8", 8, 0, _NO_KEY if newer else "kFp8StaticChannelSym")
 
 
-_WEIGHTS: dict[str, Callable[[ConfigQuestion, Config], Weights]] = {
+_WEIGHTS: dict[str, Callable[[ConfigQuestion, Config], HummingWeights]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
@@ -288,18 +288,18 @@ _WEIGHTS: dict[str, Callable[[ConfigQuestion, Config], Weights]] = {
 # ------------------------------------------------------------------------------------------------ activations
 
 
-def _inputs(question: ConfigQuestion, declared: str) -> Inputs | None:
+def _inputs(question: ConfigQuestion, declared: str) -> HummingInputs | None:
     """Return the activations that the config asks for; None for 16 bits."""
     if declared == "fp8":
         scheme = question.config.get("activation_scheme", "dynamic")
-        return Inputs("fp8", 0, scheme == "static" and question.policy.since("0.31.0"))
+        return HummingInputs("fp8", 0, scheme == "static" and question.policy.since("0.31.0"))
     if declared not in ("compressed-tensors", "modelopt"):
         return None
     layer = _layer(question, "input_activations")
     if layer is None:
         return None
     if declared == "modelopt":
-        return Inputs("fp4", 16, not layer.get("dynamic", False))
+        return HummingInputs("fp4", 16, not layer.get("dynamic", False))
     _missing(layer, "type", "num_bits", "dynamic", *(() if question.policy.since("0.31.0") else ("group_size",)))
     if not layer.get("symmetric", True):
         refuse("Humming takes symmetric activations only", "drop --quantization")
@@ -308,17 +308,17 @@ def _inputs(question: ConfigQuestion, declared: str) -> Inputs | None:
     )
     if kind is None:
         refuse(f"Humming takes no activations of {layer['type']}{layer['num_bits']}", "drop --quantization")
-    return Inputs(kind, int(layer.get("group_size", 0)), layer["dynamic"] in (False, "local"))
+    return HummingInputs(kind, int(layer.get("group_size", 0)), layer["dynamic"] in (False, "local"))
 
 
-def _declared_inputs(case: Case, asked: Inputs | None) -> Inputs | None:
+def _declared_inputs(case: Case, asked: HummingInputs | None) -> HummingInputs | None:
     """Return the activations that run before 0.31: per token and of 8 bits, or of 16 where a GPU lacks FP8."""
     if asked is None:
         return None
     fp8 = (case.gpu.capability or (0, 0)) >= (8, 9)
     if asked.kind in ("fp8", "fp4"):
-        return Inputs("fp8") if fp8 else None
-    return Inputs(asked.kind)
+        return HummingInputs("fp8") if fp8 else None
+    return HummingInputs(asked.kind)
 
 
 #: Activations that are tried in place of ones that do not work, in the engine's order; 16 bits come last.
@@ -326,7 +326,7 @@ _INSTEAD = {"fp8": ("int8",), "fp4": ("fp8", "int8"), "int8": ("fp8",), "int4": 
 _LEAST_SM = {"fp8": 89, "fp4": 100, "int8": 75, "int4": 75}
 
 
-def runtime_inputs(case: Case, weights: Weights, asked: Inputs | None) -> Inputs | None:
+def runtime_inputs(case: Case, weights: HummingWeights, asked: HummingInputs | None) -> HummingInputs | None:
     """Return the activations that run: the ones asked for, others that work, or None for 16 bits.
 
     Raises:
@@ -345,25 +345,25 @@ def runtime_inputs(case: Case, weights: Weights, asked: Inputs | None) -> Inputs
             return None
         for kind in (asked.kind, *_INSTEAD[asked.kind]):
             scaled = kind == "fp8" and sm >= 120 and (weights.group == 0 or (weights.group == 32 and weights.powers))
-            candidate = Inputs(kind, 32, powers=True) if scaled else Inputs(kind)
+            candidate = HummingInputs(kind, 32, powers=True) if scaled else HummingInputs(kind)
             if not _is_slow(candidate, sm) and _fits(candidate, weights, sm):
                 return candidate
     _check_sixteen_bits(case, weights, sm)
     return None
 
 
-def _check_sixteen_bits(case: Case, weights: Weights, sm: int) -> None:
+def _check_sixteen_bits(case: Case, weights: HummingWeights, sm: int) -> None:
     """Refuse weights or GPUs for which not even 16-bit activations work."""
     if sm < (80 if case.deployment.dtype == "bf16" else 75) or 0 < weights.group < 16:
         refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
 
 
-def _is_slow(inputs: Inputs, sm: int) -> bool:
+def _is_slow(inputs: HummingInputs, sm: int) -> bool:
     """Tell whether the engine avoids these activations on a GPU, for speed."""
     return 100 <= sm < 120 or (inputs.kind == "int4" and sm >= 90)
 
 
-def _fits(inputs: Inputs, weights: Weights, sm: int) -> bool:
+def _fits(inputs: HummingInputs, weights: HummingWeights, sm: int) -> bool:
     """Tell whether Humming multiplies these activations with these weights (`is_humming_schema_compatible`)."""
     kind, bits = inputs.kind, inputs.bits
     if sm < _LEAST_SM[kind] or weights.bits > bits or 0 < weights.group < 16:
