@@ -47,7 +47,7 @@ class TestInspect:
         assert following.split()[:4] == ["next", "vllm", "serve", "ct-fp8-block-qwen3moe"]
 
     def test_an_answer_that_is_not_known(self, capsys: pytest.CaptureFixture[str]) -> None:
-        argv = "inspect", "ct-fp8-block-qwen3moe", "--gpu", "H100", "--engine", "sglang"
+        argv = "inspect", "ct-mxfp8-qwen3moe", "--gpu", "H100", "--engine", "sglang"
         answer, *_ = printed(capsys, *argv, code=1)
         assert "what SGLang 0.5.23 runs is not known: " in answer
 
