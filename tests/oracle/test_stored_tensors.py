@@ -24,14 +24,16 @@ NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
+#: Versions of vLLM whose parameters are extracted.
+VERSIONS = ("0.31.0", "0.33.0")
 QWEN35 = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "quantization_config": NVFP4,
     "text_config": {key: value for key, value in stored.QWEN.items() if key not in ("architectures", "torch_dtype")},
 }  # fmt: skip
 
 
-def judged(folder: Path, layer: int = 0, gpu: str = "H100", **fields: Any) -> Verdict:
-    where = Deployment(parse_gpu(gpu), engine="vllm@0.33.0", **fields)
+def judged(folder: Path, layer: int = 0, gpu: str = "H100", version: str = "0.33.0", **fields: Any) -> Verdict:
+    where = Deployment(parse_gpu(gpu), engine=f"vllm@{version}", **fields)
     return judge_checkpoint(moeq.open(folder), where, layer, explain=False)
 
 
@@ -65,6 +67,14 @@ def test_tensors_of_another_kind_than_the_config_says(config, make, said: str, t
     verdict = judged(qwen(tmp_path / "made", config, make, make))
     assert not verdict.ok
     assert said in verdict.refusal
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_with_extracted_parameters_looks_at_the_tensors(version: str, tmp_path: Path) -> None:
+    matching = qwen(tmp_path / "fp8", FP8, *[lambda e, p, n, k: stored.fp8_block(n, k)] * 2)
+    assert judged(matching, version=version).ok
+    other = qwen(tmp_path / "nvfp4", FP8, *[lambda e, p, n, k: stored.nvfp4(n, k)] * 2)
+    assert "float8_e4m3fn" in judged(other, version=version).refusal
 
 
 def test_one_layer_of_another_width_is_refused_alone(tmp_path: Path) -> None:
