@@ -1,7 +1,8 @@
 """Blocks of GGUF types: which of them are codes under scales, and the numbers of the others.
 
-Codes are unpacked here. Types whose numbers are no code times a scale (minimums, two levels of scales, codebooks of
-several numbers) are dequantised by `gguf.quants` (0.19), which is complete; importing it is put off until one is met.
+Codes are unpacked here, and so are the numbers of the commonest other types. Types whose numbers are no code times a
+scale (minimums, two levels of scales, codebooks of several numbers) are dequantised by `gguf.quants` (0.19), which is
+complete; importing it is put off until one is met.
 """
 
 from __future__ import annotations
@@ -126,6 +127,41 @@ FLOATS: dict[str, tuple[int, int]] = {
 }
 
 
+def _q4_k(blocks: Tensor) -> Tensor:
+    import torch
+
+    scale, minimum = _f16(blocks[:, :2]).float(), _f16(blocks[:, 2:4]).float()
+    _require_finite("q4_k", scale, minimum)
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = scale * torch.cat([low & 63, (high & 15) | ((low >> 2) & 48)], dim=1)
+    minimums = minimum * torch.cat([middle & 63, (high >> 4) | ((middle >> 2) & 48)], dim=1)
+    codes = _halves(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return codes.float().mul_(scales.unsqueeze(2)).sub_(minimums.unsqueeze(2))
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    import torch
+
+    scale = _f16(blocks[:, 208:]).float()
+    _require_finite("q6_k", scale)
+    scales = scale * blocks[:, 192:208].view(torch.int8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).reshape(4, 1)
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3
+    codes = _halves(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32) | (high << 4)
+    return codes.reshape(-1, 16, 16).float().sub_(32).mul_(scales.unsqueeze(2))
+
+
+def _require_finite(kind: str, *scales: Tensor) -> None:
+    import torch
+
+    if not all(bool(torch.isfinite(scale).all()) for scale in scales):
+        raise MoeqError("source.bad-data", f"some {kind} numbers are not finite", "the file is damaged")
+
+
+#: Float types that are computed here, since most files have them; operations and their order are those of `gguf`.
+_COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {"q4_k": _q4_k, "q6_k": _q6_k}
+
+
 #: What formats hold a type's numbers exactly; everything else rounds them once, and says how far.
 _EXACT = {
     "q4_0": "int4, groups of 32: exact in compressed-tensors and GPTQ",
@@ -158,6 +194,9 @@ def float_values(kind: str, rows: Tensor) -> Tensor:
     import numpy as np
     import torch
 
+    if kind in _COMPUTED:
+        blocks = rows.reshape(-1, FLOATS[kind][1])
+        return _COMPUTED[kind](blocks).reshape(rows.shape[0], -1)
     plain = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     if kind in plain:
         values = rows.contiguous().view(plain[kind])

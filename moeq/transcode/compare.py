@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from moeq.layouts.loops import floats
+from moeq.layouts.loops.floats import Measured
+from moeq.layouts.words import use_compiled
 from moeq.matrix import QuantizedMatrix
 from moeq.typed import spell_floats
 
@@ -121,10 +124,41 @@ def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool
 def _differences(
     module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
 ) -> Loss | None:
-    import torch
-
     spec = before.spec
     height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
+    if use_compiled(spec.n * spec.k) and _ROWS % height == 0:
+        rows = ((start, old.contiguous().numpy(), new.contiguous().numpy()) for start, old, new in _rows(before, after))
+        change = floats.measure_numbers(rows, spec.k, (height, width))
+        if change is not None:
+            return measured_loss(module, change, (spec.n, spec.k), (height, width))
+    return _differences_in_torch(module, before, after, (height, width))
+
+
+def measured_loss(module: str, change: Measured, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
+    """Make a row of the report of what compiled loops found; None if nothing changed."""
+    if not change.numbers:
+        return None
+    return Loss(
+        module=module,
+        numbers=change.numbers,
+        of=size[0] * size[1],
+        blocks=change.blocks,
+        of_blocks=-(-size[0] // block[0]) * -(-size[1] // block[1]),
+        block=block,
+        max_abs=change.largest,
+        relative=relative(change.squares, change.norm),
+        first=change.first,
+        before=change.before,
+        after=change.after,
+    )
+
+
+def _differences_in_torch(
+    module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
+) -> Loss | None:
+    import torch
+
+    spec, (height, width) = before.spec, block
     numbers = 0
     first: tuple[int, int, float, float] | None = None
     largest = squares = 0.0

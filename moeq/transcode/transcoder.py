@@ -30,7 +30,7 @@ from moeq.pipeline.state.records import Bytes, piece_digest
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode import act_order
-from moeq.transcode.compare import Loss, compare, relative
+from moeq.transcode.compare import Loss, compare, measured_loss
 from moeq.transcode.find_fast_item import FastPaths
 from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, KT_AMX, pack
 from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, TranscodeUnit, WrittenProjection, item_specs
@@ -202,22 +202,10 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
 
 def loss_of(output: WrittenProjection, change: Measured | None) -> Loss | None:
     """Turn what the fast path found into a row of the report."""
-    if change is None or not change.numbers:
+    if change is None:
         return None
-    spec, (height, width) = output.projected.spec, _block(output)
-    return Loss(
-        module=output.module,
-        numbers=change.numbers,
-        of=spec.n * spec.k,
-        blocks=change.blocks,
-        of_blocks=-(-spec.n // height) * -(-spec.k // width),
-        block=(height, width),
-        max_abs=change.largest,
-        relative=relative(change.squares, change.norm),
-        first=change.first,
-        before=change.before,
-        after=change.after,
-    )
+    spec = output.projected.spec
+    return measured_loss(output.module, change, (spec.n, spec.k), _block(output))
 
 
 def _part_bytes(signature: PartSig) -> int:

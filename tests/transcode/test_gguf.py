@@ -131,7 +131,7 @@ def test_other_types_are_exact_in_float32(tmp_path: Path, kind: str) -> None:
 
 def test_types_without_the_gguf_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    source = write_model(tmp_path / "m.gguf", layers=1, expert_type="q4_k")
+    source = write_model(tmp_path / "m.gguf", layers=1, expert_type="q5_k")
     with pytest.raises(MoeqError, match="is dequantised by the package gguf"):
         check(source, "fp32", workers=1)
 

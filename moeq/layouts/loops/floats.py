@@ -7,7 +7,7 @@ and reads what was written by arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,12 +142,33 @@ def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measur
     return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), len(matrix.index), block)
 
 
+def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, block: tuple[int, int]) -> Measured | None:
+    """Compare float32 numbers, some rows at a time, as `measure` does.
+
+    Args:
+        rows: number of the first row, which begins a block, and contiguous rows of both sides.
+        columns: columns of all rows.
+        block: rows and columns that count as a block.
+    """
+    sums, counts = np.zeros(5), np.zeros(4, np.int64)
+    touched = np.zeros(-(-columns // block[1]), np.uint8)
+    for first, before, found in rows:
+        bits = before.view(np.uint32), found.view(np.uint32)
+        if not _loops.measure_numbers(before, found, first, np.array(block), *bits, sums, counts, touched):
+            return None
+    return _of_counts(sums, counts)
+
+
 def _measured(loop: Loop, sides: Sequence[Any], columns: int, block: tuple[int, int]) -> Measured | None:
     numbers = np.empty((2, columns), np.float32)
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-columns // block[1]), np.uint8)
     if not loop(*sides, np.array(block), numbers, numbers.view(np.uint32), sums, counts, touched):
         return None
+    return _of_counts(sums, counts)
+
+
+def _of_counts(sums: Array, counts: Array) -> Measured:
     count, blocks, row, column = (int(counted) for counted in counts)
     squares, norm, largest, before, after = (float(total) for total in sums)
     return Measured(count, blocks, largest, squares, norm, (row, column), before, after)

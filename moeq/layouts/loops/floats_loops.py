@@ -195,12 +195,36 @@ def measure_codes(  # type: ignore[no-untyped-def]
 
 
 @loop
+def measure_numbers(before, found, first, block, bits_of_before, bits_of_found, sums, counts, touched):  # type: ignore[no-untyped-def]
+    """Compare float32 rows, of which the first one is row `first` of a matrix and begins a block.
+
+    Other arguments, and the result, are those of `measure_rows`.
+    """
+    top = np.uint32(0)
+    start = 0
+    while start < found.shape[0]:
+        touched[:] = 0
+        for n in range(start, min(start + block[0], found.shape[0])):
+            row = _compare_numbers(
+                first + n, block[1], before[n], found[n], bits_of_before[n], bits_of_found[n], sums, counts, touched
+            )
+            top = max(top, row)
+        start += block[0]
+    return top < _NOT_FINITE
+
+
+@loop
 def _compare_row(n, width, numbers, bits_of, sums, counts, touched):  # type: ignore[no-untyped-def]
     """Add the changes in row n; return the largest magnitude of both sides as bits."""
-    values, read, top = numbers[0], numbers[1], np.uint32(0)
+    return _compare_numbers(n, width, numbers[0], numbers[1], bits_of[0], bits_of[1], sums, counts, touched)
+
+
+@loop
+def _compare_numbers(n, width, values, read, bits_of_values, bits_of_read, sums, counts, touched):  # type: ignore[no-untyped-def]
+    top = np.uint32(0)
     for k in range(len(values)):
-        top = max(top, np.uint32(bits_of[0, k] & _REST))
-        top = max(top, np.uint32(bits_of[1, k] & _REST))
+        top = max(top, np.uint32(bits_of_values[k] & _REST))
+        top = max(top, np.uint32(bits_of_read[k] & _REST))
     _add_squares(values, read, sums)
     for place in range(len(touched)):
         start = place * width
