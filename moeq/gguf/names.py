@@ -310,7 +310,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "bailing_moe_v2",
         "BailingMoeV2ForCausalLM",
         _MLP
+        | _NEXT
         | {
+            "layer_output_norm": "final_layernorm",
             "attn_qkv": "attention.query_key_value",
             "attn_output": "attention.dense",
             "attn_q_norm": "attention.query_layernorm",
@@ -318,6 +320,9 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         },
         top=_TOP | {"token_embd": "model.word_embeddings"},
         correction="mlp.gate.expert_bias",
-        config={"expert_shared_count": "num_shared_experts"},
+        config={
+            "expert_shared_count": "num_shared_experts",
+            "nextn_predict_layers": "num_nextn_predict_layers",
+        },
     ),
 }
