@@ -3,15 +3,19 @@
     import moeq.engines.transformers
     model = AutoModelForCausalLM.from_pretrained("DST", device_map="cuda")
 
+A source works without a conversion: `from_pretrained("SRC", config=packing_config("SRC"))` packs its experts into
+memory while it is loaded, with the units and the proof of `moeq convert`.
+
 The import registers the quantisation method `moeq` and the experts implementation `moeq` in transformers' own
-registries. transformers loads experts without repacking them. They run in `moeq_kernels` on a GPU, and on a CPU as the
-float32 reference, which dequantises one expert at a time. Every model works whose experts use transformers' experts
-interface (`use_experts_implementation`). Linear layers outside the experts that the source had quantised (GPTQ
+registries. transformers loads converted experts without repacking them. They run in `moeq_kernels` on a GPU, and on a
+CPU as the float32 reference, which dequantises one expert at a time. Every model works whose experts use transformers'
+experts interface (`use_experts_implementation`). Linear layers outside the experts that the source had quantised (GPTQ
 attention, for example) are dequantised while they are loaded; transformers loads everything else as usual.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +29,7 @@ from moeq.engines.transformers_versions import check_version
 check_version()  # an older transformers lacks what is imported next
 
 # ruff: noqa: E402
+from transformers import AutoConfig
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -32,15 +37,24 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from moeq.checkpoint.manifest import MANIFEST_NAME
+from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.detect import detect_gpu
+from moeq.deploy.gpus import parse_gpu
 from moeq.engines.experts_module import ConvertedExperts
+from moeq.engines.experts_source import PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
+from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open_converted
 from moeq.model.quantized_modules import QuantizedModule, decode, quantized_linears
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
+from moeq.oracle.versions import BUILTIN
 
 if TYPE_CHECKING:
+    from moeq.model import Checkpoint
     from moeq.model.converted import ConvertedCheckpoint
+
+logger = logging.getLogger(__name__)
 
 #: Name of the experts implementation, as `from_pretrained(experts_implementation=...)` takes it.
 IMPLEMENTATION = "moeq"
@@ -77,6 +91,9 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         manifest: name of the manifest.
         layouts: ids of the layouts in it.
         original: the source's quantisation config.
+        source: folder or Hub repository of a source that is packed while it is loaded; None for a conversion.
+        revision: Hub revision of `source`.
+        prove_all: whether all packed experts of a source are proven instead of a sample.
     """
 
     def __init__(
@@ -84,13 +101,34 @@ class MoeqConfig(QuantizationConfigMixin):  # type: ignore[misc]
         manifest: str = MANIFEST_NAME,
         layouts: list[str] | None = None,
         original: dict[str, Any] | None = None,
+        source: str | None = None,
+        revision: str | None = None,
+        prove_all: bool = False,
         **more: Any,
     ) -> None:
         self.quant_method = "moeq"
         self.manifest = manifest
         self.layouts = layouts or []
         self.original = original
+        self.source, self.revision, self.prove_all = source, revision, prove_all
         self.more = more
+
+
+def packing_config(source: str, revision: str | None = None, *, prove_all: bool = False, **options: Any) -> Any:
+    """Return a source's config with which `from_pretrained(source, config=...)` packs its experts into memory.
+
+    Layouts are those that `moeq convert --engine moeq` chooses for the GPU of this process, or without one for an A100.
+
+    Args:
+        source: folder or Hub repository.
+        revision: Hub revision.
+        prove_all: whether all packed experts are compared with the source instead of a sample.
+        options: further arguments of `AutoConfig.from_pretrained`.
+    """
+    config = AutoConfig.from_pretrained(source, revision=revision, **options)
+    method = {"quant_method": "moeq", "source": source, "revision": revision, "prove_all": prove_all}
+    config.quantization_config = {**method, "original": getattr(config, "quantization_config", None)}
+    return config
 
 
 @register_quantizer("moeq")
@@ -101,7 +139,8 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: MoeqConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.checkpoint: ConvertedCheckpoint | None = None
+        self.converted: ConvertedCheckpoint | None = None
+        self.packing: PackingExpertsSource | None = None
         self.linears: list[QuantizedModule] = []
         self.beside: dict[str, torch.dtype] = {}
 
@@ -114,23 +153,54 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                 "transformers was asked to split the model over processes, but each would load all converted experts",
                 "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
             )
-        checkpoint = _open(model, checkpoint_files)
-        self.checkpoint = checkpoint
+        _require_experts(model)
+        if self.quantization_config.source is not None:
+            self.packing = self._packing(model)
+            checkpoint: Checkpoint = self.packing.checkpoint
+        else:
+            checkpoint = self.converted = _open(model, checkpoint_files)
         self.beside = _dtypes_beside(model)
         for name, module in _experts(model):
-            entry = layer_entry(checkpoint, _layer_number(name))
-            if entry.ranks:
-                axis = entry.sharding.axis
-                raise MoeqError(
-                    f"usage.{axis}",
-                    f"layer {entry.layer} is written rank by rank for {axis} {len(entry.ranks)}, and transformers "
-                    "loads all of it",
-                    "convert it for one rank: moeq convert SRC DST --tp 1",
-                )
+            entry = self._entry(_layer_number(name))
             ConvertedExperts(module, entry)
             module.config._experts_implementation = IMPLEMENTATION
+            if self.packing is not None:  # they are filled afterwards
+                model._keys_to_ignore_on_load_missing.add(rf"^{re.escape(name)}\.")
+                for prefix in (name, checkpoint.expert_prefix(entry.layer)):
+                    model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(prefix)}\.")
         tensors, declaration = checkpoint.source.tensors.values(), checkpoint.declaration
         self.linears = list(quantized_linears(tensors, declaration, _linears(model)))
+
+    def _packing(self, model: Any) -> PackingExpertsSource:
+        """Open the source, and decide how its experts are packed for the device of this process."""
+        asked = self.quantization_config
+        found = open_experts(asked.source, asked.revision, logger, converted=False)
+        if not isinstance(found, PackingExpertsSource):
+            raise MoeqError("usage.already-converted", f"{asked.source} is converted", "load it without packing_config")
+        is_half = model.dtype == torch.float16
+        where = Deployment(detect_gpu() or parse_gpu("A100"), engine=BUILTIN, dtype="fp16" if is_half else "bf16")
+        found.decide(where, "all" if asked.prove_all else "sample")
+        return found
+
+    def _entry(self, layer: int) -> LayerEntry:
+        """Return how a layer is packed. Raises MoeqError if it is not, or for several ranks."""
+        if self.packing is not None:
+            planned = self.packing.entry(layer)
+            if planned is None:
+                text = f"the experts of layer {layer} are not quantised, and those of other layers are"
+                raise MoeqError("answer.not-convertible", text, "load the source without packing_config")
+            return planned
+        assert self.converted is not None  # the caller has opened it
+        entry = layer_entry(self.converted, layer)
+        if entry.ranks:
+            axis = entry.sharding.axis
+            raise MoeqError(
+                f"usage.{axis}",
+                f"layer {entry.layer} is written rank by rank for {axis} {len(entry.ranks)}, and transformers "
+                "loads all of it",
+                "convert it for one rank: moeq convert SRC DST --tp 1",
+            )
+        return entry
 
     def get_weight_conversions(self) -> list[WeightConverter]:
         """Return a conversion for each linear layer that the source had quantised: its tensors become one weight.
@@ -141,14 +211,24 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         return [_conversion(self, linear) for linear in self.linears]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        assert self.checkpoint is not None  # the method that runs before loading has set it
         _cast(model, self.beside)
         for _, module in _experts(model):
             device = module.w13_weight.device
-            if device.type == "cuda":
-                check_device(self.checkpoint, device)
+            if self.packing is not None:
+                self._fill(module)
+            elif device.type == "cuda":
+                assert self.converted is not None  # the method that runs before loading has set it
+                check_device(self.converted, device)
                 check_kernel(module.converted.entry, model.dtype, "bf16")
         return model
+
+    def _fill(self, module: Any) -> None:
+        """Pack the experts of a layer into the parameters of its module."""
+        assert self.packing is not None  # the caller has looked
+        entry, rank = module.converted.entry, Rank()
+        roles = tuple(f"{role}_" for role in STACKED_ROLES)
+        tensors = {name: tensor.data for name, tensor in module.named_parameters() if name.startswith(roles)}
+        self.packing.fill(entry, [plan_rank(entry, rank)], rank, tensors)
 
     def dequantize(self, model: Any, *more: Any, **named: Any) -> Any:
         """Refuse with a hint, where transformers would say that it is not implemented."""
@@ -168,14 +248,18 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
-    """Open the converted checkpoint of a model. Raises MoeqError `usage.*` for models that are not covered."""
+def _require_experts(model: Any) -> None:
+    """Raise MoeqError `usage.unsupported-model` for models whose experts transformers runs otherwise."""
     if not _experts(model):
         raise MoeqError(
             "usage.unsupported-model",
             f"{type(model).__name__} has no experts that go through transformers' experts interface",
             "moeq.load_experts loads the layers of any converted checkpoint",
         )
+
+
+def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
+    """Open the converted checkpoint of a model. Raises MoeqError `usage.no-files`, `source.*`."""
     if not checkpoint_files:
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
     folder = Path(checkpoint_files[0]).parent

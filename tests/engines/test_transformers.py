@@ -101,6 +101,33 @@ def expert_weights(checkpoint: moeq.Checkpoint, layer: int, gpt_oss: bool) -> di
 
 
 @pytest.mark.parametrize("name", list(LAYOUTS))
+def test_a_source_is_packed_while_it_is_loaded(name, checkpoints) -> None:
+    config = moeq.engines.transformers.packing_config(str(checkpoints / name), prove_all=True)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoints / name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    experts = [module for module in model.modules() if hasattr(module, "converted")]
+    assert len(experts) == 2
+    with torch.no_grad():
+        found, wanted = model(IDS).logits, source_model(checkpoints / name)(IDS).logits
+    assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_convert_refuses_is_refused_while_loading(checkpoints, tmp_path) -> None:
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "broken")
+    config = json.loads((tmp_path / "broken" / "config.json").read_text())
+    config["quantization_config"]["bits"] = 5
+    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MoeqError):
+        AutoModelForCausalLM.from_pretrained(
+            tmp_path / "broken", config=moeq.engines.transformers.packing_config(str(tmp_path / "broken"))
+        )
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
 def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, checkpoints) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
