@@ -10,6 +10,7 @@ import pytest
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.plan.decide import advised
 from moeq.pipeline.plan.options import ConvertOptions, Question
 from moeq.pipeline.plan.suggestions import MOST, nearest
 from moeq.pipeline.plan.units import joined
@@ -120,3 +121,16 @@ def test_spans_that_touch_are_joined_and_empty_ones_left_out() -> None:
     assert joined([(4, 6), (0, 2), (2, 3), (8, 8), (5, 9)]) == ((0, 3), (4, 9))
     assert joined([(0, 1), (2, 3)]) == ((0, 1), (2, 3))
     assert joined([(3, 3)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "hint"),
+    [
+        ("gptq-int4-g32-actorder-qwen3moe", None, "--engine moeq (moeq's own kernels) works"),
+        ("gptq-int4-g32-qwen3moe", "rdna3-int4/1", "leaving out --layout works; --force-layout writes it anyway"),
+    ],
+)
+def test_a_refusal_ends_with_what_works(name: str, layout: str | None, hint: str, checkpoints: Path) -> None:
+    error = advised(moeq.open(checkpoints / name), question(ConvertOptions(layout=layout))).error
+    assert error is not None
+    assert error.hint == hint
