@@ -303,7 +303,7 @@ def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> No
         assert layer.workspace_bytes() == most
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(("layout", "element", "group"), SMALL_FLOATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_stays_in_its_own_row(layout: str, element: str, group: int, value: float, device: torch.device) -> None:

@@ -72,6 +72,7 @@ def _child(script: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_builds_are_few_and_no_number_of_tokens_needs_another() -> None:
     assert all(0 < count <= 60 for count in _child(BUILDS))
 
