@@ -52,7 +52,7 @@ engine-tests: $(STAMP)
 	PYTHONPATH=$(ENGINES)/engine MOEQ_ENGINES=1 MOEQ_TEST_VLLM=$(ENGINES)/engine MOEQ_VLLM_SITE=$(ENGINES)/engine \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_vllm*.py \
 		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py \
-		tests/oracle/differential/test_samples.py
+		tests/oracle/differential/test_samples.py tests/oracle/loads/test_loads.py
 	PYTHONPATH=$(ENGINES)/libraries MOEQ_ENGINES=1 TORCHDYNAMO_DISABLE=1 \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/transcode/test_libraries.py \
 		tests/update/test_quantize.py

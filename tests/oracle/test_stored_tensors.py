@@ -248,6 +248,40 @@ def test_rules_that_moe_wna16_does_not_read(tmp_path: Path) -> None:
     assert "scales" in refusal(folder, quantization="moe_wna16")
 
 
+def test_zero_points_of_moe_wna16_with_expert_parallelism(tmp_path: Path) -> None:
+    """Its loader takes the global number of an expert (vLLM 0.26.0 to 0.33.0)."""
+    asymmetric = {**stored.GPTQ, "sym": False}
+    layers = [lambda e, p, n, k: stored.gptq(n, k)] * 2
+    folder = qwen(tmp_path / "made", {**asymmetric, "dynamic": {r"-:.*\.gate$": {}}}, *layers)
+    assert refusal(folder, quantization="moe_wna16", tp=2) == ""
+    assert "global expert numbers" in refusal(folder, quantization="moe_wna16", tp=2, ep=2)
+
+
+def test_a_float_router_that_moe_wna16_takes_for_a_quantised_one(tmp_path: Path) -> None:
+    layers = [stored.experts(PREFIX.format(0), lambda e, p, n, k: stored.gptq(n, k))]
+    layers[0]["model.layers.0.mlp.gate.weight"] = torch.zeros(stored.EXPERTS, stored.HIDDEN, dtype=torch.bfloat16)
+    config = {**stored.QWEN, "num_hidden_layers": 1}
+    made = stored.write(tmp_path / "made", {**config, "quantization_config": stored.GPTQ}, layers)
+    rule = {**stored.GPTQ, "dynamic": {r"-:.*\.gate$": {}}}
+    excluded = stored.write(tmp_path / "excluded", {**config, "quantization_config": rule}, layers)
+    assert refusal(made) == ""
+    assert "quantised router" in refusal(made, quantization="moe_wna16")
+    assert refusal(excluded, quantization="moe_wna16") == ""
+
+
+def test_scales_of_blocks_that_the_engine_refines(tmp_path: Path) -> None:
+    """A shard of 64 features refines the blocks; names and dtypes are those of whole ones."""
+    made = [lambda e, p, n, k: stored.fp8_block(n, k)] * 2
+    wrong = [lambda e, p, n, k: stored.nvfp4(n, k)] * 2
+    assert refusal(qwen(tmp_path / "made", FP8, *made), tp=2) == ""
+    assert refusal(qwen(tmp_path / "wrong", FP8, *wrong), tp=2) != ""
+
+
+def test_groups_of_nvfp4_are_of_16(tmp_path: Path) -> None:
+    made = [lambda e, p, n, k: stored.nvfp4(n, k)] * 2
+    assert "group_size is 64" in refusal(qwen(tmp_path / "made", {**NVFP4, "group_size": 64}, *made))
+
+
 def test_stacked_tensors_under_another_method(tmp_path: Path, checkpoints: Path) -> None:
     """The blocks of gpt-oss are loaded by its MXFP4 method only."""
     source = checkpoints / "mxfp4-gptoss"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -69,7 +70,11 @@ def judge_checkpoint(
     if not checkpoint.is_packed(layer):
         verdict = with_scales(checkpoint, verdict, layer)
     stored = scheme in (None, checkpoint.scheme_of(layer))
-    gates = (side_config_gate(checkpoint, deployment) if stored else None, count_gate(checkpoint, deployment, layer))
+    gates = (
+        side_config_gate(checkpoint, deployment) if stored else None,
+        router_gate(checkpoint, verdict, layer) if stored else None,
+        count_gate(checkpoint, deployment, layer),
+    )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
     if problem is None:
@@ -151,6 +156,29 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
     text = f"only {name} declares the quantisation: the engine reads config.json and creates unquantised experts"
     remedy = f"--quantization {declaration.method}"
     return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
+
+
+#: Classes whose router takes the config's method (vLLM 0.33.0, `Qwen3MoeSparseMoeBlock`).
+_QUANTISED_ROUTERS = ("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
+
+
+def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Gate | None:
+    """Return the failed gate if the engine creates a quantised router for a float one.
+
+    GPTQ's own method reads from the file which modules are quantised; MoeWNA16 reads the config alone.
+    """
+    config = checkpoint.quantization_config or {}
+    wna16 = verdict.method == "MoeWNA16Method" and config.get("quant_method") == "gptq"
+    if not wna16 or checkpoint.info.architecture not in _QUANTISED_ROUTERS or "modules_in_block_to_quantize" in config:
+        return None
+    router = checkpoint.expert_prefix(layer).removesuffix("experts") + "gate"
+    rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
+    entry = checkpoint.source.tensors.get(f"{router}.weight")
+    if entry is None or any(re.match(rule, router) for rule in rules):
+        return None
+    text = f"MoeWNA16 creates a quantised router, and {entry.name} is {entry.dtype}"
+    remedy = f'a "dynamic" rule "-:{re.escape(router)}" in the config'
+    return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", remedy)
 
 
 def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:

@@ -152,6 +152,10 @@ class Draft:
         )
         return self.rng.choice(tests)
 
+    def routers(self) -> list[str]:
+        """Module names of the routers, which no exporter quantises."""
+        return [f"model.layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
+
     def module(self, layer: int, expert: int | str, projection: str) -> str:
         """Module name of a matrix, as config entries spell it."""
         leaf = self.model.leaves[("gate", "up", "down").index(projection)]
@@ -245,10 +249,13 @@ def _mixed(draft: Draft) -> None:
 
 def _wrong_config(draft: Draft) -> None:
     """The config is another one: of another tool, or of the same with other numbers."""
-    name = draft.rng.choice([name for name in FAMILIES if name != "gpt-oss"])
-    draft.config = FAMILIES[name][0](draft.rng).config
-    if draft.config is not None and draft.rng.random() < 0.5 and draft.encoding.config is not None:
-        draft.config = dict(draft.encoding.config)
+    name, own = draft.rng.choice([name for name in FAMILIES if name != "gpt-oss"]), draft.config
+    other = FAMILIES[name][0](draft.rng)
+    draft.config = other.config
+    if other.config is not None and other.skip is not None:
+        add_exclusions(other.config, other, draft.routers(), draft.rng)
+    if own is not None and draft.rng.random() < 0.5:
+        draft.config = own
         numbers = {"bits": (4, 8), "group_size": (32, 64, 128, -1), "activation_scheme": ("static", "dynamic")}
         numbers |= {"quant_algo": ("FP8", "NVFP4", "MXFP8", "W4A16_NVFP4"), "sym": (True, False)}
         numbers |= {"zero_point": (True, False), "weight_block_size": ([64, 64], [128, 128])}
@@ -307,8 +314,9 @@ def add_exclusions(config: Row, encoding: Encoding, entries: list[str], rng: Ran
     """Write module names into a config's list of exclusions."""
     assert encoding.skip is not None
     key, spelling = encoding.skip
-    if key == "dynamic":
-        config[key] = {**config.get(key, {}), **{spelling.format(_regex(entry)): {} for entry in entries}}
+    if key == "dynamic":  # the engine sees which modules are quantised, and here there are none but experts
+        patterns = [*map(_regex, entries), r".*\.gate$"]
+        config[key] = {**config.get(key, {}), **{spelling.format(pattern): {} for pattern in patterns}}
     elif key == "extra_config":
         config[key] = {**config.get(key, {}), **{entry: {"bits": 16, "data_type": "float"} for entry in entries}}
     else:
@@ -442,9 +450,8 @@ def _fill(draft: Draft) -> None:
                 draft.encode(encoding, layer, expert, projection)
     if draft.config is None or encoding.skip is None:
         return
-    routers = [f"model.layers.{layer}.{model.router}" for layer in range(LAYERS)]
-    if encoding.skip[0] not in ("dynamic",):
-        add_exclusions(draft.config, encoding, routers, rng)
+    if encoding.skip[0] != "dynamic":
+        add_exclusions(draft.config, encoding, draft.routers(), rng)
     if "table" in encoding.extra:
         modules = [draft.module(*at) for at in draft.every()]
         whole = [f"model.layers.{layer}.{model.experts}" for layer in range(LAYERS)]

@@ -27,6 +27,8 @@ FACTS = "parameters.json"
 _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
 #: Parts that no method needs.
 _OPTIONAL = ("bias", "g_idx", "qzeros", "weight_shape", "weight_zero_point", "weight_g_idx")
+#: Parts that loaders pass over where the method has no parameter for them.
+_PASSED_OVER = ("bias", "g_idx", "weight_g_idx", "weight_shape")
 #: Parts that hold static scales of activations.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 #: Other spellings of a parameter's name in checkpoints, which some model classes translate (DeepSeek-V4, Mistral 3).
@@ -69,6 +71,10 @@ def parameters_of(version: str, method: Method) -> Parameters | None:
         if version in row["versions"]:
             found: Parameters = row["parameters"]
             return found
+    usual = "kFp8Static128BlockSym"
+    if method.block and method.weight_key != usual:  # other blocks, or blocks that the engine refines for a shard
+        found = parameters_of(version, replace(method, weight_key=usual)) or {}
+        return {name: (dtype, None if "scale" in name else shape) for name, (dtype, shape) in found.items()} or None
     return None
 
 
@@ -87,6 +93,9 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
     created = parameters_of(case.policy.version, case.method)
     if created is None:
         return None
+    placeholder = case.method.name == "MoeWNA16Method" and not case.method.zero_points
+    if placeholder and outcome.config.get("quant_method") == "awq":  # only GPTQ's files get one
+        created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
     problem = next(_problems(case, created, tensors), None)
     if problem is None:
         return None
@@ -111,6 +120,8 @@ def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]
 
 
 def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    if case.method.name == "MoeWNA16Method" and case.method.zero_points and case.deployment.ep > 1:
+        yield "its loader stores zero points by global expert numbers, which a rank of expert parallelism does not have"
     loaded: set[str] = set()
     for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # what is wrong with the weights says most
         head = "w2" if tensor.projection == "down" else "w13"
@@ -118,7 +129,7 @@ def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) 
         where = f"{tensor.projection}.{tensor.part} ({tensor.dtype} {list(tensor.shape)}{tensor.which})"
         if name is None and tensor.part == "bias" and not is_gpt_oss(case.shape):
             yield f"the file has {where}, and the method creates no bias: the engine leaves it out"
-        if name is None and tensor.part in _OPTIONAL:
+        if name is None and tensor.part in _PASSED_OVER:
             continue
         if name is None:
             names = (part.removeprefix(f"{head}_") for part in created if part.startswith(f"{head}_"))
@@ -136,9 +147,9 @@ def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) 
         elif shape is not None and not tensor.stacked and not _fits(case, tensor, shape):
             yield f"the file has {where}, and the method's parameter takes {_expected(case, tensor, shape)}"
     stored_heads = {"w2" if tensor.projection == "down" else "w13" for tensor in tensors}
-    for name, (_, shape) in created.items():
+    for name in created:
         part = name.partition("_")[2]
-        needed = "input" not in part and part not in _OPTIONAL and (shape is not None or tensors[0].stacked)
+        needed = "input" not in part and part not in _OPTIONAL
         if needed and name not in loaded and name.partition("_")[0] in stored_heads:
             yield f"the method needs {part}, which the file does not have"
 
@@ -158,12 +169,17 @@ def _parameter(case: Case, created: Parameters, head: str, part: str) -> str | N
 
 
 def _converted(case: Case, tensor: StoredTensor) -> str | None:
-    """Return what a loader that converts integers takes instead of a tensor, which has to have that many numbers."""
+    """Return what a loader that converts takes instead of a tensor, which has to have that many numbers."""
+    if tensor.part in _ACTIVATION_SCALES:
+        return None if math.prod(tensor.shape) == 1 else "one number"
     bits, group, n, k = case.method.bits, case.method.group_size or 0, *_sizes(case, tensor)
     groups = 1 if group < 0 else k // max(group, 1)
     if not bits or (tensor.dtype != "I32" and tensor.part != "scales"):
         return None
-    wanted = {"scales": groups * n, "qzeros": groups * n * bits // 32}.get(tensor.part, n * k * bits // 32)
+    zeros = groups * -(-n * bits // 32)
+    wanted = {"scales": groups * n, "qzeros": zeros, "weight_zero_point": zeros}.get(
+        tensor.part, n * -(-k * bits // 32)
+    )
     if (tensor.part == "qzeros" and not case.method.zero_points) or math.prod(tensor.shape) == wanted:
         return None
     return f"{wanted} numbers for [{n}, {k}] with groups of {group if group > 0 else k}"

@@ -209,6 +209,8 @@ def read_modelopt(question: ConfigQuestion) -> Method:
         flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
         entries = config.get("ignore", flat)
     table = _mixed_table(question.policy, source) if mixed else {}
+    if "NVFP4" in algorithm and source.get("group_size", 16) not in (16, None):
+        refuse(f"NVFP4 has one scale per 16 codes, and group_size is {source['group_size']}", '"group_size": 16')
     if excluded(entries, question.prefix):
         return unquantized()
     if mixed:
