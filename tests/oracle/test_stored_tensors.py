@@ -25,7 +25,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 
 #: Versions of vLLM whose parameters are extracted.
-VERSIONS = ("0.31.0", "0.33.0")
+VERSIONS = ("0.30.0", "0.31.0", "0.32.0", "0.33.0")
 QWEN35 = {
     "architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "quantization_config": NVFP4,
     "text_config": {key: value for key, value in stored.QWEN.items() if key not in ("architectures", "torch_dtype")},
