@@ -20,7 +20,7 @@ from moeq.errors import MoeqError  # noqa: E402
 IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("family", list(make_family.FAMILIES))
 def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     wanted = write_family(tmp_path / "source", family)

@@ -342,6 +342,7 @@ def test_a_second_run_compares_and_says_so(slow: bool, checkpoints, tmp_path, on
     assert content(tmp_path / "back") == content(source)
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(
     "damage", ["expert", "second piece", "header", "size", "tokenizer", "config", "stranger", "absent", "link"]
 )
