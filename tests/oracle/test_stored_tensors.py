@@ -282,6 +282,19 @@ def test_groups_of_nvfp4_are_of_16(tmp_path: Path) -> None:
     assert "group_size is 64" in refusal(qwen(tmp_path / "made", {**NVFP4, "group_size": 64}, *made))
 
 
+def test_stacks_whose_order_only_one_of_them_shows(tmp_path: Path) -> None:
+    """Gate and up are square here; down is stored as [K, N], which the class does not transpose."""
+    prefix, found = PREFIX.format(0), {}
+    for name, shape in (
+        ("gate_up_proj", (2 * stored.INTER, stored.HIDDEN)),
+        ("down_proj", (stored.INTER, stored.HIDDEN)),
+    ):
+        found[f"{prefix}.{name}"] = torch.zeros(stored.EXPERTS, *shape, dtype=torch.bfloat16)
+    config = {**stored.QWEN, "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "num_hidden_layers": 1}
+    folder = stored.write(tmp_path / "made", {**config, "intermediate_size": stored.INTER}, [found])
+    assert "down gives 128" in refusal(folder)
+
+
 def test_stacked_tensors_under_another_method(tmp_path: Path, checkpoints: Path) -> None:
     """The blocks of gpt-oss are loaded by its MXFP4 method only."""
     source = checkpoints / "mxfp4-gptoss"

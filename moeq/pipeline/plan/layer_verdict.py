@@ -74,6 +74,7 @@ def judge_checkpoint(
         side_config_gate(checkpoint, deployment) if stored else None,
         router_gate(checkpoint, verdict, layer) if stored else None,
         count_gate(checkpoint, deployment, layer),
+        width_gate(checkpoint, deployment, layer) if stored else None,
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -193,6 +194,17 @@ def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
         f"layer {layer} has {found} experts, and the engine creates {declared}, as the config declares for all layers"
     )
     return Gate("G13", "tensors of experts", False, text, "none", "LOADING")
+
+
+def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
+    """Return the failed gate if experts give another width than they take: rows and columns of some are exchanged."""
+    if checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
+        return None
+    taken, given = checkpoint.spec(layer, "w13").k, checkpoint.spec(layer, "w2").n
+    if taken == given:
+        return None
+    text = f"gate and up take {taken} features and down gives {given}: the engine creates both for one hidden size"
+    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING")
 
 
 def _is_vllm(deployment: Deployment) -> bool:
