@@ -9,7 +9,7 @@ Four kinds of death, all by SIGKILL, each followed by the same conversion on wha
   removing, truncating), one after the other;
 * at a random instant with a power cut simulated: tails of output files are cut off, zeroed or filled with old bytes,
   files vanish, the journal's last line is torn;
-* of single shares of a conversion in three shares at once, and of the process that finalises them, also before every
+* of single shards of a conversion in three shards at once, and of the process that finalises them, also before every
   single operation of it.
 
 After every death nothing may look finished that is not: a folder with the final name is complete, and what is left of
@@ -84,16 +84,16 @@ class Torture:
         self.wanted = content(self.out)
         shutil.rmtree(self.out)
 
-    def convert(self, share: str | None = None) -> int:
+    def convert(self, shard: str | None = None) -> int:
         """Run to the end in this process; units that were found finished."""
         deployment = moeq.Deployment(gpu=moeq.gpu("H100"))
         done = moeq.convert(
-            self.source, self.out, deployment, layout=self.layout, force_layout=True, workers=2, shard=share
+            self.source, self.out, deployment, layout=self.layout, force_layout=True, workers=2, shard=shard
         )
         return done.resumed_units
 
     def finalize(self) -> None:
-        """Publish shares, in this process."""
+        """Publish shards, in this process."""
         moeq.finalize(self.out, workers=2)
 
     def fork(self, work: Callable[[], object], prepare: Callable[[], None] = lambda: None) -> int:
@@ -185,30 +185,30 @@ class Torture:
         self.tally.points += died
         return died
 
-    def in_shares(self, kills: int, count: int = 3) -> None:
-        """Kill shares that work at once, and the process that finalises them."""
+    def in_shards(self, kills: int, count: int = 3) -> None:
+        """Kill shards that work at once, and the process that finalises them."""
         wanted = self.tally.kills + kills
         while self.tally.kills < wanted:
-            self.do_shares(count, deadly=True)
+            self.do_shards(count, deadly=True)
             while not self.out.exists():
                 self.kill_some_time(self.finalize)
             self.finish()
 
-    def do_shares(self, count: int, *, deadly: bool) -> None:
-        """All shares, at once and again until each has come to its end; with `deadly` one of them dies each time."""
+    def do_shards(self, count: int, *, deadly: bool) -> None:
+        """All shards, at once and again until each has come to its end; with `deadly` one of them dies each time."""
         left = {f"{index}/{count}" for index in range(count)}
         while left:
-            children = {self.fork(lambda share=share: self.convert(share)): share for share in sorted(left)}
+            children = {self.fork(lambda shard=shard: self.convert(shard)): shard for shard in sorted(left)}
             if deadly and self.random.random() < 0.8:
                 time.sleep(self.random.uniform(0, self.seconds * len(children)))
                 os.kill(self.random.choice(list(children)), signal.SIGKILL)
-            left = {share for child, share in children.items() if self.reap(child)}
+            left = {shard for child, shard in children.items() if self.reap(child)}
 
     def at_every_change_of_finalize(self, step: int = 1) -> None:
         """Kill before each change that publishing makes."""
         number, died = 0, True
         while died:
-            self.do_shares(2, deadly=False)
+            self.do_shards(2, deadly=False)
             died = self.dies_before(number, self.finalize)
             if not self.out.exists():
                 self.finalize()
@@ -278,7 +278,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="deaths at random instants [200]")
     parser.add_argument("--power-cuts", type=int, default=60, help="deaths with damage after them [60]")
-    parser.add_argument("--share-kills", type=int, default=60, help="deaths of shares and of finalize [60]")
+    parser.add_argument("--shard-kills", type=int, default=60, help="deaths of shards and of finalize [60]")
     parser.add_argument("--step", type=int, default=1, help="every how many operations one dies before it [1]; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", choices=make_checkpoint.MODELS, default="small")
@@ -300,7 +300,7 @@ def main() -> int:
         started = time.monotonic()
         torture.at_random_instants(options.kills)
         torture.at_random_instants(options.power_cuts, power=True)
-        torture.in_shares(options.share_kills)
+        torture.in_shards(options.shard_kills)
         if options.step:
             torture.at_every_change(options.step)
             torture.at_every_change_of_finalize(options.step)

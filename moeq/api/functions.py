@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.events import Progress
     from moeq.pipeline.plan.job import Job
     from moeq.pipeline.push import Pushed, PushTarget
-    from moeq.transcode.naming import NamesOption
+    from moeq.transcode.survey import TranscodeKeywords
     from moeq.transcode.transcode import Transcoding
 
 
@@ -171,7 +171,7 @@ def convert(
         plan: result of `moeq.plan`, or a file of `moeq plan -o`: carry it out, or refuse if it no longer applies.
         workers: threads; None takes the cores there are, at most 8.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`.
-        shard: do only this share of the units, `3/8`, and leave publishing to `finalize`.
+        shard: do only this shard of the units, `3/8`, and leave publishing to `finalize`.
         executor: `local`, or `ray`.
         ray_address: address of the Ray cluster.
         stream_source: fetch the files of a repository one after the other and drop them.
@@ -212,7 +212,7 @@ def convert(
             workers=workers,
             max_memory=_bytes(max_memory),
             plan_digest=digest,
-            share=shard,
+            shard=shard,
             executor=executor,
             ray_address=ray_address,
             stream_source=stream_source,
@@ -235,7 +235,7 @@ def finalize(
     sign: str | Path | None = None,
     progress: Progress | bool = False,
 ) -> Conversion:
-    """Check that shares have done all units of a conversion, and publish it.
+    """Check that shards have done all units of a conversion, and publish it.
 
     Args:
         dst: the folder to create, the `dst` of `convert`.
@@ -261,11 +261,6 @@ def transcode(
     dst: str | Path | None = None,
     *,
     to: str,
-    regroup: int | None = None,
-    names: NamesOption = "source",
-    allow_lossy: bool = False,
-    sort_act_order: bool = False,
-    numa: int = 2,
     check_only: bool = False,
     revision: str | None = None,
     force: bool = False,
@@ -276,6 +271,7 @@ def transcode(
     workers: int | None = None,
     max_memory: int | str | None = None,
     progress: Progress | bool = False,
+    **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
     """Write the same values in another checkpoint format, which engines load directly.
 
@@ -283,21 +279,19 @@ def transcode(
         src: local folder or Hub repository.
         dst: folder to create; with `check_only` none is needed.
         to: format, such as `compressed-tensors`.
-        regroup: size of the groups of integer codes.
-        names: spelling of the experts' names.
-        allow_lossy: write the nearest values if some do not fit, and report them.
-        sort_act_order: sort the columns of down projections by activation order.
-        numa: NUMA nodes that `kt-amx-int4` and `kt-amx-int8` are cut for.
         check_only: transcode and compare in memory; write nothing.
         revision: Hub revision of `src`.
         force: replace an earlier transcoding.
-        shard: do only this share of the units.
+        shard: do only this shard of the units.
         executor: `local`, or `ray`.
         ray_address: address of the Ray cluster.
         reread: read the source's tensors twice and compare.
         workers: threads.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`.
         progress: True for a bar, or a function that takes events.
+        options: `regroup` (size of the groups of integer codes), `names` (spelling of the experts' names),
+            `allow_lossy` (write the nearest values where some do not fit), `sort_act_order` (sort the columns of down
+            projections by activation order), `numa` (NUMA nodes that `kt-amx-int4` and `kt-amx-int8` are cut for).
 
     Raises:
         MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`, `answer.not-exact`,
@@ -312,13 +306,10 @@ def transcode(
                 src,
                 to,
                 revision=revision,
-                regroup=regroup,
-                names=names,
-                sort_act_order=sort_act_order,
-                numa=numa,
                 workers=workers,
                 max_memory=limit,
                 advance=advance,
+                **options,
             )
     if dst is None:
         raise TypeError("transcode() needs dst, unless check_only is True")
@@ -328,19 +319,15 @@ def transcode(
             dst,
             to,
             revision=revision,
-            regroup=regroup,
-            names=names,
-            allow_lossy=allow_lossy,
-            sort_act_order=sort_act_order,
-            numa=numa,
             force=force,
             workers=workers,
             max_memory=limit,
-            share=shard,
+            shard=shard,
             executor=executor,
             ray_address=ray_address,
             reread=reread,
             progress=tell,
+            **options,
         )
 
 

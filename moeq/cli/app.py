@@ -69,7 +69,7 @@ COMMANDS: dict[str, Command] = {
         ("./checkpoint ./transcoded --to compressed-tensors",),
     ),
     "finalize": Command(
-        "moeq.cli.finalize", "Publish a conversion that was done in shares, after checking all of it.", ("./converted",)
+        "moeq.cli.finalize", "Publish a conversion that was done in shards, after checking all of it.", ("./converted",)
     ),
     "push": Command("moeq.cli.push", "Upload a conversion to the Hub, with a model card.", ("./converted org/name",)),
     "verify": Command(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeq.cli import options, shares
+from moeq.cli import options, shards
 from moeq.cli.out import Output
 from moeq.cli.plan import render_needs, warn_of_scales, warn_overridden, warn_slow
 from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
@@ -47,10 +47,10 @@ def command(
     ] = None,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
-    shard: shares.ShardOption = None,
-    executor: shares.ExecutorOption = "local",
-    ray_address: shares.RayAddressOption = None,
-    stream_source: shares.StreamOption = False,
+    shard: shards.ShardOption = None,
+    executor: shards.ExecutorOption = "local",
+    ray_address: shards.RayAddressOption = None,
+    stream_source: shards.StreamOption = False,
     reread: options.RereadOption = False,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload the result to this repository of the Hub.")
@@ -72,7 +72,7 @@ def command(
     warn_slow(out)
     with ConversionReport(out, "convert", dst, quiet=quiet or json, log=events) as report:
         deployment, chosen, digest = (given.make(), choices, None) if plan is None else _planned(plan, given, choices)
-        share = shares.parse(shard, push=push)
+        work_shard = shards.parse(shard, push=push)
         target = open_push(push, base_model, public=public) if push is not None and not dry_run else None
         conversion = convert(
             src,
@@ -84,7 +84,7 @@ def command(
             workers=workers,
             max_memory=None if max_memory is None else parse_size(max_memory),
             plan_digest=digest,
-            share=share,
+            shard=work_shard,
             executor=executor,
             ray_address=ray_address,
             stream_source=stream_source,
@@ -158,7 +158,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "written": manifest is not None,
         "already_done": conversion.already_done,
         "resumed_units": conversion.resumed_units,
-        "shard": shares.document(conversion),
+        "shard": shards.document(conversion),
         "backend": conversion.backend,
         "layout": layouts[0],
         "layouts": layouts,
@@ -189,8 +189,8 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     from moeq.report.text import counted, human_bytes, line
 
     plan = conversion.plan
-    head = (f"{_deed(conversion)} {shares.of(conversion)}{conversion.destination}", "bold")
-    count = f"{'in all ' if conversion.share else ''}{counted(len(plan.files), 'file')}"
+    head = (f"{_deed(conversion)} {shards.of(conversion)}{conversion.destination}", "bold")
+    count = f"{'in all ' if conversion.shard else ''}{counted(len(plan.files), 'file')}"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     if conversion.already_done:
@@ -212,7 +212,7 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     if conversion.manifest is not None and not conversion.already_done:
         _render_proof(console, conversion)
     _render_loading(console, conversion)
-    shares.render_next(console, conversion)
+    shards.render_next(console, conversion)
     if needs is not None:
         render_needs(console, conversion.plan, needs)
     if pushed is not None:
@@ -238,7 +238,7 @@ def _deed(conversion: Conversion) -> str:
     """Return what became of the folder, in words that its name follows."""
     if conversion.already_done:
         return "already done,"
-    return "wrote" if conversion.manifest or shares.ran(conversion) else "would write"
+    return "wrote" if conversion.manifest or shards.ran(conversion) else "would write"
 
 
 def _same_text(conversion: Conversion) -> str:

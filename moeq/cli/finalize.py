@@ -1,4 +1,4 @@
-"""`moeq finalize`: put together and publish a conversion that several processes did in shares."""
+"""`moeq finalize`: put together and publish a conversion that several processes did in shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeq.cli.plan import warn_of_scales
 
 def command(
     ctx: typer.Context,
-    dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder that the shares were to create.")],
+    dst: Annotated[Path, typer.Argument(metavar="DST", help="The folder that the shards were to create.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier conversion at DST.")] = False,
     workers: options.WorkersOption = None,
     events: options.EventsOption = None,
@@ -22,7 +22,7 @@ def command(
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Check that all shares are there and agree, then publish. Options are taken from the shares."""
+    """Check that all shards are there and agree, then publish. Options are taken from the shards."""
     from moeq.cli.conversion_report import ConversionReport
     from moeq.cli.convert import document, render
     from moeq.pipeline.finalize import finalize

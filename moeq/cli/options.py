@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +74,33 @@ CONVERT: dict[str, Any] = {
         typer.Option("--no-code", help="Leave out Python files, pickles and auto_map; restore then lacks the files."),
     ],
 }
+
+
+#: The keywords of `moeq.transcode.survey.TranscodeKeywords` as `transcode` takes them, and what stands for none given.
+TRANSCODE: dict[str, Any] = {
+    "regroup": Annotated[
+        int | None,
+        typer.Option("--regroup", min=1, metavar="N", help="Groups of N integer codes: scales are repeated."),
+    ],
+    "names": Annotated[
+        str,
+        typer.Option("--names", help="Names of experts: source, mlp, block-sparse-moe, per-expert or stacked."),
+    ],
+    "allow_lossy": Annotated[
+        bool, typer.Option("--allow-lossy", help="Where values do not fit, write the nearest ones and report them.")
+    ],
+    "sort_act_order": Annotated[
+        bool,
+        typer.Option(
+            "--sort-act-order",
+            help="Sort the columns of down projections by activation order, and the rows of gate and up with them.",
+        ),
+    ],
+    "numa": Annotated[
+        int, typer.Option("--numa", min=1, max=8, metavar="N", help="NUMA nodes that kt-amx experts are cut for.")
+    ],
+}
+_TRANSCODE_DEFAULTS = {"regroup": None, "names": "source", "allow_lossy": False, "sort_act_order": False, "numa": 2}
 
 
 def _option(type_: Any, name: str, help_: str, **more: Any) -> Any:
@@ -172,30 +199,53 @@ def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[...
         other: options that this command spells otherwise, by name.
     """
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        table = {**DEPLOYMENT, **other}
-        signature = inspect.signature(command, eval_str=True)
-        parameters: list[inspect.Parameter] = []
-        for parameter in signature.parameters.values():
-            if parameter.name == "given":
-                parameters += [_parameter(name, kind, None) for name, kind in table.items()]
-            elif parameter.name == "choices":
-                parameters += [_parameter(name, kind, getattr(ConvertOptions, name)) for name, kind in CONVERT.items()]
-            else:
-                parameters.append(parameter)
+    table = {**DEPLOYMENT, **other}
+    groups = {
+        "given": OptionGroup(table, dict.fromkeys(table), GivenDeployment),
+        "choices": OptionGroup(CONVERT, asdict(ConvertOptions()), lambda options: ConvertOptions(**options)),
+    }
+    return lambda command: _grouped(command, groups)
 
-        def run(**values: Any) -> Any:
-            options = {name: values.pop(name) for name in table}
-            if "choices" in signature.parameters:
-                values["choices"] = ConvertOptions(**{name: values.pop(name) for name in CONVERT})
-            return command(given=GivenDeployment(options), **values)
 
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {one.name: one.annotation for one in parameters}
-        return run
+def with_transcode_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of `TRANSCODE`: it is called with one mapping `choices` for all of them."""
+    return _grouped(command, {"choices": OptionGroup(TRANSCODE, _TRANSCODE_DEFAULTS, dict)})
 
-    return decorate
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options that a command takes as one argument.
+
+    Attributes:
+        table: their annotations by name.
+        defaults: their defaults by name.
+        make: makes the argument of their values.
+    """
+
+    table: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    make: Callable[[dict[str, Any]], Any]
+
+
+def _grouped(command: Callable[..., Any], groups: Mapping[str, OptionGroup]) -> Callable[..., Any]:
+    """Return the command with options in place of each argument that is called like a group."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    taken = {name: group for name, group in groups.items() if name in signature.parameters}
+    for parameter in signature.parameters.values():
+        group = taken.get(parameter.name)
+        more = [] if group is None else [_parameter(*row, group.defaults[row[0]]) for row in group.table.items()]
+        parameters += [parameter] if group is None else more
+
+    def run(**values: Any) -> Any:
+        for name, group in taken.items():
+            values[name] = group.make({option: values.pop(option) for option in group.table})
+        return command(**values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
 
 
 def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moeq.cli import completion, options, shares
+from moeq.cli import completion, options, shards
 from moeq.cli.out import Output
 from moeq.errors import ExitCode, MoeqError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SHOWN = 20
 
 
+@options.with_transcode_options
 def command(
     ctx: typer.Context,
     src: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint folder, or Hub repository org/name.")],
@@ -34,27 +35,7 @@ def command(
             autocompletion=completion.targets,
         ),
     ] = "",
-    regroup: Annotated[
-        int | None,
-        typer.Option("--regroup", min=1, metavar="N", help="Groups of N integer codes: scales are repeated."),
-    ] = None,
-    names: Annotated[
-        str,
-        typer.Option("--names", help="Names of experts: source, mlp, block-sparse-moe, per-expert or stacked."),
-    ] = "source",
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Where values do not fit, write the nearest ones and report them.")
-    ] = False,
-    sort_act_order: Annotated[
-        bool,
-        typer.Option(
-            "--sort-act-order",
-            help="Sort the columns of down projections by activation order, and the rows of gate and up with them.",
-        ),
-    ] = False,
-    numa: Annotated[
-        int, typer.Option("--numa", min=1, max=8, metavar="N", help="NUMA nodes that kt-amx experts are cut for.")
-    ] = 2,
+    choices: Any = None,
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Transcode and compare in memory; write nothing.")
     ] = False,
@@ -62,10 +43,10 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier transcoding at DST.")] = False,
     shard: Annotated[
         str | None,
-        typer.Option("--shard", metavar="I/N", help="Do share I of N, counted from 0 (default: whatever is left)."),
+        typer.Option("--shard", metavar="I/N", help="Do shard I of N, counted from 0 (default: whatever is left)."),
     ] = None,
-    executor: shares.ExecutorOption = "local",
-    ray_address: shares.RayAddressOption = None,
+    executor: shards.ExecutorOption = "local",
+    ray_address: shards.RayAddressOption = None,
     reread: options.RereadOption = False,
     workers: options.WorkersOption = None,
     max_memory: options.MaxMemoryOption = None,
@@ -84,8 +65,8 @@ def command(
     out: Output = ctx.obj
     if not to:
         raise MoeqError("usage.target", "--to is missing", f"--to {', '.join(TARGETS)}")
-    if names not in NAMES:
-        raise MoeqError("usage.names", f"--names {names[:60]!r} is none of {', '.join(NAMES)}")
+    if choices["names"] not in NAMES:
+        raise MoeqError("usage.names", f"--names {choices['names'][:60]!r} is none of {', '.join(NAMES)}")
     memory = None if max_memory is None else parse_size(max_memory)
     if check_only:
         with ProgressReport(out, "transcode", unit="step", quiet=quiet or json) as progress:
@@ -93,13 +74,10 @@ def command(
                 src,
                 to,
                 revision=revision,
-                regroup=regroup,
-                names=names,
-                sort_act_order=sort_act_order,
-                numa=numa,
                 workers=workers,
                 max_memory=memory,
                 advance=progress.update,
+                **choices,
             )
     elif dst is None:
         raise MoeqError("usage.command-line", "DST is missing", "--check-only needs none")
@@ -110,26 +88,22 @@ def command(
                 dst,
                 to,
                 revision=revision,
-                regroup=regroup,
-                names=names,
-                allow_lossy=allow_lossy,
-                sort_act_order=sort_act_order,
-                numa=numa,
                 force=force,
                 workers=workers,
                 max_memory=memory,
-                share=shard,
+                shard=shard,
                 executor=executor,
                 ray_address=ray_address,
                 reread=reread,
                 progress=report,
+                **choices,
             )
     for text in found.warnings:
         out.warning(text)
     if found.left_out:
         shown = ", ".join(ascii(name) for name in found.left_out[:5])
         out.warning(f"left out, since not every system can have files of these names: {shown}")
-    ok = found.exact or allow_lossy
+    ok = found.exact or choices["allow_lossy"]
     out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
     if not ok:
         raise typer.Exit(ExitCode.NO)
@@ -140,7 +114,7 @@ def render(console: Console, found: Transcoding) -> None:
     from moeq.report.text import counted, human_bytes
 
     plan = found.plan
-    verb = "wrote" if found.written else f"did share {found.share} of" if found.share else "would write"
+    verb = "wrote" if found.written else f"did shard {found.shard} of" if found.shard else "would write"
     verb = "already done," if found.already_done else verb
     where = f" {found.destination}" if found.destination else ""
     size = human_bytes(plan.bytes_out)
@@ -158,8 +132,8 @@ def render(console: Console, found: Transcoding) -> None:
         )
     for note in found.notes:
         console.print(f"  note      {note}", markup=False)
-    if found.share is not None:
-        console.print("  next      the same command without --shard publishes when all shares are done")
+    if found.shard is not None:
+        console.print("  next      the same command without --shard publishes when all shards are done")
     elif found.exact:
         console.print(f"  proof     exact: {found.projections} of {found.projections} projections equal in every value")
     else:

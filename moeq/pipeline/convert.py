@@ -24,8 +24,8 @@ from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
 from moeq.pipeline.run.execution import ExecutorOptions, one_batch, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
-from moeq.pipeline.run.shares import Share, ShareRun, is_remote, parse_share
 from moeq.pipeline.run.streaming import require_streamable, streamed
+from moeq.pipeline.run.work_shards import ShardRun, WorkShard, is_remote, parse_shard
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.finished import check_destination
 from moeq.pipeline.state.folder import WorkFolder
@@ -52,7 +52,7 @@ class Conversion(Shown):
         manifest: what `moeq.json` says; None for a dry run.
         resumed_units: units found finished from an interrupted run.
         backend: backend whose kernel reads the result; the layout's id if the engine has none for it.
-        share: the share of the units that was asked for, or None if it was all.
+        shard: the shard of the units that was asked for, or None if it was all.
         memory: memory that the run takes, and its number of workers.
         job: source, decision and plan, for `moeq.pipeline.plan_document`.
         already_done: whether the folder already held the result of the same job, so that nothing was written.
@@ -64,7 +64,7 @@ class Conversion(Shown):
     manifest: Manifest | None
     resumed_units: int = 0
     backend: str = ""
-    share: ShareRun | None = None
+    shard: ShardRun | None = None
     memory: Memory | None = None
     job: Job | None = None
     already_done: bool = False
@@ -87,7 +87,7 @@ def convert(
     workers: int | None = None,
     max_memory: int | None = None,
     plan_digest: str | None = None,
-    share: Share | str | None = None,
+    shard: WorkShard | str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
     stream_source: bool = False,
@@ -113,14 +113,14 @@ def convert(
         max_memory: bytes of memory that this process must not exceed; workers are lowered to fit. None: workers are
             lowered to stay below 1 GiB if one worker can.
         plan_digest: digest that the plan must have (`moeq plan` prints it); None takes any.
-        share: do only this share of the units (`3/8`, or another form that `--shard` takes), and leave publishing to
-            `finalize`. Any number of processes may do shares at once if all see `dst` and the source.
+        shard: do only this shard of the units (`3/8`, or another form that `--shard` takes), and leave publishing to
+            `finalize`. Any number of processes may do shards at once if all see `dst` and the source.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository one after the other and drop them, so that disk never holds
             them all.
         reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
-        sign: minisign secret key to sign the manifest with; a share is not signed, `finalize` takes the key.
+        sign: minisign secret key to sign the manifest with; a shard is not signed, `finalize` takes the key.
         progress: told what happens, about once per expert.
         options: fields of `moeq.pipeline.plan.options.ConvertOptions`: `layout`, `force_layout`, `regroup`,
             `skip_unfit`, `allow_lossy`, `no_code`.
@@ -129,37 +129,37 @@ def convert(
         MoeqError: `answer.no-backend` if nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
             `usage.tp`, `usage.ep`, `usage.group-cut`, `answer.lossy`; `usage.destination-exists`,
             `usage.destination-is-source`, `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`,
-            `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-share`, `usage.executor`,
+            `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-shard`, `usage.executor`,
             `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
             `resources.ray-memory`; `source.changed`, and other `source.*` for damaged input. A failed run leaves no
             folder DST behind; finished units are kept in `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     signer = None if sign is None else Signer(sign)
-    share = parse_share(share, os.environ) if isinstance(share, str) else share
+    shard = parse_shard(shard, os.environ) if isinstance(shard, str) else shard
     job = open_job(_request(src, deployment, backend, revision, options), expect=plan_digest)
     source = job.checkpoint.source
     source.reread = reread
-    _check_ways(source, share, executor, stream_source, force)
-    folder = WorkFolder(Path(dst), job_stamp(job), share=share.label if share else None, force=force)
+    _check_ways(source, shard, executor, stream_source, force)
+    folder = WorkFolder(Path(dst), job_stamp(job), shard=shard.label if shard else None, force=force)
     done = check_destination(job, folder)
     if done is not None:
         if signer is not None and not dry_run:
             sign_folder(folder.destination, signer)
         return conversion_of(job, folder, done, already_done=True)
-    units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
-    part = ShareRun(share, len(units), sum(unit.bytes_out for unit in units), not dry_run) if share else None
+    units = shard.select(job.plan.units, remote=is_remote(source)) if shard else job.plan.units
+    part = ShardRun(shard, len(units), sum(unit.bytes_out for unit in units), not dry_run) if shard else None
     tell = progress or (lambda event: None)
     memory = plan_memory(job, units, workers or default_workers(), max_memory)
     if dry_run or is_remote(source):  # before gigabytes are downloaded in vain
         _require_no_loss(job)
     if dry_run:
-        return conversion_of(job, folder, None, share=part, memory=memory)
+        return conversion_of(job, folder, None, shard=part, memory=memory)
     where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
-        manifest = finish(job, folder, ran.records, signer) if share is None else None
+        manifest = finish(job, folder, ran.records, signer) if shard is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
 
@@ -199,12 +199,12 @@ def _request(
     return JobRequest(str(src), deployment, ConvertOptions(**options), revision)
 
 
-def _check_ways(source: Source, share: Share | None, executor: str, stream_source: bool, force: bool) -> None:
+def _check_ways(source: Source, shard: WorkShard | None, executor: str, stream_source: bool, force: bool) -> None:
     """Refuse ways of working that exclude each other."""
-    if share is not None and force:
+    if shard is not None and force:
         raise MoeqError(
-            "usage.force-share",
-            f"--force with --shard {share}: one share must not remove what another has written",
+            "usage.force-shard",
+            f"--force with --shard {shard}: one shard must not remove what another has written",
             "moeq finalize --force replaces an earlier conversion; unfinished work of another one: remove its folder",
         )
     if stream_source:
@@ -222,7 +222,7 @@ def conversion_of(
     folder: WorkFolder,
     manifest: Manifest | None,
     resumed: int = 0,
-    share: ShareRun | None = None,
+    shard: ShardRun | None = None,
     memory: Memory | None = None,
     *,
     already_done: bool = False,
@@ -235,7 +235,7 @@ def conversion_of(
         manifest=manifest,
         resumed_units=resumed,
         backend=job.answer.backend,
-        share=share,
+        shard=shard,
         memory=memory,
         job=job,
         already_done=already_done,

@@ -113,7 +113,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class Finished:
-    """The conversion stands under its final name; or a share of it is done.
+    """The conversion stands under its final name; or a shard of it is done.
 
     Attributes:
         bytes_out: bytes of tensor data in it.

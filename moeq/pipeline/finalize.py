@@ -18,17 +18,17 @@ from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.plan.job import Job, open_job, places
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
-from moeq.pipeline.run.shares import Share, is_remote, parse_label
+from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_label
 from moeq.pipeline.state.finished import check_destination, request_of
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
-from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, share_of
+from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, shard_of
 from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp, reopen_job
 
 #: Name of finalize's own journal.
-_SHARE = "finalize"
+_SHARD = "finalize"
 
 
 def finalize(
@@ -39,10 +39,10 @@ def finalize(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Check that shares have done all units of a conversion, write what is left (manifest, side files) and publish it.
+    """Check that shards have done all units of a conversion, write what is left (manifest, side files) and publish it.
 
-    What was asked for is in the journals of the shares, so it need not be said again. Every byte is read once more.
-    Nothing is done where `dst` is finished and no shares are left beside it.
+    What was asked for is in the journals of the shards, so it need not be said again. Every byte is read once more.
+    Nothing is done where `dst` is finished and no shards are left beside it.
 
     Args:
         dst: the folder to create, the `dst` of `convert`.
@@ -53,7 +53,7 @@ def finalize(
 
     Raises:
         MoeqError: `usage.nothing-to-finalize`; `answer.units-missing`, `answer.units-contradict`, by name;
-            `usage.other-job` if shares were run with different options, sources or versions; `source.changed`;
+            `usage.other-job` if shards were run with different options, sources or versions; `source.changed`;
             `usage.destination-exists`.
     """
     signer = None if sign is None else Signer(sign)
@@ -64,7 +64,7 @@ def finalize(
             sign_folder(destination, signer)
         return done
     job, stamp = _job_of(destination)
-    folder = WorkFolder(destination, stamp, share=_SHARE, force=force)
+    folder = WorkFolder(destination, stamp, shard=_SHARD, force=force)
     folder.check(*places(job.checkpoint.source))
     if isinstance(job.checkpoint.source, HubSource):
         # Only headers are read, and tensors that are kept as they are: ranges, not files.
@@ -83,7 +83,7 @@ def finalize(
 
 
 def _finished(destination: Path) -> Conversion | None:
-    """Return the conversion at a destination beside which no shares are left; None if there is none to return.
+    """Return the conversion at a destination beside which no shards are left; None if there is none to return.
 
     Raises:
         MoeqError: as opening its source and `check_destination`.
@@ -107,8 +107,8 @@ def _job_of(destination: Path) -> tuple[Job, JobStamp]:
     if not journals.stamps:
         raise MoeqError(
             "usage.nothing-to-finalize",
-            f"{partial} holds no shares of a conversion",
-            "run the shares first, on a file system that all of them see: moeq convert SRC DST --shard 0/8 ...",
+            f"{partial} holds no shards of a conversion",
+            "run the shards first, on a file system that all of them see: moeq convert SRC DST --shard 0/8 ...",
         )
     job = reopen_job(next(iter(journals.stamps.values())))
     stamp = job_stamp(job)
@@ -134,16 +134,16 @@ def _journals(destination: Path) -> tuple[Path, Journals]:
 
 
 def refuse_contradictions(journals: Journals) -> None:
-    """Refuse units of which two shares tell different things. Raises MoeqError `answer.units-contradict`."""
+    """Refuse units of which two shards tell different things. Raises MoeqError `answer.units-contradict`."""
     found = journals.contradictions
     if found:
         shown = "; ".join(f"{unit} ({', '.join(names)})" for unit, names in list(found.items())[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise MoeqError(
             "answer.units-contradict",
-            f"shares contradict each other about {len(found)} units: {shown}{more}",
+            f"shards contradict each other about {len(found)} units: {shown}{more}",
             "the same unit gives the same bytes everywhere, so one of the machines (or its memory) is faulty; "
-            "remove its journals from the folder and run its shares again elsewhere",
+            "remove its journals from the folder and run its shards again elsewhere",
         )
 
 
@@ -153,17 +153,17 @@ def _require(job: Job, folder: WorkFolder, have: Container[str], what: str) -> N
 
 
 def _remedy(job: Job, folder: WorkFolder, missing: Sequence[Unit]) -> str:
-    """Name the shares that would do the missing units, for the count of shares that most journals have."""
-    labels = [share_of(name) for name in folder.journals.stamps]
-    shares = [share for label in labels if label and (share := parse_label(label)) is not None]
+    """Name the shards that would do the missing units, for the count of shards that most journals have."""
+    labels = [shard_of(name) for name in folder.journals.stamps]
+    shards = [shard for label in labels if label and (shard := parse_label(label)) is not None]
     whole = "moeq convert without --shard does what is left, and publishes"
-    if not shares:
+    if not shards:
         return whole
-    count = Counter(share.count for share in shares).most_common(1)[0][0]
+    count = Counter(shard.count for shard in shards).most_common(1)[0][0]
     names = {unit.id for unit in missing}
     wanted = [
-        str(share)
-        for share in (Share(index, count) for index in range(count))
-        if any(unit.id in names for unit in share.select(job.plan.units, remote=is_remote(job.checkpoint.source)))
+        str(shard)
+        for shard in (WorkShard(index, count) for index in range(count))
+        if any(unit.id in names for unit in shard.select(job.plan.units, remote=is_remote(job.checkpoint.source)))
     ]
     return f"run again: --shard {', --shard '.join(wanted[:8])}{' ...' if wanted[8:] else ''}; or {whole}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypedDict
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import ModelFamily, find_family
@@ -38,10 +39,11 @@ class TranscodeRequest:
         src: local folder or Hub repository.
         to: id of the target.
         revision: Hub revision of `src`.
-        regroup: size of the groups of integer codes, if it is to change.
+        regroup: size of the groups of integer codes, if it is to change; has to divide the source's.
         names: spelling of the experts' names.
-        allow_lossy: write values that the target cannot hold exactly, rounded once.
-        sort_act_order: sort columns that are in activation order, if the expert can make up for it.
+        allow_lossy: write the nearest values where some do not fit the target, and report them.
+        sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
+            then in another order, in all three projections.
         numa: NUMA nodes that ktransformers' experts are cut for.
     """
 
@@ -53,6 +55,16 @@ class TranscodeRequest:
     allow_lossy: bool = False
     sort_act_order: bool = False
     numa: int = 2
+
+
+class TranscodeKeywords(TypedDict, total=False):
+    """Types of the fields of `TranscodeRequest` that have a default of their own, for functions with such keywords."""
+
+    regroup: int | None
+    names: NamesOption
+    allow_lossy: bool
+    sort_act_order: bool
+    numa: int
 
 
 @dataclass(frozen=True)

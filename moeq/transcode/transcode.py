@@ -1,7 +1,7 @@
 """Write a checkpoint's values in another format that engines load as it is, and prove every one of them.
 
 The result is an ordinary checkpoint: `config.json`, weight files, index and side files as the target's own tools write
-them. Work folder, journal, shares, checks and events are those of `moeq convert`. `moeq-transcode.json` beside them is
+them. Work folder, journal, shards, checks and events are those of `moeq convert`. `moeq-transcode.json` beside them is
 a report, which nothing needs for loading.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.jsonfile import read_object
@@ -29,7 +29,7 @@ from moeq.pipeline.plan.side_files import MAX_SIDE_BYTES, SideFiles, plan_side_f
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import ExecutorOptions, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
-from moeq.pipeline.run.shares import Share, is_remote, parse_share
+from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_shard
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp, require_unchanged
@@ -44,9 +44,9 @@ from moeq.pipeline.state.publish import (
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
 from moeq.transcode.compare import Loss
-from moeq.transcode.naming import NamesOption, misplaced
+from moeq.transcode.naming import misplaced
 from moeq.transcode.result_check import warnings, with_expert_dtype
-from moeq.transcode.survey import Projected, TranscodeRequest
+from moeq.transcode.survey import Projected, TranscodeKeywords, TranscodeRequest
 from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
 from moeq.version import __version__
@@ -105,12 +105,12 @@ class Transcoding:
     Attributes:
         destination: output folder; None if nothing was to be written.
         plan: files and units.
-        projections: projections compared with the source; 0 for a share.
+        projections: projections compared with the source; 0 for a shard.
         losses: those whose values changed.
         dropped: parts that the target has no place for (scales of activations), and how many tensors they are.
         written: whether the result stands under its name.
         resumed_units: units found finished from an interrupted run.
-        share: the share of the units that was asked for.
+        shard: the shard of the units that was asked for.
         already_done: whether the folder already held the result of the same job, so that nothing was written.
         warnings: what will not load the result: engines, transformers.
         left_out: side files that are not copied, since not every system can have files of these names.
@@ -123,7 +123,7 @@ class Transcoding:
     dropped: Mapping[str, int]
     written: bool
     resumed_units: int = 0
-    share: Share | None = None
+    shard: WorkShard | None = None
     already_done: bool = False
     warnings: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class Transcoding:
             "bytes_out": plan.bytes_out,
             "files": len(plan.files),
             "resumed_units": self.resumed_units,
-            "shard": None if self.share is None else str(self.share),
+            "shard": None if self.shard is None else str(self.shard),
             "plan_digest": plan.digest,
             "differences": [loss.to_json() for loss in self.losses],
         }
@@ -172,19 +172,15 @@ def transcode(
     to: str,
     *,
     revision: str | None = None,
-    regroup: int | None = None,
-    names: NamesOption = "source",
-    allow_lossy: bool = False,
-    sort_act_order: bool = False,
-    numa: int = 2,
     force: bool = False,
     workers: int | None = None,
     max_memory: int | None = None,
-    share: Share | str | None = None,
+    shard: WorkShard | str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
     reread: bool = False,
     progress: Progress | None = None,
+    **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
     """Write a checkpoint in another format. Nothing is done where `dst` already holds the result of the same job.
 
@@ -193,20 +189,16 @@ def transcode(
         dst: output folder; must not exist or be this job's result, or with `force` be an output of `transcode`.
         to: a key of `moeq.transcode.target_formats.TARGETS`.
         revision: Hub revision of `src`.
-        regroup: size of the groups of integer codes; has to divide the source's.
-        names: spelling of the experts' names.
-        allow_lossy: write the nearest values if some do not fit the target, and report them.
-        sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
-            then in another order, in all three projections.
-        numa: NUMA nodes that ktransformers' experts are cut for.
         force: replace an earlier transcoding.
         workers: threads; None takes the cores there are, at most 8. The bytes are the same.
         max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
-        share: do only this share of the units (`3/8`); the same call without it does what is left and publishes.
+        shard: do only this shard of the units (`3/8`); the same call without it does what is left and publishes.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         progress: told what happens.
+        options: fields of `moeq.transcode.survey.TranscodeRequest`: `regroup`, `names`, `allow_lossy`,
+            `sort_act_order`, `numa`.
 
     Raises:
         MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`; `answer.not-exact`,
@@ -214,17 +206,17 @@ def transcode(
             `resources.disk-full`, `resources.memory`; `source.*` for damaged input.
     """
     begun = time.monotonic()
-    share = parse_share(share, os.environ) if isinstance(share, str) else share
-    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, allow_lossy, sort_act_order, numa))
+    shard = parse_shard(shard, os.environ) if isinstance(shard, str) else shard
+    job = open_transcode(TranscodeRequest(str(src), to, revision, **options))
     source = job.checkpoint.source
     source.reread = reread
     folder = WorkFolder(
-        Path(dst), transcode_stamp(job), share=share.label if share else None, force=force, marker=REPORT_NAME
+        Path(dst), transcode_stamp(job), shard=shard.label if shard else None, force=force, marker=REPORT_NAME
     )
     done = _check_destination(job, folder)
     if done is not None:
         return done
-    units = share.select(job.plan.units, remote=is_remote(source)) if share else job.plan.units
+    units = shard.select(job.plan.units, remote=is_remote(source)) if shard else job.plan.units
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
     with headers_frozen(), folder:
@@ -235,16 +227,16 @@ def transcode(
         found = Transcoding(
             destination=Path(dst),
             plan=job.plan,
-            projections=0 if share else count_projections(job.plan),
+            projections=0 if shard else count_projections(job.plan),
             losses=losses,
             dropped=dropped_parts(job.checkpoint, job.plan),
-            written=share is None,
+            written=shard is None,
             resumed_units=len(ran.resumed),
-            share=share,
+            shard=shard,
             warnings=job.warnings,
             left_out=job.side_files.unusable,
         )
-        if share is None:
+        if shard is None:
             _finish(job, folder, ran.records, found)
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return found
@@ -255,20 +247,19 @@ def check(
     to: str,
     *,
     revision: str | None = None,
-    regroup: int | None = None,
-    names: NamesOption = "source",
-    sort_act_order: bool = False,
-    numa: int = 2,
     workers: int | None = None,
     max_memory: int | None = None,
     advance: Advance | None = None,
+    **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
     """Say what `transcode` would come to: every projection is transcoded and compared in memory, nothing is written.
+
+    Losses are found with and without `allow_lossy`. Arguments are those of `transcode`.
 
     Raises:
         MoeqError: as `transcode`, except `answer.not-exact`, which is the answer here.
     """
-    job = open_transcode(TranscodeRequest(str(src), to, revision, regroup, names, True, sort_act_order, numa))
+    job = open_transcode(replace(TranscodeRequest(str(src), to, revision, **options), allow_lossy=True))
     report = advance or (lambda done, total, label: None)
     units = [unit for unit in job.plan.units if isinstance(unit, TranscodeUnit)]
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)

@@ -14,6 +14,7 @@ from moeq.api.words import in_python
 from moeq.cli import options
 from moeq.cli.app import COMMANDS
 from moeq.pipeline.events import Finished
+from moeq.transcode.survey import TranscodeKeywords
 
 NAME = "gptq-int4-g32-qwen3moe"
 
@@ -29,8 +30,8 @@ def test_options_have_the_command_lines_names(command: str) -> None:
     module = __import__(COMMANDS[command].module, fromlist=["command"])
     theirs = set(inspect.signature(module.command).parameters) - NOT_IN_PYTHON
     ours = set(inspect.signature(getattr(moeq, command.replace("-", "_"))).parameters)
-    if command in ("plan", "convert"):
-        ours |= set(get_type_hints(PlanKeywords))
+    keywords = {"plan": PlanKeywords, "convert": PlanKeywords, "transcode": TranscodeKeywords}.get(command)
+    ours |= set() if keywords is None else set(get_type_hints(keywords))
     theirs -= {"output", "workers", "max_memory"} if command == "plan" else set()  # about the text that is printed
     assert {POSITIONAL.get(name, name) for name in theirs} <= ours
 

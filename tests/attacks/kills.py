@@ -115,8 +115,8 @@ class Theatre:
             return ("transcode", source, self.out, "--to", "compressed-tensors", "--workers", "1", *force)
         if name == "finalize":
             return ("finalize", self.out, *force)
-        share = ("--shard", f"{act[-1]}/2") if name == "shard" else ()
-        return ("convert", source, self.out, "--gpu", "a100", "--workers", "1", *share, *force)
+        shard = ("--shard", f"{act[-1]}/2") if name == "shard" else ()
+        return ("convert", source, self.out, "--gpu", "a100", "--workers", "1", *shard, *force)
 
     def start(self, act: str, **options: object) -> Answer:
         return command(*self.words(act), **options)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ class Theatre:
         """One round: deaths, then the end."""
         play = PLAYS[name]
         wanted = self.wanted[name.split(" ")[0] if name.split(" ")[0] in self.wanted else "convert"]
-        if name == "finalize --force":  # shares refuse to begin where there is a result
+        if name == "finalize --force":  # shards refuse to begin where there is a result
             self._must(self.start("shard 0"))
             self._must(self.start("shard 1"))
         old = self._older(wanted) if play.old else None

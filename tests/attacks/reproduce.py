@@ -1,7 +1,7 @@
 """Digests of conversions, to compare machines and versions of Python: `python tests/attacks/reproduce.py`.
 
 Prints one JSON document: versions, and for each small checkpoint the digest of its conversion, done with one worker and
-with several, in shares, and without numba.
+with several, in shards, and without numba.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def main() -> int:
             convert("1 worker", "--workers", "1")
             convert("4 workers", "--workers", "4")
             convert("without numba", program=WITHOUT_NUMBA)
-            convert("2 shares", "--shard", "1/2")
-            convert("2 shares", "--shard", "0/2")
-            convert("2 shares")
+            convert("2 shards", "--shard", "1/2")
+            convert("2 shards", "--shard", "0/2")
+            convert("2 shards")
     versions = {"python": platform.python_version(), "machine": platform.machine()}
     document = {"schema": "moeq.reproduced/1", **versions}
     same = all(len(set(digests.values())) == 1 for digests in found.values())

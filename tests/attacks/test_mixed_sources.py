@@ -32,8 +32,8 @@ def fine_tune(source: Path, target: Path, *wanted: str, places: tuple[float, ...
             fixed = name == "__metadata__" or "qzeros" in name or "g_idx" in name
             if not fixed and all(word in name for word in wanted):
                 start, stop = entry["data_offsets"]
-                for share in places:
-                    at = base + start + int(share * (stop - start - 1))
+                for place in places:
+                    at = base + start + int(place * (stop - start - 1))
                     file.seek(at)
                     byte = file.read(1)[0]
                     file.seek(at)
@@ -61,7 +61,7 @@ CHANGES = {
 @pytest.mark.cover
 @pytest.mark.parametrize("words", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("same_times", [False, True], ids=["other times", "same times"])
-class TestShares:
+class TestShards:
     """`--shard 0/2` of A and then B, in every way of going on."""
 
     @pytest.fixture
@@ -73,13 +73,13 @@ class TestShares:
                 os.utime(second / path.name, ns=(state.st_atime_ns, state.st_mtime_ns))
         return second
 
-    @pytest.mark.parametrize("share", [0, 1])
-    def test_the_rest_of_another_model(self, first, second, share, tmp_path, moeq_command) -> None:
+    @pytest.mark.parametrize("shard", [0, 1])
+    def test_the_rest_of_another_model(self, first, second, shard, tmp_path, moeq_command) -> None:
         """Either way it is refused, or what comes out is the conversion of one of them and nothing else."""
         alone = tmp_path / "alone"
         assert moeq_command("convert", second, alone, "--gpu", "a100").code == 0
         out = tmp_path / "out"
-        assert moeq_command("convert", first, out, "--gpu", "a100", "--shard", f"{share}/2").code == 0
+        assert moeq_command("convert", first, out, "--gpu", "a100", "--shard", f"{shard}/2").code == 0
         answer = moeq_command("convert", second, out, "--gpu", "a100")
         if answer.code == 0:
             weights = {name: data for name, data in content(out).items() if name.endswith(".safetensors")}

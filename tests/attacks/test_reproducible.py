@@ -18,7 +18,7 @@ __all__ = ["moeq_command"]
 @pytest.mark.cover(every=len(SOURCES))
 @pytest.mark.parametrize("name", SOURCES)
 def test_however_it_is_done(name, checkpoints, tmp_path, moeq_command) -> None:
-    """Workers, shares in any order, from a copy elsewhere, with torch's packing alone."""
+    """Workers, shards in any order, from a copy elsewhere, with torch's packing alone."""
     options = SOURCES[name]
     found = {}
     for workers in (1, 2, 5):
@@ -26,11 +26,11 @@ def test_however_it_is_done(name, checkpoints, tmp_path, moeq_command) -> None:
         assert moeq_command("convert", checkpoints / name, out, *options, "--workers", workers).code == 0
         found[f"{workers} workers"] = digest_of(out)
     for count in (2, 3):
-        out = tmp_path / f"shares-{count}"
+        out = tmp_path / f"shards-{count}"
         for index in reversed(range(count)):
             assert moeq_command("convert", checkpoints / name, out, *options, "--shard", f"{index}/{count}").code == 0
         assert moeq_command("finalize", out).code == 0
-        found[f"{count} shares"] = digest_of(out)
+        found[f"{count} shards"] = digest_of(out)
     copy = Path(shutil.copytree(checkpoints / name, tmp_path / "elsewhere" / name, copy_function=shutil.copyfile))
     assert moeq_command("convert", copy, tmp_path / "copy", *options).code == 0
     found["a copy"] = digest_of(tmp_path / "copy")

@@ -106,8 +106,8 @@ def test_a_key_with_a_password(checkpoints, tmp_path, moeq_command, monkeypatch)
 
 def test_finalize_signs(keys, checkpoints, tmp_path, moeq_command) -> None:
     out = tmp_path / "out"
-    for share in ("0/2", "1/2"):
-        assert moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100", "--shard", share).code == 0
+    for shard in ("0/2", "1/2"):
+        assert moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100", "--shard", shard).code == 0
     assert moeq_command("finalize", out, "--sign", keys[0]).code == 0
     assert moeq_command("verify", out, "--signed-by", keys[1], "--source", checkpoints / SOURCE).code == 0
 

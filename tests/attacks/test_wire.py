@@ -117,11 +117,11 @@ def test_a_flipped_bit_in_a_range_of_a_file_that_is_gone(hub, run, checkpoints, 
     assert (code, KEPT in document["kept_for_restore"]) == (0, True)
 
 
-def test_shares_leave_what_ranges_are_compared_with(hub, run, checkpoints, tmp_path) -> None:
-    """`finalize` reads ranges only, of files that the shares have hashed and dropped."""
-    repo = hub.add("org/shares", checkpoints / KEEPS)
-    for share in ("0/2", "1/2"):
-        assert convert(run, repo, tmp_path, "--shard", share, *STREAMED)[0] == 0
+def test_shards_leave_what_ranges_are_compared_with(hub, run, checkpoints, tmp_path) -> None:
+    """`finalize` reads ranges only, of files that the shards have hashed and dropped."""
+    repo = hub.add("org/shards", checkpoints / KEEPS)
+    for shard in ("0/2", "1/2"):
+        assert convert(run, repo, tmp_path, "--shard", shard, *STREAMED)[0] == 0
     entry = open_checkpoint(checkpoints / KEEPS).source.entry(KEPT)
     hub.behaviours[repo] = Behaviour(flips=entry.end - 1, flips_files=False)
     code, document = run("finalize", tmp_path / "out")

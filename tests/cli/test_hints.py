@@ -253,15 +253,15 @@ class TestSituations:
         argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--quiet")
         assert "--shard 0/8" in self.hint(capsys, "finalize", tmp_path / "out")
         self.follow(capsys, *argv, "--shard", "0/3")
-        for share in re.findall(r"--shard (\d/\d)", self.hint(capsys, "finalize", tmp_path / "out", "--quiet")):
-            self.follow(capsys, *argv, "--shard", share)
+        for shard in re.findall(r"--shard (\d/\d)", self.hint(capsys, "finalize", tmp_path / "out", "--quiet")):
+            self.follow(capsys, *argv, "--shard", shard)
         self.follow(capsys, "finalize", tmp_path / "out", "--quiet")
 
-    def test_a_share_counted_from_one(self, checkpoints, tmp_path, capsys) -> None:
+    def test_a_shard_counted_from_one(self, checkpoints, tmp_path, capsys) -> None:
         argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--dry-run")
-        share = re.search(r"--shard (\d/\d)", self.hint(capsys, *argv, "--shard", "2/2"))
-        assert share is not None
-        self.follow(capsys, *argv, "--shard", share[1])
+        shard = re.search(r"--shard (\d/\d)", self.hint(capsys, *argv, "--shard", "2/2"))
+        assert shard is not None
+        self.follow(capsys, *argv, "--shard", shard[1])
 
     def test_a_file_instead_of_its_folder(self, checkpoints, capsys) -> None:
         hint = self.hint(capsys, "inspect", checkpoints / self.SRC / "model.safetensors")

@@ -93,7 +93,7 @@ def test_slurm(checkpoints, whole, tools, tmp_path) -> None:
     array, waiting = (line.split("|") for line in (tools / "submitted").read_text().splitlines())
     assert array[:2] == ["", "0-1"]
     assert waiting[:2] == ["101", ""]
-    assert "share 1/2" in log
+    assert "shard 1/2" in log
     assert content(out) == whole
 
 

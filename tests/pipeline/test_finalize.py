@@ -1,4 +1,4 @@
-"""Conversions done in shares by several processes: the same bytes as by one, or a refusal that says what is wrong."""
+"""Conversions done in shards by several processes: the same bytes as by one, or a refusal that says what is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import Conversion, convert
 from moeq.pipeline.events import Checking, Event, Finished, Started, UnitFinished
 from moeq.pipeline.finalize import finalize
-from moeq.pipeline.run.shares import Share
+from moeq.pipeline.run.work_shards import WorkShard
 from moeq.pipeline.state.journal import Journal, read_journals
 
 A100 = Deployment(gpu=parse_gpu("A100"))
@@ -36,7 +36,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six layers, so that seven shares have something to share."""
+    """Six layers, so that seven shards have something to do."""
     folder = tmp_path_factory.mktemp("sources") / "model"
     generator.write_checkpoint(folder, generator.MODELS["tiny"], "gptq", generator.Size(layers=6, experts=None), seed=3)
     return folder
@@ -50,8 +50,8 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return content(out)
 
 
-def share(source: Path, out: Path, index: int, count: int, deployment: Deployment = A100, **more: Any) -> Conversion:
-    return convert(source, out, deployment, share=Share(index, count), **more)
+def shard(source: Path, out: Path, index: int, count: int, deployment: Deployment = A100, **more: Any) -> Conversion:
+    return convert(source, out, deployment, shard=WorkShard(index, count), **more)
 
 
 def partial(out: Path) -> Path:
@@ -66,23 +66,23 @@ def refused(out: Path, **options: Any) -> MoeqError:
 
 @pytest.mark.cover(every=2)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares_in_any_order_give_the_bytes_of_one_process(count, source, whole, tmp_path) -> None:
+def test_shards_in_any_order_give_the_bytes_of_one_process(count, source, whole, tmp_path) -> None:
     order = list(range(count))
     random.Random(count).shuffle(order)
     again = order[0]
     units = 0
     for index in order:
-        conversion = share(source, tmp_path / "out", index, count)
+        conversion = shard(source, tmp_path / "out", index, count)
         assert conversion.manifest is None
-        assert conversion.share is not None
-        units += conversion.share.units
+        assert conversion.shard is not None
+        units += conversion.shard.units
     assert units == len(conversion.plan.units)
     before = content(partial(tmp_path / "out"))
-    repeated = share(source, tmp_path / "out", again, count)
-    assert repeated.share is not None
-    assert repeated.resumed_units == repeated.share.units, "a share recognises its own work"
+    repeated = shard(source, tmp_path / "out", again, count)
+    assert repeated.shard is not None
+    assert repeated.resumed_units == repeated.shard.units, "a shard recognises its own work"
     assert content(partial(tmp_path / "out")) == before
-    assert not (tmp_path / "out").exists(), "a share never publishes"
+    assert not (tmp_path / "out").exists(), "a shard never publishes"
     finalize(tmp_path / "out")
     assert content(tmp_path / "out") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -90,10 +90,10 @@ def test_shares_in_any_order_give_the_bytes_of_one_process(count, source, whole,
 
 @pytest.mark.parametrize("name", ["mxfp4-gptoss", "gptq-int4-g128-mixtral"])
 @pytest.mark.parametrize("deployment", [Deployment(gpu=parse_gpu("H100"), ep=2)], ids=["expert-parallel"])
-def test_ranks_written_one_by_one_in_shares(name, deployment, checkpoints, tmp_path) -> None:
+def test_ranks_written_one_by_one_in_shards(name, deployment, checkpoints, tmp_path) -> None:
     convert(checkpoints / name, tmp_path / "one", deployment)
     for index in (1, 0):
-        share(checkpoints / name, tmp_path / "two", index, 2, deployment)
+        shard(checkpoints / name, tmp_path / "two", index, 2, deployment)
     finalize(tmp_path / "two")
     assert content(tmp_path / "two") == content(tmp_path / "one")
 
@@ -123,24 +123,24 @@ def test_processes_at_the_same_time(source, whole, tmp_path) -> None:
     assert content(out) == whole
 
 
-def test_the_same_share_twice_at_once_is_refused_or_harmless(source, whole, tmp_path) -> None:
+def test_the_same_shard_twice_at_once_is_refused_or_harmless(source, whole, tmp_path) -> None:
     out = tmp_path / "out"
     words = command("convert", source, out, "--gpu", "A100", "--shard", "0/2", "--workers", 1)
     codes = together([words, words])
     assert 0 in codes
     assert set(codes) <= {0, int(ExitCode.USAGE)}
-    share(source, out, 1, 2)
+    shard(source, out, 1, 2)
     finalize(out)
     assert content(out) == whole
 
 
 def test_overlapping_cuts_are_harmless(source, whole, tmp_path) -> None:
     """Half the work was cut in two, the other half in seven: what is done is done."""
-    share(source, tmp_path / "out", 0, 2)
+    shard(source, tmp_path / "out", 0, 2)
     done: set[str] = set()
     for index in range(7):
         found: list[Any] = []
-        share(source, tmp_path / "out", index, 7, progress=found.append)
+        shard(source, tmp_path / "out", index, 7, progress=found.append)
         done |= {event.unit for event in found if isinstance(event, UnitFinished) and not event.resumed}
     assert done
     assert not done & first_half(source, tmp_path)
@@ -150,14 +150,14 @@ def test_overlapping_cuts_are_harmless(source, whole, tmp_path) -> None:
 
 def first_half(source: Path, tmp_path: Path) -> set[str]:
     plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
-    return {unit.id for unit in Share(0, 2).select(plan.units, remote=False)}
+    return {unit.id for unit in WorkShard(0, 2).select(plan.units, remote=False)}
 
 
 def test_what_is_told(source, tmp_path) -> None:
     plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
     for index in range(2):
         told: list[Event] = []
-        run = share(source, tmp_path / "out", index, 2, progress=told.append).share
+        run = shard(source, tmp_path / "out", index, 2, progress=told.append).shard
         assert run is not None
         assert next(event for event in told if isinstance(event, Started)).units == run.units
         assert isinstance(told[-1], Finished)
@@ -177,19 +177,19 @@ def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
     assert content(tmp_path / "out") == whole
 
 
-def test_one_process_finishes_what_shares_have_left(source, whole, tmp_path) -> None:
-    share(source, tmp_path / "out", 1, 3)
+def test_one_process_finishes_what_shards_have_left(source, whole, tmp_path) -> None:
+    shard(source, tmp_path / "out", 1, 3)
     conversion = convert(source, tmp_path / "out", A100)
     assert 0 < conversion.resumed_units < len(conversion.plan.units)
     assert content(tmp_path / "out") == whole
 
 
 def test_the_source_keeps_the_name_that_it_was_given(source, tmp_path, monkeypatch) -> None:
-    """The shares ran in another folder than finalize, with a path relative to it."""
+    """The shards ran in another folder than finalize, with a path relative to it."""
     monkeypatch.chdir(source.parent)
     convert(Path("model"), tmp_path / "one", A100)
     for index in range(2):
-        share(Path("model"), tmp_path / "two", index, 2)
+        shard(Path("model"), tmp_path / "two", index, 2)
     monkeypatch.chdir(tmp_path)
     finalize("two")
     assert json.loads((tmp_path / "two" / "moeq.json").read_text())["source"]["name"] == "model"
@@ -199,20 +199,20 @@ def test_the_source_keeps_the_name_that_it_was_given(source, tmp_path, monkeypat
 def test_every_machine_may_have_a_copy_of_the_source(source, whole, tmp_path) -> None:
     """With other times; the first journal says which one finalize reads."""
     copy = Path(shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile))
-    share(source, tmp_path / "out", 0, 2)
-    share(copy, tmp_path / "out", 1, 2)
+    shard(source, tmp_path / "out", 0, 2)
+    shard(copy, tmp_path / "out", 1, 2)
     finalize(tmp_path / "out")
     assert content(tmp_path / "out") == whole
 
 
 class TestRefused:
-    def test_missing_units_by_name_with_the_shares_that_do_them(self, source, tmp_path) -> None:
-        share(source, tmp_path / "out", 0, 7)
-        share(source, tmp_path / "out", 3, 7)
+    def test_missing_units_by_name_with_the_shards_that_do_them(self, source, tmp_path) -> None:
+        shard(source, tmp_path / "out", 0, 7)
+        shard(source, tmp_path / "out", 3, 7)
         error = refused(tmp_path / "out")
         assert (error.code, error.exit_code) == ("answer.units-missing", ExitCode.NO)
         plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
-        done = {u.id for index in (0, 3) for u in Share(index, 7).select(plan.units, remote=False)}
+        done = {u.id for index in (0, 3) for u in WorkShard(index, 7).select(plan.units, remote=False)}
         missing = [unit.id for unit in plan.units if unit.id not in done]
         assert error.message.startswith(f"{len(missing)} of {len(plan.units)} units are not finished: {missing[0]}, ")
         for index in range(7):
@@ -225,7 +225,7 @@ class TestRefused:
 
     def test_records_that_contradict_each_other(self, source, tmp_path) -> None:
         for index in range(2):
-            share(source, tmp_path / "out", index, 2)
+            shard(source, tmp_path / "out", index, 2)
         first = partial(tmp_path / "out") / "moeq-journal.0-of-2.jsonl"
         there = read_journals(OutputFolder(first.parent))
         record = next(one for one in there.records.values() if one.digests)
@@ -241,7 +241,7 @@ class TestRefused:
     def test_bytes_that_were_lost(self, source, whole, tmp_path) -> None:
         """The journal has the unit, its file does not: two machines with an incoherent file system, say."""
         for index in range(2):
-            share(source, tmp_path / "out", index, 2)
+            shard(source, tmp_path / "out", index, 2)
         plan = convert(source, tmp_path / "dry", A100, dry_run=True).plan
         unit = plan.unit("layer-4/w2")
         with (partial(tmp_path / "out") / unit.file).open("r+b") as file:
@@ -253,7 +253,7 @@ class TestRefused:
         assert "layer-4/w2" in error.message
         assert "--shard 1/2" in (error.hint or "")
         assert "--shard 0/2" not in (error.hint or "")
-        share(source, tmp_path / "out", 1, 2)
+        shard(source, tmp_path / "out", 1, 2)
         finalize(tmp_path / "out")
         assert content(tmp_path / "out") == whole
 
@@ -266,33 +266,33 @@ class TestRefused:
             (A100, {"skip_unfit": True}, "skip_unfit False there, True here"),
         ],
     )
-    def test_shares_with_different_options(self, deployment, options, said, source, tmp_path) -> None:
-        share(source, tmp_path / "out", 0, 2)
+    def test_shards_with_different_options(self, deployment, options, said, source, tmp_path) -> None:
+        shard(source, tmp_path / "out", 0, 2)
         with pytest.raises(MoeqError) as caught:
-            share(source, tmp_path / "out", 1, 2, deployment, **options)
+            shard(source, tmp_path / "out", 1, 2, deployment, **options)
         assert caught.value.code == "usage.other-job"
         assert said in caught.value.message
         assert "moeq-journal.0-of-2.jsonl" in caught.value.message
         assert "1-of-2" not in {path.name for path in partial(tmp_path / "out").iterdir()}
 
-    def test_shares_of_different_sources(self, source, checkpoints, tmp_path) -> None:
-        share(source, tmp_path / "out", 0, 2)
+    def test_shards_of_different_sources(self, source, checkpoints, tmp_path) -> None:
+        shard(source, tmp_path / "out", 0, 2)
         with pytest.raises(MoeqError) as caught:
-            share(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "out", 1, 2)
+            shard(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "out", 1, 2)
         assert caught.value.code == "usage.other-job"
         assert f"source {source} there, {checkpoints / 'gptq-int4-g128-mixtral'} here" in caught.value.message
 
-    def test_shares_with_different_versions(self, source, tmp_path, monkeypatch) -> None:
-        share(source, tmp_path / "out", 0, 2)
+    def test_shards_with_different_versions(self, source, tmp_path, monkeypatch) -> None:
+        shard(source, tmp_path / "out", 0, 2)
         monkeypatch.setattr("moeq.pipeline.state.stamps.__version__", "9.0.0")
         with pytest.raises(MoeqError, match=r"moeq 0\.1\.0 there, 9\.0\.0 here"):
-            share(source, tmp_path / "out", 1, 2)
+            shard(source, tmp_path / "out", 1, 2)
         assert "moeq 0.1.0 there, 9.0.0 here" in refused(tmp_path / "out").message
 
     def test_journals_of_two_jobs(self, source, tmp_path) -> None:
         """As they come together when folders are copied into one."""
-        share(source, tmp_path / "out", 0, 2)
-        share(source, tmp_path / "other", 1, 2, Deployment(gpu=parse_gpu("A100"), dtype="fp16"))
+        shard(source, tmp_path / "out", 0, 2)
+        shard(source, tmp_path / "other", 1, 2, Deployment(gpu=parse_gpu("A100"), dtype="fp16"))
         name = "moeq-journal.1-of-2.jsonl"
         shutil.copy(partial(tmp_path / "other") / name, partial(tmp_path / "out") / name)
         error = refused(tmp_path / "out")
@@ -302,7 +302,7 @@ class TestRefused:
     def test_a_source_that_changed_since(self, source, tmp_path) -> None:
         copy = Path(shutil.copytree(source, tmp_path / "source"))
         for index in range(2):
-            share(copy, tmp_path / "out", index, 2)
+            shard(copy, tmp_path / "out", index, 2)
         weights = next(copy.glob("*.safetensors"))
         with weights.open("r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -314,16 +314,16 @@ class TestRefused:
         convert(source, tmp_path / "out", A100)
         done = finalize(tmp_path / "out")
         assert done.already_done
-        assert done.plan.digest == convert(source, tmp_path / "out", A100, share="0/3").plan.digest
+        assert done.plan.digest == convert(source, tmp_path / "out", A100, shard="0/3").plan.digest
 
     def test_an_earlier_conversion_is_replaced_only_with_force(self, source, whole, checkpoints, tmp_path) -> None:
         for index in range(2):
-            share(source, tmp_path / "out", index, 2)
+            shard(source, tmp_path / "out", index, 2)
         convert(checkpoints / "gptq-int4-g128-mixtral", tmp_path / "other", A100)
         (tmp_path / "other").rename(tmp_path / "out")
         assert refused(tmp_path / "out").code == "usage.destination-exists"
         with pytest.raises(MoeqError) as caught:
-            share(source, tmp_path / "out", 0, 2, force=True)
-        assert caught.value.code == "usage.force-share"
+            shard(source, tmp_path / "out", 0, 2, force=True)
+        assert caught.value.code == "usage.force-shard"
         finalize(tmp_path / "out", force=True)
         assert content(tmp_path / "out") == whole

@@ -44,7 +44,7 @@ def test_the_same_job_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert again.manifest is not None
     assert first.manifest is not None
     assert again.manifest.layers == first.manifest.layers
-    assert convert(source, out, A100, share="1/3").already_done
+    assert convert(source, out, A100, shard="1/3").already_done
     assert convert(source, out, A100, dry_run=True).already_done
     assert convert(source, out, A100, "marlin").already_done  # the backend that `auto` took
     assert state(out) == before

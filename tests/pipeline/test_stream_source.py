@@ -177,7 +177,7 @@ def lines(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_shares_fetch_their_own_part(hub, source, whole, tmp_path) -> None:
+def test_shards_fetch_their_own_part(hub, source, whole, tmp_path) -> None:
     words = ("--gpu", "A100", "--stream-source")
     parts = []
     for index in (1, 0):

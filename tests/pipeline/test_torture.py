@@ -42,7 +42,7 @@ def kept(partial: Path) -> str:
 
 
 def tortured(options: dict[str, object]) -> dict[str, Any]:
-    none = {"--kills": 0, "--power-cuts": 0, "--share-kills": 0, "--step": 0}
+    none = {"--kills": 0, "--power-cuts": 0, "--shard-kills": 0, "--step": 0}
     words = [str(word) for pair in {**none, **options}.items() for word in pair]
     done = subprocess.run([*TORTURE, *words], capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,8 +68,8 @@ def test_deaths_before_changes_of_the_file_system() -> None:
     assert found["kills"] == found["points"]
 
 
-def test_deaths_of_shares_and_of_finalize() -> None:
-    found = tortured({"--share-kills": 8, "--layers": 2, "--seed": 3})
+def test_deaths_of_shards_and_of_finalize() -> None:
+    found = tortured({"--shard-kills": 8, "--layers": 2, "--seed": 3})
     assert found["kills"] >= 8
     assert found["rounds"] >= 1
 
@@ -77,7 +77,7 @@ def test_deaths_of_shares_and_of_finalize() -> None:
 def test_the_torture_notices_a_conversion_that_believes_its_journal() -> None:
     """Without reading finished units again, a power cut goes unnoticed: the script has to fail then."""
     blind = "import moeq.pipeline.run.execution as run; run.is_intact = lambda *a, **k: True; import torture, sys; "
-    options = ["--kills", "0", "--power-cuts", "20", "--share-kills", "0", "--step", "0", "--layers", "3"]
+    options = ["--kills", "0", "--power-cuts", "20", "--shard-kills", "0", "--step", "0", "--layers", "3"]
     for seed in range(4):  # on a busy machine all cuts of a run may come before the first unit is finished
         given = [*options, "--seed", str(seed)]
         program = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); {blind} sys.argv[1:] = {given!r}; torture.main()"
@@ -245,13 +245,13 @@ def test_signals_at_random_instants(job: Job, wanted: dict[str, bytes]) -> None:
 
 
 @pytest.mark.slow
-def test_shares_at_the_same_time(job: Job, wanted: dict[str, bytes]) -> None:
-    """Each says what is left to do; the command without a share then publishes."""
-    shares = [
+def test_shards_at_the_same_time(job: Job, wanted: dict[str, bytes]) -> None:
+    """Each says what is left to do; the command without a shard then publishes."""
+    shards = [
         subprocess.Popen(job.argv("--json", "--shard", f"{number}/2"), stdout=subprocess.PIPE, text=True)
         for number in range(2)
     ]
-    for process in shares:
+    for process in shards:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert json.loads(output)["shard"]

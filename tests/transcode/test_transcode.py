@@ -297,20 +297,20 @@ def test_an_interrupted_run_goes_on(checkpoints: Path, tmp_path: Path, monkeypat
         assert (out / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_shares_make_the_same_bytes(checkpoints: Path, tmp_path: Path) -> None:
+def test_shards_make_the_same_bytes(checkpoints: Path, tmp_path: Path) -> None:
     source = checkpoints / "awq-int4-g32-qwen3moe"
     transcode(source, tmp_path / "whole", "compressed-tensors")
-    parts = [transcode(source, tmp_path / "out", "compressed-tensors", share=f"{index}/3") for index in range(3)]
+    parts = [transcode(source, tmp_path / "out", "compressed-tensors", shard=f"{index}/3") for index in range(3)]
     assert not any(part.written for part in parts)
     assert transcode(source, tmp_path / "out", "compressed-tensors").resumed_units == len(parts[0].plan.units)
     for file in (tmp_path / "whole").iterdir():
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes(), file.name
 
 
-def test_losses_survive_shares(checkpoints: Path, tmp_path: Path) -> None:
+def test_losses_survive_shards(checkpoints: Path, tmp_path: Path) -> None:
     source = checkpoints / "ct-w8a8-qwen3moe"
     for index in range(2):
-        transcode(source, tmp_path / "out", "fp16", allow_lossy=True, share=f"{index}/2")
+        transcode(source, tmp_path / "out", "fp16", allow_lossy=True, shard=f"{index}/2")
     found = transcode(source, tmp_path / "out", "fp16", allow_lossy=True)
     assert {loss.text for loss in found.losses} == {loss.text for loss in check(source, "fp16").losses}
     assert len(found.losses) > 0

@@ -125,7 +125,7 @@ def run_units(
     Args:
         job: the conversion.
         folder: its folder, entered.
-        units: all units, or those of a share.
+        units: all units, or those of a shard.
         where: threads of this process, or a cluster.
         progress: told what happens.
         batches: cuts units into lists that are executed one after the other.

@@ -128,7 +128,7 @@ def find_place(environ: Mapping[str, str]) -> TaskIndex:
         raise MoeqError(
             "usage.shard-launcher",
             f"--shard auto: no launcher's variables are set; looked for {looked}",
-            "say which share this is: --shard 0/8 .. --shard 7/8",
+            "say which shard this is: --shard 0/8 .. --shard 7/8",
         )
     several = [candidate for candidate in found if candidate.count > 1]
     places = {(candidate.index, candidate.count) for candidate in several}
@@ -162,6 +162,6 @@ def _regular(launcher: Launcher, environ: Mapping[str, str], number: int, count:
         raise MoeqError(
             "usage.shard-launcher",
             f"{launcher.title}: the numbers are not evenly spaced ({shown})",
-            f"{launcher.remedy}; to run some shares again name them: --shard ${launcher.index}/8",
+            f"{launcher.remedy}; to run some shards again name them: --shard ${launcher.index}/8",
         )
     return (number - first) // step

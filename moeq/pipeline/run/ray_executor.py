@@ -1,7 +1,7 @@
 """Units as tasks of a Ray cluster. This machine keeps the journal; workers write to the shared folder.
 
 A worker opens the job once, checks that it makes the same plan, and then executes the units it is given. Nothing
-but names and records travels. A task is all units of one output file (see `moeq.pipeline.run.shares.grouped`).
+but names and records travels. A task is all units of one output file (see `moeq.pipeline.run.work_shards.grouped`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run import ray_cluster
 from moeq.pipeline.run.ray_cluster import Task, Token
 from moeq.pipeline.run.resources import plan_memory
-from moeq.pipeline.run.shares import grouped
+from moeq.pipeline.run.work_shards import grouped
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
 from moeq.pipeline.state.ownership import WORK_PREFIX, require_ours
 from moeq.pipeline.state.records import UnitRecord

@@ -61,7 +61,7 @@ _LONGEST_NAME = 255
 #: Suffix of a conversion's name while another one replaces it.
 OLD_SUFFIX = ".moeq-old"
 
-#: Seconds to wait for processes that have done their share and are about to end.
+#: Seconds to wait for processes that have done their shard and are about to end.
 _LEAVE_SECONDS = 10.0
 
 
@@ -69,7 +69,7 @@ class WorkFolder:
     """Output folder of a job: `<DST>.moeq-partial` until `publish`, then DST.
 
     As a context manager it makes the folder, refuses one that is another job's or somebody else's, and opens this
-    process's journal. Several processes may be inside at once, each with a share of its own; none removes what another
+    process's journal. Several processes may be inside at once, each with a shard of its own; none removes what another
     has written.
 
     Attributes:
@@ -80,7 +80,7 @@ class WorkFolder:
     Args:
         destination: final folder.
         stamp: the job.
-        share: name of this process's share of the work; None if it does everything.
+        shard: name of this process's shard of the work; None if it does everything.
         force: replace an existing output of moeq, and partial work of another job.
         marker: file that is written last, by which an output of moeq is recognised; it lists the files.
     """
@@ -90,14 +90,14 @@ class WorkFolder:
         destination: Path,
         stamp: JobStamp,
         *,
-        share: str | None = None,
+        shard: str | None = None,
         force: bool = False,
         marker: str = MANIFEST_NAME,
     ) -> None:
         self.destination = destination
         self.path = partial_of(destination)
         self.stamp = stamp
-        self.share = share
+        self.shard = shard
         self.force = force
         self.marker = marker
         self.journals = Journals()
@@ -193,7 +193,7 @@ class WorkFolder:
             remove_files(self._files, [name for stamp in found.stamps.values() for name in stamp.outputs])
             self._remove_all_work(self._files)
             found = Journals(replaced=found.replaced)
-        self._journal = Journal(self._files, self.stamp, self.share)
+        self._journal = Journal(self._files, self.stamp, self.shard)
         self.journals = found
 
     def _lock_out_others(self) -> None:
@@ -224,7 +224,7 @@ class WorkFolder:
             self._close()
 
     def _clean_up(self, error: BaseException, parent: OutputFolder, files: OutputFolder) -> None:
-        alone = self.share is None and len(journal_files(files)) == 1
+        alone = self.shard is None and len(journal_files(files)) == 1
         if not alone or not (_is_final(error) or not read_journals(files).records):
             return
         self._lock_out_others()
@@ -249,7 +249,7 @@ class WorkFolder:
         Raises:
             MoeqError: `environment.planted` if a link has that name.
         """
-        path = self.path / f"{WORK_PREFIX}{name}{'.' + self.share if self.share else ''}"
+        path = self.path / f"{WORK_PREFIX}{name}{'.' + self.shard if self.shard else ''}"
         if path.is_symlink():
             detail = f"{path} is a link; moeq did not put it there and does not follow it"
             raise MoeqError("environment.planted", detail, "look who else writes to this folder, and remove it")
@@ -257,7 +257,7 @@ class WorkFolder:
 
     @property
     def pieces(self) -> Path:
-        """Folder of the digests of a streamed source's pieces, the same for all shares; never published."""
+        """Folder of the digests of a streamed source's pieces, the same for all shards; never published."""
         return self.path / f"{WORK_PREFIX}pieces"
 
     def reopen(self) -> None:

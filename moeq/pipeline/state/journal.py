@@ -1,7 +1,7 @@
 """The journals of a conversion: which units are finished, one line each, written after their bytes are on disk.
 
-Every process that records units has a journal of its own: `moeq-journal.jsonl`, or `moeq-journal.<share>.jsonl` for one
-of several shares of the work. Its first line names the job, with the state of the source; a folder's finished units are
+Every process that records units has a journal of its own: `moeq-journal.jsonl`, or `moeq-journal.<shard>.jsonl` for one
+of several shards of the work. Its first line names the job, with the state of the source; a folder's finished units are
 those of all its journals together. A last line that was torn (no newline) is as if it had not been written.
 
 Every line ends with a seal, the BLAKE3 of the first line's seal and of itself: a line that was damaged, edited or taken
@@ -114,13 +114,13 @@ class Journals:
         return frozenset(unit for unit in self.records if known.isdisjoint(self.homes[unit]))
 
 
-def journal_name(share: str | None) -> str:
-    """Return the file name of the journal of a share, or of a process that does everything."""
-    return f"{_STEM}{'' if share is None else '.' + share}{_SUFFIX}"
+def journal_name(shard: str | None) -> str:
+    """Return the file name of the journal of a shard, or of a process that does everything."""
+    return f"{_STEM}{'' if shard is None else '.' + shard}{_SUFFIX}"
 
 
-def share_of(name: str) -> str | None:
-    """Return the share whose journal has that file name; None for the journal of a process that does everything."""
+def shard_of(name: str) -> str | None:
+    """Return the shard whose journal has that file name; None for the journal of a process that does everything."""
     return name.removeprefix(_STEM).removesuffix(_SUFFIX).removeprefix(".") or None
 
 
@@ -264,20 +264,20 @@ def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
 
 
 class Journal:
-    """One process's journal, open for appending and locked against a second process with the same share.
+    """One process's journal, open for appending and locked against a second process with the same shard.
 
     Args:
         folder: folder of the conversion.
         stamp: the job.
-        share: name of the share of the work, or None for all of it.
+        shard: name of the shard of the work, or None for all of it.
 
     Raises:
         MoeqError: `usage.running` if another process holds it; `resources.disk-full`, `environment.write`,
             `environment.planted`.
     """
 
-    def __init__(self, folder: OutputFolder, stamp: JobStamp, share: str | None = None) -> None:
-        self.name = journal_name(share)
+    def __init__(self, folder: OutputFolder, stamp: JobStamp, shard: str | None = None) -> None:
+        self.name = journal_name(shard)
         self._path = folder.path / self.name
         self._fd = -1
         try:

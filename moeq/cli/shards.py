@@ -1,4 +1,4 @@
-"""Options that say where and in which shares a conversion runs, and what a share reports."""
+"""Options that say where and in which shards a conversion runs, and what a shard reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.pipeline.convert import Conversion
-    from moeq.pipeline.run.shares import Share
+    from moeq.pipeline.run.work_shards import WorkShard
 
 WHERE = "Where it runs"
 
@@ -22,7 +22,7 @@ ShardOption = Annotated[
     typer.Option(
         "--shard",
         metavar="I/N",
-        help="Do share I of N (from 0) only, for `moeq finalize`; auto takes Slurm's, Kubernetes', ... variables.",
+        help="Do shard I of N (from 0) only, for `moeq finalize`; auto takes Slurm's, Kubernetes', ... variables.",
         rich_help_panel=WHERE,
     ),
 ]
@@ -46,33 +46,33 @@ StreamOption = Annotated[
 ]
 
 
-def parse(shard: str | None, *, push: str | None) -> Share | None:
-    """Parse the share that `--shard` names, if it is given.
+def parse(shard: str | None, *, push: str | None) -> WorkShard | None:
+    """Parse the shard that `--shard` names, if it is given.
 
     Raises:
-        MoeqError: `usage.shard`, `usage.shard-launcher`, `usage.push-share`.
+        MoeqError: `usage.shard`, `usage.shard-launcher`, `usage.push-shard`.
     """
     if shard is None:
         return None
-    from moeq.pipeline.run.shares import parse_share
+    from moeq.pipeline.run.work_shards import parse_shard
 
     if push is not None:
         raise MoeqError(
-            "usage.push-share",
-            f"--push with --shard {shard}: a share is not a whole conversion",
+            "usage.push-shard",
+            f"--push with --shard {shard}: a shard is not a whole conversion",
             "moeq push DST ORG/NAME after moeq finalize DST",
         )
-    return parse_share(shard, os.environ)
+    return parse_shard(shard, os.environ)
 
 
 def document(conversion: Conversion) -> dict[str, Any] | None:
-    """Return JSON about a share; None where everything was to be done."""
-    run = conversion.share
+    """Return JSON about a shard; None where everything was to be done."""
+    run = conversion.shard
     if run is None:
         return None
     return {
-        "index": run.share.index,
-        "count": run.share.count,
+        "index": run.shard.index,
+        "count": run.shard.count,
         "units": run.units,
         "bytes_out": run.bytes_out,
         "done": run.done,
@@ -80,17 +80,17 @@ def document(conversion: Conversion) -> dict[str, Any] | None:
 
 
 def ran(conversion: Conversion) -> bool:
-    """Return whether a share was done."""
-    return conversion.share is not None and conversion.share.done
+    """Return whether a shard was done."""
+    return conversion.shard is not None and conversion.shard.done
 
 
 def of(conversion: Conversion) -> str:
-    """Return `share 3/8 (17 of 122 units) of `, or nothing."""
-    run = conversion.share
-    return "" if run is None else f"share {run.share} ({run.units} of {len(conversion.plan.units)} units) of "
+    """Return `shard 3/8 (17 of 122 units) of `, or nothing."""
+    run = conversion.shard
+    return "" if run is None else f"shard {run.shard} ({run.units} of {len(conversion.plan.units)} units) of "
 
 
 def render_next(console: Console, conversion: Conversion) -> None:
-    """Print what comes after a share."""
+    """Print what comes after a shard."""
     if ran(conversion):
-        console.print(f"  next      when all shares are done: moeq finalize {conversion.destination}")
+        console.print(f"  next      when all shards are done: moeq finalize {conversion.destination}")

@@ -1,6 +1,6 @@
-"""Shares: which units of a conversion one of N processes does.
+"""Shards of the work: which units of a conversion one of N processes does.
 
-Shares count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. Which units are in a share
+Shards count from 0, as Slurm arrays, Kubernetes indexed Jobs and ranks do: 0/8 .. 7/8. Which units are in a shard
 follows from the plan alone, so that every process finds the same cut without asking another.
 """
 
@@ -19,8 +19,8 @@ _FRACTION = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Share:
-    """Share `index` of `count`, counted from 0."""
+class WorkShard:
+    """Shard `index` of `count`, counted from 0."""
 
     index: int
     count: int
@@ -30,14 +30,14 @@ class Share:
 
     @property
     def label(self) -> str:
-        """Name of the share without a slash, as for a file name."""
+        """Name of the shard without a slash, as for a file name."""
         return f"{self.index}-of-{self.count}"
 
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
-        """Return the units of this share, in the order of their places in the source.
+        """Return the units of this shard, in the order of their places in the source.
 
-        Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a share reads
-        neighbouring files. Every share in turn takes groups until it comes as near as it can to an equal part of what
+        Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a shard reads
+        neighbouring files. Every shard in turn takes groups until it comes as near as it can to an equal part of what
         is left; none takes so many that another is left without.
 
         Args:
@@ -60,17 +60,17 @@ class Share:
 
 
 @dataclass(frozen=True)
-class ShareRun:
-    """A share of a conversion.
+class ShardRun:
+    """A shard of a conversion.
 
     Attributes:
-        share: the share.
+        shard: the shard.
         units: number of its units.
         bytes_out: bytes that its units write.
         done: whether the units are done; False for a dry run.
     """
 
-    share: Share
+    shard: WorkShard
     units: int
     bytes_out: int
     done: bool
@@ -83,7 +83,7 @@ def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
     the two meet within a page one can lose the other's bytes, which `moeq finalize` would notice only afterwards.
 
     A file of copied tensors, though, takes from many source files. Where they have to be fetched first, its units are
-    dealt one by one, or a share would fetch most of the model to copy a small part of it.
+    dealt one by one, or a shard would fetch most of the model to copy a small part of it.
     """
     groups: dict[str, list[Unit]] = {}
     for unit in units:
@@ -104,14 +104,14 @@ def is_remote(source: Source) -> bool:
     return source.revision is not None
 
 
-def parse_label(label: str) -> Share | None:
-    """Return the share with that label; None if it is not a label."""
+def parse_label(label: str) -> WorkShard | None:
+    """Return the shard with that label; None if it is not a label."""
     match = re.fullmatch(r"(\d{1,9})-of-(\d{1,9})", label, re.ASCII)
-    return Share(int(match[1]), int(match[2])) if match else None
+    return WorkShard(int(match[1]), int(match[2])) if match else None
 
 
-def parse_share(text: str, environ: Mapping[str, str]) -> Share:
-    """Return the share that `--shard` names.
+def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
+    """Return the shard that `--shard` names.
 
     Args:
         text: `I/N`, `auto` (whichever launcher started this process), or a launcher's name.
@@ -124,7 +124,7 @@ def parse_share(text: str, environ: Mapping[str, str]) -> Share:
     named = {launcher.name: launcher for launcher in LAUNCHERS}
     if text == "auto" or text in named:
         found = find_place(environ) if text == "auto" else place(named[text], environ)
-        return Share(found.index, found.count)
+        return WorkShard(found.index, found.count)
     match = _FRACTION.fullmatch(text.strip())
     if match is None:
         raise MoeqError(
@@ -135,12 +135,12 @@ def parse_share(text: str, environ: Mapping[str, str]) -> Share:
     index, count = int(match[1]), int(match[2])
     if count < 1:
         raise MoeqError(
-            "usage.shard", f"--shard {text}: the work cannot be cut into {count} shares", "0/1 is all of the work"
+            "usage.shard", f"--shard {text}: the work cannot be cut into {count} shards", "0/1 is all of the work"
         )
     if index >= count:
         raise MoeqError(
             "usage.shard",
-            f"--shard {text}: shares count from 0, so the last of {count} is {count - 1}/{count}",
+            f"--shard {text}: shards count from 0, so the last of {count} is {count - 1}/{count}",
             f"--shard {index - 1}/{count}, if yours count from 1" if index == count else None,
         )
-    return Share(index, count)
+    return WorkShard(index, count)

@@ -1,4 +1,4 @@
-"""Which share a process has, and which units are in it."""
+"""Which shard a process has, and which units are in it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import CopyUnit
-from moeq.pipeline.run.shares import Share, parse_share
+from moeq.pipeline.run.work_shards import WorkShard, parse_shard
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "3",
@@ -35,30 +35,30 @@ SKYPILOT = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
 @pytest.mark.parametrize(
     ("text", "environ", "expected"),
     [
-        ("0/1", {}, Share(0, 1)),
-        ("3/8", ARRAY, Share(3, 8)),
-        (" 6 / 7 ", {}, Share(6, 7)),
-        ("auto", ARRAY, Share(3, 8)),
-        ("auto", FROM_ONE, Share(2, 8)),
-        ("auto", STEPPED, Share(2, 4)),
-        ("auto", SRUN, Share(2, 4)),
-        ("auto", {"JOB_COMPLETION_INDEX": "0", "MOEQ_SHARDS": "5"}, Share(0, 5)),
-        ("auto", TORCHRUN, Share(5, 6)),
-        ("auto", SKYPILOT, Share(1, 2)),
+        ("0/1", {}, WorkShard(0, 1)),
+        ("3/8", ARRAY, WorkShard(3, 8)),
+        (" 6 / 7 ", {}, WorkShard(6, 7)),
+        ("auto", ARRAY, WorkShard(3, 8)),
+        ("auto", FROM_ONE, WorkShard(2, 8)),
+        ("auto", STEPPED, WorkShard(2, 4)),
+        ("auto", SRUN, WorkShard(2, 4)),
+        ("auto", {"JOB_COMPLETION_INDEX": "0", "MOEQ_SHARDS": "5"}, WorkShard(0, 5)),
+        ("auto", TORCHRUN, WorkShard(5, 6)),
+        ("auto", SKYPILOT, WorkShard(1, 2)),
         # A task of an array that srun starts once is still a task of the array.
-        ("auto", {**ARRAY, **SRUN_OF_ONE}, Share(3, 8)),
-        ("auto", SRUN_OF_ONE, Share(0, 1)),
+        ("auto", {**ARRAY, **SRUN_OF_ONE}, WorkShard(3, 8)),
+        ("auto", SRUN_OF_ONE, WorkShard(0, 1)),
         # A batch script knows SLURM_PROCID and SLURM_NTASKS without being one of several processes.
-        ("auto", {**ARRAY, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Share(3, 8)),
+        ("auto", {**ARRAY, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, WorkShard(3, 8)),
         # Several launchers that agree.
-        ("auto", {**SRUN, "RANK": "2", "WORLD_SIZE": "4"}, Share(2, 4)),
+        ("auto", {**SRUN, "RANK": "2", "WORLD_SIZE": "4"}, WorkShard(2, 4)),
         # Several that do not: one is named.
-        ("torchrun", {**SKYPILOT, **TORCHRUN}, Share(5, 6)),
-        ("skypilot", {**SKYPILOT, **TORCHRUN}, Share(1, 2)),
+        ("torchrun", {**SKYPILOT, **TORCHRUN}, WorkShard(5, 6)),
+        ("skypilot", {**SKYPILOT, **TORCHRUN}, WorkShard(1, 2)),
     ],
 )
-def test_share(text: str, environ: dict[str, str], expected: Share) -> None:
-    assert parse_share(text, environ) == expected
+def test_shard(text: str, environ: dict[str, str], expected: WorkShard) -> None:
+    assert parse_shard(text, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_share(text: str, environ: dict[str, str], expected: Share) -> None:
     [
         ("8/8", {}, "usage.shard", "the last of 8 is 7/8"),
         ("9/8", {}, "usage.shard", "count from 0"),
-        ("0/0", {}, "usage.shard", "cut into 0 shares"),
+        ("0/0", {}, "usage.shard", "cut into 0 shards"),
         ("-1/8", {}, "usage.shard", "expected I/N"),
         ("1", {}, "usage.shard", "expected I/N"),
         ("²/8", {}, "usage.shard", "expected I/N"),
@@ -89,14 +89,14 @@ def test_share(text: str, environ: dict[str, str], expected: Share) -> None:
 )
 def test_refused(text: str, environ: dict[str, str], code: str, said: str) -> None:
     with pytest.raises(MoeqError) as caught:
-        parse_share(text, environ)
+        parse_shard(text, environ)
     assert caught.value.code == code
     assert said in caught.value.message
 
 
 def test_contradictions_name_the_way_out() -> None:
     with pytest.raises(MoeqError) as caught:
-        parse_share("auto", {**TORCHRUN, **SKYPILOT})
+        parse_shard("auto", {**TORCHRUN, **SKYPILOT})
     assert "--shard torchrun" in (caught.value.hint or "")
 
 
@@ -117,26 +117,26 @@ def copies(sizes: list[int], files: int) -> list[CopyUnit]:
 
 
 @given(st.lists(st.integers(0, 10**13), max_size=60), st.integers(1, 70), st.integers(1, 9), st.booleans())
-def test_shares_are_a_balanced_partition(sizes: list[int], count: int, files: int, remote: bool) -> None:
+def test_shards_are_a_balanced_partition(sizes: list[int], count: int, files: int, remote: bool) -> None:
     units = copies(sizes, files)
-    shares = [Share(index, count).select(units, remote=remote) for index in range(count)]
-    dealt = [unit.id for share in shares for unit in share]
+    shards = [WorkShard(index, count).select(units, remote=remote) for index in range(count)]
+    dealt = [unit.id for shard in shards for unit in shard]
     assert sorted(dealt) == sorted(unit.id for unit in units), "every unit exactly once"
     groups: dict[str, int] = {}
     for unit in units:
         name = unit.id if remote else unit.file
         groups[name] = groups.get(name, 0) + unit.bytes_in + unit.bytes_out
-    # Each share ends at most half a group from its aim; what one leaves is spread over those after it.
+    # Each shard ends at most half a group from its aim; what one leaves is spread over those after it.
     limit = 2 * sum(sizes) / count + (1 + sum(1 / n for n in range(1, count + 1))) / 2 * max(groups.values(), default=0)
-    assert all(sum(unit.bytes_in + unit.bytes_out for unit in share) <= limit + 1 for share in shares)
-    used = sum(bool(share) for share in shares)
+    assert all(sum(unit.bytes_in + unit.bytes_out for unit in shard) <= limit + 1 for shard in shards)
+    used = sum(bool(shard) for shard in shards)
     assert used == min(count, len(groups)), "nobody is idle while there is something to do"
 
 
-def test_a_file_is_written_by_one_share_unless_its_parts_are_fetched() -> None:
+def test_a_file_is_written_by_one_shard_unless_its_parts_are_fetched() -> None:
     units = copies([10] * 24, files=4)
-    shares = [Share(index, 4).select(units, remote=False) for index in range(4)]
-    assert [{unit.file for unit in share} for share in shares] == [{f"out-{number}"} for number in range(4)]
-    shares = [Share(index, 8).select(units, remote=True) for index in range(8)]
-    assert [len(share) for share in shares] == [3] * 8
-    assert all(len({unit.source_file for unit in share}) == 1 for share in shares), "a share reads neighbouring files"
+    shards = [WorkShard(index, 4).select(units, remote=False) for index in range(4)]
+    assert [{unit.file for unit in shard} for shard in shards] == [{f"out-{number}"} for number in range(4)]
+    shards = [WorkShard(index, 8).select(units, remote=True) for index in range(8)]
+    assert [len(shard) for shard in shards] == [3] * 8
+    assert all(len({unit.source_file for unit in shard}) == 1 for shard in shards), "a shard reads neighbouring files"
