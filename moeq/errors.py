@@ -11,6 +11,8 @@ import errno
 import os
 from enum import IntEnum
 
+from moeq.spelling import option
+
 
 class ExitCode(IntEnum):
     """Process exit codes of the `moeq` command (a stable contract)."""
@@ -91,13 +93,13 @@ def limit_error(error: BaseException) -> MoeqError | None:
         return MoeqError(
             "resources.open-files",
             f"too many files are open: {os.strerror(number)}; what was finished is kept",
-            "a higher limit (ulimit -n 1024), or fewer --workers",
+            f"a higher limit (ulimit -n 1024), or fewer {option('workers')}",
         )
     # The loader of shared libraries raises an OSError without a number.
     foreign = isinstance(error, (RuntimeError, ImportError, SystemError, OSError)) and number is None
     no_memory = foreign and any(text in str(error).lower() for text in _NO_MEMORY)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or no_memory:
-        hint = "fewer --workers, a higher limit, or a machine with more memory"
+        hint = f"fewer {option('workers')}, a higher limit, or a machine with more memory"
         return MoeqError("resources.memory", "memory ran out; what was finished is kept", hint)
     return None
 

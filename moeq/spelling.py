@@ -7,7 +7,7 @@ keyword and the value of Python; the command line says once that it is a shell w
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +19,16 @@ _SHELL_NAMES = {("batched", False): "--standard", ("kernels", False): "--digests
 _shell = False
 
 
+def for_shell() -> bool:
+    """Return whether options are spelled for a shell, so that another process can be told."""
+    return _shell
+
+
 @contextmanager
-def for_a_shell() -> Iterator[None]:
-    """Spell options as the command line takes them, in this process; otherwise they are keywords of Python."""
+def spelled(*, for_shell: bool) -> Iterator[None]:
+    """Spell options as the command line takes them, or as keywords of Python (the default), in this whole process."""
     global _shell
-    before, _shell = _shell, True
+    before, _shell = _shell, for_shell
     try:
         yield
     finally:
@@ -38,6 +43,11 @@ def option(keyword: str, value: Any = _MISSING) -> str:
         value: its value in Python: a bool for a switch, a dict for `package` and `env`; left out to name the option.
     """
     return _in_shell(keyword, value) if _shell else _in_python(keyword, value)
+
+
+def together(options: Iterable[str]) -> str:
+    """Return several options as the caller would type them behind each other."""
+    return (" " if _shell else ", ").join(options)
 
 
 def _in_python(keyword: str, value: Any) -> str:

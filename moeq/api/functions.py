@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from moeq.api.bars import Advance, events_shown, shown
-from moeq.api.words import speaks_python
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.options import make_deployment
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
@@ -83,7 +82,6 @@ def _bytes(size: int | str | None) -> int | None:
     return parse_size(size) if isinstance(size, str) else size
 
 
-@speaks_python
 def decide(
     checkpoint: Checkpoint | str | Path,
     deployment: Deployment | None = None,
@@ -110,7 +108,6 @@ def decide(
     return decide_opened(opened, _deployment(deployment, where))
 
 
-@speaks_python
 def plan(
     src: str | Path,
     deployment: Deployment | None = None,
@@ -135,7 +132,6 @@ def plan(
     return pipeline.plan(src, _deployment(deployment, where), revision=revision, **own)
 
 
-@speaks_python
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -226,7 +222,6 @@ def convert(
     return conversion
 
 
-@speaks_python
 def finalize(
     dst: str | Path,
     *,
@@ -255,7 +250,6 @@ def finalize(
         return publish(dst, force=force, sign=key, workers=workers, progress=tell)
 
 
-@speaks_python
 def transcode(
     src: str | Path,
     dst: str | Path | None = None,
@@ -331,7 +325,6 @@ def transcode(
         )
 
 
-@speaks_python
 def push(
     dst: str | Path,
     repo: str,

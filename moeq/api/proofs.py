@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.api.bars import Advance, shown
-from moeq.api.words import speaks_python
 
 if TYPE_CHECKING:
     from moeq.check.results import CheckReport
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from moeq.prove.verify import Verification
 
 
-@speaks_python
 def verify(
     dst: str | Path,
     source: str | Path | None = None,
@@ -49,7 +47,6 @@ def verify(
         return check(dst, source, revision=revision, signed_by=signed_by, slow=slow, workers=workers, progress=advance)
 
 
-@speaks_python
 def restore(
     dst: str | Path,
     out: str | Path,
@@ -77,7 +74,6 @@ def restore(
         return rebuild(dst, out, slow=slow, workers=workers, progress=advance)
 
 
-@speaks_python
 def diff(
     left: str | Path,
     right: str | Path,
@@ -104,7 +100,6 @@ def diff(
         return compare(left, right, experts_only=experts_only, workers=workers, progress=advance)
 
 
-@speaks_python
 def run_check(
     dst: str | Path,
     source: str | Path | None = None,

@@ -14,6 +14,7 @@ from moeq.load.activation import activation_arguments
 from moeq.load.kernel_experts import check_e4m3
 from moeq.load.packed_sample import PackedPart
 from moeq.reference.moe import Activation
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from moeq_kernels import PackedExperts
@@ -38,7 +39,7 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
         raise MoeqError(
             "answer.no-kernel",
             f"moeq has no kernel that reads {element} weights in layout {layout}: {error.hint}",
-            "`moeq verify` proves the bytes without one; --digests-only checks the digests",
+            f"`moeq verify` proves the bytes without one; {option('kernels', False)} checks the digests",
         ) from error
 
 

@@ -15,6 +15,7 @@ import torch
 from moeq.check.layer_check import LayerCheck, check_layer
 from moeq.check.results import LayerReport
 from moeq.model import Checkpoint
+from moeq.spelling import for_shell, spelled
 
 #: Fewest weights of a layer for which a process of its own, which imports torch and triton, pays.
 LEAST_WEIGHTS = 4 * 2**20
@@ -108,11 +109,12 @@ class _Portable:
 
     check: LayerCheck
     places: tuple[_Place, _Place]
+    for_shell: bool
 
     @staticmethod
     def of(check: LayerCheck) -> _Portable:
         places = (_place(check.converted), _place(check.reference))
-        return _Portable(replace(check, converted=None, reference=None), places)  # type: ignore[arg-type]
+        return _Portable(replace(check, converted=None, reference=None), places, for_shell())  # type: ignore[arg-type]
 
 
 def _place(checkpoint: Checkpoint) -> _Place:
@@ -129,4 +131,5 @@ def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[st
     converted, reference = (opened[place] for place in portable.places)
     labels: list[str] = []
     check = replace(portable.check, converted=converted, reference=reference)
-    return check_layer(check, labels.append), labels
+    with spelled(for_shell=portable.for_shell):
+        return check_layer(check, labels.append), labels

@@ -24,6 +24,7 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.reference.arithmetic import describe_bound
 from moeq.reference.moe import ACTIVATIONS, COMBINATIONS, Activation
+from moeq.spelling import option
 
 __all__ = ["CheckOptions", "Progress", "check_opened", "run_check"]
 
@@ -165,7 +166,7 @@ def open_both(dst: str | Path, source: str | Path | None = None, revision: str |
         if not Path(name).is_dir():
             note = (
                 f"the source {name} is not here: the reference uses the converted checkpoint's own logical values, "
-                "which the digests tie to the source; --source compares with the source itself"
+                f"which the digests tie to the source; {option('source')} compares with the source itself"
             )
             return Opened(converted, converted, manifest, (note,))
         source = name
@@ -186,8 +187,8 @@ def _changed(opened: Opened, layers: list[int]) -> tuple[str, ...]:
     if not changed or opened.reference is opened.converted:
         return ()
     return (
-        f"--allow-lossy changed {changed} stored numbers of these layers: their reference is what is stored, "
-        "not the source; moeq diff shows how far the two differ",
+        f"{option('allow_lossy', True)} changed {changed} stored numbers of these layers: their reference is what is "
+        "stored, not the source; moeq diff shows how far the two differ",
     )
 
 
@@ -232,7 +233,9 @@ def prepare_device(asked: str) -> torch.device:
     if asked not in ("cpu", "cuda"):
         raise MoeqError("usage.device", f"no device is called '{asked}'", "one of: auto, cpu, cuda")
     if asked == "cuda" and not torch.cuda.is_available():
-        raise MoeqError("environment.no-gpu", "this torch finds no GPU", "--device cpu runs Triton's interpreter")
+        raise MoeqError(
+            "environment.no-gpu", "this torch finds no GPU", f"{option('device', 'cpu')} runs Triton's interpreter"
+        )
     if asked == "cpu":
         _enable_interpreter()
     return torch.device(asked)

@@ -6,6 +6,7 @@ import errno
 from importlib import import_module
 
 from moeq.errors import MoeqError
+from moeq.spelling import option
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
@@ -56,7 +57,7 @@ def explain(error: Exception, repo: str, revision: str | None, file: str | None 
             errors.RevisionNotFoundError,
             "source.revision",
             f"{repo} has no revision {revision!r}",
-            "leave out --revision for the default branch, or name a branch, tag or commit",
+            f"leave out {option('revision')} for the default branch, or name a branch, tag or commit",
         ),
         (errors.EntryNotFoundError, "source.missing-file", f"{what}: {_first_line(error)}", None),
         (

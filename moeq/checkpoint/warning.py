@@ -59,8 +59,8 @@ EXPLAINED: dict[str, str] = {
     "write for those.",
     "scheme.f32-scales": "Scales are float32, and kernels take 16-bit ones.",
     "scheme.gptq-v1-zeros": "GPTQ v1 stores zero points minus one. moeq undoes that; some engines do not.",
-    "scheme.mixed-layer": "One layer holds experts of several schemes, which cannot be stacked: --skip-unfit copies "
-    "such layers.",
+    "scheme.mixed-layer": "One layer holds experts of several schemes, which cannot be stacked: "
+    "`moeq convert --skip-unfit` copies such layers.",
     "shape.partial-group": "The number of input features is no multiple of the group size, so the last group is "
     "smaller. Tensor parallelism that cuts it is refused.",
     "stack.other": "Experts outside the decoder's layers (an encoder, a talker); they are copied unchanged.",

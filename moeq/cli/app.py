@@ -14,6 +14,7 @@ import typer
 from moeq.cli import interrupts
 from moeq.cli.out import Output, flush_streams, open_missing_streams
 from moeq.errors import ExitCode, MoeqError, as_moeq_error
+from moeq.spelling import spelled
 
 
 class Command(NamedTuple):
@@ -169,6 +170,7 @@ def _without_help(argv: Sequence[str]) -> Sequence[str]:
     return [*argv[1:], "--help"] if argv and argv[0] == "help" else argv
 
 
+@spelled(for_shell=True)
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises for an expected failure."""
     # A shell that completes a command line says so, and gives the line, in its environment.

@@ -11,6 +11,7 @@ from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.detect import detect_gpu
 from moeq.deploy.gpus import default_dtype, parse_gpu
 from moeq.errors import MoeqError
+from moeq.spelling import option
 
 DTYPES = {
     "bf16": "bf16",
@@ -83,7 +84,7 @@ def _gpu(name: Any, detect: bool) -> Gpu:
         raise MoeqError(
             "usage.no-gpu",
             "no GPU was found here and none was named: a decision needs to know the device",
-            "name one: --gpu H100, --gpu MI300X, --gpu sm90, --gpu gfx942 or --gpu cpu",
+            "name one: " + ", ".join(option("gpu", name) for name in ("H100", "MI300X", "sm90", "gfx942", "cpu")),
         )
     return found
 

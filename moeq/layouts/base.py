@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 from moeq.indices import check_indices
 from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -256,7 +257,9 @@ class Layout(ABC):
             if cls.lossy_as_engine
             else ""
         )
-        return f"--allow-lossy writes them ({same}moeq restore still gives back every byte of the source)"
+        return (
+            f"{option('allow_lossy', True)} writes them ({same}moeq restore still gives back every byte of the source)"
+        )
 
     @abstractmethod
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:

@@ -25,6 +25,7 @@ from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY_SCALE
 from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +104,7 @@ class Fp8Layout(ArrangedLayout):
         raise MoeqError(
             "usage.scales-not-shared",
             f"{self.id} holds one scale per {'matrix' if self.scope == 'tensor' else 'block'}, but {text}",
-            "moeq oracle SRC lists the backends; --backend marlin keeps every scale",
+            f"moeq oracle SRC lists the backends; {option('backend', 'marlin')} keeps every scale",
         )
 
 

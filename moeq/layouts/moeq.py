@@ -16,6 +16,7 @@ from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.mxfp4 import refuse_exponents_above
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,9 @@ class MoeqMXFP4(MarlinMXFP4):
     def check_values(self, matrix: QuantizedMatrix) -> None:
         super().check_values(matrix)
         why = f"{self.id} holds exponent bytes up to {GREATEST} (scales up to 2^{GREATEST - 127})"
-        refuse_exponents_above(GREATEST, matrix, why, "marlin-mxfp4/1 (--backend MARLIN) keeps every exponent")
+        refuse_exponents_above(
+            GREATEST, matrix, why, f"marlin-mxfp4/1 ({option('backend', 'MARLIN')}) keeps every exponent"
+        )
 
 
 class MoeqNVFP4(MarlinNVFP4):

@@ -13,6 +13,7 @@ from moeq.load.activation import activation_arguments, activation_of
 from moeq.load.kernel_experts import empty_parts, kernel_experts
 from moeq.load.ranks import Rank, RankPart, plan_rank
 from moeq.load.torch_loader import DTYPES, check_groups, check_kernel, uneven_unit
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Gpu
@@ -81,7 +82,7 @@ def warm_up(
             "environment.kernels", "TRITON_INTERPRET is set: kernels are interpreted, not compiled", "unset it"
         )
     if gpu is None and not torch.cuda.is_available():
-        raise MoeqError("environment.no-gpu", "this torch finds no GPU", "--gpu NAME needs none")
+        raise MoeqError("environment.no-gpu", "this torch finds no GPU", f"{option('gpu', 'NAME')} needs none")
     ranks = [Rank(i, tp, j, ep) for i in range(tp) for j in range(ep)]
     try:
         found = list(_prepared(checkpoint, gpu, ranks, dtype, max_tokens))

@@ -16,6 +16,7 @@ from moeq.errors import MoeqError
 from moeq.gguf.source import GgufSource, is_gguf, names_repository_file, open_gguf_repository
 from moeq.model import bitsandbytes, hqq, torchao
 from moeq.model.checkpoint import Checkpoint
+from moeq.spelling import option
 
 
 def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | None = None) -> Checkpoint:
@@ -91,8 +92,8 @@ def _source(path_or_repo: str | Path, revision: str | None, name: str | None) ->
         if looks_like_repository(text):
             return _repository(text, revision)
     if revision is not None:
-        detail = f"--revision {revision!a} names a revision of a Hub repository, and {text} is a path"
-        raise MoeqError("usage.revision-of-path", detail, "leave out --revision")
+        detail = f"{option('revision')} {revision!a} names a revision of a Hub repository, and {text} is a path"
+        raise MoeqError("usage.revision-of-path", detail, f"leave out {option('revision')}")
     refuse_unfinished(Path(text), text)
     kind = GgufSource if is_gguf(Path(text)) else LocalSource
     return kind(Path(text), name or text)

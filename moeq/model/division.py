@@ -17,6 +17,7 @@ from moeq.layouts.base import Layout
 from moeq.layouts.padding import plan_padding
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range, shard_spec
+from moeq.spelling import option
 
 #: Features per block in formats whose engines give ranks whole blocks, the last ranks fewer (gpt-oss: 2880 over 4).
 UNEVEN_FORMATS: Mapping[str, int] = {"mxfp4": 32}
@@ -141,7 +142,11 @@ def _nearest(w2: MatrixSpec, tp: int, unit: int | None) -> str:
     works = [size for size in range(1, 2 * tp + 1) if _split_problem(w2, size, unit) is None]
     below = max(size for size in works if size < tp)
     above = [size for size in works if size > tp]
-    return f"tp {below} works" + (f", and so does tp {above[0]}" if above else "") + "; or expert parallelism (--ep)"
+    return (
+        f"tp {below} works"
+        + (f", and so does tp {above[0]}" if above else "")
+        + f"; or expert parallelism ({option('ep')})"
+    )
 
 
 def slicing_obstacle(specs: Specs, layout: Layout, parts: list[Range]) -> str | None:

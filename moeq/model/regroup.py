@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,7 @@ def regrouped_spec(spec: MatrixSpec, group: int) -> MatrixSpec:
     problem = regroup_problem(spec, group)
     if problem is not None:
         fits = [size for size in (128, 64, 32, 16) if size < spec.group_size and regroup_problem(spec, size) is None]
-        hint = f"--regroup {fits[0]}" if fits else "leave out --regroup"
+        hint = option("regroup", fits[0]) if fits else f"leave out {option('regroup')}"
         raise MoeqError("usage.regroup", f"{spec.role} cannot be regrouped to {group}: {problem}", hint)
     return replace(spec, group_size=group)
 

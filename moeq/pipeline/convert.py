@@ -33,6 +33,7 @@ from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
 from moeq.shown import Shown
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from moeq.checkpoint.source import Source
@@ -204,16 +205,19 @@ def _check_ways(source: Source, shard: WorkShard | None, executor: str, stream_s
     if shard is not None and force:
         raise MoeqError(
             "usage.force-shard",
-            f"--force with --shard {shard}: one shard must not remove what another has written",
-            "moeq finalize --force replaces an earlier conversion; unfinished work of another one: remove its folder",
+            f"{option('force', True)} with {option('shard', str(shard))}: one shard must not remove what another has "
+            "written",
+            f"finalize with {option('force', True)} replaces an earlier conversion; unfinished work of another one: "
+            "remove its folder",
         )
     if stream_source:
         require_streamable(source)
         if executor != "local":
             raise MoeqError(
                 "usage.stream-source",
-                f"--stream-source with --executor {executor}: the nodes would wait for this machine's downloads",
-                "use --shard on several machines, each of which fetches its own part",
+                f"{option('stream_source', True)} with {option('executor', executor)}: the nodes would wait for this "
+                "machine's downloads",
+                f"use {option('shard')} on several machines, each of which fetches its own part",
             )
 
 

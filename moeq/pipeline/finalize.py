@@ -26,6 +26,7 @@ from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp, reopen_job
+from moeq.spelling import option
 
 #: Name of finalize's own journal.
 _SHARD = "finalize"
@@ -156,14 +157,14 @@ def _remedy(job: Job, folder: WorkFolder, missing: Sequence[Unit]) -> str:
     """Name the shards that would do the missing units, for the count of shards that most journals have."""
     labels = [shard_of(name) for name in folder.journals.stamps]
     shards = [shard for label in labels if label and (shard := parse_label(label)) is not None]
-    whole = "moeq convert without --shard does what is left, and publishes"
+    whole = f"convert without {option('shard')} does what is left, and publishes"
     if not shards:
         return whole
     count = Counter(shard.count for shard in shards).most_common(1)[0][0]
     names = {unit.id for unit in missing}
     wanted = [
-        str(shard)
+        option("shard", str(shard))
         for shard in (WorkShard(index, count) for index in range(count))
         if any(unit.id in names for unit in shard.select(job.plan.units, remote=is_remote(job.checkpoint.source)))
     ]
-    return f"run again: --shard {', --shard '.join(wanted[:8])}{' ...' if wanted[8:] else ''}; or {whole}"
+    return f"run again: {', '.join(wanted[:8])}{' ...' if wanted[8:] else ''}; or {whole}"

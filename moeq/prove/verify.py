@@ -23,17 +23,10 @@ from moeq.pipeline.state.signature import check_signature
 from moeq.prove.against_manifest import AgainstManifest
 from moeq.prove.against_source import AgainstSource
 from moeq.prove.findings import Advance, Findings, Mismatch
+from moeq.spelling import option
 
 __all__ = ["Mismatch", "Verification", "verify"]
 
-_OLD = (
-    "moeq.json is of a version that kept no digests of files: without --source only the experts were checked, "
-    "not other tensors, config.json, tokenizer or code"
-)
-_INTEGRITY = (
-    "this proves integrity, not origin: whoever changes a folder can change moeq.json with it; --source or --signed-by "
-    "proves more"
-)
 _CHOSEN = (
     "taken from moeq.json, since no source tells it: deployment, options, backend, advisories, version, what loads it, "
     "and sentences"
@@ -163,9 +156,14 @@ def _notes(check: Findings, alone: bool, signed: bool | None) -> Iterator[str]:
         yield _CHOSEN
         return
     if check.manifest.files is None:
-        yield _OLD
+        source = option("source")
+        yield (
+            f"moeq.json is of a version that kept no digests of files: without {source} only the experts were checked, "
+            "not other tensors, config.json, tokenizer or code"
+        )
     if not signed:
-        yield _INTEGRITY
+        more = f"{option('source')} or {option('signed_by')} proves more"
+        yield f"this proves integrity, not origin: whoever changes a folder can change moeq.json with it; {more}"
 
 
 def _open_source(source: str | Path, revision: str | None) -> Checkpoint:

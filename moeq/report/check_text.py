@@ -10,6 +10,7 @@ from rich.text import Text
 
 from moeq.report.heat import HeatMap, heat_map
 from moeq.report.text import line
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,11 @@ def render(console: Console, report: CheckReport) -> None:
         line(console, "sample", _sample(layer.sample))
     unchecked = report.layers_in_checkpoint - len(report.layers)
     if unchecked and report.layers:
-        line(console, "", f"{unchecked} of {report.layers_in_checkpoint} layers were not run (--layers chooses)")
+        line(
+            console,
+            "",
+            f"{unchecked} of {report.layers_in_checkpoint} layers were not run ({option('layers')} chooses)",
+        )
     if report.layers:
         console.print(_table(report, console.width))
         _heat(console, report)
@@ -50,7 +55,7 @@ def render(console: Console, report: CheckReport) -> None:
 
 def _digests(console: Console, report: CheckReport) -> None:
     if not report.digests_checked:
-        line(console, "digests", "not checked (--no-digests)")
+        line(console, "digests", f"not checked ({option('digests', False)})")
         return
     wrong = report.digest_mismatches
     equal = report.digests_checked - len(wrong)

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from moeq.oracle.loaders import loads_in
 from moeq.report.text import hanging, line
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,7 +114,7 @@ _OTHER_DEVICE = "a device of kind"
 
 def rounding_text(rounding: str) -> str:
     """Say when `convert` will stop, as far as headers tell."""
-    return f"only with --allow-lossy if there are any: {rounding}"
+    return f"only with {option('allow_lossy', True)} if there are any: {rounding}"
 
 
 def deployment_text(deployment: Deployment) -> str:
@@ -131,7 +132,7 @@ def reasons_text(candidate: CandidateReport, verbose: bool = True, told: Collect
     """Say that a backend works too, or why it does not, beyond what was told, and what would make it work."""
     if candidate.supported:
         nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
-        how = f"--backend {candidate.flag}" if candidate.flag else "without --backend"
+        how = option("backend", candidate.flag) if candidate.flag else f"without {option('backend')}"
         return f"works too: {how}{nothing}"
     reasons = [reason.text for reason in candidate.reasons if reason.text not in told]
     shown = reasons if verbose else reasons[:1]

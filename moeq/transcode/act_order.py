@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
+from moeq.spelling import option, together
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,7 @@ def require_sorted(matrix: QuantizedMatrix, where: str) -> QuantizedMatrix:
             "usage.act-order",
             f"{where}: its columns are hidden features in activation order, and all layers share one order of them; "
             "only down projections can be sorted",
-            "--to gptq_v2 keeps g_idx; --to bf16 --allow-lossy has no groups",
+            f"{option('to', 'gptq_v2')} keeps g_idx; {together([option('to', 'bf16'), option('allow_lossy', True)])} "
+            "has no groups",
         )
     return sort_columns(matrix, None)

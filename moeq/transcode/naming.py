@@ -10,6 +10,7 @@ from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts
+from moeq.spelling import option
 
 #: Names that may be asked for. `source`: the source's own, if the target format can have them.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
@@ -99,7 +100,9 @@ def choose_naming(
         return Naming(f"blk.{layer.layer}", _GGUF, listed=True)
     if gpt_oss:
         if asked not in ("source", "stacked"):
-            raise MoeqError("usage.names", f"--names {asked}: gpt-oss' format has stacked tensors only", "leave it out")
+            raise MoeqError(
+                "usage.names", f"{option('names', asked)}: gpt-oss' format has stacked tensors only", "leave it out"
+            )
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
     keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
@@ -110,19 +113,21 @@ def choose_naming(
         if not stackable:
             raise MoeqError(
                 "usage.names",
-                "--names stacked: no tool writes stacked experts in this format",
-                "--names per-expert, or --to compressed-tensors",
+                f"{option('names', 'stacked')}: no tool writes stacked experts in this format",
+                f"{option('names', 'per-expert')}, or {option('to', 'compressed-tensors')}",
             )
         interleaved = family is not None and family.interleaved
         if interleaved and not floats:
             raise MoeqError(
                 "usage.names",
-                f"--names stacked: {layer.prefix} stacks gate and up in alternating rows, and no tool "
+                f"{option('names', 'stacked')}: {layer.prefix} stacks gate and up in alternating rows, and no tool "
                 "writes that in this format",
-                "--names per-expert",
+                option("names", "per-expert"),
             )
         if not first.gated:
-            raise MoeqError("usage.names", f"{layer.prefix} has no gate: nothing to stack", "--names per-expert")
+            raise MoeqError(
+                "usage.names", f"{layer.prefix} has no gate: nothing to stack", option("names", "per-expert")
+            )
         return Naming(
             layer.prefix,
             _STACKED,
@@ -166,11 +171,11 @@ def family_naming(experts: Experts, family: ModelFamily | None) -> Naming | None
 def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:
     """Return a note if experts lie in another container than engines look for in models of the family."""
     found = ".".join(naming.prefix.split(".")[-2:])
-    paths = {f"{module}.experts": option for option, module in _CONTAINERS.items()}
+    paths = {f"{module}.experts": names for names, module in _CONTAINERS.items()}
     if family is None or found == family.experts or not {found, family.experts} <= paths.keys():
         return None
-    option = paths[family.experts]
-    return f"experts are called {found}; engines look for {family.experts} in such models: --names {option}"
+    names = paths[family.experts]
+    return f"experts are called {found}; engines look for {family.experts} in such models: {option('names', names)}"
 
 
 def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:
@@ -179,7 +184,7 @@ def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | Non
         return prefix, None
     parts = prefix.split(".")
     if parts[-1] != "experts" or len(parts) < 2 or parts[-2].isdecimal():
-        raise MoeqError("usage.names", f"--names {asked}: {prefix} is no module of experts in a container")
+        raise MoeqError("usage.names", f"{option('names', asked)}: {prefix} is no module of experts in a container")
     before = ".".join(parts[:-1])
     after = ".".join([*parts[:-2], _CONTAINERS[asked]])
     return f"{after}.experts", (before, after) if before != after else None

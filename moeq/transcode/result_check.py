@@ -14,6 +14,7 @@ from moeq.oracle.judge import judge
 from moeq.oracle.records import StoredTensor, Verdict
 from moeq.pipeline.plan.calibration import shown
 from moeq.pipeline.plan.layer_verdict import moe_shape
+from moeq.spelling import option, together
 from moeq.transcode.naming import family_naming
 from moeq.transcode.survey import LayerSurvey
 from moeq.transcode.transcode_plan import TranscodePlan
@@ -39,15 +40,19 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     found = [f"{shown(faults)}: static activation scales of these layers are left out"] if faults else []
     refused = engine_refusal(checkpoint, plan)
     if refused is not None and refused.unloadable:
-        text = f"--to {plan.target.id}: engines would not load the result: {refused.text}"
-        raise MoeqError("usage.target", text, "--to compressed-tensors, or --to bf16 --allow-lossy")
+        text = f"{option('to', plan.target.id)}: engines would not load the result: {refused.text}"
+        raise MoeqError(
+            "usage.target",
+            text,
+            f"{option('to', 'compressed-tensors')}, or {together([option('to', 'bf16'), option('allow_lossy', True)])}",
+        )
     if refused is not None:
         found.append(f"vLLM runs the result on none of {', '.join(GPUS)}: {refused.text}")
     for layer in plan.survey.layers if plan.target.element else ():
         own = family_naming(checkpoint.experts(layer.layer), plan.survey.family)
         if own is not None and own.tensor("down", 0, "weight") != layer.naming.tensor("down", 0, "weight"):
             names = f"{layer.naming.tensor('down', 0, 'weight')}, and transformers looks for "
-            found.append(f"experts are called {names}{own.tensor('down', 0, 'weight')}: leave out --names")
+            found.append(f"experts are called {names}{own.tensor('down', 0, 'weight')}: leave out {option('names')}")
             break
     return tuple(found)
 

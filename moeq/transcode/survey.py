@@ -21,6 +21,7 @@ from moeq.model.quantized_modules import QuantizedModule, quantized_modules
 from moeq.pipeline.plan.units import signature_of
 from moeq.schemes.format import ACTIVATION_SCALES, Described, PartSig
 from moeq.schemes.registry import get_format
+from moeq.spelling import option
 from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
@@ -172,8 +173,8 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
     if target.model_types and found not in target.model_types:
         raise MoeqError(
             "usage.target",
-            f"--to {target.id} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
-            "--to compressed-tensors",
+            f"{option('to', target.id)} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
+            option("to", "compressed-tensors"),
         )
     layers, family = [], find_family(found)
     for layer in info.moe_layers if target.experts_only else (*info.moe_layers, *info.mtp_layers):
@@ -227,7 +228,11 @@ def _layer(
         gguf=target.experts_only,
     )
     if naming.stacked and request.sort_act_order:
-        raise MoeqError("usage.names", "--sort-act-order with --names stacked", "--names per-expert")
+        raise MoeqError(
+            "usage.names",
+            f"{option('sort_act_order', True)} with {option('names', 'stacked')}",
+            option("names", "per-expert"),
+        )
     found: dict[int, Mapping[StoredName, Projected]] = {}
     for group in groups:
         projected = _experts(experts, group, naming, target, request)
@@ -236,7 +241,7 @@ def _layer(
         raise MoeqError(
             "usage.mixed-experts",
             f"{where}: its experts are quantised in {len(groups)} ways and cannot be stacked",
-            "--names per-expert",
+            option("names", "per-expert"),
         )
     return LayerSurvey(layer, naming, found)
 
@@ -323,8 +328,8 @@ def project(
             _check_regroup(described.spec, spec.group_size, where)
         declared = request.regroup or declared
     elif request.regroup and not plain:
-        detail = f"{where} becomes {spelling}, whose groups have one size; --regroup is for integer codes"
-        raise MoeqError("usage.regroup", detail, "leave out --regroup")
+        detail = f"{where} becomes {spelling}, whose groups have one size; {option('regroup')} is for integer codes"
+        raise MoeqError("usage.regroup", detail, f"leave out {option('regroup')}")
     if spelling == "ct-pack":
         declared = _whole_groups(spec, declared, where)
     if described.spec.act_order and spelling == "ct-pack":
@@ -332,7 +337,7 @@ def project(
             "usage.act-order",
             f"{where}: its columns are in activation order (g_idx), which compressed-tensors dropped in 0.19 and "
             "vLLM 0.33 refuses",
-            "--to gptq_v2 keeps g_idx",
+            f"{option('to', 'gptq_v2')} keeps g_idx",
         )
     quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
     weights = weights_of(spelling, spec, declared, activations=quantised)
@@ -347,13 +352,13 @@ def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
             "usage.regroup",
             f"{where}: groups of {spec.group_size} are not made of whole groups of {group_size} "
             f"({spec.group_size} / {group_size} = {spec.group_size / group_size:g})",
-            f"--regroup {' or '.join(map(str, fits))}" if fits else None,
+            " or ".join(option("regroup", size) for size in fits) or None,
         )
     if spec.act_order:
         raise MoeqError(
             "usage.regroup",
             f"{where}: columns are assigned to groups in activation order, so that groups are no runs of columns",
-            "leave out --regroup",
+            f"leave out {option('regroup')}",
         )
 
 
@@ -369,7 +374,7 @@ def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
         "usage.target",
         f"{where}: K={spec.k} is {spec.k / spec.group_size:g} groups of {spec.group_size}, and readers of "
         "compressed-tensors take whole groups only",
-        f"--regroup {fits[0]}" if fits else None,
+        option("regroup", fits[0]) if fits else None,
     )
 
 

@@ -11,6 +11,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.schemes.format import Described
 from moeq.schemes.registry import get_format
+from moeq.spelling import option
 from moeq.transcode import configs
 from moeq.transcode.configs import Contents
 from moeq.transcode.spellings import BLOCK, KT_AMX
@@ -59,17 +60,17 @@ class TargetFormat:
         kind = kind_of(described)
         bits = described.spec.bits
         if kind == "int" and self.bits and bits not in self.bits:
-            refusal = (
-                f"--to {self.id} takes codes of {', '.join(map(str, self.bits))} bits, readers disagree about {bits}"
-            )
+            known = ", ".join(map(str, self.bits))
+            refusal = f"{option('to', self.id)} takes codes of {known} bits, readers disagree about {bits}"
         # Floats of a projection that is not quantised have no codes; only whole models of them are copied.
         copied = scheme.format == "unquantized" and not self.experts_only
         if kind in self.spellings and refusal is None and not copied:
             per_tensor = static and scheme.weight.scale.granularity == "tensor"
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
-        reason = refusal or f"--to {self.id} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
+        reason = refusal or f"{option('to', self.id)} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
-        hint = f"--to {', '.join(others)}" if others else "--to compressed-tensors" if self.bits else None
+        others = others or (["compressed-tensors"] if self.bits else [])
+        hint = ", ".join(option("to", other) for other in others) or None
         raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
 
     def spec(self, described: Described, spelling: str, regroup: int | None) -> MatrixSpec:
@@ -277,5 +278,5 @@ ENGINE_TARGETS = {name: target for name, target in TARGETS.items() if not target
 def get_target(name: str) -> TargetFormat:
     """Return the target of that name. Raises MoeqError `usage.target`."""
     if name not in TARGETS:
-        raise MoeqError("usage.target", f"no format is called {name!r}", f"--to takes {', '.join(TARGETS)}")
+        raise MoeqError("usage.target", f"no format is called {name!r}", f"{option('to')} takes {', '.join(TARGETS)}")
     return TARGETS[name]

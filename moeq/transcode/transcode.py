@@ -43,6 +43,7 @@ from moeq.pipeline.state.publish import (
 )
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
+from moeq.spelling import option
 from moeq.transcode.compare import Loss
 from moeq.transcode.naming import misplaced
 from moeq.transcode.result_check import warnings, with_expert_dtype
@@ -389,7 +390,7 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
 def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
     """Write everything but the weights, the report last, and publish the folder."""
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
-    require_units(job.plan, complete, "are not finished", "moeq transcode without --shard does what is left")
+    require_units(job.plan, complete, "are not finished", f"transcode without {option('shard')} does what is left")
     require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
     source = job.checkpoint.source
     sync_files(folder.files, job.plan)

@@ -33,6 +33,7 @@ from moeq.pipeline.plan.units import Piece, Span, Unit, copy_units, joined
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import match_format, read_dialect
+from moeq.spelling import option
 from moeq.transcode.activations import static_part
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
@@ -312,7 +313,9 @@ def _require_distinct(names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise MoeqError("usage.names", f"two tensors would be called {name}", "--names source keeps names")
+            raise MoeqError(
+                "usage.names", f"two tensors would be called {name}", f"{option('names', 'source')} keeps names"
+            )
         seen.add(name)
 
 

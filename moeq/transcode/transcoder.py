@@ -29,6 +29,7 @@ from moeq.pipeline.plan.job import Work
 from moeq.pipeline.state.records import Bytes, piece_digest
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
+from moeq.spelling import option
 from moeq.transcode import act_order
 from moeq.transcode.compare import Loss, compare, measured_loss
 from moeq.transcode.find_fast_item import FastPaths
@@ -350,7 +351,7 @@ def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
             "answer.zero-points",
             f"{output.module}: {zero:,} of {matrix.zeros.numel():,} zero points are 0; GPTQ v1 stores them minus one, "
             "and its readers disagree about -1",
-            "--to gptq_v2 stores zero points as they are",
+            f"{option('to', 'gptq_v2')} stores zero points as they are",
         )
 
 
@@ -397,6 +398,7 @@ def _block(output: WrittenProjection) -> tuple[int, int]:
 def _not_exact(loss: Loss, plan: TranscodePlan) -> MoeqError:
     return MoeqError(
         "answer.not-exact",
-        f"--to {plan.target.id} cannot hold all values: {loss.text}",
-        "--allow-lossy writes the nearest values and reports every projection; --check-only counts them all",
+        f"{option('to', plan.target.id)} cannot hold all values: {loss.text}",
+        f"{option('allow_lossy', True)} writes the nearest values and reports every projection; "
+        f"{option('check_only', True)} counts them all",
     )

@@ -239,7 +239,7 @@ def test_numbers_that_were_changed_on_purpose_are_no_failure(checkpoints, tmp_pa
     report = run_check(tmp_path / "out", source, options=QUICK)
     assert report.ok, [result for result in report.results if not result.passed]
     (note,) = report.notes
-    assert f"--allow-lossy changed {conversion.manifest.layer(0).losses} stored numbers" in note
+    assert f"allow_lossy=True changed {conversion.manifest.layer(0).losses} stored numbers" in note
 
 
 def test_damage_is_found_where_numbers_were_changed_on_purpose(checkpoints, tmp_path) -> None:

@@ -53,7 +53,7 @@ def test_no_gpu_is_a_usage_error() -> None:
     with pytest.raises(MoeqError) as raised:
         make_deployment({}, detect=False)
     assert raised.value.code == "usage.no-gpu"
-    assert "--gpu" in str(raised.value.hint)
+    assert 'gpu="H100"' in str(raised.value.hint)
 
 
 def test_backend_names_are_normalised() -> None:

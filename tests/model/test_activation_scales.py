@@ -111,7 +111,7 @@ def test_four_bit_activations_are_refused_and_marlin_is_not(what: str, kind: str
     assert "layer 1: experts 3 have" in found.error.message
     assert "NaN" in found.error.message
     assert "Marlin is weight-only and unharmed" in found.error.message
-    assert "--backend marlin" in str(found.error.hint)
+    assert 'backend="marlin"' in str(found.error.hint)
     forced = asked(folder, "B200", backend="marlin")
     assert forced.ok
     assert {part.verdict.runs_as for part in forced.parts} == {"W4A16"}

@@ -118,7 +118,7 @@ def test_a_side_file_alone_needs_the_option(tmp_path: Path) -> None:
     folder = qwen(tmp_path / "made", None, make, make, quantize_config={**stored.GPTQ})
     verdict = judged(folder)
     assert not verdict.ok
-    assert verdict.nearest == "--quantization gptq"
+    assert verdict.nearest == 'quantization="gptq"'
     assert judged(folder, quantization="gptq").ok
 
 

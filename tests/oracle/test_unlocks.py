@@ -34,7 +34,7 @@ FOLLOWED: tuple[tuple[str, Callable[[Deployment, str], Deployment]], ...] = (
     (r"install (\w+)", lambda d, value: with_package(d, value, True)),
     (r"set (\w+=\S+)", lambda d, value: with_env(d, *value.split("=", 1))),
     (r"unset (\w+)", lambda d, value: with_env(d, value, None)),
-    (r"--quantization (\w+)", lambda d, value: replace(d, quantization=value)),
+    (r'quantization="(\w+)"', lambda d, value: replace(d, quantization=value)),
     (r"--moe-backend (\w+)", lambda d, value: replace(d, backend=value)),
 )
 

@@ -146,7 +146,7 @@ class TestDestination:
         with pytest.raises(MoeqError, match=r"already holds a conversion, .*gpu\.name 'A100' there") as caught:
             convert(checkpoints / self.name, tmp_path / "out", other)
         assert caught.value.exit_code == ExitCode.USAGE
-        assert "--force" in (caught.value.hint or "")
+        assert "force=True" in (caught.value.hint or "")
         assert content(tmp_path / "out") == before
         convert(checkpoints / self.name, tmp_path / "out", A100, force=True)
         assert content(tmp_path / "out") == before, "the same job gives the same bytes"

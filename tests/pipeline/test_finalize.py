@@ -216,8 +216,8 @@ class TestRefused:
         missing = [unit.id for unit in plan.units if unit.id not in done]
         assert error.message.startswith(f"{len(missing)} of {len(plan.units)} units are not finished: {missing[0]}, ")
         for index in range(7):
-            assert (f"--shard {index}/7" in (error.hint or "")) == (index not in (0, 3)), index
-        assert "without --shard" in (error.hint or "")
+            assert (f'shard="{index}/7"' in (error.hint or "")) == (index not in (0, 3)), index
+        assert "without shard" in (error.hint or "")
         assert not (tmp_path / "out").exists()
         assert read_journals(OutputFolder(partial(tmp_path / "out"))).records.keys() == done, (
             "nothing is lost by asking"
@@ -251,8 +251,8 @@ class TestRefused:
         assert error.code == "answer.units-missing"
         assert error.message.startswith(f"1 of {len(plan.units)} units are not in the files although a journal")
         assert "layer-4/w2" in error.message
-        assert "--shard 1/2" in (error.hint or "")
-        assert "--shard 0/2" not in (error.hint or "")
+        assert 'shard="1/2"' in (error.hint or "")
+        assert 'shard="0/2"' not in (error.hint or "")
         shard(source, tmp_path / "out", 1, 2)
         finalize(tmp_path / "out")
         assert content(tmp_path / "out") == whole

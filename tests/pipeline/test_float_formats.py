@@ -46,7 +46,7 @@ def test_what_the_engine_reads_as_it_is_is_not_converted_unless_another_kernel_i
     assert found.error is not None
     assert found.error.code == "answer.nothing-to-convert"
     assert f"runs {backend} here: it reads the checkpoint's weights as they are" in found.error.message
-    assert "--backend" in (found.error.hint or "")
+    assert "backend=" in (found.error.hint or "")
     assert ask(checkpoints / name, gpu, backend="marlin").first.layout == "marlin-fp8/1"
     assert ask(checkpoints / name, "A100").first.layout == "marlin-fp8/1", "no FP8 units: the engine takes Marlin"
 
@@ -112,7 +112,7 @@ def test_requantised_weights_take_their_layout_and_permission(
     found = answer(moeq.open(source), Question(where)).error
     assert found is not None
     assert found.code == "answer.no-backend"
-    assert f"which changes numbers; --layout {layout} --allow-lossy writes that" in found.message
+    assert f'which changes numbers; layout="{layout}", allow_lossy=True writes that' in found.message
     with pytest.raises(MoeqError, match="changes numbers: weights with scales other than E8M0 are requantised"):
         convert(source, tmp_path / "out", where, layout=layout)
     other = {"deepgemm-fp8-sm90/1": "deepgemm-fp8-sm100/1", "deepgemm-fp8-sm100/1": "deepgemm-fp8-sm90/1"}[layout]
@@ -194,7 +194,7 @@ def test_a_layout_that_changes_numbers_is_never_chosen_and_takes_permission(chec
     found = answer(moeq.open(source), Question(where)).error
     assert found is not None
     assert found.code == "answer.no-backend"
-    assert "rounds them, which changes numbers; --layout flashinfer-b12x-nvfp4/1 --allow-lossy" in found.message
+    assert 'rounds them, which changes numbers; layout="flashinfer-b12x-nvfp4/1", allow_lossy=True' in found.message
     with pytest.raises(MoeqError, match="changes numbers: scales are multiplied by the global scale") as caught:
         convert(source, tmp_path / "out", where, layout=layout)
     assert caught.value.code == "answer.lossy"

@@ -115,7 +115,7 @@ class TestPlanning:
 
     @pytest.mark.parametrize(("ceiling", "shown"), [(10**6, "0.954 MiB"), (1, "9.54e-07 MiB"), (10 * MIB, "10 MiB")])
     def test_a_ceiling_is_never_told_as_nothing(self, ceiling, shown, source, tmp_path) -> None:
-        with pytest.raises(MoeqError, match=f"more than the {shown} of --max-memory"):
+        with pytest.raises(MoeqError, match=f"more than the {shown} of max_memory"):
             convert(source, tmp_path / "out", H100, layout="marlin-mxfp4/1", force_layout=True, max_memory=ceiling)
 
     def test_where_not_even_one_fits_the_arithmetic_is_told(self, source, tmp_path) -> None:

@@ -61,7 +61,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_name(two_widths, tmp_path) -> N
     with pytest.raises(MoeqError, match=r"layer 1 does not fit layout rdna3-int4/1: .*int8") as caught:
         convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1", force_layout=True)
     assert caught.value.exit_code == ExitCode.USAGE
-    assert "--skip-unfit" in caught.value.hint
+    assert "skip_unfit=True" in caught.value.hint
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -264,7 +264,7 @@ class TestExpertParallel:
                 layout="int8-w8a8/1",
                 force_layout=True,
             )
-        assert (caught.value.exit_code, caught.value.hint) == (ExitCode.USAGE, "--ep 4 works")
+        assert (caught.value.exit_code, caught.value.hint) == (ExitCode.USAGE, "ep=4 works")
 
 
 class TestRefusals:

@@ -90,14 +90,14 @@ def test_what_is_so_already_is_not_tried(checkpoints: Path) -> None:
     [
         (
             question(tp=4),
-            ["--tp 3", "--regroup 64 (the same values, groups of 128 cut into groups of 64)", "--dtype fp16"],
+            ["tp=3", "regroup=64 (the same values, groups of 128 cut into groups of 64)", 'dtype="fp16"'],
         ),
         (
             question(ConvertOptions(layout="marlin-wna16/1", force_layout=True), backend="marlin"),
-            ["leaving out --layout and --force-layout", "--tp 2", "--dtype fp16"],
+            ["leaving out layout and force_layout", "tp=2", 'dtype="fp16"'],
         ),
-        (question(backend="marlin"), ["--backend auto (KERNEL)", "--tp 2", "--dtype fp16"]),
-        (question(tp=2, ep=4), ["--ep 2", "--dtype fp16", "--skip-unfit (copies the layers that do not fit)"]),
+        (question(backend="marlin"), ['backend="auto" (KERNEL)', "tp=2", 'dtype="fp16"']),
+        (question(tp=2, ep=4), ["ep=2", 'dtype="fp16"', "skip_unfit=True (copies the layers that do not fit)"]),
     ],
 )
 def test_one_of_each_kind_is_shown(asked: Question, texts: list[str], checkpoints: Path) -> None:
@@ -114,7 +114,7 @@ def test_several_changes_at_once_where_no_single_one_helps(checkpoints: Path) ->
 
     asked = question(ConvertOptions(layout="marlin-wna16/1", regroup=32), tp=2, lora=True)
     (found,) = nearest(moeq.open(checkpoints / GPTQ), asked, answer)
-    assert found.text == "leaving out --layout and --regroup and with --tp 1 --no-lora --gpu H100"
+    assert found.text == 'leaving out layout and regroup and with tp=1, lora=False, gpu="H100"'
 
 
 def test_spans_that_touch_are_joined_and_empty_ones_left_out() -> None:

@@ -97,7 +97,7 @@ def test_refused(text: str, environ: dict[str, str], code: str, said: str) -> No
 def test_contradictions_name_the_way_out() -> None:
     with pytest.raises(MoeqError) as caught:
         parse_shard("auto", {**TORCHRUN, **SKYPILOT})
-    assert "--shard torchrun" in (caught.value.hint or "")
+    assert 'shard="torchrun"' in (caught.value.hint or "")
 
 
 def copies(sizes: list[int], files: int) -> list[CopyUnit]:

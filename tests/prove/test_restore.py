@@ -375,7 +375,7 @@ def test_another_folder_is_neither_taken_for_done_nor_touched(damage: str, check
     with pytest.raises(MoeqError) as caught:
         restore(tmp_path / "out", back)
     assert caught.value.code == "usage.destination-exists"
-    assert "--force" not in (caught.value.hint or "")
+    assert "force" not in (caught.value.hint or "")
     assert content(back) == before
 
 

@@ -106,14 +106,14 @@ def test_groups_that_do_not_divide_are_refused(checkpoints: Path, tmp_path: Path
     with pytest.raises(MoeqError, match=r"128 / 48") as error:
         transcode(checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "out", "gptq", regroup=48)
     assert error.value.code == "usage.regroup"
-    assert error.value.hint == "--regroup 128 or 64 or 32 or 16"
+    assert error.value.hint == "regroup=128 or regroup=64 or regroup=32 or regroup=16"
 
 
 def test_names_that_engines_do_not_look_for_are_noted(checkpoints: Path) -> None:
     source = checkpoints / "gptq-int4-g128-mixtral"
     (note,) = check(source, "compressed-tensors").notes
     assert "mlp.experts; engines look for block_sparse_moe.experts" in note
-    assert note.endswith("--names block-sparse-moe")
+    assert note.endswith('names="block-sparse-moe"')
     assert not check(source, "compressed-tensors", names="block-sparse-moe").notes
     assert not check(checkpoints / "ct-int4-g128-qwen3moe", "compressed-tensors").notes
 

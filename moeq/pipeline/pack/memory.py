@@ -12,6 +12,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.pack.fast import find_fast_path
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
@@ -98,8 +99,8 @@ class SpareMemory:
             raise MoeqError(
                 "resources.memory",
                 f"{what} holds unusual values and needs {mebibytes(size)} on the reference path; "
-                f"{mebibytes(self._all)} are left of --max-memory",
-                "a higher --max-memory; what was finished is kept",
+                f"{mebibytes(self._all)} are left of {option('max_memory')}",
+                f"a higher {option('max_memory')}; what was finished is kept",
             )
         size = min(size, self._all)
         with self._changed:

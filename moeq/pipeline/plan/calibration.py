@@ -13,6 +13,7 @@ from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.model.activation_scales import ScaleFault
 from moeq.oracle.records import Gate, Verdict
+from moeq.spelling import option
 
 
 def fault_kinds(checkpoint: Checkpoint, layer: int) -> frozenset[str]:
@@ -58,7 +59,7 @@ def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> st
         return f"{shown(faults)}; this layout is weight-only and unharmed, 4- and 8-bit activations would be wrong"
     nvfp4 = any(checkpoint.scheme_of(layer).format == "nvfp4" for layer in faulty if faulty[layer])
     effect = "give NaN" if nvfp4 or any(fault.is_stored for fault in faults) else "take 1.0 and lose accuracy"
-    return f"{shown(faults)}; kernels with 4- or 8-bit activations {effect}; --backend marlin is unharmed"
+    return f"{shown(faults)}; kernels with 4- or 8-bit activations {effect}; {option('backend', 'marlin')} is unharmed"
 
 
 def is_weight_only(verdict: Verdict) -> bool:

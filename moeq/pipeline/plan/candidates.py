@@ -17,6 +17,7 @@ from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
 from moeq.pipeline.plan.options import Question
 from moeq.schemes.base import Scheme
+from moeq.spelling import option
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def candidates(
     if fastest is not None and not forced:
         yield fastest
     if verdict.convert is not None:
-        slower = f"without --backend {fastest.layout} is written: {fastest.why}" if fastest and forced else None
+        slower = (
+            f"without {option('backend', fastest.layout)} is written: {fastest.why}" if fastest and forced else None
+        )
         yield replace(_named(verdict.convert), why=verdict.convert.why or slower)
     elif forced and not verdict.ok:
         unknown = verdict.error is not None and verdict.error.kind == "OVERRIDE_UNKNOWN"
@@ -89,7 +92,7 @@ def candidates(
         raise MoeqError(
             "answer.nothing-to-convert",
             f"{question.deployment.engine} runs {as_it_is.backend} here: {AS_IT_IS}",
-            "serve it as it is; --backend asks for another kernel",
+            f"serve it as it is; {option('backend')} asks for another kernel",
         )
     if not seen:
         raise MoeqError("answer.no-backend", verdict.refusal or f"nothing to convert to: {verdict.no_convert}")
@@ -109,7 +112,7 @@ def _fastest(
     why = f"moeq's kernels, which run inside the engine, are the fastest measured on {deployment.gpu.name}"
     chosen = next((row for row in verdict.candidates if _is_chosen(row, verdict)), None)
     if deployment.backend == "auto" and engines and chosen is not None and chosen.flag:
-        why += f"; --backend {chosen.flag} writes for the engine's {chosen.backend}, which is slower there"
+        why += f"; {option('backend', chosen.flag)} writes for the engine's {chosen.backend}, which is slower there"
     return replace(_named(own), why=why)
 
 
@@ -156,7 +159,7 @@ def _asked_layout(
             reads = f"reads {own}" if own else "has no layout of its own here"
             raise MoeqError(
                 "usage.layout-backend",
-                f"--backend {asked} with --layout {layout}: {asked} {reads}",
+                f"{option('backend', asked)} with {option('layout', layout)}: {asked} {reads}",
                 "name one of them: the layout follows from the backend",
             )
     if any(row.lossy_layout == layout for row in rows) and not (options.allow_lossy or options.force_layout):
@@ -190,7 +193,7 @@ def _reads(verdict: Verdict, row: CandidateReport, layout: str) -> bool:
 
 def _with_force(question: Question, choice: LayoutChoice, against: list[str]) -> LayoutChoice:
     if against and not question.options.force_layout:
-        raise MoeqError("usage.layout-gpu", "; ".join(against), "--force-layout writes it anyway")
+        raise MoeqError("usage.layout-gpu", "; ".join(against), f"{option('force_layout', True)} writes it anyway")
     return replace(choice, overridden=tuple(against))
 
 

@@ -38,6 +38,7 @@ from moeq.pipeline.plan.options import Question, Ranks
 from moeq.pipeline.plan.suggestions import nearest
 from moeq.schemes.base import Scheme
 from moeq.schemes.registry import get_format
+from moeq.spelling import option
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
     with checkpoint.source.sampled():
         changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
     works = ", or ".join(change.text for change in changes)
-    force = "; --force-layout writes it anyway" if error.code in ("usage.layout-gpu", "usage.layout-unread") else ""
+    unread = error.code in ("usage.layout-gpu", "usage.layout-unread")
+    force = f"; {option('force_layout', True)} writes it anyway" if unread else ""
     return replace(found, error=MoeqError(error.code, error.message, f"{works} works{force}" if works else error.hint))
 
 
@@ -264,8 +266,9 @@ def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, some_fit: boo
         return None
     error = next(iter(refused.values()))
     more = f" (and {len(refused) - 1} more layers)" if len(refused) > 1 and some_fit else ""
-    skip = "--skip-unfit copies it unchanged" if some_fit else None
-    hint = "; ".join(part for part in (error.hint, skip) if part and "--skip-unfit" not in (error.hint or ""))
+    name = option("skip_unfit", True)
+    skip = f"{name} copies it unchanged" if some_fit else None
+    hint = "; ".join(part for part in (error.hint, skip) if part and name not in (error.hint or ""))
     return MoeqError(error.code, error.message + more, hint or error.hint)
 
 
@@ -302,7 +305,7 @@ def _choice(
             "usage.layout-unread",
             f"{best.backend} reads {best.layout}, but no plug-in of moeq hands it these bytes and no kernel of moeq "
             "reads them",
-            "--force-layout writes it anyway",
+            f"{option('force_layout', True)} writes it anyway",
         )
     if best is fitting[0]:
         return replace(best, why="; ".join(filter(None, (best.why, *(error.message for error in unfit[:1])))) or None)

@@ -17,6 +17,7 @@ from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
 from moeq.model.regroup import regrouped_spec
 from moeq.model.shards import Range, shard_matrix, shard_spec
 from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
+from moeq.spelling import option
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _common_group(layer: int, specs: Specs) -> int:
         raise MoeqError(
             "usage.regroup",
             f"layer {layer} cannot be regrouped: w13 has groups of {sizes['w13']}, w2 of {sizes['w2']}",
-            "leave out --regroup",
+            f"leave out {option('regroup')}",
         )
     return sizes["w2"]
 

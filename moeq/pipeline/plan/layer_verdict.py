@@ -16,6 +16,7 @@ from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.calibration import with_scales
 from moeq.schemes.base import Scheme
+from moeq.spelling import option
 
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 EXPERT_DTYPE = ("expert_dtype", "quantization_config.expert_dtype")
@@ -155,7 +156,7 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
     if declaration is None or found_by_engine:
         return None
     text = f"only {name} declares the quantisation: the engine reads config.json and creates unquantised experts"
-    remedy = f"--quantization {declaration.method}"
+    remedy = option("quantization", declaration.method)
     return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
@@ -13,6 +12,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.layer_verdict import first_layer, judge_checkpoint
 from moeq.pipeline.plan.options import Question
+from moeq.spelling import option, together
 
 #: Asks about the checkpoint: returns the backend if the answer is yes, otherwise None.
 Ask = Callable[[Question], str | None]
@@ -70,13 +70,13 @@ def _with(question: Question, text: str, **fields: Any) -> Suggestion:
 
 def _unforced(question: Question) -> Iterator[Suggestion]:
     if question.options.layout is not None:
-        options = "--layout and --force-layout" if question.options.force_layout else "--layout"
-        yield Suggestion(f"leaving out {options}", question.opting(layout=None, force_layout=False))
+        force = f" and {option('force_layout')}" if question.options.force_layout else ""
+        yield Suggestion(f"leaving out {option('layout')}{force}", question.opting(layout=None, force_layout=False))
     if question.deployment.backend != "auto":
-        yield _with(question, "--backend auto ({backend})", backend="auto")
+        yield _with(question, f"{option('backend', 'auto')} ({{backend}})", backend="auto")
         if question.options.layout is not None:
             both = question.opting(layout=None, force_layout=False).on(backend="auto")
-            yield Suggestion("leaving out --layout with --backend auto", both)
+            yield Suggestion(f"leaving out {option('layout')} with {option('backend', 'auto')}", both)
 
 
 def _parallel(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
@@ -86,14 +86,14 @@ def _parallel(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion
         experts = checkpoint.num_experts(first_layer(checkpoint))
         fewer = [size for size in range(min(ep, experts), 1, -1) if size % tp == 0 and size != ep]
         for size in fewer[:8]:
-            yield _with(question, f"--ep {size}", ep=size, dp=1)
-        yield _with(question, "--ep 1", ep=1, dp=1)
+            yield _with(question, option("ep", size), ep=size, dp=1)
+        yield _with(question, option("ep", 1), ep=1, dp=1)
         return
     sizes = sorted((size for size in range(1, 2 * tp + 1) if size != tp), key=lambda size: (abs(size - tp), size))
     for size in [*sizes[:24], 1]:
-        yield _with(question, f"--tp {size}", tp=size)
+        yield _with(question, option("tp", size), tp=size)
     if tp > 1:
-        yield _with(question, f"--ep {tp} (whole experts on every rank)", ep=tp)
+        yield _with(question, f"{option('ep', tp)} (whole experts on every rank)", ep=tp)
 
 
 def _regrouped(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
@@ -102,32 +102,34 @@ def _regrouped(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestio
         return
     for size in (64, 32, 16):
         if size < group:
-            text = f"--regroup {size} (the same values, groups of {group} cut into groups of {size})"
+            text = f"{option('regroup', size)} (the same values, groups of {group} cut into groups of {size})"
             yield Suggestion(text, question.opting(regroup=size))
 
 
 def _switches(question: Question) -> Iterator[Suggestion]:
     deployment = question.deployment
     other = "fp16" if deployment.dtype == "bf16" else "bf16"
-    yield _with(question, f"--dtype {other}", dtype=other)
+    yield _with(question, option("dtype", other), dtype=other)
     if deployment.lora:
-        yield _with(question, "--no-lora", lora=False)
+        yield _with(question, option("lora", False), lora=False)
     if deployment.eplb:
-        yield _with(question, "--no-eplb", eplb=False)
+        yield _with(question, option("eplb", False), eplb=False)
     if deployment.batched:
-        yield _with(question, "--standard", batched=False)
+        yield _with(question, option("batched", False), batched=False)
     if question.options.regroup is not None:
-        yield Suggestion("leaving out --regroup", question.opting(regroup=None))
+        yield Suggestion(f"leaving out {option('regroup')}", question.opting(regroup=None))
 
 
 def _skipping(question: Question) -> Iterator[Suggestion]:
     if not question.options.skip_unfit:
-        yield Suggestion("--skip-unfit (copies the layers that do not fit)", question.opting(skip_unfit=True))
+        yield Suggestion(
+            f"{option('skip_unfit', True)} (copies the layers that do not fit)", question.opting(skip_unfit=True)
+        )
 
 
 def _engines(question: Question) -> Iterator[Suggestion]:
     if question.deployment.engine != OWN_ENGINE:
-        yield _with(question, f"--engine {OWN_ENGINE} (moeq's own kernels)", engine=OWN_ENGINE)
+        yield _with(question, f"{option('engine', OWN_ENGINE)} (moeq's own kernels)", engine=OWN_ENGINE)
 
 
 def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
@@ -135,22 +137,22 @@ def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion
     if question.deployment.backend == "auto" and question.options.layout is None:
         for row in judge_checkpoint(checkpoint, question.deployment, explain=False).candidates:
             if row.flag and row.layout:
-                yield _with(question, f"--backend {row.flag}", backend=row.flag)
+                yield _with(question, option("backend", row.flag), backend=row.flag)
 
 
 def _devices(question: Question) -> Iterator[Suggestion]:
     for name in _DEVICES:
         if name != question.deployment.gpu.name:
-            yield _with(question, f"--gpu {shlex.quote(name)}", gpu=parse_gpu(name))
+            yield _with(question, option("gpu", name), gpu=parse_gpu(name))
 
 
 def _plainest(question: Question) -> Iterator[Suggestion]:
     """Try one rank without any option, if no single change helps."""
     plain = question.opting(layout=None, force_layout=False, regroup=None)
     given = {
-        "--layout": question.options.layout is not None,
-        "--force-layout": question.options.force_layout,
-        "--regroup": question.options.regroup is not None,
+        option("layout"): question.options.layout is not None,
+        option("force_layout"): question.options.force_layout,
+        option("regroup"): question.options.regroup is not None,
     }
     options = " and ".join(name for name, asked in given.items() if asked)
     leaving = [f"leaving out {options}"] if options else []
@@ -161,12 +163,5 @@ def _plainest(question: Question) -> Iterator[Suggestion]:
         gpu = own.gpu if name == own.gpu.name else parse_gpu(name)
         asked: dict[str, Any] = {**fields, "gpu": gpu, "engine": engine, "dtype": dtype}
         changed = {field: value for field, value in asked.items() if value != getattr(own, field)}
-        with_others = " ".join(map(_spelled, changed, changed.values()))
+        with_others = together(option(field, getattr(value, "name", value)) for field, value in changed.items())
         yield _with(plain, " and with ".join([*leaving, *filter(None, [with_others])]), **asked)
-
-
-def _spelled(field: str, value: Any) -> str:
-    """Return a field of a deployment as the option that sets it."""
-    if isinstance(value, bool):
-        return {"lora": "--no-lora", "batched": "--standard"}[field]
-    return f"--{field} {shlex.quote(getattr(value, 'name', None) or str(value))}"

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moeq.errors import MoeqError
+from moeq.spelling import option
 
 #: Kubernetes tells a pod its index and not how many there are; the manifest passes the number in this variable.
 COUNT_VARIABLE = "MOEQ_SHARDS"
@@ -127,16 +128,16 @@ def find_place(environ: Mapping[str, str]) -> TaskIndex:
         looked = ", ".join(f"{launcher.index} ({launcher.title})" for launcher in LAUNCHERS)
         raise MoeqError(
             "usage.shard-launcher",
-            f"--shard auto: no launcher's variables are set; looked for {looked}",
-            "say which shard this is: --shard 0/8 .. --shard 7/8",
+            f"{option('shard', 'auto')}: no launcher's variables are set; looked for {looked}",
+            f"say which shard this is: {option('shard', '0/8')} .. {option('shard', '7/8')}",
         )
     several = [candidate for candidate in found if candidate.count > 1]
     places = {(candidate.index, candidate.count) for candidate in several}
     if len(places) > 1:
         raise MoeqError(
             "usage.shard-launcher",
-            "--shard auto: " + ", but ".join(map(str, several)),
-            f"say which counts: --shard {several[0].launcher.name}, or --shard I/N",
+            f"{option('shard', 'auto')}: " + ", but ".join(map(str, several)),
+            f"say which counts: {option('shard', several[0].launcher.name)}, or {option('shard', 'I/N')}",
         )
     return (several or found)[0]
 
@@ -162,6 +163,6 @@ def _regular(launcher: Launcher, environ: Mapping[str, str], number: int, count:
         raise MoeqError(
             "usage.shard-launcher",
             f"{launcher.title}: the numbers are not evenly spaced ({shown})",
-            f"{launcher.remedy}; to run some shards again name them: --shard ${launcher.index}/8",
+            f"{launcher.remedy}; to run some shards again name them: moeq convert SRC DST --shard ${launcher.index}/8",
         )
     return (number - first) // step

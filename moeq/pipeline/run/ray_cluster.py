@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from moeq.errors import MoeqError
+from moeq.spelling import option
 
 R = TypeVar("R")
 
@@ -76,13 +77,14 @@ def connected(address: str | None) -> Iterator[Any]:
     except ImportError:
         raise MoeqError(
             "environment.ray-missing",
-            "--executor ray needs Ray, which is not installed",
+            f"{option('executor', 'ray')} needs Ray, which is not installed",
             "pip install ray (or, in a checkout of moeq, pip install '.[ray]')",
         ) from None
     if address is not None and address.startswith("ray://"):
         raise MoeqError(
             "usage.ray-address",
-            f"--ray-address {address}: the files are reached from this machine, so it has to be one of the cluster",
+            f"{option('ray_address', address)}: the files are reached from this machine, which has to be one of the "
+            "cluster",
             "run the command on a node of the cluster (with `ray job submit`, say) and leave the address out",
         )
     # Ray prints what happens to workers on stdout, which belongs to the command's answer; it is told by `run` instead.
@@ -113,7 +115,7 @@ def _connect(ray: Any, address: str | None) -> None:
         raise MoeqError(
             "environment.ray-connect",
             f"no Ray cluster at {at or 'the default address'}: {first_line(error)}",
-            "`ray status` tells whether one runs here; --ray-address HOST:6379 names another",
+            f"`ray status` tells whether one runs here; {option('ray_address', 'HOST:6379')} names another",
         ) from error
     if on_terminate is not None:
         # Ray ends the process at once on SIGTERM; what the command does then is the command's affair.

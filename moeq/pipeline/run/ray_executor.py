@@ -28,6 +28,7 @@ from moeq.pipeline.run.work_shards import grouped
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
 from moeq.pipeline.state.ownership import WORK_PREFIX, require_ours
 from moeq.pipeline.state.records import UnitRecord
+from moeq.spelling import for_shell, spelled
 from moeq.version import __version__
 
 #: Seconds between checks whether the driver still waits.
@@ -51,6 +52,7 @@ class RemoteJob:
         folder: the folder that is written to.
         token: file by which the worker recognises the folder.
         reread: the source is read twice.
+        for_shell: messages spell options for a shell.
     """
 
     request: Any
@@ -59,6 +61,7 @@ class RemoteJob:
     folder: str
     token: Token
     reread: bool
+    for_shell: bool
 
 
 class RayExecutor:
@@ -145,13 +148,18 @@ def ray_executor(
     with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:
         ray_cluster.check_nodes(ray, ray_cluster.nodes(ray), token, __version__)
         remote = RemoteJob(
-            _absolute(job), job.opener, job.plan.digest, str(folder), token, job.checkpoint.source.reread
+            _absolute(job), job.opener, job.plan.digest, str(folder), token, job.checkpoint.source.reread, for_shell()
         )
         yield RayExecutor(ray, job, remote, warn)
 
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     """Execute units in this worker process. Returns the results until the token was removed, or the error."""
+    with spelled(for_shell=remote.for_shell):
+        return _execute(remote, units)
+
+
+def _execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     results: Results = []
     try:
         worker, check = _worker(remote), _Check(remote.token)

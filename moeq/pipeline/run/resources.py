@@ -17,6 +17,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import MIB, Need, SpareMemory, Way, mebibytes
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.unit_kinds import worker_of
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from moeq.model import Checkpoint
@@ -141,11 +142,12 @@ def _one_per_kind(units: Sequence[Unit]) -> list[Unit]:
 
 def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqError:
     needed = base + per_worker
+    enough = f"{-(-needed // MIB)}MiB"
     return MoeqError(
         "resources.memory",
         f"{mebibytes(base)} for the process + {mebibytes(per_worker)} for one worker ({largest} is the largest) = "
-        f"{mebibytes(needed)}, more than the {mebibytes(ceiling)} of --max-memory",
-        f"--max-memory {-(-needed // MIB)}MiB is enough for one worker",
+        f"{mebibytes(needed)}, more than the {mebibytes(ceiling)} of {option('max_memory')}",
+        f"{option('max_memory', enough)} is enough for one worker",
     )
 
 

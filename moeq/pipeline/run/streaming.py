@@ -17,6 +17,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.events import Fetching, Progress
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.state.folder import WorkFolder
+from moeq.spelling import option
 
 U = TypeVar("U")
 
@@ -50,8 +51,8 @@ def require_streamable(source: Source) -> HubSource:
     if not isinstance(source, HubSource):
         raise MoeqError(
             "usage.stream-source",
-            f"--stream-source fetches a repository's files in turn; {source.name} is on disk already",
-            "leave out --stream-source",
+            f"{option('stream_source', True)} fetches a repository's files in turn; {source.name} is on disk already",
+            f"leave out {option('stream_source')}",
         )
     return source
 

@@ -14,6 +14,7 @@ from moeq.checkpoint.source import Source
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.launchers import LAUNCHERS, find_place, place
+from moeq.spelling import option
 
 _FRACTION = re.compile(r"(\d{1,9})\s*/\s*(\d{1,9})", re.ASCII)
 
@@ -129,18 +130,20 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
     if match is None:
         raise MoeqError(
             "usage.shard",
-            f"--shard {text[:60]!r}: expected I/N, such as 0/8 for the first of eight",
+            f"{option('shard')} {text[:60]!r}: expected I/N, such as 0/8 for the first of eight",
             f"or auto, or one of {', '.join(named)}",
         )
     index, count = int(match[1]), int(match[2])
     if count < 1:
         raise MoeqError(
-            "usage.shard", f"--shard {text}: the work cannot be cut into {count} shards", "0/1 is all of the work"
+            "usage.shard",
+            f"{option('shard', text)}: the work cannot be cut into {count} shards",
+            "0/1 is all of the work",
         )
     if index >= count:
         raise MoeqError(
             "usage.shard",
-            f"--shard {text}: shards count from 0, so the last of {count} is {count - 1}/{count}",
-            f"--shard {index - 1}/{count}, if yours count from 1" if index == count else None,
+            f"{option('shard', text)}: shards count from 0, so the last of {count} is {count - 1}/{count}",
+            f"{option('shard', f'{index - 1}/{count}')}, if yours count from 1" if index == count else None,
         )
     return WorkShard(index, count)

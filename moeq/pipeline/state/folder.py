@@ -40,6 +40,7 @@ from moeq.pipeline.state.ownership import (
     require_own_file,
 )
 from moeq.pipeline.state.records import UnitRecord
+from moeq.spelling import option
 
 T = TypeVar("T")
 
@@ -158,11 +159,13 @@ class WorkFolder:
             raise MoeqError(
                 "usage.destination-exists",
                 f"{self.destination} exists and is not an output of moeq",
-                "name another folder; --force replaces only what moeq itself wrote",
+                f"name another folder; {option('force', True)} replaces only what moeq itself wrote",
             ) from None
         if not self.force:
             raise MoeqError(
-                "usage.destination-exists", f"{self.destination} already holds a conversion", "--force replaces it"
+                "usage.destination-exists",
+                f"{self.destination} already holds a conversion",
+                f"{option('force', True)} replaces it",
             )
         require_no_strangers(found, files, "is an output of moeq's", work=False)
 

@@ -26,6 +26,7 @@ from moeq.checkpoint.jsonfile import parse_json
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 from moeq.pipeline.state.records import UnitRecord
+from moeq.spelling import option
 from moeq.typed import read_as
 
 JOURNAL_SCHEMA = "moeq.journal/2"
@@ -193,7 +194,8 @@ def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
             raise MoeqError(
                 "usage.other-job",
                 f"{where} holds unfinished work of another conversion: {', '.join(different[:6])} ({name})",
-                "finish that one with its own options and version, or start over: --force, or remove the folder",
+                f"finish that one with its own options and version, or start over: {option('force', True)}, or remove "
+                "the folder",
             )
 
 
@@ -259,7 +261,7 @@ def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
     return MoeqError(
         "source.changed",
         f"{source} has changed since {where} was begun: {detail}",
-        "the output would mix both; start over: --force, or remove the folder" + more,
+        f"the output would mix both; start over: {option('force', True)}, or remove the folder" + more,
     )
 
 
@@ -337,7 +339,7 @@ def require_lock(fd: int, where: Path, *, exclusive: bool = True) -> None:
         raise MoeqError(
             "usage.running",
             f"another process is working on {where}",
-            "wait for it; several processes can share the work with --shard",
+            f"wait for it; several processes can share the work with {option('shard')}",
         ) from None
     except OSError:
         return  # file systems without locks: two processes would write the same bytes

@@ -42,6 +42,7 @@ from moeq.pipeline.state.records import UnitRecord, open_file_digest
 from moeq.pipeline.state.restore_data import write_restore_data
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
+from moeq.spelling import option
 from moeq.version import __version__
 
 
@@ -59,7 +60,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
             `source.changed` if the source was written to meanwhile; `resources.disk-full`.
     """
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
-    require_units(job.plan, complete, "are not finished", "moeq convert without --shard does what is left")
+    require_units(job.plan, complete, "are not finished", f"convert without {option('shard')} does what is left")
     require_untouched(folder.stamp, job_stamp(job), folder.path)
     found, checkpoint = job.answer, job.checkpoint
     kept = {name for unit in job.plan.units for name in records[unit.id].kept}

@@ -14,6 +14,7 @@ from moeq.checkpoint.files import read_regular
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.errors import MoeqError
 from moeq.pipeline.plan.side_files import SIGNATURE_NAME
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from minisign import PublicKey, SecretKey
@@ -101,9 +102,8 @@ def _public_key(key: str) -> PublicKey:
 
 def _bad_key(key: str | Path, error: ValueError) -> MoeqError:
     detail = f"{str(key)[:200]} is not a minisign key, or its password is wrong ({type(error).__name__})"
-    return MoeqError(
-        "usage.sign-key", detail, "minisign -G makes a pair: --sign minisign.key, --signed-by minisign.pub"
-    )
+    pair = f"{option('sign', 'minisign.key')}, {option('signed_by', 'minisign.pub')}"
+    return MoeqError("usage.sign-key", detail, f"minisign -G makes a pair: {pair}")
 
 
 def _require() -> None:

@@ -153,16 +153,16 @@ def test_flags_to_launch_it_with() -> None:
 @pytest.mark.parametrize(
     ("config", "fields", "words", "hint"),
     [
-        ({**GPTQ, "sym": False}, {}, "gptq is no method on CUDA", "--quantization moe_wna16"),
-        ({**AWQ, "zero_point": False}, {}, "no place", "--quantization moe_wna16"),
+        ({**GPTQ, "sym": False}, {}, "gptq is no method on CUDA", 'quantization="moe_wna16"'),
+        ({**AWQ, "zero_point": False}, {}, "no place", 'quantization="moe_wna16"'),
         (GPTQ, {"backend": "triton"}, "trips an assertion", "--moe-runner-backend auto"),
         (GPTQ, {"backend": "warp"}, "no runner", "known: auto"),
         (ct({"num_bits": 8, "type": "int", "dynamic": True}, num_bits=8), {}, "NPUs only", "w8a8_int8"),
-        ({"quant_method": "quark"}, {}, "is not known to moeq", "--engine vllm"),
+        ({"quant_method": "quark"}, {}, "is not known to moeq", 'engine="vllm"'),
         (FP8, {"backend": "marlin"}, "has no kernel for the runner marlin", "--moe-runner-backend auto"),
         (FP8, {"backend": "cutlass"}, "takes FP8 with scales per block", "--moe-runner-backend auto"),
         ({**FP8, "weight_block_size": [128, 128]}, {"tp": 8}, "does not divide into blocks", "another tp"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "is not known to moeq", "--engine vllm"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, {}, "is not known to moeq", 'engine="vllm"'),
         (GPTQ, {"dp": 2}, "not followed", "dp 1"),
     ],
 )

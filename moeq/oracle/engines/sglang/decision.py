@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from moeq.oracle.engines.sglang import floats
 from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
+from moeq.spelling import option
 
 #: Version whose code this follows.
 VERSION = "0.5.23"
@@ -76,8 +77,8 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
             return name
     name = asked or declared
     if name != declared and declared not in _COMPATIBLE.get(name, ()):
-        text = f"--quantization {name} is not for this {declared} checkpoint here"
-        raise Refused("name", "ValueError", text, "no --quantization")
+        text = f"{option('quantization', name)} is not for this {declared} checkpoint here"
+        raise Refused("name", "ValueError", text, f"no {option('quantization')}")
     if name not in METHODS:
         text = f"{name} is no method on CUDA, and this checkpoint is not one that gptq_marlin takes"
         raise Refused("name", "ValueError", text, _gptq_remedy(config, layer))
@@ -86,7 +87,7 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
 
 def _gptq_remedy(config: Config, layer: SglangLayer) -> str | None:
     can = config.get("quant_method") == "gptq" and _moe_wna16(config, layer) and "sym" in config
-    return "--quantization moe_wna16" if can and layer.quantization is None else None
+    return option("quantization", "moe_wna16") if can and layer.quantization is None else None
 
 
 # ------------------------------------------------------------------------------------------------ readers
@@ -200,7 +201,7 @@ def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
     if inputs is not None:
         bits = weights["num_bits"], inputs.get("num_bits")
         text = f"{bits[0]}-bit weights with {bits[1]}-bit activations have experts on NPUs only"
-        remedy = "--quantization w8a8_int8" if bits == (8, 8) else None
+        remedy = option("quantization", "w8a8_int8") if bits == (8, 8) else None
         raise Refused("layer", "NotImplementedError", text, remedy)
     if weights["strategy"] not in ("group", "channel"):
         text = f"weights per {weights['strategy']} without activations trip over the activations that are not there"

@@ -18,6 +18,7 @@ from moeq.oracle.engines.sglang.layer import (
     unquantised,
     value,
 )
+from moeq.spelling import option
 
 #: Runners of which the FP8 method makes an object.
 _FP8_RUNNERS = ("triton", "deep_gemm", "flashinfer_trtllm", "flashinfer_trtllm_routed")
@@ -99,7 +100,8 @@ def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None,
     static = not inputs.get("dynamic")
     if (strategy, scales) not in (("tensor", "tensor"), ("channel", "token")) and strategy != "block":
         text = f"FP8 weights per {strategy} with activations per {scales} trip an assertion"
-        raise Refused("layer", "AssertionError", text, "--quantization w8a8_fp8" if strategy == "channel" else None)
+        remedy = option("quantization", "w8a8_fp8") if strategy == "channel" else None
+        raise Refused("layer", "AssertionError", text, remedy)
     if static and (strategy, scales) == ("channel", "token"):
         raise Refused("layer", "ValueError", "static activations with scales per token")
     if strategy == "block":
@@ -180,7 +182,7 @@ def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     algorithm, entries = _modelopt(config, "ignore")
     if algorithm != "FP8":
         text = f"{name} reads FP8, this is {algorithm}"
-        raise Refused("config", "ValueError", text, "no --quantization")
+        raise Refused("config", "ValueError", text, f"no {option('quantization')}")
     if _excluded(entries, layer.prefix):
         return unquantised(name, layer, _MODELOPT_UNQUANTISED)
     runner = "flashinfer_cutlass" if layer.runner == "flashinfer_cutlass" else "triton"

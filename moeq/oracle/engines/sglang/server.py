@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
+from moeq.spelling import option
 
 #: Least compute capability of a method, times 10.
 LEAST = {"fp8": 80, "mxfp8": 100, "mxfp4": 80, "w4afp8": 90, "w8a8_fp8": 89, "modelopt_fp8": 89, "modelopt_fp4": 80}
@@ -42,8 +43,8 @@ def with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer |
     asked = layer.quantization
     accepted = _ACCEPTED.get(layer.runner)
     if accepted is not None and asked is not None and asked not in accepted:
-        text = f"--moe-runner-backend {layer.runner} does not go with --quantization {asked}"
-        raise Refused("config", "AssertionError", text, "no --quantization")
+        text = f"--moe-runner-backend {layer.runner} does not go with {option('quantization', asked)}"
+        raise Refused("config", "AssertionError", text, f"no {option('quantization')}")
     if layer.runner == "cutlass" and asked in ("fp8", "mxfp8") and layer.ep:
         raise Refused("config", "AssertionError", "the cutlass runner takes no expert parallelism", "ep 1")
     if layer.runner != "auto":

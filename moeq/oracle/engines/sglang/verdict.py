@@ -14,6 +14,7 @@ from moeq.oracle.engines.sglang.floats import parsed
 from moeq.oracle.engines.sglang.layer import Refused, SglangChoice, SglangLayer
 from moeq.oracle.engines.sglang.server import LEAST, with_runner
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Sizes, Verdict
+from moeq.spelling import option
 
 #: Name of the engine.
 NAME = "sglang"
@@ -95,16 +96,16 @@ def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deploy
     method, gpu = str(config.get("quant_method", "")).lower(), deployment.gpu
     if gpu.platform != "cuda" or gpu.capability is None:
         text = f"what SGLang does on {gpu.name} is not known to moeq: only CUDA is followed"
-        return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
+        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
     again = _is_float(config) and deployment.quantization in _AGAIN and deployment.quantization != method
     mixed = "MIXED_PRECISION" in str(config.get("quant_algo", config.get("quantization", "")))
     if (not _is_float(config) and (method not in _READ or not _integers(config))) or again or mixed:
         read = "integers of GPTQ, AWQ and compressed-tensors, FP8, MXFP4, NVFP4 and W4AFP8 are"
         text = f"what SGLang makes of {method or 'this checkpoint'} is not known to moeq: {read}"
-        return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
+        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
     if shape.has_bias and method not in ("mxfp4", *_READ):
         text = f"biases of experts in {method} are not followed"
-        return EngineError("none", "NOT_FOLLOWED", text, "--engine vllm, or --engine moeq")
+        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
     if deployment.dp > 1 or deployment.ep not in (1, deployment.tp):
         text = f"dp {deployment.dp} and ep {deployment.ep} with tp {deployment.tp} are not followed"
         return EngineError("none", "NOT_FOLLOWED", text, "dp 1, and ep 1 or ep equal to tp")
@@ -194,7 +195,7 @@ def _decided(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment)
 
 def _way_out(config: Mapping[str, Any], deployment: Deployment) -> str | None:
     wna16 = config.get("quant_method") == "awq" and config.get("bits") == 4 and deployment.quantization is None
-    return "--quantization moe_wna16" if wna16 else None
+    return option("quantization", "moe_wna16") if wna16 else None
 
 
 def _candidate(

@@ -11,6 +11,7 @@ from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp
 from moeq.oracle.engines.vllm.tables import Variant
 from moeq.oracle.records import MoeShape
+from moeq.spelling import option
 
 Config = Mapping[str, Any]
 Again = Callable[[Config, MoeShape, Deployment], Outcome]
@@ -53,7 +54,7 @@ def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
     if d.backend != "auto":
         yield Change(f"no {flag}", config, shape, replace(d, backend="auto"))
     if d.quantization is not None and config:
-        yield Change("no --quantization", config, shape, replace(d, quantization=None))
+        yield Change(f"no {option('quantization')}", config, shape, replace(d, quantization=None))
     if d.backend == "auto":
         for name in dict.fromkeys(row.flag for row in outcome.selection.candidates if row.flag):
             yield Change(f"{flag} {name}", config, shape, replace(d, backend=name))
@@ -65,7 +66,7 @@ def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
     for text, other in _deployments(outcome.case, deployment):
         yield Change(text, config, shape, other)
     if config.get("quant_method") in ("gptq", "awq") and deployment.quantization is None:
-        yield Change("--quantization moe_wna16", config, shape, replace(deployment, quantization="moe_wna16"))
+        yield Change(option("quantization", "moe_wna16"), config, shape, replace(deployment, quantization="moe_wna16"))
     for text, asked in _configs(config):
         yield Change(text, asked, shape, deployment)
     if shape.has_bias:
@@ -89,7 +90,7 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
             yield f"ep {d.tp} and dp 1", replace(d, ep=d.tp, dp=1)
     if d.batched or d.all2all:
         words = [f"all-to-all {DEFAULT_ALL2ALL}"] if d.all2all else []
-        words += ["no --batched"] if d.batched else []
+        words += [option("batched", False)] if d.batched else []
         yield " and ".join(words), replace(d, batched=False, all2all=None)
     if d.lora:
         yield "no LoRA on experts", replace(d, lora=False)

@@ -15,6 +15,7 @@ from moeq.oracle.engines.vllm.entry_points import in_force
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
 from moeq.oracle.engines.vllm.sizes import shrunk_group, sizes_for, transported_hidden
 from moeq.oracle.records import CandidateReport, Gate, Sizes
+from moeq.spelling import option
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _method(stage: Stage) -> Iterator[Failed]:
     asked = stage.case.deployment.quantization
     if _refused_name(stage) and not _elsewhere(stage):
         text = f"the checkpoint's method {stage.declared or 'none'} does not match the quantization argument {asked}"
-        yield Failed("ValueError", text, "drop --quantization" if asked else None)
+        yield Failed("ValueError", text, f"drop {option('quantization')}" if asked else None)
 
 
 def _platform(stage: Stage) -> Iterator[Failed]:

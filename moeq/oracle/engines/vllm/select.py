@@ -14,6 +14,7 @@ from moeq.oracle.engines.vllm.policy import Backend, Family
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons
 from moeq.oracle.engines.vllm.tables import Attempt, Search, SearchTable, parse_search
 from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
+from moeq.spelling import option, together
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
 _NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))
@@ -162,7 +163,8 @@ def _no_layout(backend: Backend, layout: str | None, lossy: str | None) -> str |
     if layout is not None:
         return None
     why = AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has no offline layout for it"
-    return f"{why}; --layout {lossy} --allow-lossy writes that" if lossy else why
+    how = together([option("layout", lossy), option("allow_lossy", True)])
+    return f"{why}; {how} writes that" if lossy else why
 
 
 def on_device(case: Case, backend: Backend) -> bool:

@@ -19,6 +19,7 @@ from moeq.oracle.engines.vllm.configs.question import (
     weight_only_key,
 )
 from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.spelling import option
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Formats whose groups quantise activations: weights without `input_activations` have to be floats.
@@ -113,7 +114,8 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
             continue
         weights = _arguments(group.get("weights"))
         if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.27.0"):
-            hint = "requantise with actorder 'weight', or convert for moeq's built-in kernels (--engine moeq)"
+            own = option("engine", "moeq")
+            hint = f"requantise with actorder 'weight', or convert for moeq's built-in kernels ({own})"
             refuse(f"act-order: actorder is '{weights.actorder}'; 'static' and 'weight' are accepted", hint)
         format_ = group.get("format") or config.get("format")
         inputs = group.get("input_activations")

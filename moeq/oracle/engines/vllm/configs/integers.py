@@ -21,6 +21,7 @@ from moeq.oracle.engines.vllm.configs.question import (
     unquantized,
     weight_only_key,
 )
+from moeq.spelling import option
 
 
 def read_gptq(question: ConfigQuestion) -> Method:
@@ -61,14 +62,17 @@ def check_act_order(config: Config, desc_act: bool, group: int) -> None:
     for row in [config, *rows]:
         if row.get("desc_act", desc_act) and row.get("group_size", group) != -1:
             text = f"act-order: desc_act is true with group_size {row.get('group_size', group)}"
-            refuse(text, "requantise with desc_act false, or convert for moeq's built-in kernels (--engine moeq)")
+            refuse(
+                text,
+                f"requantise with desc_act false, or convert for moeq's built-in kernels ({option('engine', 'moeq')})",
+            )
 
 
 def check_gptq_bits(bits: int, sym: bool) -> None:
     """Refuse everything but symmetric weights of 4 or 8 bits."""
     if (bits, sym) not in ((4, True), (8, True)):
         text = f"GPTQ with {bits} bits and sym {str(sym).lower()} is not supported; 4 or 8 bits, symmetric"
-        refuse(text, "--quantization moe_wna16 takes asymmetric experts")
+        refuse(text, f"{option('quantization', 'moe_wna16')} takes asymmetric experts")
 
 
 def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
