@@ -1,12 +1,21 @@
-"""Progress bars for callers in Python: Rich draws them in a terminal and in a notebook."""
+"""Progress bars for callers in Python: Rich's in a terminal, in a notebook a display that is updated.
+
+Rich's bar in a notebook needs ipywidgets, and a saved notebook does not show it; a display needs IPython alone.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from html import escape
+from importlib import import_module
 from typing import Any
 
 from moeq.pipeline import events
+
+#: Least seconds between two updates of a bar in a notebook.
+UPDATE_SECONDS = 0.1
 
 #: Takes steps or bytes done, all of them, and a label.
 Advance = Callable[[int, int, str], None]
@@ -20,16 +29,48 @@ def shown(progress: Callable[..., Any] | bool, title: str) -> Iterator[Advance |
     elif not progress:
         yield None
     else:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+        from rich import get_console
 
-        what = TextColumn("{task.description}", markup=False)
-        with Progress(what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as bar:
-            task = bar.add_task(title, total=None)
-
-            def advance(done: int, total: int, label: str) -> None:
-                bar.update(task, completed=done, total=total, description=f"{title} {label}".strip())
-
+        with (_notebook_bar if get_console().is_jupyter else _terminal_bar)(title) as advance:
             yield advance
+
+
+@contextmanager
+def _terminal_bar(title: str) -> Iterator[Advance]:
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    what = TextColumn("{task.description}", markup=False)
+    with Progress(what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(title, total=None)
+
+        def advance(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=f"{title} {label}".strip())
+
+        yield advance
+
+
+@contextmanager
+def _notebook_bar(title: str) -> Iterator[Advance]:
+    begun = drawn = time.monotonic()
+    display = import_module("IPython.display").display  # there is no notebook without it
+    shown = display(_bundle(title, 0, 1), raw=True, display_id=True)
+
+    def advance(done: int, total: int, label: str) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if now - drawn >= UPDATE_SECONDS:
+            drawn = now
+            shown.update(_bundle(f"{title} {label}".strip(), done, total), raw=True)
+
+    yield advance
+    shown.update(_bundle(f"{title}: finished in {time.monotonic() - begun:.1f} s", 1, 1), raw=True)
+
+
+def _bundle(text: str, done: int, total: int) -> dict[str, str]:
+    """Return a bar as a notebook and a terminal show it, by media type."""
+    percent = 100 * done // max(total, 1)
+    bar = f'<progress value="{percent}" max="100" style="vertical-align: middle"></progress>'
+    return {"text/html": f"<div>{bar} {percent} % {escape(text)}</div>", "text/plain": f"{percent} % {text}"}
 
 
 @contextmanager

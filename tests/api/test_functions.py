@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from rich import get_console
 
 import moeq
+from moeq.api import bars
 from moeq.api.functions import PlanKeywords, Where
 from moeq.cli import options
 from moeq.cli.app import COMMANDS
@@ -84,6 +87,41 @@ def test_errors_say_keywords(checkpoints: Path, tmp_path: Path) -> None:
     assert caught.value.hint is not None
     assert 'engine="moeq"' in caught.value.hint
     assert "--" not in caught.value.hint
+
+
+class Display:
+    """IPython's `display`, which gives a handle whose `update` replaces what was displayed."""
+
+    def __init__(self) -> None:
+        self.bundles: list[dict[str, str]] = []
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Display:
+        assert raw
+        assert display_id
+        self.bundles.append(bundle)
+        return self
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        assert raw
+        self.bundles.append(bundle)
+
+
+def test_a_notebook_shows_a_bar_that_ends(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = Display()
+    monkeypatch.setitem(sys.modules, "IPython.display", notebook)
+    monkeypatch.setattr(get_console(), "is_jupyter", True)
+    monkeypatch.setattr(bars, "UPDATE_SECONDS", 0.0)
+    moeq.convert(checkpoints / NAME, tmp_path / "out", gpu="A100", progress=True)
+    first, *others, last = notebook.bundles
+    assert first["text/plain"] == "0 % convert"
+    assert last["text/plain"].startswith("100 % convert: finished in ")
+    percents = [int(bundle["text/plain"].split()[0]) for bundle in others]
+    assert percents == sorted(percents)
+    assert percents[-1] == 100
+    assert all(f'value="{percent}"' in one["text/html"] for percent, one in zip(percents, others, strict=True))
+    with pytest.raises(moeq.MoeqError):
+        moeq.convert(checkpoints / NAME, tmp_path / "out", gpu="H100", progress=True)
+    assert "finished" not in notebook.bundles[-1]["text/plain"]
 
 
 def test_records_are_one_line(checkpoints: Path, tmp_path: Path) -> None:
