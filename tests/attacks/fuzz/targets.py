@@ -122,7 +122,7 @@ def converted() -> Path:
     out = room() / "converted"
     deployment = Deployment(gpu=parse_gpu("A100"))
     convert(CHECKPOINTS / "gptq-int4-g32-qwen3moe", out, deployment)
-    convert(CHECKPOINTS / "gptq-int4-g32-qwen3moe", room() / "shared", deployment, share="0/1")
+    convert(CHECKPOINTS / "gptq-int4-g32-qwen3moe", room() / "shared", deployment, shard="0/1")
     return out
 
 

@@ -22,6 +22,7 @@ from moeq.oracle.engines.vllm.configs.question import (
     unquantized,
     weight_only_key,
 )
+from moeq.spelling import option
 
 #: A key that no experts class lists.
 _NO_KEY = "kHummingOther"
@@ -127,8 +128,8 @@ def _layer(question: ConfigQuestion, part: str) -> Config | None:
     if config.get("quant_method") in ("compressed-tensors", "modelopt"):
         groups = config.get("config_groups")
         if groups is None:
-            text = "--quantization humming reads config_groups, which this config does not have"
-            raise ConfigRefusal("KeyError", "CONFIG", text, "drop --quantization", "G0")
+            text = f"{option('quantization', 'humming')} reads config_groups, which this config does not have"
+            raise ConfigRefusal("KeyError", "CONFIG", text, f"drop {option('quantization')}", "G0")
         row: Config = next((row for row in groups.values() if "Linear" in row["targets"]), {})
         if row.get("weights", {}) is None or "weights" not in row or row.get(part) is None:
             return None
@@ -159,12 +160,12 @@ def _missing(layer: Config, *names: str) -> None:
     absent = [name for name in names if name not in layer]
     if absent:
         text = f"Humming needs {' and '.join(absent)} in the quantisation config"
-        raise ConfigRefusal("TypeError", "CONFIG", text, "drop --quantization", "G0")
+        raise ConfigRefusal("TypeError", "CONFIG", text, f"drop {option('quantization')}", "G0")
 
 
 def _assert(holds: bool, text: str) -> None:
     if not holds:
-        raise ConfigRefusal("AssertionError", "CONFIG", f"Humming: {text}", "drop --quantization", "G0")
+        raise ConfigRefusal("AssertionError", "CONFIG", f"Humming: {text}", f"drop {option('quantization')}", "G0")
 
 
 def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) -> HummingWeights:
@@ -231,7 +232,7 @@ def _modelopt(question: ConfigQuestion, layer: Config) -> HummingWeights:
 def _quark(question: ConfigQuestion, layer: Config) -> HummingWeights:
     if question.policy.since("0.31.0"):
         _missing(layer, "dtype")
-    refuse("Humming's reader of Quark is not followed here", "drop --quantization")
+    refuse("Humming's reader of Quark is not followed here", f"drop {option('quantization')}")
 
 
 _PACKED = ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
@@ -302,12 +303,12 @@ def _inputs(question: ConfigQuestion, declared: str) -> HummingInputs | None:
         return HummingInputs("fp4", 16, not layer.get("dynamic", False))
     _missing(layer, "type", "num_bits", "dynamic", *(() if question.policy.since("0.31.0") else ("group_size",)))
     if not layer.get("symmetric", True):
-        refuse("Humming takes symmetric activations only", "drop --quantization")
+        refuse("Humming takes symmetric activations only", f"drop {option('quantization')}")
     kind = {("float", 8): "fp8", ("float", 4): "fp4", ("int", 8): "int8", ("int", 4): "int4"}.get(
         (layer["type"], layer["num_bits"])
     )
     if kind is None:
-        refuse(f"Humming takes no activations of {layer['type']}{layer['num_bits']}", "drop --quantization")
+        refuse(f"Humming takes no activations of {layer['type']}{layer['num_bits']}", f"drop {option('quantization')}")
     return HummingInputs(kind, int(layer.get("group_size", 0)), layer["dynamic"] in (False, "local"))
 
 

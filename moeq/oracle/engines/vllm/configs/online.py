@@ -9,6 +9,7 @@ from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.floats import read_gpt_oss, read_mxfp4
 from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, refuse
 from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.spelling import option
 
 #: Names that quantise bf16 weights -> first version in which `OnlineQuantizationConfig` reads them.
 ONLINE = {
@@ -69,9 +70,9 @@ def read_online(question: ConfigQuestion) -> Method:
         return table[name]
     known = f"for bf16 weights: {', '.join(ONLINE)}"
     if name in _FILES:
-        refuse(f"--quantization {name} needs a quantization_config, or {_FILES[name]} in the folder", known)
+        refuse(f"{option('quantization', name)} needs a quantization_config, or {_FILES[name]} in the folder", known)
     error = "ValueError" if name == "deepseek_v4_fp8" else "TypeError"
-    raise ConfigRefusal(error, "CONFIG", f"--quantization {name} needs a quantization_config", known, "G0")
+    raise ConfigRefusal(error, "CONFIG", f"{option('quantization', name)} needs a quantization_config", known, "G0")
 
 
 def _nvfp4(question: ConfigQuestion) -> Method:
