@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -315,7 +316,7 @@ def not_converted(name: str) -> MoeqError:
     return MoeqError(
         "usage.not-converted",
         f"{name} is a source checkpoint, not an output of `moeq convert`",
-        "convert it first: moeq convert SRC DST --gpu NAME",
+        f"convert it first: moeq convert {shlex.quote(name)} DST --gpu NAME",
     )
 
 

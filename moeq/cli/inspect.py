@@ -129,8 +129,7 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
     """Return the answer, or why there is none. A forced backend that does not fit is an error here too."""
-    from moeq.pipeline.loss_probe import find_loss
-    from moeq.pipeline.plan.decide import advised
+    from moeq.pipeline.plan.decide import advised, without_loss
     from moeq.pipeline.plan.options import Question
 
     if checkpoint.kind == "converted":
@@ -140,8 +139,7 @@ def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answ
     found = advised(checkpoint, Question(deployment), explain=True)
     if found.error is not None and deployment.backend != "auto":
         raise found.error
-    loss = find_loss(checkpoint, found.question, found.layouts) if found.ok else None
-    return (found if loss is None else found.refused(loss)), None
+    return without_loss(checkpoint, found), None
 
 
 def verdict_document(found: Answer, part: LayerGroup) -> dict[str, Any]:

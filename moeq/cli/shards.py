@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,4 +94,6 @@ def of(conversion: Conversion) -> str:
 def render_next(console: Console, conversion: Conversion) -> None:
     """Print what comes after a shard."""
     if ran(conversion):
-        console.print(f"  next      when all shards are done: moeq finalize {conversion.destination}")
+        from moeq.report.text import line
+
+        line(console, "next", f"when all shards are done: moeq finalize {shlex.quote(str(conversion.destination))}")

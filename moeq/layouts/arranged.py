@@ -289,7 +289,7 @@ class ArrangedLayout(Layout):
             raise MoeqError(
                 "answer.lossy",
                 f"{self.id} would change {lost} stored values of {spec.role}{self._measured(matrix)}: {self.lossy}",
-                f"{self.how_to_allow()}; moeq oracle SRC lists the backends that take the numbers as they are",
+                self.how_to_allow(),
             )
 
     def slice_parts(

@@ -18,8 +18,8 @@ from moeq.checkpoint.manifest import Manifest
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.pipeline.events import Finished, Progress
-from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.conversion_plan import Plan
+from moeq.pipeline.plan.decide import without_loss
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
 from moeq.pipeline.run.execution import ExecutorOptions, one_batch, run_units
@@ -187,7 +187,7 @@ def plan(
 
 def _require_no_loss(job: Job) -> None:
     """Raise MoeqError `answer.lossy` if the conversion would stop at its first expert."""
-    error = find_loss(job.checkpoint, job.answer.question, job.answer.layouts)
+    error = without_loss(job.checkpoint, job.answer).error
     if error is not None:
         raise error
 

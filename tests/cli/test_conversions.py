@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_a_loss_is_told_before_anything_is_written(call, checkpoints, tmp_path, 
     code, document = call(name, checkpoints / "ct-fp8-tensor-qwen3moe", *more, "--gpu", "h100", "--workers", 1)
     assert (code, document["error"]["code"]) == (ExitCode.NO, "answer.lossy")
     assert document["error"]["message"].startswith("layer 0 expert 0: flashinfer-cutlass-fp8-tensor/1 would change 64")
+    assert "--allow-lossy writes them" in document["error"]["hint"]
+    if command != ("convert", "OUT"):  # which is under way when it meets the loss
+        kept = re.match(r"--backend (\w+)|--engine (\w+)", document["error"]["hint"])
+        assert kept is not None
+        again, _ = call(name, checkpoints / "ct-fp8-tensor-qwen3moe", *more, "--gpu", "h100", *kept[0].split())
+        assert again == ExitCode.OK, "what the hint names keeps the numbers"
     code, document = call(name, checkpoints / "ct-fp8-tensor-qwen3moe", *more, "--gpu", "h100", "--allow-lossy")
     assert code == ExitCode.OK
 

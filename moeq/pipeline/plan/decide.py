@@ -148,20 +148,37 @@ def advised(checkpoint: Checkpoint, question: Question, *, explain: bool = False
     if isinstance(checkpoint.source, LocalSource):  # tens of thousands of requests otherwise
         checkpoint.read_activation_scales()
     found = answer(checkpoint, question, explain=explain, brief=brief)
-    if found.error is None:
+    error = found.error
+    if error is None:
         return found
+    works = _nearest_changes(checkpoint, question)
+    unread = error.code in ("usage.layout-gpu", "usage.layout-unread")
+    force = f"; {option('force_layout', True)} writes it anyway" if unread else ""
+    return replace(found, error=MoeqError(error.code, error.message, f"{works}{force}" if works else error.hint))
+
+
+def without_loss(checkpoint: Checkpoint, found: Answer) -> Answer:
+    """Return the answer, refused if the first expert would lose numbers; the hint names changes that keep them."""
+    with checkpoint.source.sampled():
+        loss = find_loss(checkpoint, found.question, found.layouts) if found.ok else None
+        if loss is None:
+            return found
+        hints = filter(None, (_nearest_changes(checkpoint, found.question), loss.hint))
+    return found.refused(MoeqError(loss.code, loss.message, "; ".join(hints)))
+
+
+def _nearest_changes(checkpoint: Checkpoint, question: Question) -> str | None:
+    """Say which of the nearest changes work; None if none of them does."""
 
     def backend_for(other: Question) -> str | None:
         changed = answer(checkpoint, other, brief=True)
         return changed.backend if changed.ok and find_loss(checkpoint, other, changed.layouts) is None else None
 
-    error = found.error
+    if convertible_problem(checkpoint) is not None:
+        return None
     with checkpoint.source.sampled():
-        changes = nearest(checkpoint, question, backend_for) if convertible_problem(checkpoint) is None else ()
-    works = ", or ".join(change.text for change in changes)
-    unread = error.code in ("usage.layout-gpu", "usage.layout-unread")
-    force = f"; {option('force_layout', True)} writes it anyway" if unread else ""
-    return replace(found, error=MoeqError(error.code, error.message, f"{works} works{force}" if works else error.hint))
+        texts = [change.text for change in nearest(checkpoint, question, backend_for)]
+    return f"{', or '.join(texts)} works" if texts else None
 
 
 def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
