@@ -83,7 +83,7 @@ def connected(address: str | None) -> Iterator[Any]:
     if address is not None and address.startswith("ray://"):
         raise MoeqError(
             "usage.ray-address",
-            f"{option('ray_address', address)}: the files are reached from this machine, which has to be one of the "
+            f"{option('ray_address', address)}: the files are reached from this machine, so it has to be one of the "
             "cluster",
             "run the command on a node of the cluster (with `ray job submit`, say) and leave the address out",
         )
