@@ -20,6 +20,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields
 from moeq.schemes.format import Context, Described, Encoding, Format, PartRole, Parts, PartSig, matrix_spec
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,7 +80,7 @@ class KtAmx(Format):
         step = _BYTES * 8 // self.bits
         if rows * columns * nodes != spec.n * spec.k or rows % _ROWS or columns % step:
             detail = f"{nodes} NUMA nodes of {spec.n} x {spec.k}: each needs a multiple of {_ROWS} rows, {step} columns"
-            raise MoeqError("usage.target", f"{spec.role}: {detail}", "--numa N with another number of nodes")
+            raise MoeqError("usage.target", f"{spec.role}: {detail}", f"another {option('numa')}")
         found = {}
         for node in range(nodes):
             found[weight_part(node)] = PartSig("I8", (rows * columns * self.bits // 8,))

@@ -96,7 +96,9 @@ def choose_naming(
     layer, first = experts.layer, experts.kind(0)
     if gguf:
         if asked != "source":
-            raise MoeqError("usage.names", f"--names {asked}: ktransformers has names of its own", "leave it out")
+            raise MoeqError(
+                "usage.names", f"{option('names', asked)}: ktransformers has names of its own", "leave it out"
+            )
         return Naming(f"blk.{layer.layer}", _GGUF, listed=True)
     if gpt_oss:
         if asked not in ("source", "stacked"):

@@ -309,10 +309,10 @@ def project(
     spelling = "plain" if plain else target.spelling(described, where, static=static is not None)
     if target.experts_only:
         if not 1 <= request.numa <= MAX_NUMA_NODES:
-            detail = f"--numa {request.numa}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
+            detail = f"{option('numa', request.numa)}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
             raise MoeqError("usage.target", detail)
         if described.spec.bias_dtype is not None:
-            raise MoeqError("usage.target", f"{where} has a bias, and --to {target.id} has no place for it")
+            raise MoeqError("usage.target", f"{where} has a bias, and {option('to', target.id)} has no place for it")
         spelling = f"{spelling}/{request.numa}"
     place = SPELLINGS[spelling].activation
     activation = None
