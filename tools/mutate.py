@@ -318,8 +318,12 @@ class Judge:
                 killer = self._killer(mutant, tests)
                 if killer is None:
                     break
-                if self._is_sound(killer or next(iter(tests))):
-                    return killer or "no test ended"
+                if not killer:  # the limit of time, or a module that cannot be imported
+                    if first_failure(self.tree, tests) is None:
+                        return "no test ended"
+                    break
+                if self._is_sound(killer):
+                    return killer
         return None
 
     def _killer(self, mutant: Mutant, tests: dict[str, float]) -> str | None:
