@@ -182,6 +182,7 @@ def test_copies_of_moeq_share_a_folder_if_their_loops_are_the_same(
         return folder.path
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    native._folder_digest.cache_clear()
     copies = [tmp_path / "one", tmp_path / "other"]
     for copy in copies:
         shutil.copytree(ROOT / "moeq/layouts/loops", copy)
