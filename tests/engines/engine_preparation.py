@@ -42,7 +42,7 @@ try:
 except ImportError:  # 0.26.0
     b12x = None
 
-from moeq.engines.vllm.config import _method_of
+from moeq.engines.vllm.config import method_of
 
 #: Projection to the engine's name of its shard.
 SHARDS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -183,7 +183,7 @@ def prepared_layer(source: Path, *, moe_backend: str, config: Any = None, **opti
     parallel = moe.moe_parallel_config
     group = SimpleNamespace(rank_in_group=parallel.tp_rank, world_size=parallel.tp_size)
     with engine(), mock.patch.object(parallel_state, "_TP", group):  # no processes are started
-        config = config or get_quantization_config(_method_of(original)).from_config(original)
+        config = config or get_quantization_config(method_of(original)).from_config(original)
         config.packed_modules_mapping = {}
         layer = RoutedExperts(LAYER, moe.in_dtype, moe, config, manager)
         for name, tensor in _experts(source):

@@ -154,7 +154,7 @@ def _quarks() -> Iterator[Sample]:
 # ------------------------------------------------------------------------------------------------ one method
 
 
-def _method_of(question: Mapping[str, Any]) -> Any:
+def method_of(question: Mapping[str, Any]) -> Any:
     """Build the method object of a question, its layer's config and dtype, as vLLM does."""
     dtype = inside.set_config(question)
     name = inside._verify() or question["entry"]
@@ -181,7 +181,7 @@ def _layer_with_weights(question: Mapping[str, Any]) -> Any:
     """Create the parameters of a question's layer as small real tensors, ready for the layer's own loader."""
     import torch
 
-    method, config, moe, dtype = _method_of(question)
+    method, config, moe, dtype = method_of(question)
     layer = inside.make_layer(moe)
     experts = type(layer)
     layer.__dict__.pop("weight_loader", None)
@@ -324,7 +324,7 @@ def _on_device(version: str, device: str) -> Iterator[Any]:
             if failed:
                 break
             probes.append(probe)
-        made, _ = inside.attempt(lambda q=question: type(_method_of(json.loads(json.dumps(q)))[0]).__name__)
+        made, _ = inside.attempt(lambda q=question: type(method_of(json.loads(json.dumps(q)))[0]).__name__)
         yield [key_of(method), made, failed or _formulas(probes, method.group_size, method.block)]
 
 

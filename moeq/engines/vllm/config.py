@@ -81,7 +81,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
     @staticmethod
     def source_config(original: dict[str, Any]) -> Any:
         try:
-            return get_quantization_config(_method_of(original)).from_config(dict(original))
+            return get_quantization_config(method_of(original)).from_config(dict(original))
         except ValueError as error:
             raise source_unread(str(original["quant_method"]), "vLLM", error) from error
 
@@ -187,7 +187,7 @@ def _own_options(additional: Any) -> dict[str, Any] | None:
     return found
 
 
-def _method_of(original: dict[str, Any]) -> str:
+def method_of(original: dict[str, Any]) -> str:
     """Return the engine's name of the source's method; ModelOpt's methods are all `modelopt`, so its classes decide."""
     method = str(original["quant_method"])
     if method != "modelopt":

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
 from moeq.engines.vllm import plugin
-from moeq.engines.vllm.config import _method_of
+from moeq.engines.vllm.config import method_of
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 
@@ -75,12 +74,17 @@ def source_layer(
         MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
     """
     original = dict(checkpoint.quantization_config or {})
-    name = "gpt_oss_mxfp4" if _is_gpt_oss(checkpoint) else _method_of(original)
+    name = "gpt_oss_mxfp4" if _is_gpt_oss(checkpoint) else method_of(original)
     method = get_quantization_config(name).from_config(original)
     method.packed_modules_mapping = {}
-    model = SimpleNamespace(quantization_config=None)  # the method for MXFP4 asks whether a user overrides activations
-    with torch.device(device), patch.object(get_current_vllm_config(), "model_config", model):
-        built = _build(checkpoint, layer, method, backend, device, dtype)
+    config = get_current_vllm_config()
+    before = config.model_config
+    config.model_config = SimpleNamespace(quantization_config=None)  # MXFP4 asks for a user's kind of activations
+    try:
+        with torch.device(device):
+            built = _build(checkpoint, layer, method, backend, device, dtype)
+    finally:
+        config.model_config = before
     prefix = f"{checkpoint.expert_prefix(layer)}."
     names = [one for one in checkpoint.source.tensors if one.startswith(prefix)]
     if not hasattr(built, "w13_g_idx"):  # newer versions read no order of columns
