@@ -173,9 +173,11 @@ def _converted(case: Case, tensor: StoredTensor) -> str | None:
     if tensor.part in _ACTIVATION_SCALES:
         return None if math.prod(tensor.shape) == 1 else "one number"
     bits, group, n, k = case.method.bits, case.method.group_size or 0, *_sizes(case, tensor)
-    groups = 1 if group < 0 else k // max(group, 1)
+    groups = 1 if group <= 0 else k // group
     if not bits or (tensor.dtype != "I32" and tensor.part != "scales"):
         return None
+    if tensor.part == "scales" and group > 0 and k % group:
+        return f"groups that divide {k} columns, not groups of {group}"
     zeros = groups * -(-n * bits // 32)
     wanted = {"scales": groups * n, "qzeros": zeros, "weight_zero_point": zeros}.get(
         tensor.part, n * -(-k * bits // 32)
