@@ -20,8 +20,8 @@ from moeq.transcode.survey import TranscodeKeywords
 
 NAME = "gptq-int4-g32-qwen3moe"
 
-#: Options that are about a terminal or files, and run-check's for vLLM's backends, whose rows are no report: the command
-#: line alone has them.
+#: Options that are about a terminal or files, and run-check's for vLLM's backends, whose rows are no report: only the
+#: command line has them.
 NOT_IN_PYTHON = {"json", "quiet", "events", "html", "junit", "ctx", "engine", "all_backends"}
 POSITIONAL = {"out_folder": "out", "left": "left", "right": "right"}
 

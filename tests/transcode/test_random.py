@@ -203,13 +203,15 @@ def test_integers_mean_the_same_in_every_format(tmp_path: Path, seed: int) -> No
             with pytest.raises(MoeqError, match="activation order"):
                 check(tmp_path / "source", target)
             continue
-        if method != "ct" and drawn.intermediate % drawn.group:
-            with pytest.raises(MoeqError, match="groups that divide 32 columns"):
-                check(tmp_path / "source", target)
-            continue
         names = "source" if seed % 2 else "mlp" if drawn.short else "block-sparse-moe"
         short = drawn.short if seed % 2 else not drawn.short
-        assert transcode(tmp_path / "source", tmp_path / target, target, names=names).exact
+        try:
+            assert transcode(tmp_path / "source", tmp_path / target, target, names=names).exact
+        except MoeqError as error:
+            # vLLM's method for what no kernel takes converts groups, and has none for a narrower matrix.
+            if "groups that divide 32 columns" in str(error) and method != "ct" and drawn.intermediate % drawn.group:
+                continue
+            raise
         assert_all_equal(before, read(tmp_path / target, method, drawn, short=short))
         assert diff(tmp_path / "source", tmp_path / target).equal
 
