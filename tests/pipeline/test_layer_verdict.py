@@ -32,7 +32,7 @@ def test_a_config_beside_is_read_on_request(beside: Path) -> None:
     checkpoint = moeq.open(beside)
     gate = side_config_gate(checkpoint, where())
     assert gate is not None
-    assert (gate.code, gate.passed, gate.remedy) == ("G13", False, "--quantization gptq")
+    assert (gate.code, gate.passed, gate.remedy) == ("G13", False, 'quantization="gptq"')
     assert gate.text.startswith("only quantize_config.json declares the quantisation")
     assert side_config_gate(checkpoint, where(quantization="gptq")) is None
     assert side_config_gate(checkpoint, where(engine="moeq")) is None

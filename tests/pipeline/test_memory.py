@@ -125,7 +125,7 @@ class TestPlanning:
             convert(source, tmp_path / "out", H100, layout="marlin-mxfp4/1", force_layout=True, max_memory=100 * MIB)
         assert e.value.exit_code == ExitCode.RESOURCES
         assert not (tmp_path / "out.moeq-partial").exists()
-        enough = parse_size((e.value.hint or "").split()[1])
+        enough = parse_size((e.value.hint or "").split('"')[1])
         asked = {"layout": "marlin-mxfp4/1", "force_layout": True, "max_memory": enough, "dry_run": True}
         planned = convert(source, tmp_path / "out", H100, **asked).memory
         assert planned is not None

@@ -271,15 +271,15 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("name", "layout", "tp", "message", "hint"),
         [
-            ("gptq-int8-g64-qwen3moe", "marlin-wna16/1", 4, r"128 / 4 = 32 per rank cuts groups of 64", "--tp 2"),
-            ("ct-int4-asym-g32-mixtral", "triton-wna16/1", 8, r"cuts groups of 32 \(16 % 32 = 16\)", "--tp 4"),
-            ("ct-w8a8-qwen3moe", "int8-w8a8/1", 3, r"128 / 3 leaves a remainder of 2", "--tp 2"),
+            ("gptq-int8-g64-qwen3moe", "marlin-wna16/1", 4, r"128 / 4 = 32 per rank cuts groups of 64", "tp=2"),
+            ("ct-int4-asym-g32-mixtral", "triton-wna16/1", 8, r"cuts groups of 32 \(16 % 32 = 16\)", "tp=4"),
+            ("ct-w8a8-qwen3moe", "int8-w8a8/1", 3, r"128 / 3 leaves a remainder of 2", "tp=2"),
             (
                 "mxfp4-gptoss",
                 "marlin-mxfp4/1",
                 3,
                 r"128 / 32 = 4 blocks leave the last of 3 ranks without work",
-                "--tp 2",
+                "tp=2",
             ),
         ],
     )

@@ -126,8 +126,8 @@ def test_spans_that_touch_are_joined_and_empty_ones_left_out() -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "hint"),
     [
-        ("gptq-int4-g32-actorder-qwen3moe", None, "--engine moeq (moeq's own kernels) works"),
-        ("gptq-int4-g32-qwen3moe", "rdna3-int4/1", "leaving out --layout works; --force-layout writes it anyway"),
+        ("gptq-int4-g32-actorder-qwen3moe", None, 'engine="moeq" (moeq\'s own kernels) works'),
+        ("gptq-int4-g32-qwen3moe", "rdna3-int4/1", "leaving out layout works; force_layout=True writes it anyway"),
     ],
 )
 def test_a_refusal_ends_with_what_works(name: str, layout: str | None, hint: str, checkpoints: Path) -> None:

@@ -167,11 +167,12 @@ _QUANTISED_ROUTERS = ("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration
 def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Gate | None:
     """Return the failed gate if the engine creates a quantised router for a float one.
 
-    GPTQ's own method reads from the file which modules are quantised; MoeWNA16 reads the config alone.
+    GPTQ's config reads from the file which modules are quantised, also where it gives experts to MoeWNA16's method.
+    MoeWNA16's own config, which only `--quantization moe_wna16` asks for, reads no file.
     """
     config = checkpoint.quantization_config or {}
-    wna16 = verdict.method == "MoeWNA16Method" and config.get("quant_method") == "gptq"
-    if not wna16 or checkpoint.info.architecture not in _QUANTISED_ROUTERS or "modules_in_block_to_quantize" in config:
+    asked = verdict.deployment.quantization == "moe_wna16" and config.get("quant_method") == "gptq"
+    if not asked or checkpoint.info.architecture not in _QUANTISED_ROUTERS or "modules_in_block_to_quantize" in config:
         return None
     router = checkpoint.expert_prefix(layer).removesuffix("experts") + "gate"
     rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
