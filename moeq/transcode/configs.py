@@ -167,7 +167,9 @@ def gptq(contents: Contents, variant: str) -> dict[str, Any]:
             others = [*(set(everything) - set(names)), *contents.plain]
             overrides = {"bits": weights.bits, "group_size": weights.group_size, "sym": weights.symmetric}
             overrides["desc_act"] = weights.act_order
-            dynamic |= {f"+:{text}": overrides for text in patterns(names, others)}
+            fused = _experts_modules(names)
+            rest = _experts_modules(everything) - fused
+            dynamic |= {f"+:{text}": overrides for text in patterns([*names, *sorted(fused)], [*others, *rest])}
     table: dict[str, Any] = {
         "bits": usual.bits,
         "checkpoint_format": variant,
@@ -288,6 +290,11 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
         whole, layer = _template(name), _layer_template(name)
         found[whole if whole not in taken else layer if layer not in taken_in_layer else re.escape(name)] = None
     return [f"^{text}$" for text in found]
+
+
+def _experts_modules(names: Iterable[str]) -> set[str]:
+    """Return the modules of all experts of a layer, by which vLLM looks for the rule of its fused experts."""
+    return {match[1] for name in names if (match := re.fullmatch(r"(.+\.experts)\.\d+\.[^.]+", name))}
 
 
 def _containers(names: Iterable[str], others: Sequence[str]) -> list[str]:

@@ -208,7 +208,9 @@ class TestSituations:
     def test_unknown_gpu(self, checkpoints, capsys) -> None:
         hint = self.hint(capsys, "inspect", checkpoints / self.SRC, "--gpu", "H1000")
         for name in hint.partition("nearest known: ")[2].partition(";")[0].split(", "):
-            self.follow(capsys, "inspect", checkpoints / self.SRC, "--gpu", name)
+            code, document = called(capsys, ["inspect", str(checkpoints / self.SRC), "--gpu", name])
+            assert "error" not in document, document  # a GPU may have no backend, and then the answer is 1
+            assert code in (0, 1)
         assert "moeq gpus" in hint
         self.follow(capsys, "gpus")
 
@@ -323,7 +325,9 @@ def test_examples_of_help_run(command, checkpoints, tmp_path, capsys, monkeypatc
             continue
         shutil.rmtree(tmp_path / "converted", ignore_errors=True) if command == "convert" else None
         more = ["--layers", "0", "--tokens", "3"] if command == "run-check" and "--layers" not in words else []
-        answers = (0, 1) if command == "oracle" else (0,)  # the example is about a larger model than this one
+        # The examples are about larger models than this one, which has two attention heads.
+        words = ["2" if word == "4" and command == "inspect" else word for word in words]
+        answers = (0, 1) if command == "oracle" else (0,)
         assert run([command, *words, *more]) in answers, example
     capsys.readouterr()
     assert typer is not None
