@@ -241,11 +241,7 @@ def main() -> None:
     for check in (check_bytes, check_graph, check_streams):
         check(places)
         print(f"{check.__name__}: ok")
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "date": time.strftime("%Y-%m-%d"),
-        **measure(places),
-    }
+    found = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), **measure(places)}
     print(json.dumps(found, indent=1))
     if arguments.out:
         with open(arguments.out, "w") as file:
