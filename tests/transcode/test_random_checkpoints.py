@@ -49,7 +49,7 @@ def found_values(made: Checkpoint, tensors: Tensors, target: str, names: str) ->
     """Values of every projection in the result, by the source's module."""
     drawn, found = made.drawn, {}
     three = len(drawn.projections) == 3
-    stays = drawn.stacked and three and target in ("compressed-tensors", "bf16", "fp16")
+    stays = drawn.stacked and three and target in ("compressed-tensors", "bf16", "fp16", "fp32")
     for module, (n, k) in made.sizes.items():
         written, row = written_module(made, module, names, stays_stacked=stays)
         if row is None:
@@ -58,7 +58,7 @@ def found_values(made: Checkpoint, tensors: Tensors, target: str, names: str) ->
         # Gate and up, two halves or alternating, are one matrix, which has blocks and zero points of its own.
         both = written.endswith("gate_up_proj")
         parts = rows_of(tensors, written, row)
-        if drawn.family.transposed and target in ("bf16", "fp16"):
+        if drawn.family.transposed and target in ("bf16", "fp16", "fp32"):
             parts["weight"] = parts["weight"].T
         matrix = decoded(parts, 2 * n if both else n, k, target, drawn.bits)
         half = list(drawn.projections).index(module.rpartition(".")[2])
@@ -172,7 +172,9 @@ BACK = {
 def test_there_and_back_again_is_the_source(tmp_path: Path, kind: str) -> None:
     """Byte for byte, where what is stored follows from the values alone."""
     there, back = BACK[kind]
-    seeds = (seed for seed in range(10_000) if (one := Drawn.of(seed)).kind == kind and not one.odd and not one.stacked)
+    drawn = map(Drawn.of, range(10_000))
+    # vLLM's method for compressed-tensors creates no biases, so experts that have some are not written in it.
+    seeds = (one.seed for one in drawn if one.kind == kind and not (one.odd or one.stacked or one.biased))
     for _ in range(2):
         seed = next(seeds)
         source = tmp_path / f"source-{seed}"
