@@ -41,11 +41,9 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     refused = engine_refusal(checkpoint, plan)
     if refused is not None and refused.unloadable:
         text = f"{option('to', plan.target.id)}: engines would not load the result: {refused.text}"
-        raise MoeqError(
-            "usage.target",
-            text,
-            f"{option('to', 'compressed-tensors')}, or {together([option('to', 'bf16'), option('allow_lossy', True)])}",
-        )
+        floats = together([option("to", "bf16"), option("allow_lossy", True)])
+        others = [option("to", name) for name in ("compressed-tensors",) if name != plan.target.id]
+        raise MoeqError("usage.target", text, ", or ".join([*others, floats]))
     if refused is not None:
         found.append(f"vLLM runs the result on none of {', '.join(GPUS)}: {refused.text}")
     for layer in plan.survey.layers if plan.target.element else ():
