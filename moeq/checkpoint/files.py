@@ -270,7 +270,7 @@ class SeenFiles:
 
 
 def _is_blob(real: Path, home: Path) -> bool:
-    """Return whether a path is a blob of the Hub client's cache: of the same repository, or of a plain folder."""
+    """Return whether a path is a blob of the Hub client's cache, in the same repository or beside a plain folder."""
     cache = real.parent.parent.parent
     if real.parent.name != "blobs" or not real.parent.parent.name.startswith("models--"):
         return False

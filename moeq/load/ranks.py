@@ -112,13 +112,17 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
     """
     rank.check()
     where, count = f"layer {entry.layer}", entry.num_experts + redundant
-    if entry.ranks or rank.tp_size > 1:
+    if entry.ranks:
         raise MoeqError(
             "usage.eplb",
-            f"{where} is written rank by rank, so its experts stay on their rank ({entry.sharding.why})"
-            if entry.ranks
-            else f"{where}: experts are moved whole, and here {rank.tp_size} ranks share each",
-            "start without --enable-eplb" if entry.ranks else "start with --enable-expert-parallel",
+            f"{where} is written rank by rank, so its experts stay on their rank ({entry.sharding.why})",
+            "start without --enable-eplb",
+        )
+    if rank.tp_size > 1:
+        raise MoeqError(
+            "usage.eplb",
+            f"{where}: experts are moved whole, and here {rank.tp_size} ranks share each",
+            "start with --enable-expert-parallel",
         )
     if count % rank.ep_size or redundant < 0:
         near = -entry.num_experts % rank.ep_size

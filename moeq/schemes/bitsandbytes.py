@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
-from moeq.schemes.declared import Declaration, Declared, Fields, names_module
+from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
 from moeq.schemes.format import (
     Context,
     Described,
@@ -91,10 +91,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     variant = "nf4" if fields.flag("load_in_4bit", "_load_in_4bit") else "int8"
     declared = Declared(METHOD, variant=fields.text("bnb_4bit_quant_type") or variant, rule=origin)
 
-    def resolve(module: str) -> Declared | None:
-        return None if any(names_module(entry, module) for entry in skipped) else declared
-
-    return Declaration(METHOD, origin, declared, resolve, raw=table)
+    return declared_unless(fields, skipped, declared)
 
 
 class BitsAndBytes4(ReadOnlyFormat):

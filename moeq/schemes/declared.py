@@ -156,3 +156,23 @@ def group_size(fields: Fields, *keys: str) -> int | None:
 def names_module(entry: str, module: str) -> bool:
     """Return whether an exclusion names a module: exactly, by an enclosing module, or with a wildcard."""
     return module == entry or module.startswith(f"{entry}.") or ("*" in entry and fnmatchcase(module, f"{entry}*"))
+
+
+def declared_unless(
+    fields: Fields, skipped: Sequence[str], declared: Declared, experts: Declared | None = None
+) -> Declaration:
+    """Return the declaration of a config that says one thing of all modules.
+
+    Args:
+        fields: the config.
+        skipped: entries that name modules which stay unquantised.
+        declared: declaration of all other modules.
+        experts: declaration of experts, if the config says another thing of them.
+    """
+
+    def resolve(module: str) -> Declared | None:
+        if any(names_module(entry, module) for entry in skipped):
+            return None
+        return experts if experts and ".experts" in module else declared
+
+    return Declaration(declared.method, fields.where, declared, resolve, raw=fields.table)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
-from moeq.schemes.declared import Declaration, Declared, Fields, names_module
+from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
 from moeq.schemes.format import (
     Context,
     Described,
@@ -103,10 +103,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     skipped = tuple(fields.names("skip_modules"))
     declared = Declared(METHOD, rule=origin)
 
-    def resolve(module: str) -> Declared | None:
-        return None if any(names_module(entry, module) for entry in skipped) else declared
-
-    return Declaration(METHOD, origin, declared, resolve, raw=table)
+    return declared_unless(fields, skipped, declared)
 
 
 class Hqq(ReadOnlyFormat):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeq.schemes.base import QuantKey, ScaleKey
-from moeq.schemes.declared import Declaration, Declared, Fields, names_module
+from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
 
 _INT8_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 _FP8_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
@@ -54,10 +54,4 @@ def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
 
 def _declaration(fields: Fields, declared: Declared, experts: Declared | None = None) -> Declaration:
     skipped = tuple(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
-
-    def resolve(module: str) -> Declared | None:
-        if any(names_module(entry, module) for entry in skipped):
-            return None
-        return experts if experts and ".experts" in module else declared
-
-    return Declaration(declared.method, fields.where, declared, resolve, raw=fields.table)
+    return declared_unless(fields, skipped, declared, experts)

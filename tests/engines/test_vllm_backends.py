@@ -76,7 +76,7 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def results(source: Path, dst: Path, layout: str) -> dict[str, BackendResult]:
-    """Results by backend: of the converted folder, of Triton and Humming on the source."""
+    """Return the results by backend: the converted folder's, and Triton's and Humming's on the source."""
     opened = open_both(convert(source, dst, layout, dtype="fp16"), source)
     (check,), _ = layer_checks(opened, OPTIONS, CPU)
     verdict = decide(opened.reference, Deployment(parse_gpu("A100"), engine=f"vllm@{RELEASE}", dtype="fp16"))

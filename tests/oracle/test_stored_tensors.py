@@ -240,7 +240,7 @@ def test_layers_where_a_text_model_does_not_look_for_them(tmp_path: Path) -> Non
 
 
 def test_rules_that_moe_wna16_does_not_read(tmp_path: Path) -> None:
-    """Its loader converts integers of one group size: that of the whole config."""
+    """The method's loader converts integers in one group size, which is the config's own."""
     config = {**stored.GPTQ, "dynamic": {r"+:model\.layers\.1\.mlp\.experts.*": {"group_size": 64}}}
     layers = [lambda e, p, n, k, g=group: stored.gptq(n, k, group=g) for group in (32, 64)]
     folder = qwen(tmp_path / "made", config, *layers)

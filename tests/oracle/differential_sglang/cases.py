@@ -155,7 +155,7 @@ _CONFIGS: tuple[Callable[[Random], tuple[Row, str | None]], ...] = (_gptq, _gptq
 
 
 def cases(seed: str, count: int = COUNT, *, floats: bool = False) -> list[Row]:
-    """The seed's cases, device by device: of integers, or of floats."""
+    """Yield the seed's cases device by device, either those of integer formats or those of floats."""
     rng = Random(seed)
     configs, runners = (_FLOAT_CONFIGS, _FLOAT_RUNNERS) if floats else (_CONFIGS, _RUNNERS)
     found = []

@@ -98,7 +98,7 @@ class Draft:
     Attributes:
         rng: what decides.
         model: its class.
-        encoding: of its experts, as the config says it.
+        encoding: how the config says that experts are encoded.
         config: quantisation config, or None.
         hidden: hidden size.
         inter: intermediate size.
@@ -248,7 +248,7 @@ def _mixed(draft: Draft) -> None:
 
 
 def _wrong_config(draft: Draft) -> None:
-    """The config is another one: of another tool, or of the same with other numbers."""
+    """Replace the config by another tool's, or by the same tool's with other numbers."""
     name, own = draft.rng.choice([name for name in FAMILIES if name != "gpt-oss"]), draft.config
     other = FAMILIES[name][0](draft.rng)
     draft.config = other.config

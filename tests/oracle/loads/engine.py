@@ -94,7 +94,7 @@ def prepare(site: str) -> None:
 
 
 def _become(world: Row, scratch: str) -> None:
-    """Take a world's device, and make the engine's groups of processes: of this one alone."""
+    """Take a world's device, and make the engine's process groups, each of which holds this process alone."""
     from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
 
     sandbox.change_device(world)
