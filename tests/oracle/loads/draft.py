@@ -1,0 +1,103 @@
+"""A checkpoint while it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from oracle.loads.formats import Encoding, Part, Row
+from oracle.loads.models import EXPERTS, LAYERS, Model
+
+#: A tensor's place: layer, expert, projection (`gate`, `up`, `down`), part.
+Place = tuple[int, int, str, str]
+
+
+@dataclass
+class Draft:
+    """A checkpoint while it is made: twists change it.
+
+    Attributes:
+        rng: what decides.
+        model: its class.
+        encoding: how the config says that experts are encoded.
+        config: quantisation config, or None.
+        hidden: hidden size.
+        inter: intermediate size.
+        experts: parts of single experts.
+        stacked: parts of all experts, of gpt-oss: layer, leaf and part.
+        names: expert's module names, once twisted: `(path of the experts, names of gate, up, down, form)`.
+        stem: what stands above `layers`.
+        count: experts that config.json names.
+        side: files beside config.json.
+    """
+
+    rng: Random
+    model: Model
+    encoding: Encoding
+    config: Row | None
+    hidden: int
+    inter: int
+    experts: dict[Place, Part] = field(default_factory=dict)
+    stacked: dict[tuple[int, str, str], Part] = field(default_factory=dict)
+    form: str = "single"
+    stem: str = ""
+    count: int = EXPERTS
+    side: dict[str, Row] = field(default_factory=dict)
+
+    def sizes(self, projection: str) -> tuple[int, int]:
+        """N and K of a projection."""
+        return (self.hidden, self.inter) if projection == "down" else (self.inter, self.hidden)
+
+    def encode(self, encoding: Encoding, layer: int, expert: int, projection: str) -> None:
+        """Store a matrix in that encoding, in place of what is there."""
+        for place in [place for place in self.experts if place[:3] == (layer, expert, projection)]:
+            del self.experts[place]
+        for part, row in encoding.parts(*self.sizes(projection)).items():
+            self.experts[layer, expert, projection, part] = row
+
+    def every(self) -> list[tuple[int, int, str]]:
+        """Every matrix there is."""
+        return list(dict.fromkeys(place[:3] for place in self.experts))
+
+    def scope(self) -> Callable[[tuple[int, int, str]], bool]:
+        """A random part of all matrices."""
+        layer, expert = self.rng.randrange(LAYERS), self.rng.randrange(EXPERTS)
+        projection = self.rng.choice(("gate", "up", "down"))
+        tests: tuple[Callable[[tuple[int, int, str]], bool], ...] = (
+            lambda at: True,
+            lambda at: at[0] == layer,
+            lambda at: at[1] == expert,
+            lambda at: at[:2] == (layer, expert),
+            lambda at: at[2] == projection,
+            lambda at: at == (layer, expert, projection),
+        )
+        return self.rng.choice(tests)
+
+    def routers(self) -> list[str]:
+        """Module names of the routers, which no exporter quantises."""
+        return [f"model.layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
+
+    def module(self, layer: int, expert: int | str, projection: str) -> str:
+        """Module name of a matrix, as config entries spell it."""
+        leaf = self.model.leaves[("gate", "up", "down").index(projection)]
+        return f"model.layers.{layer}.{self.model.experts}.{expert}.{leaf}"
+
+
+def add_exclusions(config: Row, encoding: Encoding, entries: list[str], rng: Random) -> None:
+    """Write module names into a config's list of exclusions."""
+    assert encoding.skip is not None
+    key, spelling = encoding.skip
+    if key == "dynamic":  # the engine sees which modules are quantised, and here there are none but experts
+        patterns = [*map(as_regex, entries), r".*\.gate$"]
+        config[key] = {**config.get(key, {}), **{spelling.format(pattern): {} for pattern in patterns}}
+    elif key == "extra_config":
+        config[key] = {**config.get(key, {}), **{entry: {"bits": 16, "data_type": "float"} for entry in entries}}
+    else:
+        where = config.get("quantization", config)
+        regex = key == "ignore" and rng.random() < 0.5
+        where[key] = [*where.get(key, ()), *(f"re:{as_regex(entry)}" if regex else entry for entry in entries)]
+
+
+def as_regex(entry: str) -> str:
+    return entry.replace(".", r"\.").replace("*", ".*")

@@ -1,0 +1,82 @@
+"""The model classes that cases are made for, as far as names and sizes go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from oracle.loads.formats import Row
+
+EXPERTS, LAYERS = 4, 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model class, as far as names and sizes go.
+
+    Attributes:
+        config: its config.json, beside sizes.
+        experts: path of the experts below a layer.
+        leaves: names of gate, up and down.
+        router: path of the router below a layer.
+        count_key: config key that counts experts.
+        inter_key: config key of the intermediate size.
+        stem: what stands above `layers`.
+    """
+
+    config: Row
+    experts: str = "mlp.experts"
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router: str = "mlp.gate"
+    count_key: str = "num_experts"
+    inter_key: str = "moe_intermediate_size"
+    stem: str = "model"
+
+
+COMMON: Row = {
+    "num_hidden_layers": LAYERS, "vocab_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32,
+    "num_experts_per_tok": 2, "hidden_act": "silu", "torch_dtype": "bfloat16", "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
+_DEEPSEEK: Row = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+    "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 1.0, "moe_layer_freq": 1,
+}  # fmt: skip
+_GLM: Row = {
+    "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "attention_bias": False, "use_qk_norm": False,
+}  # fmt: skip
+_QWEN: Row = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+MODELS: dict[str, Model] = {
+    "qwen3_moe": Model({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN}),
+    "mixtral": Model(
+        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
+        "block_sparse_moe.experts",
+        ("w1", "w3", "w2"),
+        "block_sparse_moe.gate",
+        "num_local_experts",
+        "intermediate_size",
+    ),
+    "olmoe": Model(
+        {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "norm_topk_prob": False},
+        inter_key="intermediate_size",
+    ),
+    "deepseek_v3": Model(
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_DEEPSEEK},
+        count_key="n_routed_experts",
+    ),
+    "glm4_moe": Model(
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **_GLM}, count_key="n_routed_experts"
+    ),
+}
+GPT_OSS = Model(
+    {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
+    },
+    leaves=("gate_up_proj", "gate_up_proj", "down_proj"),
+    router="mlp.router",
+    count_key="num_local_experts",
+    inter_key="intermediate_size",
+)  # fmt: skip

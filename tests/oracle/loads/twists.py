@@ -1,0 +1,229 @@
+"""Contradictions: one way each in which a checkpoint disagrees with its config, or with itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from oracle.loads.draft import Draft, add_exclusions, as_regex
+from oracle.loads.formats import FAMILIES, Encoding, Part
+from oracle.loads.models import EXPERTS, LAYERS, MODELS
+
+
+def _some_part(draft: Draft, needed: str = "") -> str | None:
+    parts = sorted({place[3] for place in draft.experts if needed in place[3]})
+    return draft.rng.choice(parts) if parts else None
+
+
+def _drop(draft: Draft) -> None:
+    part, inside = _some_part(draft), draft.scope()
+    draft.experts = {at: row for at, row in draft.experts.items() if at[3] != part or not inside(at[:3])}
+
+
+_DTYPES = {
+    "F32": ("BF16", "F16", "F8_E8M0"), "BF16": ("F32", "F16"), "F16": ("BF16", "F32"), "U8": ("I8", "F8_E8M0", "I32"),
+    "F8_E4M3": ("U8", "I8", "BF16"), "I8": ("U8", "F8_E4M3"), "I32": ("U8", "I64"), "I64": ("I32",),
+}  # fmt: skip
+
+
+def _change(draft: Draft, change: Callable[[str, str, tuple[int, ...], Any], Part]) -> None:
+    part, inside = _some_part(draft), draft.scope()
+    for at, (dtype, shape, values) in draft.experts.items():
+        if at[3] == part and inside(at[:3]):
+            draft.experts[at] = change(at[2], dtype, shape, values)
+
+
+def _retype(draft: Draft) -> None:
+    pick = draft.rng.random()
+
+    def change(_: str, dtype: str, shape: tuple[int, ...], values: Any) -> Part:
+        others = _DTYPES.get(dtype, (dtype,))
+        return others[int(pick * len(others))], shape, "codes" if dtype in ("I32", "U8") else values
+
+    _change(draft, change)
+
+
+def _reshape(draft: Draft) -> None:
+    how = draft.rng.choice(("transposed", "flat", "unit", "half", "double", "cut"))
+
+    def change(_: str, dtype: str, shape: tuple[int, ...], values: Any) -> Part:
+        values = values if values in ("codes", "scale") else "scale" if dtype != "I32" else "codes"
+        last = shape[-1] if shape else 1
+        made = {
+            "transposed": shape[::-1],
+            "flat": (last,),
+            "unit": (*shape, 1),
+            "half": (*shape[:-1], max(last // 2, 1)),
+            "double": (*shape[:-1], last * 2),
+            "cut": (max(shape[0] - 8, 1), *shape[1:]) if shape else (1,),
+        }
+        return dtype, made[how], values
+
+    _change(draft, change)
+
+
+_OTHER_NAMES = {
+    "weight_scale": ("weight_scale_inv", "scale", "scales"), "weight_scale_inv": ("weight_scale", "scale"),
+    "weight_packed": ("weight", "qweight"), "weight": ("weight_packed", "qweight"), "scales": ("weight_scale",),
+    "weight_scale_2": ("weight_global_scale",), "weight_global_scale": ("weight_scale_2",),
+    "input_scale": ("input_global_scale", "act_scale"), "input_global_scale": ("input_scale",),
+}  # fmt: skip
+
+
+def _rename(draft: Draft) -> None:
+    part, inside = _some_part(draft), draft.scope()
+    other = draft.rng.choice(_OTHER_NAMES.get(part or "", ("weight_scale",)))
+    for at in [at for at in draft.experts if at[3] == part and inside(at[:3])]:
+        draft.experts[(*at[:3], other)] = draft.experts.pop(at)
+
+
+def _another(draft: Draft) -> Encoding:
+    """An encoding of another family, or a second draw of the same one."""
+    roll = draft.rng.random()
+    name = draft.rng.choice([name for name in FAMILIES if name != "gpt-oss"])
+    return FAMILIES["plain" if roll < 0.4 else name][0](draft.rng)
+
+
+def _mixed(draft: Draft) -> None:
+    """Some matrices are encoded otherwise."""
+    other, inside = _another(draft), draft.scope()
+    for at in draft.every():
+        if inside(at):
+            draft.encode(other, *at)
+
+
+def _wrong_config(draft: Draft) -> None:
+    """Replace the config by another tool's, or by the same tool's with other numbers."""
+    name, own = draft.rng.choice([name for name in FAMILIES if name != "gpt-oss"]), draft.config
+    other = FAMILIES[name][0](draft.rng)
+    draft.config = other.config
+    if other.config is not None and other.skip is not None:
+        add_exclusions(other.config, other, draft.routers(), draft.rng)
+    if own is not None and draft.rng.random() < 0.5:
+        draft.config = own
+        numbers = {"bits": (4, 8), "group_size": (32, 64, 128, -1), "activation_scheme": ("static", "dynamic")}
+        numbers |= {"quant_algo": ("FP8", "NVFP4", "MXFP8", "W4A16_NVFP4"), "sym": (True, False)}
+        numbers |= {"zero_point": (True, False), "weight_block_size": ([64, 64], [128, 128])}
+        known = [key for key in numbers if key in draft.config]
+        if known:
+            key = draft.rng.choice(known)
+            draft.config[key] = draft.rng.choice(numbers[key])
+
+
+def _side_file(draft: Draft) -> None:
+    """Only a side file says how experts are quantised."""
+    if draft.config is None:
+        return
+    name = "quantize_config" if draft.rng.random() < 0.6 else "hf_quant_config"
+    body = {key: value for key, value in draft.config.items() if key != "quant_method"}
+    draft.side[name] = dict(draft.config) if name == "quantize_config" else {"quantization": body}
+    draft.config = None
+
+
+def _bias(draft: Draft) -> None:
+    inside = draft.scope()
+    for at in draft.every():
+        if inside(at):
+            draft.experts[(*at, "bias")] = ("BF16", (draft.sizes(at[2])[0],), "scale")
+
+
+def _count(draft: Draft) -> None:
+    if draft.rng.random() < 0.5:
+        draft.count += draft.rng.choice((1, -1, 4))
+        return
+    gone = draft.rng.randrange(EXPERTS)
+    layer = draft.rng.choice((None, 0, 1))
+    draft.experts = {at: row for at, row in draft.experts.items() if at[1] != gone or layer not in (None, at[0])}
+
+
+def _excluded(draft: Draft) -> None:
+    """The config excludes some experts; they are stored as float numbers, or quantised all the same."""
+    if draft.config is None or draft.encoding.skip is None:
+        return
+    inside, plain = draft.scope(), draft.rng.random() < 0.6
+    modules = [draft.module(*at) for at in draft.every() if inside(at)]
+    entries = modules
+    if draft.rng.random() < 0.5:  # the fused module, as people write it
+        layers = sorted({at[0] for at in draft.every() if inside(at)})
+        entries = [f"model.layers.{layer}.{draft.model.experts}" for layer in layers]
+    if draft.rng.random() < 0.3:
+        entries = [entry.replace("model.layers.0", "*").replace("model.layers.1", "*") for entry in entries]
+    add_exclusions(draft.config, draft.encoding, entries, draft.rng)
+    if plain:
+        for at in draft.every():
+            if inside(at):
+                draft.encode(FAMILIES["plain"][0](Random(1)), *at)
+
+
+def _dynamic(draft: Draft) -> None:
+    """A rule of GPTQModel, or a second group of compressed-tensors, for one layer or some experts."""
+    config = draft.config
+    if config is None:
+        return
+    layer, fits = draft.rng.randrange(LAYERS), draft.rng.random() < 0.6
+    whole = rf"model\.layers\.{layer}\.{as_regex(draft.model.experts)}"
+    pattern = whole + draft.rng.choice((".*", r"\.\d+\..*", rf"\.\d+\.{draft.model.leaves[2]}"))
+    if config.get("quant_method") == "gptq":
+        other = FAMILIES["gptq"][0](draft.rng)
+        assert other.config is not None
+        changed = {key: other.config[key] for key in ("bits", "group_size", "sym", "desc_act")}
+        config["dynamic"] = {f"+:{pattern}": changed}
+    elif config.get("quant_method") == "compressed-tensors" and "group_0" in config["config_groups"]:
+        other = FAMILIES[draft.rng.choice(("ct-int", "ct-int8", "ct-fp8", "ct-nvfp4", "ct-mx"))][0](draft.rng)
+        assert other.config is not None
+        second = other.config["config_groups"].get("group_0")
+        if second is None:
+            return
+        second = {**second, "targets": [f"re:{pattern}"], "format": other.config["format"]}
+        first = {**config["config_groups"]["group_0"], "format": config["format"]}
+        groups = [second, first] if draft.rng.random() < 0.7 else [first, second]
+        config["config_groups"] = {f"group_{number}": group for number, group in enumerate(groups)}
+        config["format"] = "mixed-precision"
+    else:
+        return
+    for at in draft.every():
+        if fits and at[0] == layer and (at[2] == "down" or not pattern.endswith(draft.model.leaves[2])):
+            draft.encode(other, *at)
+
+
+def _names(draft: Draft) -> None:
+    """Names of another family, another wrapper, or another form of a layer."""
+    roll = draft.rng.random()
+    if roll < 0.3:
+        draft.stem = draft.rng.choice(("model.language_model", "language_model.model", "", "model.model"))
+    elif roll < 0.6:
+        draft.form = draft.rng.choice(("listed", "stacked", "stacked"))
+    else:
+        other = MODELS[draft.rng.choice(sorted(MODELS))]
+        draft.form = f"{other.experts}|{','.join(other.leaves)}"
+
+
+TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
+    "drop": (_drop, 5), "retype": (_retype, 5), "reshape": (_reshape, 5), "rename": (_rename, 4), "mixed": (_mixed, 6),
+    "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
+    "excluded": (_excluded, 8), "dynamic": (_dynamic, 5), "names": (_names, 6),
+}  # fmt: skip
+
+
+def twist_gpt_oss(draft: Draft) -> str:
+    """What can be wrong with stacked tensors of gpt-oss."""
+    rng = draft.rng
+    how = rng.choice(("drop", "retype", "reshape", "wrong-config", "mixed"))
+    at = rng.choice(sorted(draft.stacked))
+    dtype, shape, values = draft.stacked[at]
+    if how == "drop":
+        del draft.stacked[at]
+    elif how == "retype":
+        draft.stacked[at] = (rng.choice(_DTYPES[dtype]), shape, values)
+    elif how == "reshape":
+        draft.stacked[at] = (dtype, (*shape[:-1], shape[-1] * 2), values)
+    elif how == "wrong-config":
+        _wrong_config(draft)
+    else:  # a layer of plain weights
+        layer = rng.randrange(LAYERS)
+        for key in [key for key in draft.stacked if key[0] == layer and key[2] != "_bias"]:
+            del draft.stacked[key]
+        draft.stacked[layer, "gate_up_proj", ""] = ("BF16", (EXPERTS, draft.hidden, 2 * draft.inter), "scale")
+        draft.stacked[layer, "down_proj", ""] = ("BF16", (EXPERTS, draft.inter, draft.hidden), "scale")
+    return how
