@@ -8,7 +8,8 @@ tree, so that the working tree stays as it is: first by the tests that run its l
 fast ones first, then by others that run its file, whose results may come from a cache that an earlier test has filled.
 The first failure ends it, and counts if the test passes without the mutant. A mutant that outlives BUDGET seconds of
 tests has survived. A table counts every folder. Mutants that cannot be told from the original stand with the reason in
-`tools/equivalent_mutants.txt`, and are not drawn.
+`tools/equivalent_mutants.txt`, and are not drawn. With `--mirrored` nothing is recorded: of the mirroring test folder
+the files run that are named like the module or import it, without slow tests; a faster and weaker judge.
 
 mutmut and cosmic-ray do not fit: both make every mutant of a source tree before they run any, draw no sample by a seed,
 and import the whole program again for each. Here a process that has imported torch forks for every mutant.
@@ -22,6 +23,7 @@ import copy
 import importlib
 import os
 import random
+import re
 import resource
 import shutil
 import sys
@@ -256,6 +258,19 @@ def rounds_of_tests(record: Record, mutant: Mutant) -> Iterator[dict[str, float]
             yield {name: record.tests[name] for name in part}
 
 
+def mirrored_files(file: str) -> list[str]:
+    """Return the test files that mirror a module: named like it or importing it, else all of its folder."""
+    path = Path(file)
+    folder = ROOT / "tests" / path.parts[1]
+    module = file.removeprefix("kernels/").removesuffix(".py").replace("/", ".")
+    package, _, name = module.rpartition(".")
+    imported = re.compile(rf"\b{re.escape(module)}\b|from {re.escape(package)} import .*\b{name}\b")
+    every = sorted(folder.rglob("test_*.py"))
+    named = [one for one in every if name.removesuffix("_loops") in one.stem]
+    users = [one for one in every if imported.search(one.read_text())]
+    return [one.relative_to(ROOT).as_posix() for one in dict.fromkeys([*named, *users] or every)]
+
+
 def _callers(file: str) -> list[str]:
     """Return the files whose tests reach compiled loops, which coverage does not see."""
     if "@loop" not in (text := (ROOT / file).read_text()) and "@intrinsic" not in text:
@@ -277,7 +292,7 @@ class Failures:
             self.found.append(report.nodeid)
 
 
-def first_failure(tree: Path, tests: dict[str, float]) -> str | None:
+def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or not slow") -> str | None:
     """Run tests in a fork, in a tree, and return the first that fails: "" if none can be named, None if all pass."""
     named = tree / ".first-failure"
     named.write_text("")
@@ -294,7 +309,7 @@ def first_failure(tree: Path, tests: dict[str, float]) -> str | None:
         import pytest
 
         plugin = Failures()
-        settings = ["-x", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "slow or not slow"]
+        settings = ["-x", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", marker]
         status = pytest.main([*settings, *tests], [plugin])
         named.write_text("".join(plugin.found[:1]))
         os._exit(int(status != pytest.ExitCode.OK))
@@ -304,8 +319,9 @@ def first_failure(tree: Path, tests: dict[str, float]) -> str | None:
 class Judge:
     """Tries mutants in a tree of its own."""
 
-    def __init__(self, record: Record, folder: str) -> None:
+    def __init__(self, record: Record | None, folder: str) -> None:
         self.record = record
+        self.marker = "not slow" if record is None else "slow or not slow"
         self.sound: dict[str, bool] = {}
         self.tree = Path(tempfile.mkdtemp(dir=folder))
         copied_tree(self.tree)
@@ -313,13 +329,17 @@ class Judge:
 
     def killer(self, mutant: Mutant) -> str | None:
         """Return the test that notices a mutant; None if it survives."""
-        for tests in rounds_of_tests(self.record, mutant):
+        if self.record is None:
+            rounds = ({file: 6.0} for file in mirrored_files(mutant.file))
+        else:
+            rounds = rounds_of_tests(self.record, mutant)
+        for tests in rounds:
             while tests := {name: seconds for name, seconds in tests.items() if self.sound.get(name, True)}:
                 killer = self._killer(mutant, tests)
                 if killer is None:
                     break
                 if not killer:  # the limit of time, or a module that cannot be imported
-                    if first_failure(self.tree, tests) is None:
+                    if first_failure(self.tree, tests, self.marker) is None:
                         return "no test ended"
                     break
                 if self._is_sound(killer):
@@ -334,21 +354,22 @@ class Judge:
             path.write_bytes(raw[:first] + mutant.after.encode() + raw[last:])
             self.writes += 1  # bytecode of another mutant must not pass for that of this one
             os.utime(path, (self.writes, self.writes))
-            return first_failure(self.tree, tests)
+            return first_failure(self.tree, tests, self.marker)
         finally:
             path.write_bytes(raw)
             os.utime(path, ns=(times, times))
 
     def _is_sound(self, test: str) -> bool:
         if test not in self.sound:
-            self.sound[test] = first_failure(self.tree, {test: self.record.tests.get(test, 1.0)}) is None
+            seconds = self.record.tests.get(test, 1.0) if self.record else 6.0
+            self.sound[test] = first_failure(self.tree, {test: seconds}, self.marker) is None
         return self.sound[test]
 
 
 _judges: list[Judge] = []
 
 
-def _begin(record: Record, folder: str) -> None:
+def _begin(record: Record | None, folder: str) -> None:
     _judges.append(Judge(record, folder))
 
 
@@ -367,6 +388,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=ROOT / ".mutate" / "lines.json", help="file of recorded lines")
     parser.add_argument("--only", nargs="*", help="mutants of these places alone, such as moeq/prove/diff.py:247")
     parser.add_argument("--tests", nargs="*", type=Path, default=[ROOT / "tests"], help="tests to record, else all")
+    parser.add_argument("--mirrored", action="store_true", help="record nothing, run the mirroring test files alone")
     parser.add_argument("--list", action="store_true", help="only list the mutants that are drawn")
     asked = parser.parse_args()
     drawn = {
@@ -381,12 +403,13 @@ def main() -> int:
 
     rows = []
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        record = Record.read(asked.record)
-        tree = Path(folder) / "recorded"
-        copied_tree(tree)
-        for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests)):
-            print(*(f"{name} fails without a mutant, and judges none" for name in failed), sep="\n", file=sys.stderr)
-            record.write(asked.record)
+        record = None if asked.mirrored else Record.read(asked.record)
+        if record is not None:
+            tree = Path(folder) / "recorded"
+            copied_tree(tree)
+            for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests)):
+                print(*(f"{one} fails without a mutant, and judges none" for one in failed), sep="\n", file=sys.stderr)
+                record.write(asked.record)
         os.environ["TRITON_INTERPRET"] = "1"
         for name in IMPORTED:
             importlib.import_module(name)

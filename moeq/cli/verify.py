@@ -62,9 +62,11 @@ def render(console: Console, found: Verification) -> None:
 
     from moeq.report.text import counted, human_bytes
 
-    verdict = "the values that were converted" if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")
+    held = "every byte is as moeq.json records it" if found.source is None else "the values that were converted"
+    verdict = held if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")
     console.print(Text.assemble(("verified" if found.ok else "DIFFERENT", "bold"), f": {verdict}"))
-    console.print(f"  experts   {found.units} projections proven from the packed tensors")
+    proven = "as moeq.json records them" if found.source is None else "proven from the packed tensors"
+    console.print(f"  experts   {found.units} projections {proven}")
     rest = f"{counted(found.tensors, 'tensor')} and {counted(found.files, 'file')}"
     if found.source is not None:
         console.print(f"  source    {found.source_units} projections packed again from {found.source}")

@@ -40,7 +40,7 @@ class Verification:
     Attributes:
         destination: the conversion.
         source: the source compared with, or None.
-        units: number of expert projections that were proven from the packed tensors.
+        units: number of expert projections whose packed tensors were compared, by their bytes or their values.
         source_units: number of expert projections that were packed again from the source.
         tensors: number of other tensors that were compared, byte for byte.
         files: number of files without weights that were compared.
@@ -134,7 +134,7 @@ def verify(
         signed=signed,
         bytes=sum(entry.nbytes for entry in converted.source.tensors.values()),
         unproven=tuple(sorted(check.contents.unproven - proven)),
-        notes=tuple(_notes(check, original is None, signed)),
+        notes=tuple(_notes(check, original is None, slow, signed)),
         mismatches=tuple(dict.fromkeys(check.found)),
         **check.counts,
     )
@@ -150,7 +150,7 @@ def _signed(check: Findings, key: str) -> bool:
     return not wrong
 
 
-def _notes(check: Findings, alone: bool, signed: bool | None) -> Iterator[str]:
+def _notes(check: Findings, alone: bool, slow: bool, signed: bool | None) -> Iterator[str]:
     """List what was not checked, or is not proven."""
     if not alone:
         yield _CHOSEN
@@ -161,9 +161,17 @@ def _notes(check: Findings, alone: bool, signed: bool | None) -> Iterator[str]:
             f"moeq.json is of a version that kept no digests of files: without {source} only the experts were checked, "
             "not other tensors, config.json, tokenizer or code"
         )
+    elif not slow:
+        yield (
+            "bytes were compared with moeq.json's digests of bytes; its digests of the experts' values were not: "
+            f"{option('slow')} decodes the experts and compares these as well"
+        )
     if not signed:
         more = f"{option('source')} or {option('signed_by')} proves more"
-        yield f"this proves integrity, not origin: whoever changes a folder can change moeq.json with it; {more}"
+        yield (
+            "the digests in moeq.json themselves were trusted. This proves integrity, not origin: whoever changes a "
+            f"folder can change moeq.json with it; {more}"
+        )
 
 
 def _open_source(source: str | Path, revision: str | None) -> Checkpoint:

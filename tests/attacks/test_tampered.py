@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from attacks.running import moeq_command
 from attacks.tampering import CONSISTENT, TAMPERING, manifest_of, write_manifest
-from attacks.tampering_sealed import SEALED
+from attacks.tampering_sealed import SEALED, sealed
 
 from moeq.cli.app import run
 
@@ -156,3 +156,20 @@ def test_an_old_manifest_says_what_is_not_covered(out, moeq_command) -> None:
     answer = moeq_command("verify", out)
     assert answer.code == 0
     assert "without --source only the experts were checked" in answer.out
+
+
+def test_without_the_source_the_digests_are_trusted(out, source, moeq_command) -> None:
+    """Digests of values that are not those of the bytes: verify says what it compared, and --slow compares these."""
+    manifest = manifest_of(out)
+    manifest["layers"][0]["digests"]["up"][1] = "0" * 64
+    sealed(out, manifest)
+    answer = moeq_command("verify", out)
+    assert answer.code == 0
+    said = " ".join(answer.out.split())
+    assert "verified: every byte is as moeq.json records it" in said
+    assert "digests of the experts' values were not: --slow decodes" in said
+    assert "the digests in moeq.json themselves were trusted" in said
+    for argv in (("--slow",), ("--source", source)):
+        answer = moeq_command("verify", out, "--json", *argv)
+        assert answer.code == 1
+        assert [row["name"] for row in answer.document["mismatches"]] == ["layer 0 expert 1 up"], argv
