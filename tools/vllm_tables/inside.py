@@ -91,8 +91,7 @@ def set_config(question: Question) -> Any:
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[question["dtype"]]
     hf = Loose(model_type=question["model_type"], quantization_config=question["qcfg"])
-    if question.get("expert_dtype"):
-        hf.expert_dtype = question["expert_dtype"]
+    hf.expert_dtype = question.get("expert_dtype") or "fp4"  # what the engine reads where a model does not say
     CONFIG.__dict__.clear()
     CONFIG.__dict__.update(
         model_config=Loose(
@@ -237,6 +236,9 @@ def _verify() -> Any:
     from vllm.config.model import ModelConfig
 
     fake = CONFIG.model_config
+    with contextlib.suppress(ImportError, AttributeError):  # not in every version
+        convert: Any = importlib.import_module("vllm.transformers_utils.model_arch_config_convertor")
+        convert.ModelArchConfigConvertorBase._normalize_quantization_config(None, fake.hf_config)
     ModelConfig._verify_quantization(fake)
     return fake.quantization
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from random import Random
 
 from oracle.differential.configs import FAMILIES, OPTION_FAMILIES, Row
+from oracle.differential.dialects import DIALECTS, PREFIXES
 
 _CUDA = ((7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _GFX = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1151", "gfx1201", "gfx1250")
@@ -228,14 +229,50 @@ def case(rng: Random, number: int, world: Row, *, options: bool = False) -> Row:
     return row
 
 
+#: Variables as people set them. Texts that `int` does not read are left out: the engine stops at them before a model.
+_SPELLED = {
+    **dict.fromkeys(
+        ("cuda", "xpu"), (("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), ("1", " 1", "01", "2", "0", "00"))
+    ),
+    "rocm": (
+        ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"),
+        ("True", "TRUE", "true", "yes", "on", "false", "", " 1"),
+    ),
+    "cpu": (("VLLM_CPU_INT4_W4A8",), ("1", " 1", "2", "0", "00")),
+}
+
+
+def dialect(rng: Random, number: int, world: Row) -> Row:
+    """One case in the dialect of an exporter, on a deployment of which more is drawn."""
+    family = rng.choices(list(DIALECTS), [weight for _, weight in DIALECTS.values()])[0]
+    row: Row = {
+        "id": number,
+        "family": family,
+        "prefix": rng.choice(PREFIXES),
+        **_layer(rng),
+        **_deployment(rng, world),
+    }
+    row["entry"], row["qcfg"], row["user_quant"] = DIALECTS[family][0](rng, row["prefix"])
+    if family == "deepseek-v4":
+        row["model_type"] = rng.choice(("deepseek_v4",) * 4 + ("deepseek_v4_text", "deepseek_v41", "deepseek_v3"))
+        row["expert_dtype"] = rng.choice(("", "fp4", "fp8", "fp8", "bf16"))
+    return row
+
+
 def jobs(
-    seed: int | str, per_world: int, extra_worlds: int, *, options: bool = False
+    seed: int | str, per_world: int, extra_worlds: int, *, options: bool = False, dialects: bool = False
 ) -> Iterator[tuple[Row, list[Row]]]:
-    """`(world, cases)` of every device's default world and its extra ones."""
+    """`(world, cases)` of every device's default world and its extra ones; `dialects` draws from `dialects.py`."""
     number = 0
     for index, device in enumerate(DEVICES):
         rng = Random(f"{seed}/{index}")
         for world in worlds(rng, device, extra_worlds):
-            cases = [case(rng, number + offset, world, options=options) for offset in range(per_world)]
+            if dialects:
+                if not world["plain"] and rng.random() < 0.3:
+                    names, values = _SPELLED[world["kind"]]
+                    world["env"][rng.choice(names)] = rng.choice(values)
+                cases = [dialect(rng, number + offset, world) for offset in range(per_world)]
+            else:
+                cases = [case(rng, number + offset, world, options=options) for offset in range(per_world)]
             number += per_world
             yield world, cases

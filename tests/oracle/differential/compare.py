@@ -10,6 +10,7 @@ from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.sizes import sizes_for
+from moeq.oracle.quantization_config import checked
 from moeq.oracle.records import MoeShape
 
 Row = dict[str, Any]
@@ -140,8 +141,9 @@ def question_of(world: Row, case: Row) -> tuple[Row, MoeShape, Deployment]:
 
 
 def moeq_outcome(policy: EnginePolicy, world: Row, case: Row) -> Outcome:
-    """moeq's decision of a case."""
-    return resolve(policy, *question_of(world, case), prefix=case["prefix"])
+    """moeq's decision of a case, with the config read as users' configs are."""
+    config, shape, deployment = question_of(world, case)
+    return resolve(policy, checked(config), shape, deployment, prefix=case["prefix"])
 
 
 def moeq_answer(outcome: Outcome) -> Answer:

@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, metavar="FILE", help="JSON rows of world and case, instead of a seed")
     parser.add_argument("--seed", help="default: of this release")
     parser.add_argument("--options", action="store_true", help="with --out: cases about the value of --quantization")
+    parser.add_argument("--dialects", action="store_true", help="with --out: cases in the dialects of exporters")
     for name, default in (("cases", 80), ("worlds", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -96,7 +97,8 @@ def main() -> None:
         rows = map(json.loads, options.questions.read_text(encoding="utf-8").splitlines())
         jobs = [(row["world"], [row["case"]]) for row in rows]
     else:
-        jobs = list(cases.jobs(options.seed, options.cases, options.worlds, options=options.options))
+        kinds = {"options": options.options, "dialects": options.dialects}
+        jobs = list(cases.jobs(options.seed, options.cases, options.worlds, **kinds))
     with options.out.open("w", encoding="utf-8") as out:
         for row in answers(options.site, jobs):
             out.write(json.dumps(row) + "\n")

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from moeq.oracle.engines.vllm.configs.auto_round import read_inc
 from moeq.oracle.engines.vllm.configs.compressed_tensors import read_compressed_tensors
 from moeq.oracle.engines.vllm.configs.floats import (
     algorithm_of,
+    modelopt_reader,
     read_deepseek_v4,
     read_fp8,
     read_gpt_oss,
-    read_modelopt,
     read_mxfp4,
 )
 from moeq.oracle.engines.vllm.configs.humming import read_humming
-from moeq.oracle.engines.vllm.configs.integers import read_awq, read_gptq, read_inc, read_moe_wna16
+from moeq.oracle.engines.vllm.configs.integers import read_awq, read_gptq, read_moe_wna16
 from moeq.oracle.engines.vllm.configs.online import read_online
 from moeq.oracle.engines.vllm.configs.quark import read_quark
 from moeq.oracle.engines.vllm.configs.question import Reader, unquantized
@@ -32,7 +33,6 @@ _ENTRIES = {
     "auto_awq": "awq",
     "awq_marlin": "awq",
     "auto-round": "inc",
-    "modelopt_mixed": "modelopt",
 }
 
 
@@ -64,8 +64,17 @@ def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePoli
     if declared == "compressed-tensors" and is_kimi_k3_mxfp4(config, shape, policy):
         return "mxfp4"
     if declared.startswith("modelopt") and algorithm_of(config):
-        return f"{declared}:{algorithm_of(config)}"
+        return f"{_normalized(config) or declared}:{algorithm_of(config)}"
     return declared
+
+
+def _normalized(config: Mapping[str, Any]) -> str | None:
+    """Return the method that the engine writes into a config in which ModelOpt nests the algorithm, or None."""
+    algorithm, producer = algorithm_of(config), config.get("producer")
+    if not isinstance(config.get("quantization"), Mapping) or not isinstance(producer, Mapping):
+        return None
+    names = {"NVFP4": "modelopt_fp4", "MIXED_PRECISION": "modelopt_mixed"}
+    return names.get(algorithm, "modelopt") if producer.get("name") == "modelopt" else None
 
 
 def grouped_act_order(config: Mapping[str, Any]) -> bool:
@@ -100,6 +109,9 @@ def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) ->
     table = policy.names.get(device, {})
     if asked == "marlin" and kind.startswith(("gptq", "awq")):  # `override_quantization_method` takes both names alike
         asked = f"{kind.removesuffix('-odd')}_marlin"
+    if asked == "auto-round" and kind == "auto-round":
+        asked = "inc"
+    kind = _modelopt_kind(kind, table)
     if kind not in table:
         base = kind.partition(":")[0]
         if any(kind in other for other in policy.names.values()):  # this device refuses every named method
@@ -108,6 +120,14 @@ def in_force(policy: EnginePolicy, device: str, kind: str, asked: str | None) ->
             return None if kind else asked
         kind = base
     return table[kind].get(asked or "")
+
+
+def _modelopt_kind(kind: str, table: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the kind whose row holds for a ModelOpt config: some algorithms override any declared or named method."""
+    base, _, algorithm = kind.partition(":")
+    overriding = f"modelopt:{algorithm}"
+    applies = base.startswith("modelopt_") and "fp8" in table.get(overriding, ())
+    return overriding if applies and kind not in table else kind
 
 
 def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape: MoeShape, asked: str | None) -> str:
@@ -132,10 +152,8 @@ READERS: dict[str, Reader] = {
     "mxfp4": read_mxfp4,
     "fp8": read_fp8,
     "deepseek_v4_fp8": read_deepseek_v4,
-    "modelopt": read_modelopt,
-    "modelopt_fp4": read_modelopt,
-    "modelopt_mxfp8": read_modelopt,
-    "mxfp8": read_modelopt,
+    **{name: modelopt_reader(name) for name in ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")},
+    "mxfp8": modelopt_reader("modelopt_mxfp8"),
     "humming": read_humming,
     "experts_int8": read_online,
 }

@@ -136,6 +136,11 @@ def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group 
     return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
 
 
+def _scheme(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what makes two groups the same scheme, whatever their names and targets."""
+    return _arguments(group.get("weights")), _arguments(group.get("input_activations")), group.get("format")
+
+
 def _check_sparsity(config: Config) -> None:
     """Refuse sparse weights. Source: `CompressedTensorsConfig._parse_sparsity_config`, vLLM 0.26.0 to 0.33.0."""
     sparsity = config.get("sparsity_config")
@@ -153,8 +158,7 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
     usual = question.gated or not question.policy.since("0.32.0")
     projections = _PROJECTIONS if usual else ("gate_proj", "None", "down_proj")
     found = [_group_of(targets, config, f"{question.prefix}.0.{projection}") for projection in projections]
-    # Groups with the same content are the same scheme, whatever their names.
-    if len({repr(row[1]) if row else None for row in found}) > 1:
+    if len({_scheme(row[1]) if row else None for row in found}) > 1:
         named = ", ".join(f"{p}: {row[0] if row else 'ignored'}" for p, row in zip(projections, found, strict=True))
         refuse(f"the projections of an expert resolve to different schemes ({named})")
     if found[-1] is None:

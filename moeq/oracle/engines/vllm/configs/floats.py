@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -185,13 +186,27 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     return str(source.get("quant_algo") or "").upper()
 
 
-def read_modelopt(question: ConfigQuestion) -> Method:
+#: Config class of the engine -> algorithms that it takes.
+_ALGORITHMS: dict[str, tuple[str, ...]] = {
+    "modelopt": ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"),
+    "modelopt_fp4": ("NVFP4", "W4A16_NVFP4"),
+    "modelopt_mxfp8": ("MXFP8",),
+    "modelopt_mixed": ("MIXED_PRECISION",),
+}
+
+
+def modelopt_reader(entry: str) -> Callable[[ConfigQuestion], Method]:
+    """Return the reader of one of ModelOpt's config classes, by the name of the method that is in force."""
+    return partial(read_modelopt, algorithms=_ALGORITHMS[entry])
+
+
+def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method:
     """Read NVIDIA ModelOpt: `quant_algo` selects the method of modules that are not excluded."""
     config = question.config
     nested = isinstance(config.get("quantization"), Mapping)
     source: Mapping[str, Any] = config["quantization"] if nested else config
     algorithm = algorithm_of(config)
-    plain_mxfp8 = config.get("quant_method") == "mxfp8" and not algorithm
+    plain_mxfp8 = "MXFP8" in algorithms and not nested and not algorithm
     if plain_mxfp8:
         algorithm = "MXFP8"
     mixed = algorithm == "MIXED_PRECISION"
@@ -199,9 +214,11 @@ def read_modelopt(question: ConfigQuestion) -> Method:
         refuse(f"Unknown ModelOpt quant algo: {algorithm}", "quant_algo and its keys on the top level of the config")
     if algorithm not in _MODELOPT and not mixed:
         refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
-    if nested and algorithm in ("NVFP4", "W4A16_NVFP4"):
-        for name in ("group_size", "kv_cache_quant_algo", "exclude_modules"):
-            required(source, name)
+    if algorithm not in algorithms:
+        refuse(f"{config.get('quant_method')} takes ModelOpt's {', '.join(algorithms)}, not {algorithm}")
+    needed = {"NVFP4": _NESTED_NVFP4, "W4A16_NVFP4": _NESTED_NVFP4, "MXFP8": _NESTED_NVFP4[1:]}.get(algorithm, ())
+    for name in needed if nested else ():
+        required(source, name)
     listed = "ignored_layers" if plain_mxfp8 else "exclude_modules"
     if nested or plain_mxfp8:
         entries = source.get(listed) or []
@@ -226,6 +243,8 @@ def read_modelopt(question: ConfigQuestion) -> Method:
     return Method(name, family, "modelopt", weight, activation, bits, vllm_cutlass=False)
 
 
+#: Keys that the engine asks for where `quantization` nests the algorithm.
+_NESTED_NVFP4 = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 #: Algorithms that the engine normalises in configs that nest them (0.33.0, `_normalize_quantization_config`).
 _NORMALIZED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION", "")
 

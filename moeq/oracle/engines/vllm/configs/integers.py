@@ -1,4 +1,4 @@
-"""Readers of configs of integer weights: GPTQ, AWQ, AutoRound, MoeWNA16 and Humming."""
+"""Readers of configs of integer weights: GPTQ, AWQ, MoeWNA16 and Humming."""
 
 from __future__ import annotations
 
@@ -159,86 +159,6 @@ def check_awq_fallback(question: ConfigQuestion) -> None:
         refuse(f"AWQ through MoeWNA16 needs capability 75, which reads -1 on {gpu.platform}", code="G2")
     if gpu.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5):
         refuse(f"AWQ through MoeWNA16 needs compute capability 7.5, {gpu.name} ({gpu.arch}) has less", code="G2")
-
-
-_INC_PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8", "auto_round:llm_compressor")
-
-
-def read_inc(question: ConfigQuestion) -> Method:
-    """Read AutoRound (INC): data type and packing select the integration."""
-    config = question.config
-    type_ = str(config.get("data_type") or "int")
-    bits, group = integer(config, "bits"), integer(config, "group_size")
-    mx = "mx_fp" in type_
-    packing = str(config.get("packing_format") or _INC_PACKINGS[3 if mx else 0])
-    widths = (2, 3, 4, 5, 6, 7, 8) if question.policy.since("0.30.0") else (2, 3, 4, 8)
-    if bits not in widths:
-        refuse(f"AutoRound with {bits} bits is not supported, only {', '.join(map(str, widths))}")
-    if mx and not question.policy.since("0.27.0"):
-        refuse(f"AutoRound data_type {type_} is not supported, only int")
-    if type_ != "int" and not mx:
-        known = "int" if not question.policy.since("0.27.0") else "int and mx_fp"
-        refuse(f"AutoRound data_type {type_} is not supported, only {known}")
-    if packing not in _INC_PACKINGS:
-        refuse(f"packing_format {packing} is not one of {', '.join(_INC_PACKINGS)}")
-    sym = bool(config.get("sym", True))
-    bits, group, sym = _inc_layer(question, bits, group, sym)
-    if bits >= 16:
-        return unquantized()
-    if mx:
-        return _inc_mx(bits, group, sym, packing)
-    if packing not in _INC_PACKINGS[:2]:
-        raise ConfigRefusal("AssertionError", "CONFIG", f"integers with packing_format {packing}", code="G0")
-    return _inc_int(question, bits, group, sym, awq="awq" in packing)
-
-
-def _inc_layer(question: ConfigQuestion, bits: int, group: int, sym: bool) -> tuple[int, int, bool]:
-    """Look up `extra_config` by the exact module path, its suffix, or a pattern."""
-    extra: dict[str, Config] = question.config.get("extra_config") or {}
-    prefix = question.prefix
-    none: Config = {}
-    found = extra.get(prefix) or next((row for name, row in extra.items() if prefix.endswith(f".{name}")), None)
-    if found is None:
-        patterns = [(name, row) for name, row in extra.items() if set(name) & set(r"*+?^$()[]{}|\\")]
-        found = next((row for name, row in patterns if re.search(name, prefix)), none)
-    return found.get("bits", bits), found.get("group_size", group), bool(found.get("sym", sym))
-
-
-def _inc_mx(bits: int, group: int, sym: bool, packing: str) -> Method:
-    for wrong, text in (
-        (bits not in (4, 8), f"{bits} bits, only 4 and 8"),
-        (group != 32, f"group size {group}, only 32"),
-        (not sym, "asymmetric weights"),
-        (packing != _INC_PACKINGS[3], f"packing_format {packing}"),
-    ):
-        if wrong:
-            raise ConfigRefusal("AssertionError", "CONFIG", f"AutoRound MX formats: {text}", code="G0")
-    if bits == 8:
-        return Method("INCMxfp8MoEMethod", "mxfp8", "inc", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
-    return Method("INCMxfp4MoEMethod", "mxfp4-inc", "inc", "kMxfp4Static", None, 4, 32)
-
-
-def _inc_int(question: ConfigQuestion, bits: int, group: int, sym: bool, *, awq: bool) -> Method:
-    policy = question.policy
-    if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
-        return humming_method(question.probe, "inc", bits, group, sym)
-    if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
-        return unquantized()
-    # The shape test of this integration does not let Marlin pad.
-    fails = marlin_fails(question, group, tile_padding=False)
-    if not policy.since("0.27.0"):  # it looks at the device and the zero points, too
-        capability = question.probe.gpu.capability or (0, 0)
-        fails = fails or question.platform != "cuda" or capability < (7, 5) or (awq and (bits != 4 or sym))
-    if awq:
-        if bits in (4, 8) and not fails:
-            check_awq_bits(bits)
-            return replace(auto_awq(group, not sym))
-        check_awq_fallback(question)
-        return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
-    if bits in (4, 8) and sym and not fails:
-        method = "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group
-        return Method(*method, bias_possible=True, tile_padding=True)
-    return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")
 
 
 def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:

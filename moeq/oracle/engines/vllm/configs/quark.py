@@ -25,6 +25,9 @@ def read_quark(question: ConfigQuestion) -> Method:
     weight, inputs = scheme.get("weight"), scheme.get("input_tensors")
     if (isinstance(weight, list) and len(weight) > 1) or (isinstance(inputs, list) and len(inputs) > 1):
         return _two_levels(weight, inputs)
+    if (isinstance(weight, list) or isinstance(inputs, list)) and not question.policy.since("0.30.0"):
+        kind = "AttributeError" if weight and inputs else "RuntimeError"
+        raise ConfigRefusal(kind, "CONFIG", "this version reads no lists of one scale", "vLLM 0.30 and newer", "G0")
     weight, inputs = _single(weight), _single(inputs)
     for reads in (_fp8, _int4, _mx, _int8):
         method = reads(question, weight or {}, inputs)
@@ -51,7 +54,8 @@ def ignored(entries: Iterable[str], question: ConfigQuestion) -> bool:
 
 def _matched(config: Config, prefix: str) -> dict[str, Any]:
     for pattern, override in (config.get("layer_quant_config") or {}).items():
-        if fnmatchcase(prefix, pattern):
+        # A pattern without a star also stands for every parent of what it names.
+        if fnmatchcase(prefix, pattern) if "*" in pattern else prefix in pattern:
             return dict(override)
     return dict(config.get("global_quant_config") or {})
 
@@ -63,11 +67,22 @@ def _two_levels(weight: Any, inputs: Any) -> Method:
         return value if isinstance(value, list) else [value or {}]
 
     kinds = [row.get("dtype") for row in rows(weight)], [row.get("dtype") for row in rows(inputs)]
-    if kinds == (["fp4", "fp8_e4m3"], ["fp4", "fp8_e4m3"]):
+    if kinds == (["fp4", "fp8_e4m3"], ["fp4", "fp8_e4m3"]) and _nvfp4_levels(weight) and _nvfp4_levels(inputs, True):
         return Method("QuarkNvfp4MoEMethod", "nvfp4", "quark", "kNvfp4Static", "kNvfp4Dynamic", 4, 16)
     raise ConfigRefusal(
         "RuntimeError", "CONFIG", f"no Quark MoE scheme has weights {kinds[0]} and inputs {kinds[1]}", code="G0"
     )
+
+
+def _nvfp4_levels(levels: list[Config], dynamic: bool = False) -> bool:
+    """Tell whether groups of 16 with one static scale per tensor above them are what the engine takes as NVFP4."""
+    group, tensor = levels
+    grouped = (group.get("qscheme"), group.get("group_size"), bool(group.get("is_dynamic"))) == (
+        "per_group",
+        16,
+        dynamic,
+    )
+    return grouped and (tensor.get("qscheme"), bool(tensor.get("is_dynamic"))) == ("per_tensor", False)
 
 
 def _fp8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
