@@ -104,5 +104,22 @@ def test_units_and_module_names() -> None:
     assert len(list(layer.tensors())) == 3
 
 
+@pytest.mark.parametrize(("spelled", "role"), [("gate_up_projs", "gate_up"), ("down_projs", "down"), ("w3", "up")])
+def test_a_list_of_experts_per_projection(spelled: str, role: StoredName) -> None:
+    """ModelOpt and Unsloth write the number behind the projection."""
+    prefix = "model.layers.1.mlp.experts"
+    names = [f"{prefix}.{spelled}.{expert}.{part}" for part in ("weight", "bias") for expert in (0, 1, 2)]
+    [layer] = index_experts(entries(*names))
+    assert (layer.layer, layer.prefix, layer.expert_ids, layer.fused) == (1, prefix, {0, 1, 2}, False)
+    found = {key: {number: entry.name for number, entry in row.items()} for key, row in layer.parts.items()}
+    assert found == {(role, "weight"): dict(enumerate(names[:3])), (role, "bias"): dict(enumerate(names[3:]))}
+    assert layer.module(role, 2) == f"{prefix}.{spelled}.2"
+    [bare] = index_experts(entries(f"{prefix}.{spelled}.0"))
+    assert list(bare.parts) == [(role, "weight")]
+    for other in (f"{prefix}.0.down_proj.weight", f"{prefix}.down_proj"):
+        with pytest.raises(MoeqError, match="a list of experts beside experts that are named in another way"):
+            index_experts(entries(other, *names))
+
+
 def test_stored_sizes() -> None:
     assert Stored("I32", (2, 3)).nbytes == 24

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import moeq
+from moeq.checkpoint.manifest import StackedRole
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
+from moeq.layouts.registry import get_layout
+from moeq.matrix import QuantizedMatrix
+from moeq.model.tensor_bytes import flat_bytes
 from moeq.pipeline.convert import convert
-from moeq.prove.engine_code import find_engine
+from moeq.prove.engine_code import EngineCode, find_engine
+from moeq.prove.parity import _compare as compare
 from moeq.prove.parity import _converted_units as converted_units
 from moeq.prove.parity import _sampled as sampled
 from moeq.prove.parity import _source_units as source_units
 from moeq.prove.parity import parity
+from moeq.prove.parity_vllm import PACKERS, ParityExperts
 
 SITE = os.environ.get("MOEQ_TEST_VLLM")
 with_vllm = pytest.mark.skipif(SITE is None, reason="needs MOEQ_TEST_VLLM=<folder with vllm/>")
 A100 = parse_gpu("A100")
+
+Parts = dict[str, torch.Tensor]
+Change = Callable[[str, Parts], Parts]
 
 EQUAL = [
     ("gptq-int4-g32-qwen3moe", "marlin-wna16/1"),
@@ -101,6 +114,131 @@ def test_every_rank_is_compared_with_the_same_sample(tp, ranks, checkpoints, tmp
     ):
         units = [(one.layer, one.rank, one.experts, one.intermediate.start, one.intermediate.stop) for one in found]
         assert units == wanted
+
+
+class Engine:
+    """An engine that packs as moeq does, but for a change of one role's parts; it keeps what it was given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, layout: str, change: Change = lambda role, parts: parts):
+        self.given: list[ParityExperts] = []
+        self.layout, self.change = get_layout(layout), change
+        monkeypatch.setitem(PACKERS, layout, self)
+
+    def __call__(self, engine: EngineCode, experts: ParityExperts) -> dict[str, Parts]:
+        self.given.append(experts)
+        found = {}
+        for role, matrices in experts.padded.items():
+            packed = [self.layout.pack(matrix) for matrix in matrices]
+            stacks = {part: torch.stack([row[part] for row in packed]) for part in packed[0]}
+            found[role] = self.change(role, stacks)
+        return found
+
+
+def flipped(role: str, part: str, index: int) -> Change:
+    """Change the last byte of a part of one expert."""
+
+    def change(found: str, parts: Parts) -> Parts:
+        if found == role:
+            flat_bytes(parts[part][index])[-1] ^= 1
+        return parts
+
+    return change
+
+
+def replaced(part: str, by: Callable[[torch.Tensor], torch.Tensor | None]) -> Change:
+    """Replace a part of w2; by None, leave it out."""
+
+    def change(role: str, parts: Parts) -> Parts:
+        found = {**parts, part: by(parts[part])} if role == "w2" else parts
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    return change
+
+
+@pytest.mark.parametrize("sample", [1, 3])
+@pytest.mark.parametrize("converted", [True, False])
+def test_equal_bytes(sample, converted, package, checkpoints, tmp_path, monkeypatch) -> None:
+    engine, source, seen = Engine(monkeypatch, "marlin-wna16/1"), checkpoints / "awq-int4-g32-qwen3moe", []
+    if converted:
+        convert(source, tmp_path / "out", Deployment(gpu=A100), layout="marlin-wna16/1", force_layout=True)
+    asked = tmp_path / "out" if converted else source
+    found = parity(asked, site=package, sample=sample, progress=lambda *step: seen.append(step))
+    assert found.equal, found
+    assert (found.checkpoint, found.engine, found.layout) == (str(asked), "vLLM 9.8.7", ("marlin-wna16/1",))
+    parts = [(part.layer, part.role, part.part) for part in found.parts]
+    kinds = ("weight", "scale", "zero")
+    assert parts == [(layer, role, part) for layer in (0, 1) for role in ("w13", "w2") for part in kinds]
+    assert {part.experts for part in found.parts} == {(0,) if sample == 1 else (0, 2, 3)}
+    assert seen == [(1, 2, "layer 0"), (2, 2, "layer 1")]
+    assert {(one.awq, one.group_size, one.interleaved, len(one.w2)) for one in engine.given} == {
+        (True, 32, False, sample)
+    }
+    assert found.to_json()["parts"][0]["differing"] == ()
+    assert not replace(found, parts=()).equal
+
+
+def test_what_the_engine_is_given(package, checkpoints, monkeypatch) -> None:
+    engine = Engine(monkeypatch, "marlin-mxfp4-interleaved/1")
+    assert parity(checkpoints / "mxfp4-gptoss", site=package, layout="marlin-mxfp4-interleaved/1").equal
+    assert {(one.awq, one.group_size, one.interleaved) for one in engine.given} == {(False, 32, True)}
+
+
+@pytest.mark.parametrize(
+    ("change", "part", "differing", "verdict"),
+    [
+        (flipped("w2", "weight", 1), ("w2", "weight"), (2,), "moeq is right: .* values, the engine's do not"),
+        (flipped("w13", "scale", 0), ("w13", "scale"), (0,), "moeq is right: .* values, the engine's do not"),
+        (replaced("scale", lambda t: None), ("w2", "scale"), (0, 2, 3), r"another size \(absent, here \[4, 256\]\)"),
+        (replaced("scale", lambda t: torch.cat([t, t], 1)), ("w2", "scale"), (0, 2, 3), r"another size \(\[8, 256\]"),
+        (replaced("scale", lambda t: t.view(torch.uint8)), None, None, None),
+    ],
+)
+def test_different_bytes(change, part, differing, verdict, package, checkpoints, monkeypatch) -> None:
+    Engine(monkeypatch, "marlin-wna16/1", change)
+    found = parity(checkpoints / "gptq-int4-g32-qwen3moe", site=package, sample=3)
+    assert found.equal is (part is None)
+    for row in found.parts:
+        if (row.role, row.part) == part:
+            assert row.differing == differing
+            assert re.search(verdict, row.verdict)
+        else:
+            assert (row.differing, row.verdict) == ((), None)
+
+
+@pytest.mark.parametrize(("role", "advisory"), [("w13", True), ("w2", False)])
+def test_scales_of_a_rank_with_one_group(role, advisory, package, checkpoints, monkeypatch) -> None:
+    Engine(monkeypatch, "marlin-wna16/1", flipped(role, "scale", 0))
+    found = parity(checkpoints / "gptq-int4-g128-mixtral", site=package)
+    row = next(row for row in found.parts if row.differing)
+    groups = "compares the group size 128 with the intermediate size 128" in row.verdict
+    assert (groups, "marlin-w13-scale-order" in row.verdict) == (advisory, advisory)  # w2 has one group
+
+
+def test_bytes_of_moeq_that_are_wrong(package, checkpoints, monkeypatch) -> None:
+    Engine(monkeypatch, "marlin-wna16/1")
+    source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    unit = next(source_units(source, "marlin-wna16/1", 1, 2))
+
+    def packed(role: StackedRole, expert: int, padded: QuantizedMatrix) -> Mapping[str, torch.Tensor]:
+        parts = dict(unit.packed(role, expert, padded))
+        if (role, expert) == ("w2", 3):
+            flat_bytes(parts["weight"])[0] ^= 1
+        return parts
+
+    found = compare(find_engine(package), source, replace(unit, packed=packed))
+    (row,) = [row for row in found if row.differing]
+    assert (row.layer, row.role, row.part, row.differing) == (0, "w2", "weight", (3,))
+    assert row.verdict == "moeq is wrong: its bytes do not unpack to the source's values"
+
+
+def test_an_engine_whose_packing_fails(package, checkpoints, monkeypatch) -> None:
+    def fail(role: str, parts: Parts) -> Parts:
+        raise ValueError("no such shape")
+
+    Engine(monkeypatch, "marlin-wna16/1", fail)
+    with pytest.raises(MoeqError, match=r"vLLM 9\.8\.7's own packing of layer 0 fails: ValueError: no such") as caught:
+        parity(checkpoints / "gptq-int4-g32-qwen3moe", site=package)
+    assert caught.value.code == "environment.engine-code"
 
 
 @with_vllm
