@@ -102,7 +102,7 @@ MUTANTS ?= 20
 SEED ?= 0
 
 mutate: $(STAMP)
-	$(BIN)/python tools/mutate.py $(MUTATE) --count $(MUTANTS) --seed $(SEED) --least 90
+	$(if $(wildcard $(ENGINES)/engine),MOEQ_TEST_VLLM=$(ENGINES)/engine )$(BIN)/python tools/mutate.py $(MUTATE) --count $(MUTANTS) --seed $(SEED) --least 90
 
 gpu-test: $(STAMP)
 	$(BIN)/python -m pytest -q -m gpu

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 #: Documents per target and way; `make fuzz-minute` and `make fuzz` try many more.
-EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("MOEQ_FUZZ_EXAMPLES", "60"))
 
 #: Files of a length, a JSON document, and data.
 WITH_DATA = ("header", "restore-data", "hqq", "torchao")
@@ -39,7 +39,9 @@ texts = st.text(characters, max_size=20)
 scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), texts, st.sampled_from(VALUES))
 keys = st.text(characters, max_size=8)
 anything = st.recursive(
-    scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4))
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)),
+    max_leaves=6,
 )
 
 
