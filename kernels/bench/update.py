@@ -2,8 +2,9 @@
 
     PYTHONPATH=.:kernels python kernels/bench/update.py --out update.json
 
-Three things are measured, and each is checked first: the bytes of the gather kernel against those of the CPU, a CUDA
-graph that was captured before an update and replayed after it, and updates on one stream beside reads on another.
+Checked first: the bytes of the gather kernel against those of the CPU, a CUDA graph that was captured before an update
+and replayed after it, and updates on one stream beside reads on another. Then a layer and an expert are timed, written
+by the kernel alone and through `moeq.Writer`; the model's times are those of its 48 layers.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+import moeq
 from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
+from moeq.load.ranks import Rank
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.model.shards import Range
+from moeq.update.layers import WritableLayer
 from moeq.update.placing import placement_of
 from moeq.update.quantize import quantize
+from moeq.update.writer import Writer
 from moeq_kernels.placement import Packing, place
 
 #: Where everything lies; tests take `cpu`, for Triton's interpreter.
@@ -31,8 +38,11 @@ DEVICE = "cuda"
 
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, GROUP = 48, 128, 2048, 768, 128
 
+#: Checkpoint whose encoding the layer has: compressed-tensors, int4 in groups of 128.
+CHECKPOINT = "tests/data/checkpoints/ct-int4-g128-qwen3moe"
+
 SPECS = {
-    "w13": MatrixSpec("w13", 2 * INTERMEDIATE, HIDDEN, "int4", GROUP, "bf16"),
+    "w13": MatrixSpec("w13", 2 * INTERMEDIATE, HIDDEN, "int4", GROUP, "bf16", gated=True),
     "w2": MatrixSpec("w2", HIDDEN, INTERMEDIATE, "int4", GROUP, "bf16"),
 }
 
@@ -55,6 +65,27 @@ def targets(experts: int) -> dict[str, dict[str, Tensor]]:
         }
         for role, spec in SPECS.items()
     }
+
+
+def writer(tensors: dict[str, dict[str, Tensor]]) -> Writer:
+    """Return the writer of one layer that lies in `tensors`."""
+    layer = WritableLayer(
+        layer=0,
+        layout=marlin(),
+        scheme=moeq.open(CHECKPOINT).scheme_of(0),
+        specs=SPECS,
+        written=SPECS,
+        padding=PaddingPlan(marlin().padding, SPECS["w13"], SPECS["w2"], SPECS["w13"], SPECS["w2"]),
+        intermediate=Range(0, INTERMEDIATE),
+        first=True,
+        tensors=tensors,
+        experts=tuple(range(EXPERTS)),
+        num_experts=EXPERTS,
+        digests={},
+        rank=Rank(),
+        interleaved=None,
+    )
+    return Writer([layer])
 
 
 class Places:
@@ -173,6 +204,7 @@ class Inputs:
 
     def __init__(self, places: Places) -> None:
         self.places, self.into = places, targets(EXPERTS)
+        self.writer = writer(self.into)
         generator = torch.Generator(device=DEVICE).manual_seed(0)
         self.weights = {
             role: torch.randn(EXPERTS, spec.n, spec.k, generator=generator, device=DEVICE).to(torch.bfloat16)
@@ -190,9 +222,10 @@ class Inputs:
         return found.codes.unflatten(0, (EXPERTS, -1)), found.scales.unflatten(0, (EXPERTS, -1))
 
     def from_floats(self) -> None:
-        """Quantise and write all experts of a layer, one launch for each part."""
-        for role in SPECS:
-            self.places.write(role, *self.rounded(role), self.into[role], slice(None), Packing())
+        """Quantise and write all experts of a layer, as a trainer does that sends them on the same GPU."""
+        gate, up = self.weights["w13"].tensor_split(2, dim=1)
+        self.writer.update_layer(0, "w13", {"gate": gate, "up": up})
+        self.writer.update_layer(0, "down", self.weights["w2"])
 
     def from_words(self) -> None:
         """Write all experts of a layer from packed words."""
@@ -203,6 +236,23 @@ class Inputs:
         """Write one expert from packed words."""
         for role in SPECS:
             self.places.write(role, self.words[role][0], self.scales[role][0], self.into[role], 0, Packing(8))
+
+    def expert_of_writer(self) -> None:
+        """Write one expert through the writer, from the parts that its checkpoint has."""
+        parts = {}
+        for role in SPECS:
+            words, scales = self.words[role][0], self.scales[role][0]
+            shape = torch.tensor([SPECS[role].n, SPECS[role].k])
+            parts[role] = {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}
+        self.writer.update(0, 0, "down", parts["w2"])
+        half = {
+            name: {
+                part: one // torch.tensor([2, 1]) if part == "weight_shape" else one.tensor_split(2)[i]
+                for part, one in parts["w13"].items()
+            }
+            for i, name in enumerate(("gate", "up"))
+        }
+        self.writer.update(0, 0, "w13", half)
 
     def copier(self) -> Callable[[], None]:
         """Return a call that copies a layer as it is, from other memory."""
@@ -228,6 +278,7 @@ def measure(places: Places) -> dict[str, float]:
         "words_rate_of_copy": copied / words,
         "graph_rate_of_copy": copied / replayed,
         "one_expert_us": 1e6 * seconds(inputs.one_expert, 50),
+        "one_expert_of_writer_us": 1e6 * seconds(inputs.expert_of_writer, 50),
     }
 
 

@@ -6,16 +6,27 @@ graphs that were captured before find them at the same address.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from moeq_kernels.areas import Area
 from moeq_kernels.errors import KernelArgumentError
+from moeq_kernels.gpu import Gpu, gpu_of
+from moeq_kernels.launch import Launch, Schedule, run_with_triton
+from moeq_kernels.placement_tiles import tiling_of
 
-#: Words that a program writes.
+if TYPE_CHECKING:
+    from moeq_kernels.cuda import Bound
+
+#: Words that a program writes, one by one.
 BLOCK = 512
+
+#: Upper bound of the planned launches that are kept: one for each part, shape and source.
+KEPT = 256
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,6 +81,13 @@ class Placement:
         for digit in self.digits:
             count *= digit.extent
         return count
+
+    @property
+    def transposed(self) -> Placement:
+        """The placement of the transposed matrix in the same words."""
+        digits = tuple(replace(one, axis=1 - one.axis) for one in self.digits)
+        fields = tuple((column, row) for row, column in self.fields)
+        return replace(self, digits=digits, fields=fields, origin=(self.origin[1], self.origin[0]))
 
     @property
     def constants(self) -> dict[str, object]:
@@ -129,8 +147,6 @@ def place(
     Raises:
         KernelArgumentError: if source and target are on several devices or do not hold what `placement` says.
     """
-    from moeq_kernels.device.placement import place_words
-
     size = -(-placement.bits * len(placement.fields) // 8)
     if size not in _WORDS or not target.is_contiguous():
         raise KernelArgumentError(f"words of {size} bytes in strides {target.stride()} cannot be written")
@@ -143,19 +159,73 @@ def place(
         raise KernelArgumentError(
             f"word {last} of {each} on {target.device}, from {list(source.shape)} on {source.device}"
         )
+    if not number:
+        return
     stored = matrices if not source.is_floating_point() else matrices.view(_WORDS[source.element_size()])
-    count = placement.words
-    with torch.cuda.device(source.device) if source.device.type == "cuda" else nullcontext():
-        place_words[(-(-count // BLOCK), number)](
-            stored,
-            words,
-            count,
-            *shape,
-            *stored.stride()[1:],
-            *placement.origin,
-            stored.stride(0),
-            each,
-            **placement.constants,
-            **packing.constants,
-            BLOCK=BLOCK,
-        )
+    gpu = gpu_of(source.device)
+    launch = planned(
+        placement, packing, shape, stored.dtype, tuple(stored.shape), stored.stride(), words.dtype, words.numel()
+    )
+    aligned = not (stored.data_ptr() | words.data_ptr()) % 16
+    if source.device.type == "cuda" and gpu.backend == "cuda" and aligned:
+        stream = torch.cuda.current_stream(source.device)
+        with torch.cuda.device(source.device):
+            _bound(launch, gpu, source.device.index).run(
+                (0, stored.data_ptr(), words.data_ptr()), (), stream.cuda_stream
+            )
+    else:
+        run_with_triton([launch.value], {"source": stored, "target": words})
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """Launch that is equal to itself only, so that it can be the key of a cache."""
+
+    value: Launch
+
+
+@lru_cache(maxsize=KEPT)
+def planned(
+    placement: Placement,
+    packing: Packing,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    word: torch.dtype,
+    words: int,
+) -> Planned:
+    """Plan the launch for sources `[matrices, ...]` of these sizes and strides."""
+    source = Area("source", dtype, sizes, strides)
+    arguments: dict[str, Any] = {"source": source, "target": Area.of("target", word, words)}
+    steps = {"source_step": strides[0], "target_step": words // sizes[0]}
+    rows, columns = shape
+    (row_stride, column_stride), inner, outer = strides[1:], placement, packing
+    if packing.along_rows:
+        rows, columns, row_stride, column_stride = columns, rows, column_stride, row_stride
+        inner, outer = placement.transposed, replace(packing, along_rows=False)
+    across = {"row_stride": row_stride, "column_stride": column_stride, "rows": rows}
+    tiles = tiling_of(inner, outer, dtype.itemsize) if columns % packing.per == 0 else None
+    if tiles is None:
+        first = {"first_row": inner.origin[0], "first_column": inner.origin[1]}
+        more = {"columns": columns, "count": placement.words, **first}
+        constants = {**inner.constants, **outer.constants, "BLOCK": BLOCK}
+        grid = (-(-placement.words // BLOCK), sizes[0])
+        return Planned(Launch("device.placement:place_words", grid, arguments | steps | across | more, constants))
+    sign = sum(packing.sign << (placement.bits * i) for i in range(packing.per))
+    if dtype.is_signed and sign >> (8 * dtype.itemsize - 1):
+        sign -= 1 << 8 * dtype.itemsize
+    more = {"columns": columns // packing.per, "top_rows": tiles.tops[0], "top_columns": tiles.tops[1]}
+    constants = {**tiles.constants, "SIGN": sign}
+    programs, options = (tiles.across, tiles.down, sizes[0]), {"num_warps": 8}
+    return Planned(
+        Launch("device.placement:place_tiles", programs, arguments | steps | across | more, constants, options)
+    )
+
+
+@lru_cache(maxsize=KEPT)
+def _bound(launch: Planned, gpu: Gpu, device: int) -> Bound:
+    """Compile and load a planned launch for a device, which is current."""
+    from moeq_kernels.cuda import Bound
+
+    return Bound(Schedule((launch.value,), 0), ("workspace", "source", "target"), {}, gpu, device)

@@ -76,3 +76,104 @@ def place_words(
                 moved |= (packed >> -STEPS[s][0]) & STEPS[s][1]
         packed = moved
     tl.store(target + place, packed.to(target.dtype.element_ty), live)
+
+
+@triton.jit
+def place_tiles(
+    source,  # elements, or words of several elements along columns
+    target,  # packed words
+    rows,  # rows of the source matrix
+    columns,  # its source words in a row
+    row_stride,  # in source words
+    column_stride,
+    source_step,  # source words from one matrix to the next
+    target_step,  # packed words from one matrix to the next
+    top_rows,  # values of the topmost digit of the row number, and those of the column number
+    top_columns,
+    ROWS: tl.constexpr,  # rows of a tile
+    COLUMNS: tl.constexpr,  # source words in a row of a tile
+    DIVIDED: tl.constexpr,  # axes of a source tile, one for each bit of its row and word number
+    MOVED: tl.constexpr,  # order of these axes: bits of the packed word's number, then bits of the field's
+    WORDS: tl.constexpr,  # values of the former bits
+    WITHIN: tl.constexpr,  # values of the bits of a packed word's number that lie within a source word
+    FIELDS: tl.constexpr,  # values of the latter bits
+    WORD_BITS: tl.constexpr,  # bits of a source element's number that lie in the packed word's, lowest first
+    FIELD_BITS: tl.constexpr,  # source bit and field bit of the others, and whether the field counts backwards
+    OUTER_BITS: tl.constexpr,  # field bit of each bit of FIELDS, lowest first, and whether it counts backwards
+    GATHERED: tl.constexpr,  # axes of the packed tile before it is sorted by place
+    SORTED: tl.constexpr,  # order of these axes
+    RUN: tl.constexpr,  # words that follow each other
+    # Bits of a run's number, lowest first: stride, whether it counts backwards, and its weights in the topmost digits of
+    # row and column number.
+    PLACES: tl.constexpr,
+    TOP: tl.constexpr,  # values of the two topmost digits in a tile
+    STRIDES: tl.constexpr,  # packed words between values of the two topmost digits
+    BITS: tl.constexpr,  # bits of an element
+    FLIP: tl.constexpr,  # bits of an element that are stored inverted
+    STEPS: tl.constexpr,  # permutation of the bits of a word: (left shift, mask) pairs that are OR-ed
+    ORDER: tl.constexpr,  # field of each element of a source word, a hexadecimal digit each
+    SIGN: tl.constexpr,  # bits of a source word that are stored inverted
+):
+    """Write one tile of one matrix: rows of the source are read, bits change places, runs of words are written."""
+    across, down, matrix = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = down * ROWS + tl.arange(0, ROWS)[:, None]
+    column = across * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < columns)
+    offsets = row.to(tl.int64) * row_stride + column.to(tl.int64) * column_stride
+    found = tl.load(source + matrix * source_step + offsets, inside, 0)
+    if SIGN != 0:
+        found = tl.where(inside, found ^ SIGN, found)
+    # The sum is a tuple, which `permute` takes, where a constexpr of a tuple is none.
+    found = tl.reshape(tl.permute(tl.reshape(found, DIVIDED), () + MOVED), [WORDS, FIELDS])  # noqa: RUF005
+    # Halves by the lowest bit first: all pieces of a packed word get into one thread while they are packed themselves.
+    pieces = (found,)
+    for level in tl.static_range(len(OUTER_BITS)):
+        halves = ()
+        for j in tl.static_range(1 << level):
+            even, odd = tl.split(tl.reshape(pieces[j], [WORDS, FIELDS >> (level + 1), 2]))
+            halves = halves + (even, odd)  # noqa: RUF005
+        pieces = halves
+
+    word = tl.arange(0, WITHIN)[None, :]
+    element = tl.zeros([1, WITHIN], tl.int32)
+    for i in tl.static_range(len(WORD_BITS)):
+        element += ((word >> i) & 1) << WORD_BITS[i]
+    packed = tl.zeros([WORDS, WITHIN], tl.uint32)
+    for j in tl.static_range(FIELDS):
+        piece = tl.reshape(pieces[j], [WORDS, 1]).to(tl.uint32)
+        for inner in tl.static_range(1 << len(FIELD_BITS)):
+            taken = element
+            put = tl.zeros([1, 1], tl.int32)
+            for i in tl.static_range(len(OUTER_BITS)):
+                put += (((j >> (len(OUTER_BITS) - 1 - i)) & 1) ^ OUTER_BITS[i][1]) << OUTER_BITS[i][0]
+            for i in tl.static_range(len(FIELD_BITS)):
+                taken += ((inner >> i) & 1) << FIELD_BITS[i][0]
+                put += (((inner >> i) & 1) ^ FIELD_BITS[i][2]) << FIELD_BITS[i][1]
+            value = piece >> (((ORDER >> (4 * taken).to(tl.uint64)) & 15) * BITS).to(tl.uint32)
+            if BITS < 32:
+                value &= (1 << BITS) - 1
+            packed |= (value ^ FLIP) << (put * BITS).to(tl.uint32)
+    if len(STEPS) > 0:
+        moved = tl.zeros([WORDS, WITHIN], tl.uint32)
+        for s in tl.static_range(len(STEPS)):
+            if STEPS[s][0] >= 0:
+                moved |= (packed << STEPS[s][0]) & STEPS[s][1]
+            else:
+                moved |= (packed >> -STEPS[s][0]) & STEPS[s][1]
+        packed = moved
+    packed = tl.reshape(tl.permute(tl.reshape(packed, GATHERED), () + SORTED), [WORDS * WITHIN])  # noqa: RUF005
+
+    number = tl.arange(0, WORDS * WITHIN)
+    run = number // RUN
+    place = tl.zeros([WORDS * WITHIN], tl.int64)
+    top_row = tl.zeros([WORDS * WITHIN], tl.int32) + down * TOP[0]
+    top_column = tl.zeros([WORDS * WITHIN], tl.int32) + across * TOP[1]
+    for i in tl.static_range(len(PLACES)):
+        bit = (run >> i) & 1
+        place += (bit ^ PLACES[i][1]).to(tl.int64) * PLACES[i][0]
+        top_row += bit * PLACES[i][2]
+        top_column += bit * PLACES[i][3]
+    place += down.to(tl.int64) * (TOP[0] * STRIDES[0]) + across.to(tl.int64) * (TOP[1] * STRIDES[1])
+    live = (top_row < top_rows) & (top_column < top_columns)
+    place = tl.multiple_of(place, RUN) + number % RUN
+    tl.store(target + matrix * target_step + place, packed.to(target.dtype.element_ty), live)

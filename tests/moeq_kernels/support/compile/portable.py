@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels import interpreter, portable
-from moeq_kernels.areas import Area, Arena
+from moeq_kernels.areas import Area, Arena, contiguous
 from moeq_kernels.compiling import compile_one, specialise
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
@@ -29,7 +29,7 @@ from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
 from moeq_kernels.launch import Launch
 from moeq_kernels.lora import activation_launch
-from moeq_kernels.placement import BLOCK, Digit, Packing, Placement
+from moeq_kernels.placement import Digit, Packing, Placement, planned
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
 from moeq_kernels.records import PackedMatrix
@@ -117,7 +117,7 @@ def full_matrix() -> list[Case]:
 
 
 def _small_kernels() -> list[Case]:
-    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words", "activate_rows")
+    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words", "place_tiles", "activate_rows")
     return [Case(name, epilogue=name) for name in names]
 
 
@@ -199,8 +199,8 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     if case.epilogue == "quantize_rows":
         codes, scales = area(torch.int8, 64, HIDDEN), area(torch.float32, 64)
         return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
-    if case.epilogue == "place_words":
-        return _placement_launch()
+    if case.epilogue in ("place_words", "place_tiles"):
+        return _placement_launch(case.epilogue == "place_tiles")
     if case.epilogue == "activate_rows":
         sums, more = area(torch.float32, 64, 2 * INTERMEDIATE), area(torch.float32, 64, INTERMEDIATE)
         areas = {"sums": sums, "gate": more, "up": more, "out": area(case.dtype, 64, INTERMEDIATE)}
@@ -226,28 +226,28 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     return products[1 if down else 0]
 
 
-def _placement_launch() -> Launch:
-    """Return the launch that writes int4 codes, two to a byte, in Marlin's order."""
+def _placement_launch(whole: bool) -> Launch:
+    """Return the launch that writes int4 codes, two to a byte, in Marlin's order: a whole matrix or its first rows."""
     radices = ((0, 4, 16), (1, 4, 2), (0, 8, 1), (0, INTERMEDIATE // 64, 64), (1, HIDDEN // 16, 16))
     digits, stride = [], 1
     for axis, radix, multiple in radices:
-        digits.append(Digit(axis, radix, multiple, False, stride, 0, radix))
+        extent = 1 if multiple == 64 and not whole else radix
+        digits.append(Digit(axis, radix, multiple, False, stride, 0, extent))
         stride *= radix
     fields = tuple((8 * o, q + 8 * h) for q in range(2) for o in range(2) for h in range(2))
-    placement, source = Placement(tuple(digits), fields, 4), (INTERMEDIATE, HIDDEN // 2)
-    sizes = {"count": placement.words, "rows": INTERMEDIATE, "columns": HIDDEN, "row_stride": source[1]}
-    arguments = {
-        "source": Area.of("source", torch.uint8, *source),
-        "target": Area.of("target", torch.int32, placement.words),
-        **sizes,
-        "column_stride": 1,
-        "first_row": 0,
-        "first_column": 0,
-        "source_step": source[0] * source[1],
-        "target_step": placement.words,
-    }
-    constants = {**placement.constants, **Packing(2).constants, "BLOCK": BLOCK}
-    return Launch("device.placement:place_words", (-(-placement.words // BLOCK), 1), arguments, constants)
+    placement, source = Placement(tuple(digits), fields, 4), (1, INTERMEDIATE if whole else 64, HIDDEN // 2)
+    strides = contiguous(source)
+    found = planned(
+        placement,
+        Packing(2),
+        (source[1], HIDDEN),
+        torch.uint8,
+        source,
+        strides,
+        torch.int32,
+        INTERMEDIATE * HIDDEN // 8,
+    )
+    return found.value
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
