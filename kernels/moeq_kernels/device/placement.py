@@ -103,8 +103,8 @@ def place_tiles(
     GATHERED: tl.constexpr,  # axes of the packed tile before it is sorted by place
     SORTED: tl.constexpr,  # order of these axes
     RUN: tl.constexpr,  # words that follow each other
-    # Bits of a run's number, lowest first: stride, whether it counts backwards, and its weights in the topmost digits of
-    # row and column number.
+    # Bits of a run's number, lowest first: stride, whether it counts backwards, and its weights in the topmost digits
+    # of row and column number.
     PLACES: tl.constexpr,
     TOP: tl.constexpr,  # values of the two topmost digits in a tile
     STRIDES: tl.constexpr,  # packed words between values of the two topmost digits
