@@ -128,7 +128,6 @@ def _few_bits(element: str, codec: str, high_shape: ShapeOf | None = None) -> Fo
         zero_points=False,
         k_multiple=64,
         high_shape=high_shape,
-        hopper_scales=(),
     )
 
 

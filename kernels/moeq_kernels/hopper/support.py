@@ -25,6 +25,8 @@ READ: dict[tuple[str, str], tuple[torch.dtype, ...]] = {
 #: NVFP4, FP8 and MXFP8 among them.
 FLOATS = {key: read for key, read in READ.items() if key[1] == "e4m3" or FORMATS[key].global_scale == "required"}
 SCALES = {key: read for key, read in READ.items() if key not in FLOATS}
+#: Formats whose codes have 4 or 8 bits, which the `mma.sync` kernels read as well.
+WHOLE_NIBBLES = {key: read for key, read in READ.items() if key[1] not in ("int2", "int3")}
 #: Upper bound of the experts whose pairs one program counts at a time (`device.routing.place_pairs`).
 MAX_EXPERTS = 8192
 #: Upper bound of the features in a row that one program quantises (`w8a8.device.rows`).

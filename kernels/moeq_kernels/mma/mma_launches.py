@@ -8,7 +8,7 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.support import MAX_EXPERTS, READ, matrix_reasons, triton_reason
+from moeq_kernels.hopper.support import MAX_EXPERTS, WHOLE_NIBBLES, matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import alike, channel_scale, group_of, group_scale, kind_of
 from moeq_kernels.launch import Launch
@@ -40,8 +40,8 @@ def reasons(problem: Problem) -> Iterator[str]:
         yield f"{problem.experts} experts; these kernels sort pairs among at most {MAX_EXPERTS}"
     if problem.hidden % 8:
         yield f"x has {problem.hidden} features; cp.async copies eight at a time"
-    yield from matrix_reasons("w13", problem.w13, READ)
-    yield from matrix_reasons("w2", problem.w2, READ)
+    yield from matrix_reasons("w13", problem.w13, WHOLE_NIBBLES)
+    yield from matrix_reasons("w2", problem.w2, WHOLE_NIBBLES)
 
 
 def plan_for(problem: Problem, tokens: int) -> MmaPlan:

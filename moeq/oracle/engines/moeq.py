@@ -371,9 +371,11 @@ def _target(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Conv
 def is_fastest(scheme: Scheme, deployment: Deployment, layout: str) -> bool:
     """Return whether moeq's kernels for this GPU read a layout, and were measured ahead of all others there.
 
-    That is so for weights with 16-bit activations on Hopper (`kernels/bench/results`).
+    That is so for weights of 4 and 8 bits with 16-bit activations on Hopper (`kernels/bench/results`).
     """
     row = FORMATS.get((layout, scheme.weight.dtype))
+    if scheme.weight.dtype in ("int2", "int3"):  # their kernels were not measured beside others
+        return False
     hopper = deployment.gpu.platform == "cuda" and deployment.gpu.capability == (9, 0)
     return hopper and scheme.activation is None and row is not None and bool(row.hopper_scales)
 

@@ -18,7 +18,8 @@ from support.compile.sass import disassemble, is_wgmma, main_loops, problems
 wanted = {
     "narrow8-gate-up-split", "narrow8-down", "narrow8-g32-zeros", "wide32-down", "wide64-gate-up", "wide160g-g32",
     "narrow8-f16-g32-zeros", "wide32-g32-f16-scales-zeros", "narrow8-channel", "narrow8-int8", "wide32-int8-g32-zeros",
-    "narrow8-mxfp4", "wide32-mxfp4-oai", "narrow8-relu2", "queue8-gate-up", "queue16-g32-zeros",
+    "narrow8-int2", "wide32-int3", "narrow8-mxfp4", "wide32-mxfp4-oai", "narrow8-relu2", "queue8-gate-up",
+    "queue16-g32-zeros",
     "narrow8-situ", "wide64-swiglu-step", "wide64-nvfp4-permuted",
     "queue16-mxfp4-oai", "direct1-gate-up", "direct1-down", "wide32-nvfp4", "wide64-fp8-channel", "wide64-mxfp8-down",
     "narrow8-2-nvfp4-split", "queue8-3-nvfp4-down", "direct1-4-fp8-channel", "queue16-3-mxfp8", "queue8-3-fp8-f16",

@@ -75,6 +75,17 @@ LAYERS = {
         seed=30,
     ),
     "throng": Recipe(experts=384, hidden=256, intermediate=256, group_size=32, seed=31),
+    "int2": Recipe("moeq-wna16/1", "int2", experts=8, hidden=512, intermediate=384, group_size=64, seed=41),
+    "int2-channel": Recipe(
+        "moeq-wna16/1", "int2", experts=6, hidden=448, intermediate=320, group_size=-1, bias=True, seed=42
+    ),
+    "f16-int2": Recipe(
+        "moeq-wna16/1", "int2", experts=8, hidden=512, intermediate=256, group_size=128, dtype=torch.float16, seed=43
+    ),
+    "int3": Recipe("moeq-wna16/1", "int3", experts=8, hidden=512, intermediate=384, group_size=128, bias=True, seed=44),
+    "f16-int3-g32": Recipe(
+        "moeq-wna16/1", "int3", experts=6, hidden=448, intermediate=320, group_size=32, dtype=torch.float16, seed=45
+    ),
     "mxfp4": Recipe("marlin-mxfp4/1", "e2m1", experts=8, hidden=512, intermediate=384, seed=20),
     "mxfp4-oai": Recipe(
         "marlin-mxfp4-interleaved/1", "e2m1", experts=8, hidden=448, intermediate=320, order="interleaved",

@@ -101,10 +101,11 @@ def choices(family: str | None, formats: str) -> list[tuple[str, str]]:
     integers = [("marlin-wna16/1", "int4")] * 3 + [("marlin-wna16/1", "int8")]
     marlin = [("marlin-mxfp4/1", "e2m1"), ("marlin-mxfp4-interleaved/1", "e2m1")]
     mxfp4 = [*marlin, ("moeq-mxfp4/1", "e2m1")]
+    few_bits = [("moeq-wna16/1", "int2"), ("moeq-wna16/1", "int3")]
     w8a8 = [("int8-w8a8/1", "int8")]
     read = {
-        None: [*integers, *w8a8, *mxfp4],
-        "hopper-w4a16": [*integers, *mxfp4, *FLOATS],
+        None: [*integers, *few_bits, *w8a8, *mxfp4],
+        "hopper-w4a16": [*integers, *few_bits, *mxfp4, *FLOATS],
         "hopper-w8a8": w8a8,
         "hopper-fp8": list(FP8),
         "hopper-w4a8": [*marlin, ("marlin-wna16/1", "int4")],

@@ -16,7 +16,8 @@ class Kind:
         scale_bytes: bytes of a scale that codes along k share.
         keeps_extra_bit: whether outputs that are rounded before they are summed keep one more bit than bfloat16;
             weights of this kind are so exact that rounding to bfloat16 would add a visible error.
-        has_cheap_decode: whether 4-bit codes are decoded in so few instructions that their time is that of their bytes.
+        has_cheap_decode: whether codes of up to 4 bits are decoded in so few instructions that their time is that of
+            their bytes.
         is_mixable: whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels
             do.
     """
@@ -34,6 +35,8 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
+    "uint2": Kind(2, 2, False, has_cheap_decode=True),
+    "uint3": Kind(3, 2, False, has_cheap_decode=True),
     "uint4": Kind(4, 2, False, has_cheap_decode=True, is_mixable=True),
     "uint8": Kind(8, 2, True, is_mixable=True),
     "e2m1": Kind(4, 1, True, is_mixable=True),  # MXFP4

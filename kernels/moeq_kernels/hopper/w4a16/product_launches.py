@@ -22,8 +22,8 @@ MIN_UP_STEPS, MIN_DOWN_STEPS, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
 #: Arguments that the kernel for both products takes once per product.
 _PER_PRODUCT = (
-    "w_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias", "global_scale",
-    "packed",
+    "w_desc", "h_desc", "s_desc", "zero", "slabs", "groups", "columns", "stride", "zero_words", "scale", "bias",
+    "global_scale", "packed",
 )  # fmt: skip
 
 
@@ -145,11 +145,12 @@ def _common(
     matrix: PackedMatrix, x: Area, out: Area, epilogue: Epilogue, step: int, tiles: int, tokens: int
 ) -> tuple[dict[str, Argument], dict[str, Any]]:
     """Return the arguments and constants that all kernels share; a box has `step` rows of k, `tiles` and `tokens`."""
-    words, rows, scales = boxes(matrix, x, step, tiles, tokens)
+    words, high, rows, scales = boxes(matrix, x, step, tiles, tokens)
     columns = out.shape[-1]
     arguments, constants = weight_arguments(matrix)
     arguments |= {
         "w_desc": words,
+        "h_desc": high,
         "x_desc": rows,
         "s_desc": scales,
         "out": out,
@@ -168,7 +169,7 @@ def weight_arguments(matrix: PackedMatrix) -> tuple[dict[str, Argument], dict[st
     arguments = {
         "zero": matrix.zero,
         "global_scale": matrix.global_scale,
-        "slabs": matrix.k // 16,
+        "slabs": matrix.weight.shape[-2],
         "groups": matrix.num_groups,
         "zero_words": 0 if matrix.zero is None else matrix.zero.shape[-1],
     }
@@ -217,15 +218,23 @@ def group_of(matrix: PackedMatrix) -> int:
     return 0 if matrix.channelwise else matrix.group_size
 
 
-def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> tuple[Box, Box, Box]:
-    """Return the boxes of words, tokens and scales, of `step` rows of k, `tiles` tiles and `tokens` tokens."""
+def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> tuple[Box, Box | None, Box, Box]:
+    """Return the boxes of words, third bits, tokens and scales: `step` rows of k, `tiles` tiles, `tokens` tokens.
+
+    Only 3-bit codes have third bits.
+    """
     layouts = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     assert matrix.scale is not None
-    words = layouts.tile_bytes(kind_of(matrix)) // 4
+    kind, shared = kind_of(matrix), layouts.word_buffer()
+    words, high = layouts.tile_bytes(kind) // 4, None
+    if matrix.weight_high is not None:
+        high = Box(matrix.weight_high.view(-1, matrix.n // 64, words), (step // 64, tiles, words), shared)
+    block = (step // layouts.word_rows(kind), tiles, words)
     groups = layouts.groups_of(step, group_of(matrix))
     scale: Area = matrix.scale.cast(torch.uint8) if matrix.scale.itemsize == 1 else matrix.scale
     return (
-        Box(matrix.weight.view(-1, matrix.n // 64, words), (step // 16, tiles, words), layouts.word_buffer()),
+        Box(matrix.weight.view(-1, matrix.n // 64, words), block, shared),
+        high,
         Box(x, (tokens, 64), layouts.token_buffer()),
         Box(scale.view(-1, matrix.n), (groups, 64 * tiles), layouts.scale_buffer(8 * scale.itemsize)),
     )

@@ -178,7 +178,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
         "DEPENDENT": problem.dependent,
     }
     options = {"num_warps": 4, **problem.launch_options}
-    words, rows, scales = boxes(w13, piece.x, kernel.step, 2, 8)
+    words, high, rows, scales = boxes(w13, piece.x, kernel.step, 2, 8)
     given, fixed = weight_arguments(w13)
     up = Launch(
         "hopper.w4a16.device.direct:few_gate_up",
@@ -187,6 +187,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
             **arguments,
             **given,
             "w_desc": words,
+            "h_desc": high,
             "x_desc": rows,
             "s_desc": scales,
             "to_clear": arrived.numel(),
@@ -202,7 +203,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
         },
         options,
     )
-    words, _, scales = boxes(w2, piece.x, kernel.step, 2, 8)
+    words, high, _, scales = boxes(w2, piece.x, kernel.step, 2, 8)
     given, fixed = weight_arguments(w2)
     down = Launch(
         "hopper.w4a16.device.direct:few_down",
@@ -211,6 +212,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
             **arguments,
             **given,
             "w_desc": words,
+            "h_desc": high,
             "s_desc": scales,
             "topk_weights": piece.weights,
             "parts": parts,

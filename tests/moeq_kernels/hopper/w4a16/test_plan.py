@@ -333,7 +333,10 @@ def test_reasons() -> None:
     mxfp4, _ = make_layer(Recipe("marlin-mxfp4-interleaved/1", "e2m1", hidden=256, intermediate=128))
     assert list(matrix_reasons("w2", symbolic("w2", mxfp4.w2))) == []
     for changes, words in (
-        ({"layout": "triton-wna16/1"}, "read marlin-wna16/1 int4, marlin-wna16/1 int8, marlin-mxfp4/1 e2m1"),
+        (
+            {"layout": "triton-wna16/1"},
+            "read marlin-wna16/1 int4, marlin-wna16/1 int8, moeq-wna16/1 int2, moeq-wna16/1 int3, marlin-mxfp4/1 e2m1",
+        ),
         ({"group_size": 16}, "groups of 16"),
         ({"scale": packed.w13.scale.float()}, "float32; these kernels read bfloat16 or float16"),
         ({"permutation": x}, "has a permutation"),

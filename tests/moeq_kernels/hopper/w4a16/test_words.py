@@ -22,7 +22,7 @@ from moeq.layouts.bits import MOEQ_MXFP4
 from moeq_kernels.hopper.w4a16.device import layouts, recipes, weights
 from moeq_kernels.hopper.w4a16.kinds import KINDS as KINDS_OF_WEIGHTS
 
-KINDS = ("uint4", "uint8")
+KINDS = ("uint2", "uint3", "uint4", "uint8")
 BITS = {name: kind.bits for name, kind in KINDS_OF_WEIGHTS.items()}
 
 
@@ -43,7 +43,7 @@ def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
 
 
 @pytest.mark.cover
-@pytest.mark.parametrize("kind", KINDS_OF_WEIGHTS)
+@pytest.mark.parametrize("kind", [kind for kind, bits in BITS.items() if bits >= 4])
 @pytest.mark.parametrize("wide", [False, True])
 def test_words_hold_wgmma_fragments_in_the_documented_row_order(wide: bool, kind: str) -> None:
     """Each lane's words, read as `layouts.words` says, hold the fragments of the rows that the map names."""
@@ -90,7 +90,7 @@ def test_scales_and_zero_points_lie_where_their_lanes_read(wide: bool) -> None:
         assert int(scale[pair, tile_g, j_h]) == column
         j1, j0, h = j_h // 4, j_h // 2 % 2, j_h % 2
         assert int(mx[pair, tile_g, 4 * j1 + 2 * h + j0]) == column
-    for kind in KINDS:
+    for kind in ("uint4", "uint8"):
         bits = BITS[kind]
         codes = torch.randint(0, 1 << bits, (1, n_size, 1), dtype=torch.uint8)
         words = marlin_zero(codes, bits)[0, 0].view(2, tiles * 8, bits // 4)
@@ -227,7 +227,7 @@ def _text(kind: str, half: bool, how: str, operands: int) -> str:
 
 def _dequantized(kind: str, half: bool, how: str, code: int, *operands: int) -> int:
     """The 16-bit float that a code becomes; operands as 16-bit floats. Asks every place in the word."""
-    word = code * (0x11111111 if BITS[kind] == 4 else 0x01010101)
+    word = code * (0x11111111 if BITS[kind] <= 4 else 0x01010101)
     doubled = [_twice(operand) for operand in operands for _ in range(2)]
     found = run(_text(kind, half, how, len(operands)), recipes.registers(kind), word, *doubled)
     assert len(set(found)) == 1
@@ -240,12 +240,13 @@ def _dequantized(kind: str, half: bool, how: str, code: int, *operands: int) -> 
 def test_each_field_of_a_word_lands_in_its_register(kind: str, half: bool) -> None:
     """Different codes in all fields: register i holds those of (column, k) in the order that wgmma wants."""
     unit = Fraction(1, 2**9 if half else 2**21)
-    if kind == "uint4":
-        word, wanted = 0x76543210, [(0, 4), (2, 6), (1, 5), (3, 7)]
+    if kind != "uint8":  # bits above codes of 2 and 3 bits are left out
+        word, wanted = 0xF6D4B290, [(0, 4), (2, 6), (9, 13), (11, 15)]
+        wanted = [(low % (1 << BITS[kind]), high % (1 << BITS[kind])) for low, high in wanted]
     else:
         word, wanted = 0xF0A37C05, [(0x05, 0xA3), (0x7C, 0xF0)]
     found = run(recipes.dequantize(kind, half, "plain"), len(wanted), word)
-    middle = 8 if kind == "uint4" else 128
+    middle = 1 << BITS[kind] - 1
     for value, (low, high) in zip(found, wanted, strict=True):
         assert _value(value & 0xFFFF, half) == (low - middle) * unit
         assert _value(value >> 16, half) == (high - middle) * unit
@@ -277,11 +278,11 @@ def test_bf16_scales_round_once(kind: str) -> None:
     unit, top = Fraction(1, 2**21), 1 << BITS[kind]
     for scale in _scales(False, 6):
         s = _value(scale, False)
-        factors = run(recipes.scale_factors(), 4, _twice(scale))
-        low, high, zero4, zero8 = (value & 0xFFFF for value in factors)
+        factors = run(recipes.scale_factors(kind), 3, _twice(scale))
+        low, high, middle = (value & 0xFFFF for value in factors)
         for code in range(top):
             wanted = _value(_bits((code - top // 2) * s, False), False) * unit
-            folded = _dequantized(kind, False, "folded", code, low, high, zero4 if top == 16 else zero8)
+            folded = _dequantized(kind, False, "folded", code, low, high, middle)
             assert _value(folded, False) == wanted
             zero = 5 * top // 16
             wanted = _value(_bits((code - zero) * s, False), False) * unit

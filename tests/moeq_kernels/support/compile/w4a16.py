@@ -81,6 +81,11 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "int8-f16-scales": {"kind": "uint8", "scale": "fp16", "group": 64},
     "int8-f16": {"kind": "uint8", "x": "fp16", "scale": "fp16"},
     "int8-channel": {"kind": "uint8", "group": 0},
+    "int2": {"kind": "uint2"},
+    "int2-g32-f16": {"kind": "uint2", "group": 32, "x": "fp16", "scale": "fp16", "epilogue": PLAIN},
+    "int2-channel": {"kind": "uint2", "group": 0, "bias": True},
+    "int3": {"kind": "uint3", "group": 64},
+    "int3-g32-f16": {"kind": "uint3", "group": 32, "x": "fp16", "scale": "fp16", "epilogue": PLAIN},
     "mxfp4": {"kind": "e2m1", "group": 32, "scale": "u8"},
     "mxfp4-oai": {
         "kind": "e2m1", "group": 32, "scale": "u8", "bias": True,
@@ -238,7 +243,8 @@ def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, s
     bits = 8 if case.scale == "u8" else 16
     words = layouts.tile_bytes(case.kind) // 4
     types = {
-        "w_desc": _descriptor("i32", [step // 16, tiles, words], layouts.word_buffer()),
+        "w_desc": _descriptor("i32", [step // layouts.word_rows(case.kind), tiles, words], layouts.word_buffer()),
+        "h_desc": _descriptor("i32", [step // 64, tiles, words], layouts.word_buffer()),
         "x_desc": _descriptor(case.x, [tokens, 64], layouts.token_buffer()),
         "s_desc": _descriptor(
             case.scale, [layouts.groups_of(step, case.group), 64 * tiles], layouts.scale_buffer(bits)
@@ -263,11 +269,14 @@ def _common(case: Case, step: int, tiles: int, tokens: int) -> tuple[dict[str, s
             types[name] = f"*{kind}"
         else:
             constants[name] = None
+    if case.kind != "uint3":
+        del types["h_desc"]
+        constants["h_desc"] = None
     return types, constants
 
 
 #: Parameters that are None where a format lacks them.
-_OPTIONAL = ("scale", "bias", "global_scale")
+_OPTIONAL = ("h_desc", "scale", "bias", "global_scale")
 
 
 def _integers(names: str) -> dict[str, str]:

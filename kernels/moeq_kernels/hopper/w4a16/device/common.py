@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moeq_kernels.device.caching import KEPT
+from moeq_kernels.hopper.compat import reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import layouts, weights
 
@@ -46,6 +47,53 @@ def find_tile(index, tiles, blocks):
     together = gl.minimum(gl.load(entry + 4) - group, TILES_TOGETHER)
     row = gl.load(entry + 1) + (first + group + rest % together - index // blocks) * height
     return gl.load(entry), row, gl.minimum(row + height, gl.load(entry + 2)), rest // together
+
+
+@gluon.jit
+def word_buffers(SLOTS: gl.constexpr, STEP: gl.constexpr, TILES: gl.constexpr, KIND: gl.constexpr):
+    """Allocate shared memory for the words of SLOTS steps; with uint3 a pair, the second for third bits."""
+    shape: gl.constexpr = [SLOTS * 2, STEP // layouts.word_rows(KIND), TILES, layouts.tile_bytes(KIND) // 4]
+    buffer = gl.allocate_shared_memory(gl.int32, shape, layouts.word_buffer())
+    if KIND == "uint3":
+        high: gl.constexpr = [SLOTS * 2, STEP // 64, TILES, layouts.tile_bytes(KIND) // 4]
+        return buffer, gl.allocate_shared_memory(gl.int32, high, layouts.word_buffer())
+    else:
+        return buffer
+
+
+@gluon.jit
+def word_views(buffers, SLOTS: gl.constexpr, STEP: gl.constexpr, TILES: gl.constexpr, KIND: gl.constexpr):
+    """Reinterpret `word_buffers` as bytes `[slot, pair, rows of words, bytes]`."""
+    BYTES: gl.constexpr = TILES * layouts.tile_bytes(KIND)
+    shape: gl.constexpr = [SLOTS, 2, STEP // layouts.word_rows(KIND), BYTES]
+    if KIND == "uint3":
+        high: gl.constexpr = [SLOTS, 2, STEP // 64, BYTES]
+        first = reinterpret(buffers[0], gl.uint8, shape, layouts.plain_shared())
+        return first, reinterpret(buffers[1], gl.uint8, high, layouts.plain_shared())
+    else:
+        return reinterpret(buffers, gl.uint8, shape, layouts.plain_shared())
+
+
+@gluon.jit
+def copy_words(
+    w_desc, buffers, bar, slot, w_row, step, tile, pair_tiles, STEP: gl.constexpr, KIND: gl.constexpr, some=True
+):
+    """Start to copy a step's words if `some`; the expert's begin at row w_row of words.
+
+    With uint3 `w_desc` is a pair like `buffers`, and there is one row of third bits for two rows of words.
+    """
+    if KIND == "uint3":
+        _copy_rows(w_desc[0], buffers[0], bar, slot, w_row + step * (STEP // 32), tile, pair_tiles, some)
+        _copy_rows(w_desc[1], buffers[1], bar, slot, w_row // 2 + step * (STEP // 64), tile, pair_tiles, some)
+    else:
+        at = w_row + step * (STEP // layouts.word_rows(KIND))
+        _copy_rows(w_desc, buffers, bar, slot, at, tile, pair_tiles, some)
+
+
+@gluon.jit
+def _copy_rows(w_desc, buffer, bar, slot, at, tile, pair_tiles, some):
+    tma_load(w_desc, [at, tile, 0], bar, buffer.index(2 * slot), pred=some)
+    tma_load(w_desc, [at, tile + pair_tiles, 0], bar, buffer.index(2 * slot + 1), pred=some)
 
 
 @gluon.jit

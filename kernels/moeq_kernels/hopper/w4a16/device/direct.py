@@ -41,10 +41,10 @@ def _store_row(acc, place, half, left, second_left):
     ]
 )
 def few_gate_up(
-    w_desc, x_desc, s_desc, zero, global_scale, ids, expert_map, partial, arrived, to_clear, slabs, groups, count,
-    columns, zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
-    PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
+    w_desc, h_desc, x_desc, s_desc, zero, global_scale, ids, expert_map, partial, arrived, to_clear, slabs, groups,
+    count, columns, zero_words, top_k, pairs, experts, known, MAPPED: gl.constexpr, SHARE: gl.constexpr,
+    STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
+    AFTER: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Compute shares of x[token of pair] @ W[expert of pair].T into partial `[shares, pairs, 2 columns]` (float32).
 
@@ -52,7 +52,7 @@ def few_gate_up(
     channel scales and biases.
 
     Args:
-        w_desc, s_desc, global_scale: arguments of `narrow.expert_product_narrow`.
+        w_desc, h_desc, s_desc, global_scale: arguments of `narrow.expert_product_narrow`.
         x_desc: tokens `[tokens, K]`, block `[8, 64]`.
         ids: experts `[tokens * top_k]`, which expert_map `[known]` translates to local ones if MAPPED.
         arrived: int32 counters, of which to_clear are set to zero.
@@ -61,6 +61,8 @@ def few_gate_up(
         SHARE: steps per share.
         PAIRED: whether a block has 128 gate columns and their up columns; otherwise it has 256 adjacent columns.
     """
+    if h_desc is not None:
+        w_desc = (w_desc, h_desc)
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(STAGES, STEP, TOKENS, x_desc.dtype)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -89,7 +91,7 @@ def few_gate_up(
                 bar = ready.index(i)
                 mbarrier.expect(bar, SIZE)
                 steps.load_weights(
-                    first + i, i, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, far, STEP, GROUP,
+                    first + i, i, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, far, STEP, GROUP, KIND,
                 )
                 steps.load_tokens(first + i, i, bar, x_desc, x_buf, pair // top_k, STEP)
     if DEPENDENT:
@@ -106,7 +108,7 @@ def few_gate_up(
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_buf, slot, zero, s_row, groups, zero_words, tile,
+                acc, part, w_view, s_view, slot, x_buf, slot, zero, s_row, groups, zero_words, tile,
                 far, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
@@ -115,6 +117,7 @@ def few_gate_up(
                 mbarrier.expect(again, SIZE)
                 steps.load_weights(
                     step + STAGES, slot, again, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, far, STEP, GROUP,
+                    KIND,
                 )
                 steps.load_tokens(step + STAGES, slot, again, x_desc, x_buf, pair // top_k, STEP)
         UNDO: gl.constexpr = weights.undo(KIND, x_desc.dtype == gl.float16, GROUP > 0 and not AFTER)
@@ -153,12 +156,11 @@ def _activate(x_buf, slot, partial, scale, bias, expert, packed, pair, pairs, co
     ]
 )
 def few_down(
-    w_desc, s_desc, zero, global_scale, ids, expert_map, topk_weights, partial, parts, arrived, y, up_scale, up_bias,
-    up_packed, scale, bias, packed, slabs, groups, count, columns, hidden, stride_w, zero_words, pairs, experts, known,
-    MAPPED: gl.constexpr, TOP_K: gl.constexpr,
-    UP_SHARES: gl.constexpr, SHARES: gl.constexpr, SHARE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr,
-    DEPENDENT: gl.constexpr,
+    w_desc, h_desc, s_desc, zero, global_scale, ids, expert_map, topk_weights, partial, parts, arrived, y, up_scale,
+    up_bias, up_packed, scale, bias, packed, slabs, groups, count, columns, hidden, stride_w, zero_words, pairs,
+    experts, known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, UP_SHARES: gl.constexpr, SHARES: gl.constexpr,
+    SHARE: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr,
+    KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Compute y[token] = sum over its choices of weight * (activation of partial) @ W[expert].T.
 
@@ -176,6 +178,8 @@ def few_down(
         hidden: number of features of y.
         SHARE: steps per share.
     """
+    if h_desc is not None:
+        w_desc = (w_desc, h_desc)
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(SHARE, STEP, TOKENS, y.dtype.element_ty)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -198,7 +202,7 @@ def few_down(
                 mbarrier.expect(ready.index(i), SIZE)
                 steps.load_weights(
                     first + i, i, ready.index(i), w_desc, s_desc, w_buf, s_buf, w_row, s_row, block * 4, 2, STEP,
-                    GROUP,
+                    GROUP, KIND,
                 )
     if DEPENDENT:
         gdc_wait()
@@ -218,7 +222,7 @@ def few_down(
             slot = (step - first) % STAGES
             mbarrier.wait(ready.index(slot), ((step - first) // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(slot), s_view.index(slot), x_buf, step - first, zero, s_row, groups,
+                acc, part, w_view, s_view, slot, x_buf, step - first, zero, s_row, groups,
                 zero_words, block * 4, 2, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )
             if step + STAGES < last:
@@ -227,6 +231,7 @@ def few_down(
                 mbarrier.expect(again, SIZE)
                 steps.load_weights(
                     step + STAGES, slot, again, w_desc, s_desc, w_buf, s_buf, w_row, s_row, block * 4, 2, STEP, GROUP,
+                    KIND,
                 )
         UNDO: gl.constexpr = weights.undo(KIND, y.dtype.element_ty == gl.float16, GROUP > 0 and not AFTER)
         place = parts + (gl.program_id(2) * pairs + pair).to(gl.int64) * hidden + block * 256

@@ -77,9 +77,15 @@ def bits(kind):
 
 
 @constexpr_function
+def word_rows(kind):
+    """Return the rows of k of a row of words: a slab, or two where a nibble has a code of 2 bits from each."""
+    return 16 if KINDS[kind].bits >= 4 else 32
+
+
+@constexpr_function
 def tile_bytes(kind):
-    """Return the bytes of the words of a slab (16 rows of k) and a tile (64 columns)."""
-    return 128 * KINDS[kind].bits
+    """Return the bytes of a row of words and a tile (64 columns); words of 2- and 3-bit codes are those of 4 bits."""
+    return 128 * max(4, KINDS[kind].bits)
 
 
 @constexpr_function

@@ -18,15 +18,17 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 @gluon.jit(do_not_specialize=["rows"])
 def expert_product_narrow(
-    w_desc, x_desc, s_desc, zero, out, partial, arrived, tiles, slabs, groups, count, pair_tiles, columns, stride,
-    rows, zero_words, scale, bias, global_scale, packed, TOKENS: gl.constexpr, STEP: gl.constexpr,
+    w_desc, h_desc, x_desc, s_desc, zero, out, partial, arrived, tiles, slabs, groups, count, pair_tiles, columns,
+    stride, rows, zero_words, scale, bias, global_scale, packed, TOKENS: gl.constexpr, STEP: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
     SPLITS: gl.constexpr, AFTER: gl.constexpr, DEPENDENT: gl.constexpr,
 ):  # fmt: skip
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
-        w_desc: int32 words `[E * slabs, N / 64, 128]` (8-bit codes: 256), block `[STEP / 16, 2, ..]`.
+        w_desc: int32 words `[E * slabs, N / 64, 128]` (8-bit codes: 256), block `[rows of words in a step, 2, ..]`;
+            an expert has `slabs` rows of words (`layouts.word_rows`).
+        h_desc: int32 words of third bits `[E * slabs / 2, N / 64, 128]`, block `[STEP / 64, 2, 128]`, or None.
         x_desc: bf16 or float16 `[rows, K]` sorted by expert, block `[TOKENS, 64]`.
         s_desc: scales `[E * groups, N]`, block `[groups of a step, 128]`; not read if GROUP is 0.
         zero: int32 `[E * groups, zero_words]`, read if ZEROS.
@@ -45,6 +47,8 @@ def expert_product_narrow(
         AFTER: whether scales multiply float32 sums of a group; otherwise they are folded into the weights.
         DEPENDENT: whether the kernel starts before the preceding one has ended.
     """
+    if h_desc is not None:
+        w_desc = (w_desc, h_desc)
     block = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     entry = tiles + gl.program_id(1) * 8
@@ -78,7 +82,7 @@ def expert_product_narrow(
             mbarrier.expect(ready.index(i), SIZE, pred=first + i < last)
             steps.load_weights(
                 first + i, i, ready.index(i), w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP,
-                GROUP, first + i < last,
+                GROUP, KIND, first + i < last,
             )  # fmt: skip
         if DEPENDENT and not FIRST:
             gdc_wait()
@@ -95,7 +99,7 @@ def expert_product_narrow(
             bar = ready.index(stage)
             mbarrier.wait(bar, (i // STAGES) & 1)
             acc, part = steps.multiply(
-                acc, part, w_view.index(stage), s_view.index(stage), x_buf, stage, zero, s_row, groups, zero_words,
+                acc, part, w_view, s_view, stage, x_buf, stage, zero, s_row, groups, zero_words,
                 tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
             )  # fmt: skip
             barrier()
@@ -103,7 +107,7 @@ def expert_product_narrow(
             mbarrier.expect(bar, SIZE, pred=ahead < last)
             steps.load_weights(
                 ahead, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP,
-                ahead < last,
+                KIND, ahead < last,
             )  # fmt: skip
             steps.load_tokens(ahead, stage, bar, x_desc, x_buf, row, STEP, ahead < last)
 

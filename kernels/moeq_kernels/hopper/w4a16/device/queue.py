@@ -129,7 +129,7 @@ def _expect(bar, row, end_row, BYTES: gl.constexpr, TOKENS: gl.constexpr, STEP: 
 def _open(
     down, step, at, descriptors, w_buf, s_buf, info, ready, empty, row, end_row, w_row, s_row, block,
     PAIRED: gl.constexpr, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    BYTES: gl.constexpr,
+    BYTES: gl.constexpr, KIND: gl.constexpr,
 ):
     """Wait for the slot of the at-th step, start to copy its weights, and return the slot."""
     up_w_desc, up_s_desc, down_w_desc, down_s_desc = descriptors
@@ -139,12 +139,13 @@ def _open(
     _expect(bar, row, end_row, BYTES, TOKENS, STEP)
     if down:
         steps.load_weights(
-            step, slot, bar, down_w_desc, down_s_desc, w_buf, s_buf, w_row, s_row, block * 4, 2, STEP, GROUP
+            step, slot, bar, down_w_desc, down_s_desc, w_buf, s_buf, w_row, s_row, block * 4, 2, STEP, GROUP,
+            KIND,
         )
     else:
         steps.load_weights(
             step, slot, bar, up_w_desc, up_s_desc, w_buf, s_buf, w_row, s_row, block * (2 if PAIRED else 4),
-            _get(info, STAGES + 1, PAIR, 1), STEP, GROUP,
+            _get(info, STAGES + 1, PAIR, 1), STEP, GROUP, KIND,
         )
     return slot
 
@@ -219,7 +220,7 @@ def _copy(
                 for step in range(first, start):
                     _open(
                         down, step, it + step - first, descriptors, w_buf, s_buf, info, ready, empty, row, end_row,
-                        w_row, s_row, block, PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES,
+                        w_row, s_row, block, PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES, KIND,
                     )
                 if WAITS:
                     if fresh:
@@ -243,7 +244,7 @@ def _copy(
             for step in range(start, last):
                 slot = _open(
                     down, step, it, descriptors, w_buf, s_buf, info, ready, empty, row, end_row, w_row, s_row, block,
-                    PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES,
+                    PAIRED, TOKENS, STEP, STAGES, GROUP, BYTES, KIND,
                 )
                 _load_tokens(
                     down, step, slot, ready.index(slot), x_desc, m_desc, x_buf, row, end_row, TOKENS, STEP
@@ -333,7 +334,7 @@ def _unit(
         slot = it % STAGES
         mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
         acc, part = steps.multiply(
-            acc, part, w_view.index(slot), s_view.index(slot), x_view, slot, zero, expert * groups, groups,
+            acc, part, w_view, s_view, slot, x_view, slot, zero, expert * groups, groups,
             zero_words, tile, pair_tiles, step * STEP, STEP, NOW, GROUP, ZEROS, KIND, AFTER, ROWS, EACH,
         )
         mbarrier.arrive(empty.index(slot), count=1)
@@ -409,12 +410,12 @@ def _multiply(
 ])
 def expert_layer(
     x_desc, m_desc, middle, out, partial, counters, tiles, num_tiles, most, wanted_up, least_up, wanted_down,
-    least_down, bundle, up_w_desc, up_s_desc, up_zero, up_slabs, up_groups, up_count, up_blocks, up_pair_tiles,
-    up_columns, up_stride, up_zero_words, up_scale, up_bias, up_global_scale, up_packed, down_w_desc, down_s_desc,
-    down_zero, down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride, down_zero_words, down_scale,
-    down_bias, down_global_scale, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, ROWS: gl.constexpr,
-    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr, LEAST: gl.constexpr,
+    least_down, bundle, up_w_desc, up_h_desc, up_s_desc, up_zero, up_slabs, up_groups, up_count, up_blocks,
+    up_pair_tiles, up_columns, up_stride, up_zero_words, up_scale, up_bias, up_global_scale, up_packed, down_w_desc,
+    down_h_desc, down_s_desc, down_zero, down_slabs, down_groups, down_count, down_blocks, down_columns, down_stride,
+    down_zero_words, down_scale, down_bias, down_global_scale, down_packed, TOKENS: gl.constexpr, STEP: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
+    ROWS: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr, EARLY: gl.constexpr, LEAST: gl.constexpr,
 ):
     """Compute middle[row] = epilogue(x[row] @ W13[expert].T) and out[row] = middle[row] @ W2[expert].T.
 
@@ -433,6 +434,9 @@ def expert_layer(
         EARLY: whether the preceding kernel writes x only, so that copies of weights need not wait for it.
         LEAST: least of the `heights` at which tiles are multiplied.
     """
+    if up_h_desc is not None:
+        up_w_desc = (up_w_desc, up_h_desc)
+        down_w_desc = (down_w_desc, down_h_desc)
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
     w_buf, s_buf = steps.buffers(up_s_desc, STAGES, STEP, GROUP, KIND)
     BOX: gl.constexpr = box_of(TOKENS)

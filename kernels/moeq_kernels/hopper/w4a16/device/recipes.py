@@ -5,6 +5,10 @@ left operand that the word holds (vLLM's `gptq_marlin_repack` 0.33.0, see `layou
 (column, k), (column + 8, k), (column, k + 8), (column + 8, k + 8), so its registers 0 and 2 belong to one column; an
 8-bit word holds k and k + 8 of one column.
 
+2- and 3-bit integers (`moeq-wna16/1`). A nibble of a word has the codes of two slabs, or their lower two bits; of the
+words of third bits it has those of four slabs. `nibbles` makes words of 4-bit codes from them, in which the bits above
+the codes may be set: the masks of `dequantize` leave them out.
+
 Integers. A code v in the lowest bits of a 16-bit float is the denormal v * 2^-133 (bf16) or v * 2^-24 (f16); four bits
 further up it is 16 times that (linear even if the top bit reaches the exponent field). One multiply-add turns it into
 (v - zero) * 2^-21 (f16: * 2^-9), exactly. With a bf16 scale folded into the factors, the same multiply-add gives
@@ -37,6 +41,10 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS
 #: Constants as pairs of 16-bit floats, by (float16, bits of a code): factor of codes in the lowest bits, factor of
 #: codes four bits further up, and negative midpoint.
 _CONSTANTS = {
+    (False, 2): (0x77807780, 0x75807580, 0xB580B580),  # 2^112, 2^108, -2 * 2^-21
+    (False, 3): (0x77807780, 0x75807580, 0xB600B600),  # 2^112, 2^108, -4 * 2^-21
+    (True, 2): (0x78007800, 0x68006800, 0x9C009C00),  # 2^15, 2^11, -2 * 2^-9
+    (True, 3): (0x78007800, 0x68006800, 0xA000A000),  # 2^15, 2^11, -4 * 2^-9
     (False, 4): (0x77807780, 0x75807580, 0xB680B680),  # 2^112, 2^108, -8 * 2^-21
     (False, 8): (0x77807780, 0, 0xB880B880),  # 2^112, -, -128 * 2^-21
     (True, 4): (0x78007800, 0x68006800, 0xA400A400),  # 2^15, 2^11, -8 * 2^-9
@@ -95,8 +103,9 @@ def _fields(kind, half):
         lines += ["and.b32 a3, a2, 0x001b001b;", "mul.lo.u32 a3, a3, 0x1084;"]
         return lines + [f"and.b32 a{i}, a{i}, 0x81c081c0;" for i in range(4)]
     lines = ["shr.u32 s8, w, 8;"]
+    mask = 0x00010001 * ((1 << KINDS[kind].bits) - 1)
     for i in range(4):
-        lines.append(f"and.b32 a{i}, {'s8' if i % 2 else 'w'}, {'0x00f000f0' if i >= 2 else '0x000f000f'};")
+        lines.append(f"and.b32 a{i}, {'s8' if i % 2 else 'w'}, {mask << 4 if i >= 2 else mask:#010x};")
         if kind in ("e2m1", "nvfp4"):
             lines.append(f"mul.lo.u32 a{i}, a{i}, {'0x1040' if i < 2 else '0x104'};")
             lines.append(f"and.b32 a{i}, a{i}, 0x81c081c0;")
@@ -118,8 +127,8 @@ def _finish(kind, half, how, old):
     float_pair = "f16x2" if half else "bf16x2"
     lines = []
     for i in range(registers(kind)):
-        h = i % 2 if bits == 4 else 0
-        upper = bits == 4 and i >= 2
+        h = i % 2 if bits <= 4 else 0
+        upper = bits <= 4 and i >= 2
         if how == "power":
             lines.append(_multiply(f"r{i}", f"a{i}", f"s{h}", float_pair, old))
             continue
@@ -165,12 +174,28 @@ def constraints(kind, how):
 
 
 @constexpr_function
-def scale_factors(old=False):
-    """Return the text from a pair of bf16 scales s to s * 2^112, s * 2^108, -s * 2^-18 and -s * 2^-14."""
-    constants = (0x77807780, 0x75807580, 0xB680B680, 0xB880B880)
+def nibbles(kind, at=0):
+    """Return the text from a word of two slabs, with uint3 also one of third bits, to a word of 4-bit codes for each.
+
+    The third bits of the slabs are bits `at` and `at` + 1 of a nibble.
+    """
+    if kind == "uint2":
+        return "mov.b32 $0, $2;\nshr.u32 $1, $2, 2;"
+    lines = [".reg .b32 w, h;"]
+    for i in range(2):
+        lift = 2 - at - i
+        lines.append(f"shl.b32 h, $3, {lift};" if lift >= 0 else f"shr.u32 h, $3, {-lift};")
+        lines += ["mov.b32 w, $2;" if i == 0 else "shr.u32 w, $2, 2;", "and.b32 w, w, 0x33333333;"]
+        lines += ["and.b32 h, h, 0xcccccccc;", f"or.b32 ${i}, w, h;"]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@constexpr_function
+def scale_factors(kind, old=False):
+    """Return the text from a pair of bf16 scales s to s times the constants of `_CONSTANTS` for a kind of integers."""
     lines = [".reg .b32 m, nothing;", "mov.b32 nothing, 0x80008000;"] if old else [".reg .b32 m;"]
-    for i, value in enumerate(constants):
-        lines += [f"mov.b32 m, {value:#010x};", _multiply(f"${i}", "$4", "m", "bf16x2", old)]
+    for i, value in enumerate(_CONSTANTS[False, KINDS[kind].bits]):
+        lines += [f"mov.b32 m, {value:#010x};", _multiply(f"${i}", "$3", "m", "bf16x2", old)]
     return "{\n" + "\n".join(lines) + "\n}"
 
 

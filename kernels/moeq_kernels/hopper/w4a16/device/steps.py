@@ -8,14 +8,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from moeq_kernels.hopper.compat import reinterpret, tma_load
-from moeq_kernels.hopper.w4a16.device import common, layouts
+from moeq_kernels.hopper.w4a16.device import common, layouts, weights
 
 
 @constexpr_function
 def weight_bytes(step, group, kind, scale_bits):
     """Return the bytes of a step's words and scales."""
     scales = 2 * layouts.groups_of(step, group) * 128 * scale_bits // 8 if group else 0
-    return step // 16 * 4 * layouts.tile_bytes(kind) + scales
+    return 32 * step * layouts.bits(kind) + scales
 
 
 @constexpr_function
@@ -29,9 +29,8 @@ def span(step, group):
 @gluon.jit
 def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
     """Allocate shared memory for words and scales of SLOTS steps."""
-    w_shape: gl.constexpr = [SLOTS * 2, STEP // 16, 2, layouts.tile_bytes(KIND) // 4]
     s_shape: gl.constexpr = [SLOTS * 2, layouts.groups_of(STEP, GROUP), 128]
-    w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
+    w_buf = common.word_buffers(SLOTS, STEP, 2, KIND)
     s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
     return w_buf, gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
 
@@ -45,20 +44,18 @@ def token_buffer(SLOTS: gl.constexpr, STEP: gl.constexpr, TOKENS: gl.constexpr, 
 @gluon.jit
 def views(w_buf, s_buf, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
     """Reinterpret the shared memory of words and scales as `multiply` reads it."""
-    w_shape: gl.constexpr = [SLOTS, 2, STEP // 16, 2 * layouts.tile_bytes(KIND)]
     s_shape: gl.constexpr = [SLOTS, 2, layouts.groups_of(STEP, GROUP) * 16, 8]
-    w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
+    w_view = common.word_views(w_buf, SLOTS, STEP, 2, KIND)
     return w_view, reinterpret(s_buf, s_buf.dtype, s_shape, layouts.plain_shared())
 
 
 @gluon.jit
 def load_weights(
     step, slot, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP: gl.constexpr,
-    GROUP: gl.constexpr, some=True,
+    GROUP: gl.constexpr, KIND: gl.constexpr, some=True,
 ):
     """Start to copy a step's words and scales if `some`; the expert's begin at w_row and s_row."""
-    tma_load(w_desc, [w_row + step * (STEP // 16), tile, 0], bar, w_buf.index(2 * slot), pred=some)
-    tma_load(w_desc, [w_row + step * (STEP // 16), tile + pair_tiles, 0], bar, w_buf.index(2 * slot + 1), pred=some)
+    common.copy_words(w_desc, w_buf, bar, slot, w_row, step, tile, pair_tiles, STEP, KIND, some)
     if GROUP:
         at = s_row + (step * STEP) // GROUP
         tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * slot), pred=some)
@@ -80,7 +77,7 @@ def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _rows(
-    acc, part, words, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    acc, part, words, slot, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
     ROWS: gl.constexpr, SPAN: gl.constexpr,
 ):
@@ -92,7 +89,7 @@ def _rows(
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
     second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
     layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
-    words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
+    words = weights.load_words(words, slot, ROWS // 16 * SUB, ROWS // 16, KIND, False)
     scale1 = 0
     scale2 = 0
     if GROUP == 16:
@@ -137,15 +134,15 @@ def _rows(
 
 @gluon.jit
 def multiply(
-    acc, part, words, scales, x_buf, x_slot, zero, z_row, groups, zero_words, tile, pair_tiles, k, STEP: gl.constexpr,
-    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr,
-    ROWS: gl.constexpr = 64, EACH: gl.constexpr = 1,
+    acc, part, words, scales, slot, x_buf, x_slot, zero, z_row, groups, zero_words, tile, pair_tiles, k,
+    STEP: gl.constexpr, TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
+    AFTER: gl.constexpr, ROWS: gl.constexpr = 64, EACH: gl.constexpr = 1,
 ):
     """Multiply a step that begins at row k.
 
     Args:
         part: float32 sums, not scaled yet, of a group or of its share within the step; used if AFTER.
-        words, scales: slots of `views`.
+        words, scales: results of `views`, of which `slot` is multiplied.
         x_slot: slot of the tokens in x_buf.
         zero: zero points of all experts; this expert's are `groups` rows from row z_row on.
         ROWS: rows of k whose weights are in registers at a time.
@@ -153,8 +150,9 @@ def multiply(
     """
     for sub in gl.static_range(STEP // ROWS):
         acc, part = _rows(
-            acc, part, words, x_buf.index((STEP // 64 * x_slot + sub * ROWS // 64) * EACH), scales, zero, z_row, groups,
-            zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS, span(STEP, GROUP),
+            acc, part, words, slot, x_buf.index((STEP // 64 * x_slot + sub * ROWS // 64) * EACH), scales.index(slot),
+            zero, z_row, groups, zero_words, tile, pair_tiles, k, sub, TOKENS, GROUP, ZEROS, AFTER, KIND, ROWS,
+            span(STEP, GROUP),
         )
     return acc, part
 

@@ -39,6 +39,50 @@ def channel_unit(kind, half):
 
 
 @gluon.jit
+def load_words(
+    view, slot, SLAB: gl.constexpr, SLABS: gl.constexpr, KIND: gl.constexpr, WIDE: gl.constexpr, WG: gl.constexpr = 0
+):
+    """Load SLABS slabs of words of a slot of `common.word_views`, from slab SLAB on, in `layouts.words`.
+
+    Codes of 2 and 3 bits become those of 4 bits, see `recipes.nibbles`. A wide kernel's warpgroup WG takes its tiles.
+    """
+    if KIND == "uint2":
+        given = (_rows_of(view, slot, SLAB // 2, SLABS // 2, KIND, WIDE, WG),)
+        return _by_slab(given, 0, KIND, WIDE, SLABS)
+    elif KIND == "uint3":
+        high = _rows_of(view[1], slot, SLAB // 4, 1, KIND, WIDE, WG)
+        if SLABS == 4:  # a row of third bits belongs to two rows of words
+            high = _by_slab((high,), 0, "uint2", WIDE, 2)
+        given = (_rows_of(view[0], slot, SLAB // 2, SLABS // 2, KIND, WIDE, WG), high)
+        return _by_slab(given, SLAB % 4, KIND, WIDE, SLABS)
+    else:
+        return _rows_of(view, slot, SLAB, SLABS, KIND, WIDE, WG)
+
+
+@gluon.jit
+def _rows_of(
+    view, slot, FIRST: gl.constexpr, COUNT: gl.constexpr, KIND: gl.constexpr, WIDE: gl.constexpr, WG: gl.constexpr
+):
+    """Load rows of words."""
+    BYTES: gl.constexpr = layouts.tile_bytes(KIND)
+    words = view.index(slot).slice(FIRST, COUNT, dim=1)
+    if WIDE:
+        words = words.slice(WG * BYTES, BYTES, dim=2)
+    return words.load(layouts.words(WIDE, COUNT, KIND))
+
+
+@gluon.jit
+def _by_slab(given, AT: gl.constexpr, KIND: gl.constexpr, WIDE: gl.constexpr, SLABS: gl.constexpr):
+    """Make SLABS rows of words from half as many with `recipes.nibbles`."""
+    constraints: gl.constexpr = "=&r,=&r,r" if KIND == "uint2" else "=&r,=&r,r,r"
+    first, second = gl.inline_asm_elementwise(
+        recipes.nibbles(KIND, AT), constraints, given, (gl.uint8, gl.uint8), True, 4
+    )
+    x = gl.join(first, second).permute([0, 1, 3, 2]).reshape(layouts.words_shape(WIDE, SLABS, KIND))
+    return gl.convert_layout(x, layouts.words(WIDE, SLABS, KIND), assert_trivial=True)
+
+
+@gluon.jit
 def step_operand(
     words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
@@ -133,17 +177,14 @@ def _unpack(operands, KIND: gl.constexpr, HALF: gl.constexpr, HOW: gl.constexpr,
 @gluon.jit
 def _folded(scale, KIND: gl.constexpr, OLD: gl.constexpr):
     """Return factors of codes in the lowest and in the next four bits, and the zero point, for bf16 scales."""
-    low, high, zero4, zero8 = gl.inline_asm_elementwise(
-        recipes.scale_factors(OLD),
-        "=&r,=&r,=&r,=&r,r",
+    return gl.inline_asm_elementwise(
+        recipes.scale_factors(KIND, OLD),
+        "=&r,=&r,=&r,r",
         (scale,),
-        (gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        (gl.bfloat16, gl.bfloat16, gl.bfloat16),
         True,
         2,
     )
-    if KIND == "uint8":
-        zero4 = zero8
-    return low, high, zero4
 
 
 @gluon.jit

@@ -47,7 +47,6 @@ def _item(
     """
     HALF: gl.constexpr = x_buf.dtype == gl.float16
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
-    BYTES: gl.constexpr = layouts.tile_bytes(KIND)
     MAIN: gl.constexpr = wide_copies.main_height(NOW)
     # With few registers per thread half of a step's weights are decoded at a time.
     PARTS: gl.constexpr = 2 if GROUPS_OF_WARPS == 4 and TOKENS > 32 else 1
@@ -63,7 +62,7 @@ def _item(
         stage = it % STAGES
         mbarrier.wait(ready.index(stage), (it // STAGES) & 1)
         for p in gl.static_range(PARTS):
-            words = w_view.index(stage).slice(p * SLABS, SLABS, dim=1).slice(WG * BYTES, BYTES, dim=2)
+            words = weights.load_words(w_view, stage, p * SLABS, SLABS, KIND, True, WG)
             scale1 = 0
             scale2 = 0
             if GROUP == 16:  # every slab of words has a scale of its own
@@ -88,8 +87,7 @@ def _item(
                     z_row = s_row + common.group_at(i * STEP, p * PER // PARTS + 1, groups, GROUP)
                     zero2 = common.zero_offsets(zero, z_row, zero_words, tile + WG, pair_tiles, True, KIND, HALF)
             a = common.step_weights(
-                words.load(layouts.words(True, SLABS, KIND)), scale1, scale2, zero1, zero2, True, MAIN, GROUP > 0,
-                ZEROS, KIND, HALF, SLABS,
+                words, scale1, scale2, zero1, zero2, True, MAIN, GROUP > 0, ZEROS, KIND, HALF, SLABS,
             )
             x = x_view.index(stage * EACH).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
             acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
@@ -142,8 +140,7 @@ def _multiply(
     ) = given
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS, FINE)
-    w_shape: gl.constexpr = [STAGES, 2, 4, GROUPS_OF_WARPS * layouts.tile_bytes(KIND)]
-    w_view = reinterpret(w_buf, gl.uint8, w_shape, layouts.plain_shared())
+    w_view = common.word_views(w_buf, STAGES, STEP, GROUPS_OF_WARPS, KIND)
     s_view = reinterpret(s_buf, s_buf.dtype, [STAGES, 2, PER * GROUPS_OF_WARPS * 8, 8], layouts.plain_shared())
     it = 0
     number = 0
@@ -178,16 +175,17 @@ def _multiply(
     ]
 )
 def expert_product_wide(
-    w_desc, x_desc, s_desc, zero, out, queue, done, needed, tiles, num_tiles, x, pair_of_row, top_k, stride_x, slabs,
-    groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, global_scale, packed,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
+    w_desc, h_desc, x_desc, s_desc, zero, out, queue, done, needed, tiles, num_tiles, x, pair_of_row, top_k, stride_x,
+    slabs, groups, steps, blocks, splits, rows, pair_tiles, columns, stride, zero_words, scale, bias, global_scale,
+    packed, TOKENS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr,
     EPILOGUE: gl.constexpr, GATHER: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, REGISTERS: gl.constexpr,
     DEPENDENT: gl.constexpr, EARLY: gl.constexpr, FOLLOWS: gl.constexpr, FINE: gl.constexpr,
 ):
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     The arguments are those of `narrow.expert_product_narrow`, except:
-        w_desc: block `[4, GROUPS_OF_WARPS, ..]`; x_desc: block `[32, 64]`; s_desc: block `[.., 64 GROUPS_OF_WARPS]`.
+        w_desc, h_desc: block `[.., GROUPS_OF_WARPS, ..]`; x_desc: block `[32, 64]`; s_desc: block
+            `[.., 64 GROUPS_OF_WARPS]`.
         queue: int32 zero, counter of the work items that were taken after the first one of each program.
         tiles: int32 `[T, 8]`, see `device.routing`.
         num_tiles: int32 `[1]`, number of used tiles.
@@ -208,8 +206,9 @@ def expert_product_wide(
     """
     PER: gl.constexpr = layouts.groups_of(STEP, GROUP)
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
-    w_shape: gl.constexpr = [STAGES * 2, 4, GROUPS_OF_WARPS, layouts.tile_bytes(KIND) // 4]
-    w_buf = gl.allocate_shared_memory(gl.int32, w_shape, layouts.word_buffer())
+    if h_desc is not None:
+        w_desc = (w_desc, h_desc)
+    w_buf = common.word_buffers(STAGES, STEP, GROUPS_OF_WARPS, KIND)
     MAIN: gl.constexpr = wide_copies.main_height(TOKENS)
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (MAIN // 32), 32, STEP], layouts.token_buffer())
     x_rest = x_buf

@@ -27,7 +27,7 @@ LAG = gl.constexpr(3)
 def _weight_bytes(group, kind, scale_bits, warpgroups):
     """Return the bytes of a step's words and scales."""
     scales = layouts.groups_of(64, group) * 64 * scale_bits // 8 if group else 0
-    return warpgroups * 2 * (4 * layouts.tile_bytes(kind) + scales)
+    return warpgroups * 2 * (512 * layouts.bits(kind) + scales)
 
 
 @constexpr_function
@@ -95,10 +95,10 @@ def next_item(info, full, free, number, SLOTS: gl.constexpr):
 @gluon.jit
 def _load_words(
     w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP: gl.constexpr,
+    KIND: gl.constexpr,
 ):
     """Start to copy one step's words and scales."""
-    tma_load(w_desc, [w_row + i * 4, tile, 0], bar, w_buf.index(2 * stage))
-    tma_load(w_desc, [w_row + i * 4, tile + pair_tiles, 0], bar, w_buf.index(2 * stage + 1))
+    common.copy_words(w_desc, w_buf, bar, stage, w_row, i, tile, pair_tiles, STEP, KIND)
     if GROUP:
         at = s_row + (i * STEP) // GROUP
         tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
@@ -187,7 +187,8 @@ def copy(
             for i in range(first, start):
                 early = ready.index(i - first)
                 expect(early, left, WORDS, TOKENS)
-                _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP)
+                _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP,
+                    KIND)
             if WAITS and not FOLLOWS:
                 gdc_wait()
             if FOLLOWS:
@@ -204,7 +205,7 @@ def copy(
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
             expect(bar, left, WORDS, TOKENS)
-            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
+            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP, KIND)
             _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
             it += 1
     announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
@@ -239,7 +240,7 @@ def _gather_item(
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
         bar = ready.index(stage)
         mbarrier.expect(bar, WORDS)
-        _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP)
+        _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP, KIND)
         rows_load(x_view.index(stage * PER), place + i * STEP)
         if NOW > MAIN:
             rows_load(x_rest.index(stage), rest + i * STEP)
