@@ -12,6 +12,7 @@ from moeq.deploy.deployment import Gpu
 from moeq.deploy.gpus import find_by_device_name, parse_gpu
 
 _CUDA_MAJOR, _CUDA_MINOR = 75, 76  # cuDeviceGetAttribute: compute capability
+_CPUINFO = Path("/proc/cpuinfo")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
@@ -35,7 +36,7 @@ def detect_cpu() -> Gpu:
     if machine.startswith("ppc64"):
         return parse_gpu("ppc64le")
     try:
-        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        info = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return parse_gpu("x86")
     if "amx_tile" in info:

@@ -61,10 +61,7 @@ def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, det
     given = {**(read_deploy_file(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
     gpu = _gpu(given.get("gpu"), detect)
     fields: dict[str, Any] = {"gpu": gpu, "dtype": _dtype(given.get("dtype"), gpu)}
-    for name in _COUNTS:
-        if name in given:
-            fields[name] = _count(name, given[name])
-    for name in (*_SWITCHES, *_TEXTS):
+    for name in (*_COUNTS, *_SWITCHES, *_TEXTS):
         if name in given:
             fields[name] = given[name]
     if "backend" in fields:
@@ -95,9 +92,3 @@ def _dtype(name: Any, gpu: Gpu) -> str:
     if str(name).lower() not in DTYPES:
         raise MoeqError("usage.deployment", f"dtype '{name}' is not known", "bf16 or fp16")
     return DTYPES[str(name).lower()]
-
-
-def _count(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise MoeqError("usage.deployment", f"{name} is {value!r}, it has to be an integer of at least 1")
-    return value

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,50 +19,67 @@ from moeq.deploy.deployment import Gpu
 from moeq.deploy.gpus import find_by_device_name, known_gpus, parse_gpu
 from moeq.errors import MoeqError
 
-
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("V100", (7, 0)),
-        ("T4", (7, 5)),
-        ("A100", (8, 0)),
-        ("A30", (8, 0)),
-        ("A10", (8, 6)),
-        ("A40", (8, 6)),
-        ("RTX 3090", (8, 6)),
-        ("A6000", (8, 6)),
-        ("Orin", (8, 7)),
-        ("L4", (8, 9)),
-        ("L40S", (8, 9)),
-        ("RTX 4090", (8, 9)),
-        ("RTX 6000 Ada", (8, 9)),
-        ("H100", (9, 0)),
-        ("H200", (9, 0)),
-        ("H20", (9, 0)),
-        ("GH200", (9, 0)),
-        ("B200", (10, 0)),
-        ("GB200", (10, 0)),
-        ("B300", (10, 3)),
-        ("GB300", (10, 3)),
-        ("Jetson Thor", (11, 0)),
-        ("RTX 5090", (12, 0)),
-        ("RTX PRO 6000", (12, 0)),
-        ("GB10", (12, 1)),
-    ],
-)
-def test_cuda_capability(name: str, capability: tuple[int, int]) -> None:
-    gpu = parse_gpu(name)
-    assert (gpu.platform, gpu.capability) == ("cuda", capability)
-    assert gpu.arch == f"sm{capability[0]}{capability[1]}"
+#: Products by architecture, with the GiB of memory of the makers' data sheets.
+PRODUCTS = """
+sm70: V100 16
+sm75: T4 16, RTX 2070 8, RTX 2080 8, RTX 2080 Ti 11, Quadro RTX 6000 24, Quadro RTX 8000 48
+sm80: A100 80, A100-40GB 40, A800 80, A30 24
+sm86: A2 16, A10 24, A10G 24, A16 16, A40 48, A6000 48, RTX A4000 16, RTX A5000 24, RTX A6000 48, RTX 3060 12,
+ RTX 3070 8, RTX 3080 10, RTX 3090 24
+sm87: Orin 64
+sm89: L4 24, L20 48, L40 48, L40S 48, RTX 4060 8, RTX 4070 12, RTX 4080 16, RTX 4090 24, RTX 5000 Ada 32,
+ RTX 6000 Ada 48
+sm90: H100 80, H100 NVL 94, H200 141, H20 96, H800 80, GH200 96
+sm100: B200 180, GB200 186
+sm103: B300 288, GB300 288
+sm110: Thor 128
+sm120: RTX 5060 8, RTX 5070 12, RTX 5080 16, RTX 5090 32, RTX PRO 4000 24, RTX PRO 4500 32, RTX PRO 5000 48,
+ RTX PRO 6000 96
+sm121: GB10 128, DGX Spark 128
+gfx90a: MI210 64, MI250 128, MI250X 128, MI200 64
+gfx942: MI300A 128, MI300X 192, MI325X 256
+gfx950: MI350 288, MI350X 288, MI355X 288
+gfx1100: RX 7900 XTX 24, RX 7900 20, W7900 48
+gfx1200: RX 9060 XT 16
+gfx1201: RX 9070 16, RX 9070 XT 16, R9700 32
+xpu: Arc B580 12, Arc Pro B60 24, Max 1550 128
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "arch"),
-    [("MI250X", "gfx90a"), ("MI300X", "gfx942"), ("MI325X", "gfx942"), ("MI355X", "gfx950"), ("RX 7900", "gfx1100")],
-)
-def test_rocm_has_no_capability(name: str, arch: str) -> None:
-    gpu = parse_gpu(name)
-    assert (gpu.platform, gpu.arch, gpu.capability) == ("rocm", arch, None)
+def products() -> dict[str, Gpu]:
+    found = {}
+    for line in PRODUCTS.replace(",\n", ",").strip().splitlines():
+        arch, _, rest = line.partition(": ")
+        capability = (int(arch[2:-1]), int(arch[-1])) if arch.startswith("sm") else None
+        platform = "cuda" if capability else "rocm" if arch.startswith("gfx") else "xpu"
+        for one in rest.split(", "):
+            name, _, memory = one.strip().rpartition(" ")
+            found[name] = Gpu(name, platform, arch, capability, int(memory))
+    return found
+
+
+def test_products_architectures_and_memory() -> None:
+    assert {name: gpu for name, gpu in known_gpus().items() if gpu.memory_gib is not None} == products()
+    for name, gpu in products().items():
+        assert parse_gpu(name) == gpu
+
+
+def test_architectures_without_a_product() -> None:
+    """Every capability that NVIDIA and every target that LLVM has for AMD is a name, and no other one."""
+
+    def known(name: str) -> bool:
+        try:
+            return parse_gpu(name).arch == name
+        except MoeqError:
+            return False
+
+    nvidia = {f"sm{major}{minor}" for major in range(1, 14) for minor in range(10) if known(f"sm{major}{minor}")}
+    extra = {"sm50", "sm52", "sm53", "sm60", "sm61", "sm62", "sm72", "sm88", "sm101"}
+    assert nvidia == {gpu.arch for gpu in products().values() if gpu.platform == "cuda"} | extra
+    assert all(known(f"gfx{name}") for name in ("900", "906", "908", "90a", "1030", "1036", "1103", "1151", "1250"))
+    assert not any(known(f"gfx{name}") for name in ("90b", "999", "1300"))
+    assert parse_gpu("sm88").capability == (8, 8)
+    assert parse_gpu("sm121").capability == (12, 1)
 
 
 @pytest.mark.parametrize("spelling", ["rtx5090", "RTX-5090", "NVIDIA GeForce RTX 5090", "geforce_rtx_5090"])
@@ -103,19 +122,26 @@ def test_names_are_unique_and_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reported", "name"),
+    ("reported", "name", "memory"),
     [
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("NVIDIA GH200 480GB", "GH200"),
-        ("NVIDIA RTX PRO 6000 Blackwell", "RTX PRO 6000"),
+        ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("NVIDIA A100-SXM4-40GB", "A100", 40),
+        ("Tesla V100-SXM2-32GB", "V100", 32),
+        ("NVIDIA GeForce RTX 2080 Ti", "RTX 2080 Ti", 11),
+        ("NVIDIA GH200 480GB", "GH200", 96),
+        ("NVIDIA GH200 400GB", "GH200", 96),
+        ("NVIDIA H200 399GB", "H200", 399),
+        ("NVIDIA RTX PRO 6000 Blackwell", "RTX PRO 6000", 96),
     ],
 )
-def test_driver_names(reported: str, name: str) -> None:
+def test_driver_names(reported: str, name: str, memory: int) -> None:
     found = find_by_device_name(reported)
-    assert found is not None
-    assert found.name == name
+    assert found == replace(parse_gpu(name), memory_gib=memory)
+    assert parse_gpu(reported) == found
+
+
+def test_a_driver_name_that_is_in_no_table() -> None:
+    assert find_by_device_name("Some H100 80GB") is None
 
 
 def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -127,17 +153,57 @@ def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert detect.detect_gpu() is None
 
 
-def test_amd_driver_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for node, version in (("0", 0), ("1", 90402)):
-        (tmp_path / node).mkdir()
-        (tmp_path / node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {version}\n")
+@pytest.mark.parametrize(
+    ("versions", "arch"),
+    [
+        ((0, 90402), "gfx942"),
+        ((90010, 90402), "gfx90a"),
+        ((110000,), "gfx1100"),
+        ((110501,), "gfx1151"),
+        ((0,), None),
+        ((), None),
+    ],
+)
+def test_amd_driver_topology(versions, arch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for node, version in enumerate(versions):
+        (tmp_path / str(node)).mkdir()
+        text = f"cpu_cores_count 0\ngfx_target_version {version}\nempty\n"
+        (tmp_path / str(node) / "properties").write_text(text)
+    (tmp_path / "00" / "properties").mkdir(parents=True)  # a node that cannot be read comes first
     monkeypatch.setattr(detect, "_KFD", tmp_path)
     monkeypatch.setattr(detect, "_PROBES", (detect._rocm,))
-    assert detect.detect_gpu() == Gpu("gfx942", "rocm", "gfx942")
+    assert detect.detect_gpu() == (arch and Gpu(arch, "rocm", arch))
 
 
-def test_cpu_kind_is_known() -> None:
-    assert detect.detect_cpu().platform == "cpu"
+@pytest.mark.parametrize("available", [True, False])
+def test_an_intel_gpu_is_asked_of_torch(available, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = SimpleNamespace(xpu=SimpleNamespace(is_available=lambda: available))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert detect._xpu() == (parse_gpu("XPU") if available else None)
+    monkeypatch.delitem(sys.modules, "torch")
+    assert detect._xpu() is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "info", "arch"),
+    [
+        ("aarch64", "", "arm64"),
+        ("ARM64", "amx_tile", "arm64"),
+        ("ppc64le", "", "ppc64le"),
+        ("x86_64", "GenuineIntel avx512f amx_tile", "x86-amx"),
+        ("x86_64", "AuthenticAMD avx512f", "x86-zen"),
+        ("x86_64", "AuthenticAMD avx2", "x86"),
+        ("x86_64", "GenuineIntel avx512f", "x86"),
+        ("x86_64", None, "x86"),
+    ],
+)
+def test_the_kind_of_cpu(machine, info, arch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if info is not None:
+        (tmp_path / "cpuinfo").write_text(info)
+    monkeypatch.setattr(detect, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    found = detect.detect_cpu()
+    assert (found.platform, found.arch) == ("cpu", arch)
 
 
 DRIVER = """

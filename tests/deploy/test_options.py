@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,31 @@ def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(MoeqError) as raised:
         make_deployment({"gpu": "H100", **wrong})
     assert raised.value.code == "usage.deployment"
+
+
+@pytest.mark.parametrize("name", ["tp", "ep", "dp"])
+@pytest.mark.parametrize("value", [0, -1, True, "2", 1.5])
+def test_counts_of_a_deployment(name: str, value: Any) -> None:
+    with pytest.raises(MoeqError, match=f"{name} is {value!r}, it has to be an integer of at least 1"):
+        Deployment(parse_gpu("H100"), **{name: value})
+    assert getattr(Deployment(parse_gpu("H100"), **{name: 3}), name) == 3
+
+
+def test_a_gpu_that_is_one() -> None:
+    gpu = parse_gpu("H100")
+    assert make_deployment({"gpu": gpu}, detect=False).gpu is gpu
+    with pytest.raises(MoeqError, match="has to be a Gpu"):
+        Deployment("H100")  # type: ignore[arg-type]
+
+
+def test_every_option_arrives() -> None:
+    given = {"batched": True, "lora": True, "eplb": True, "engine": "moeq", "all2all": "x", "quantization": "humming"}
+    asked = {"gpu": "A100", "ep": 3, "dp": 4, "dtype": "HALF", "env": {"B": 1, "A": 2}}
+    made = make_deployment({**asked, **given, "packages": {"z": 1, "a": 0}})
+    assert {name: getattr(made, name) for name in given} == given
+    assert (made.tp, made.ep, made.dp, made.dtype) == (1, 3, 4, "fp16")
+    assert (made.env, made.packages) == ((("A", "2"), ("B", "1")), (("a", False), ("z", True)))
+    assert Deployment.from_json(asdict(made)) == made
 
 
 def test_no_gpu_is_a_usage_error() -> None:
