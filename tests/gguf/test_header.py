@@ -12,7 +12,7 @@ import pytest
 from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor, text, write_model
 
 from moeq.errors import MoeqError
-from moeq.gguf.header import GgufHeader, read_gguf_header
+from moeq.gguf.header import TYPES, GgufHeader, read_gguf_header
 
 
 def parsed(raw: bytes) -> GgufHeader:
@@ -39,6 +39,12 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path) -> None:
         mine = header.tensors[tensor.name]
         assert (tensor.data_offset, tensor.n_bytes) == (mine.start, mine.end - mine.start)
         assert (tensor.tensor_type.name.lower(), tuple(tensor.shape[::-1])) == (mine.type, mine.shape)
+
+
+def test_types_are_those_of_the_gguf_package() -> None:
+    gguf = pytest.importorskip("gguf")
+    theirs = {int(kind): (kind.name.lower(), *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert theirs == TYPES
 
 
 def test_large_headers_are_read_in_steps() -> None:
