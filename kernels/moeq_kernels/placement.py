@@ -6,16 +6,18 @@ graphs that were captured before find them at the same address.
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from moeq_kernels.areas import Area
+from moeq_kernels.areas import Area, contiguous
 from moeq_kernels.errors import KernelArgumentError
-from moeq_kernels.gpu import Gpu, gpu_of
+from moeq_kernels.gpu import gpu_of
 from moeq_kernels.launch import Launch, Schedule, run_with_triton
 from moeq_kernels.placement_tiles import tiling_of
 
@@ -73,6 +75,13 @@ class Placement:
     flip: int = 0
     steps: tuple[tuple[int, int], ...] = ()
     origin: tuple[int, int] = (0, 0)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a cache is asked for it in every write
+        return hash((self.digits, self.fields, self.bits, self.flip, self.steps, self.origin))
 
     @property
     def words(self) -> int:
@@ -147,41 +156,45 @@ def place(
     Raises:
         KernelArgumentError: if source and target are on several devices or do not hold what `placement` says.
     """
-    size = -(-placement.bits * len(placement.fields) // 8)
-    if size not in _WORDS or not target.is_contiguous():
-        raise KernelArgumentError(f"words of {size} bytes in strides {target.stride()} cannot be written")
-    words = target.view(-1).view(torch.uint8).view(_WORDS[size])
-    last = sum((one.start + one.extent - 1) * one.stride for one in placement.digits)
-    matrices = source if source.dim() == 3 else source.unsqueeze(0)
-    number = len(matrices)
-    each = words.numel() // max(number, 1)
-    if matrices.dim() != 3 or last >= each or each * number != words.numel() or source.device != target.device:
-        raise KernelArgumentError(
-            f"word {last} of {each} on {target.device}, from {list(source.shape)} on {source.device}"
-        )
-    if not number:
-        return
-    stored = matrices if not source.is_floating_point() else matrices.view(_WORDS[source.element_size()])
-    gpu = gpu_of(source.device)
-    launch = planned(
-        placement, packing, shape, stored.dtype, tuple(stored.shape), stored.stride(), words.dtype, words.numel()
+    found = planned(
+        placement,
+        packing,
+        shape,
+        source.dtype,
+        source.shape,
+        source.stride(),
+        target.dtype,
+        target.shape,
+        target.stride(),
     )
-    aligned = not (stored.data_ptr() | words.data_ptr()) % 16
-    if source.device.type == "cuda" and gpu.backend == "cuda" and aligned:
-        stream = torch.cuda.current_stream(source.device)
-        with torch.cuda.device(source.device):
-            _bound(launch, gpu, source.device.index).run(
-                (0, stored.data_ptr(), words.data_ptr()), (), stream.cuda_stream
-            )
-    else:
-        run_with_triton([launch.value], {"source": stored, "target": words})
+    if source.device != target.device:
+        raise KernelArgumentError(f"a matrix on {source.device} cannot be written to {target.device}")
+    addresses = (0, source.data_ptr(), target.data_ptr())  # there is no workspace
+    if source.device.type != "cuda" or (addresses[1] | addresses[2]) % 16 or gpu_of(source.device).backend != "cuda":
+        run_with_triton([found.launch], {"source": source.view(found.source), "target": target})
+        return
+    device = source.device.index
+    here = nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
+    with here:
+        if device not in found.bound:
+            found.bound[device] = _bind(found.launch, source.device)
+        found.bound[device].run(addresses, (), torch.cuda.current_stream(device).cuda_stream)
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """Launch that is equal to itself only, so that it can be the key of a cache."""
+    """Planned write: the launch, the dtype as which it reads the source, and the launch as bound to each device."""
 
-    value: Launch
+    launch: Launch
+    source: torch.dtype
+    bound: dict[int, Bound] = field(default_factory=dict)
+
+
+def _bind(launch: Launch, device: torch.device) -> Bound:
+    """Compile and load a launch for a device, which is current."""
+    from moeq_kernels.cuda import Bound
+
+    return Bound(Schedule((launch,), 0), ("workspace", "source", "target"), {}, gpu_of(device), device.index)
 
 
 @lru_cache(maxsize=KEPT)
@@ -189,16 +202,32 @@ def planned(
     placement: Placement,
     packing: Packing,
     shape: tuple[int, int],
-    dtype: torch.dtype,
+    given: torch.dtype,
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
-    word: torch.dtype,
-    words: int,
+    stored: torch.dtype,
+    target_sizes: tuple[int, ...],
+    target_strides: tuple[int, ...],
 ) -> Planned:
-    """Plan the launch for sources `[matrices, ...]` of these sizes and strides."""
+    """Plan the write of a source of some dtype, sizes and strides into such a target.
+
+    Raises:
+        KernelArgumentError: as `place`.
+    """
+    size = -(-placement.bits * len(placement.fields) // 8)
+    if size not in _WORDS or (math.prod(target_sizes) and target_strides != contiguous(target_sizes)):
+        raise KernelArgumentError(f"words of {size} bytes in strides {target_strides} cannot be written")
+    word, words = _WORDS[size], math.prod(target_sizes) * stored.itemsize // size
+    last = sum((one.start + one.extent - 1) * one.stride for one in placement.digits)
+    if len(sizes) == 2:
+        sizes, strides = (1, *sizes), (0, *strides)
+    each = words // max(sizes[0], 1)
+    if len(sizes) != 3 or last >= each or each * sizes[0] != words:
+        raise KernelArgumentError(f"word {last} of {each}, from {list(sizes)}")
+    dtype = _WORDS[given.itemsize] if given.is_floating_point else given
     source = Area("source", dtype, sizes, strides)
     arguments: dict[str, Any] = {"source": source, "target": Area.of("target", word, words)}
-    steps = {"source_step": strides[0], "target_step": words // sizes[0]}
+    steps = {"source_step": strides[0], "target_step": each}
     rows, columns = shape
     (row_stride, column_stride), inner, outer = strides[1:], placement, packing
     if packing.along_rows:
@@ -211,21 +240,14 @@ def planned(
         more = {"columns": columns, "count": placement.words, **first}
         constants = {**inner.constants, **outer.constants, "BLOCK": BLOCK}
         grid = (-(-placement.words // BLOCK), sizes[0])
-        return Planned(Launch("device.placement:place_words", grid, arguments | steps | across | more, constants))
+        return Planned(
+            Launch("device.placement:place_words", grid, arguments | steps | across | more, constants), dtype
+        )
     sign = sum(packing.sign << (placement.bits * i) for i in range(packing.per))
     if dtype.is_signed and sign >> (8 * dtype.itemsize - 1):
         sign -= 1 << 8 * dtype.itemsize
     more = {"columns": columns // packing.per, "top_rows": tiles.tops[0], "top_columns": tiles.tops[1]}
     constants = {**tiles.constants, "SIGN": sign}
     programs, options = (tiles.across, tiles.down, sizes[0]), {"num_warps": 8}
-    return Planned(
-        Launch("device.placement:place_tiles", programs, arguments | steps | across | more, constants, options)
-    )
-
-
-@lru_cache(maxsize=KEPT)
-def _bound(launch: Planned, gpu: Gpu, device: int) -> Bound:
-    """Compile and load a planned launch for a device, which is current."""
-    from moeq_kernels.cuda import Bound
-
-    return Bound(Schedule((launch.value,), 0), ("workspace", "source", "target"), {}, gpu, device)
+    launch = Launch("device.placement:place_tiles", programs, arguments | steps | across | more, constants, options)
+    return Planned(launch, dtype)

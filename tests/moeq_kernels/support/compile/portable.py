@@ -236,18 +236,9 @@ def _placement_launch(whole: bool) -> Launch:
         stride *= radix
     fields = tuple((8 * o, q + 8 * h) for q in range(2) for o in range(2) for h in range(2))
     placement, source = Placement(tuple(digits), fields, 4), (1, INTERMEDIATE if whole else 64, HIDDEN // 2)
-    strides = contiguous(source)
-    found = planned(
-        placement,
-        Packing(2),
-        (source[1], HIDDEN),
-        torch.uint8,
-        source,
-        strides,
-        torch.int32,
-        INTERMEDIATE * HIDDEN // 8,
-    )
-    return found.value
+    words = (INTERMEDIATE * HIDDEN // 8,)
+    given, written = (torch.uint8, source, contiguous(source)), (torch.int32, words, contiguous(words))
+    return planned(placement, Packing(2), (source[1], HIDDEN), *given, *written).launch
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
