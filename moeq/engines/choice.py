@@ -11,6 +11,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.in_memory import Proof
 
 Kernels = Literal["auto", "moeq", "engine"]
+Activations = Literal["auto", "fp8"]
 KERNELS: tuple[Kernels, ...] = ("auto", "moeq", "engine")
 
 #: Environment variable that applies if the engine's options do not say which kernels.
@@ -42,16 +43,19 @@ class EngineOptions:
     Attributes:
         kernels: which kernels run converted layers.
         prove: which experts are proven where a source checkpoint is packed while it is loaded.
+        activations: `fp8` for kernels of moeq that quantise rows of activations to e4m3; `auto` as the format has them.
     """
 
     kernels: Kernels = "auto"
     prove: Proof = "sample"
+    activations: Activations = "auto"
 
 
 #: Options, the environment variable of each, and its values.
 _OPTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kernels": (VARIABLE, KERNELS),
     "prove": ("MOEQ_PROVE", ("sample", "all")),
+    "activations": ("MOEQ_ACTIVATIONS", ("auto", "fp8")),
 }
 
 
@@ -59,11 +63,12 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
     """Read the options of moeq inside an engine.
 
     Args:
-        given: the engine's options for moeq: `{"kernels": ..., "prove": ...}`. Without a key its environment variable
-            decides, MOEQ_KERNELS or MOEQ_PROVE, and without that the default.
+        given: the engine's options for moeq: `{"kernels": ..., "prove": ..., "activations": ...}`. Without a key its
+            environment variable decides, MOEQ_KERNELS and so on, and without that the default.
 
     Raises:
-        MoeqError: `usage.kernels` for any other value, and for unknown options.
+        MoeqError: `usage.kernels` for any other value, for unknown options, and for e4m3 activations in the engine's
+            kernels.
     """
     given = given or {}
     unknown = sorted(map(str, set(given) - set(_OPTIONS)))
@@ -78,6 +83,12 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
             known = f"{', '.join(values[:-1])} or {values[-1]}"
             raise MoeqError("usage.kernels", f"{where} is {value!r}; it must be {known}")
         found[name] = value
+    if found["activations"] == "fp8" and found["kernels"] == "engine":
+        raise MoeqError(
+            "usage.kernels",
+            "activations is fp8, which moeq's kernels multiply, and kernels is engine",
+            "leave one of both out",
+        )
     return EngineOptions(**found)
 
 

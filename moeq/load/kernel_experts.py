@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from moeq_kernels import PackedExperts
+    from moeq_kernels import PackedExperts, PreparedLayer
 
 
 def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
@@ -50,6 +50,20 @@ def check_e4m3(layout: str, element: str, *, prepared: bool) -> None:
         f"moeq has no kernel that multiplies {element} weights in layout {layout} with e4m3 activations",
         f"layouts that have one: {', '.join(readable)}",
     )
+
+
+def prepared_layer(experts: PackedExperts, **options: Any) -> PreparedLayer:
+    """Prepare a layer in the kernels; for the options see `moeq_kernels.prepare`.
+
+    Raises:
+        MoeqError: `answer.no-kernel` if no kernel runs it with these options.
+    """
+    from moeq_kernels import KernelUnsupportedError, prepare
+
+    try:
+        return prepare(experts, **options)
+    except KernelUnsupportedError as error:
+        raise MoeqError("answer.no-kernel", f"moeq has no kernel for this: {error.message}", error.hint) from error
 
 
 def kernel_experts(

@@ -65,7 +65,7 @@ def load_experts(
         ep_size: number of ranks that share the experts; `expert_map` says which rank holds which.
         dtype: dtype of the activations, which the kernel has to take; None: that of the conversion.
         activation_dtype: `fp8` for kernels that quantise activations to e4m3, which costs accuracy: for FP8 weights,
-            and on Hopper, through `moeq_kernels.prepare`, for MXFP4 and symmetric int4 in Marlin's order.
+            and on Hopper, through `moeq_kernels.prepare`, for MXFP4 in Marlin's order or moeq's and symmetric int4.
         verify: recompute the digest of every expert of the layer first, which reads them all.
         check_gpu: refuse a GPU of another architecture than the one converted for.
 

@@ -61,3 +61,13 @@ def test_options_that_there_are_not_are_refused(options) -> None:
     ) as refused:
         engine_options(options)
     assert refused.value.code == "usage.kernels"
+
+
+def test_activations_are_those_of_the_format_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine_options(None).activations == "auto"
+    assert engine_options({"activations": "fp8"}).activations == "fp8"
+    monkeypatch.setenv("MOEQ_ACTIVATIONS", "fp8")
+    assert engine_options(None).activations == "fp8"
+    with pytest.raises(MoeqError, match="moeq's kernels multiply, and kernels is engine") as refused:
+        engine_options({"kernels": "engine"})
+    assert refused.value.code == "usage.kernels"

@@ -311,6 +311,13 @@ class TestRefusals:
 
         assert activation_arguments(MoeRunnerConfig(**config)) == expected
 
+    def test_e4m3_activations_beside_four_bit_weights(self, folders, monkeypatch) -> None:
+        """The environment variable asks for them, and only Hopper GPUs multiply them."""
+        monkeypatch.setenv("MOEQ_ACTIVATIONS", "fp8")
+        with pytest.raises(MoeqError, match="fp8 activations") as caught:
+            loaded_layer(folders["ct-int4-g128-qwen3moe"])
+        assert caught.value.code == "answer.no-kernel"
+
     @pytest.mark.parametrize("option", [{"enable_eplb": True}, {"init_expert_location": "places.json"}])
     def test_experts_at_other_places(self, option, folders) -> None:
         config_of(folders[INT4])

@@ -20,6 +20,7 @@ from vllm.v1.worker import workspace
 import moeq
 from moeq.engines.vllm.engine_experts import VERSION
 from moeq.engines.vllm.own_experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
+from moeq.engines.vllm.reload import ExpertReload
 from moeq.errors import MoeqError
 
 INT4 = "gptq-int4-g32-qwen3moe"
@@ -305,3 +306,30 @@ def test_every_activation_is_known_to_the_kernels_with_its_constants() -> None:
     assert found.get("situ", {"limit": 25.0})["limit"] == 25.0  # since vLLM 0.32
     assert found.get("swiglustep", {"limit": 7.0})["limit"] == 7.0
     assert {backend.option for backend in BACKENDS.values()} >= {"marlin", "triton"}
+
+
+def test_e4m3_activations_are_asked_for(checkpoints: Path, tmp_path: Path) -> None:
+    """They imply moeq's kernels; FP8 weights have such kernels everywhere."""
+    folder = convert(checkpoints / "ct-fp8-channel-qwen3moe", tmp_path / "out", "marlin-fp8/1")
+    dtypes = []
+    for options in ({"kernels": "moeq"}, {"activations": "fp8"}):
+        layer = loaded_layer(folder, **options)
+        dtypes.append(layer.quant_method.moe_kernel.fused_experts.prepared.problem.w13.activation_dtype)
+        assert layer.quant_method.supports_eplb
+    assert dtypes == ["", "fp8"]
+
+
+@pytest.mark.parametrize("name", ["ct-mxfp4-qwen3moe", INT4])
+def test_four_bit_weights_need_hopper_beside_e4m3_activations(name: str, folders: dict[str, Path]) -> None:
+    with pytest.raises(MoeqError, match="fp8 activations") as caught:
+        loaded_layer(folders[name], activations="fp8")
+    assert caught.value.code == "answer.no-kernel"
+
+
+def test_folded_scales_are_neither_moved_nor_reloaded(folders: dict[str, Path]) -> None:
+    layer = experts_layer(folders["ct-mxfp4-qwen3moe"], activations="fp8")
+    assert not layer.quant_method.supports_eplb
+    reload = ExpertReload([layer])
+    with pytest.raises(MoeqError, match="read scales that were folded") as caught:
+        reload.folder()
+    assert caught.value.code == "usage.reload"

@@ -134,18 +134,26 @@ def ranks_of(
 
 
 def experts_layer(
-    folder: Path, *, kernels: str | None = None, prove: str | None = None, load_format: str = "auto", **options: Any
+    folder: Path,
+    *,
+    kernels: str | None = None,
+    prove: str | None = None,
+    activations: str | None = None,
+    load_format: str = "auto",
+    **options: Any,
 ) -> Any:
     """The engine's own layer class with our config, on one rank.
 
     Args:
         kernels: what `--additional-config` asks for.
         prove: which experts it asks to prove.
+        activations: which activations it asks for.
         load_format: as `--load-format`.
         options: as of `ranks_of`.
     """
     moe, manager = ranks_of(folder, **options)
-    asked = {name: value for name, value in (("kernels", kernels), ("prove", prove)) if value}
+    wanted = {"kernels": kernels, "prove": prove, "activations": activations}
+    asked = {name: value for name, value in wanted.items() if value}
     ranks = {name: options[name][1] for name in ("tp", "ep") if name in options}
     additional = {"moeq": asked} if asked else {}
     with engine(additional_config=additional, load_config=LoadConfig(load_format=load_format), **ranks):

@@ -34,7 +34,7 @@ from moeq.engines.choice import engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
+from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts, prepared_layer
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import check_groups, check_kernel, device_arch, uneven_unit
 from moeq.load.warmup import make_ready
@@ -342,10 +342,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self, tensors: Mapping[StackedRole, Mapping[str, torch.Tensor]], gpu: str | None = None
     ) -> PreparedLayer:
         """Prepare the layer for the GPU that holds its tensors, or for another one by name."""
-        from moeq_kernels import prepare
-
-        return prepare(
-            kernel_experts(self.entry.layout, self.specs, tensors),
+        experts = kernel_experts(self.entry.layout, self.specs, tensors)
+        return prepared_layer(
+            experts.quantising("fp8") if engine_options(None).activations == "fp8" else experts,
             top_k=self.config.top_k,
             max_tokens=_most_tokens(),
             dtype=self.config.params_dtype,

@@ -130,7 +130,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
             entry = self.experts.entry(number) if isinstance(layer, RoutedExperts) and number is not None else None
             if entry is not None:
                 dummy = config.load_config.load_format == "dummy"
-                return MoeqMoEMethod(layer.moe_config, self.experts, entry, options.kernels, dummy=dummy)
+                return MoeqMoEMethod(layer.moe_config, self.experts, entry, options, dummy=dummy)
         if isinstance(layer, LinearBase) and (self.inner is None or self._is_plain(prefix.partition(".")[0])):
             return UnquantizedLinearMethod()
         if self.inner is None:

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.utils.marlin_utils import get_marli
 from vllm.platforms import current_platform
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
-from moeq.engines.choice import Kernels, choose, outcome
+from moeq.engines.choice import EngineOptions, choose, outcome
 from moeq.engines.experts_source import ExpertsSource
 from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
@@ -61,7 +61,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         moe: the engine's record of the layer.
         experts: packed experts of the checkpoint.
         entry: how the layer is packed.
-        asked: kernels that were asked for.
+        options: kernels and activations that were asked for; None for the defaults.
         dummy: whether no weights are read (`--load-format dummy`).
 
     Raises:
@@ -70,9 +70,15 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """
 
     def __init__(
-        self, moe: Any, experts: ExpertsSource, entry: LayerEntry, asked: Kernels = "auto", dummy: bool = False
+        self,
+        moe: Any,
+        experts: ExpertsSource,
+        entry: LayerEntry,
+        options: EngineOptions | None = None,
+        dummy: bool = False,
     ) -> None:
         super().__init__(moe)
+        self.options = options or EngineOptions()
         self.experts = experts
         self.entry = entry
         self.dummy = dummy
@@ -97,13 +103,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
-        choice = choose(asked, own, slow, title)
+        fp8 = self.options.activations == "fp8"  # which no kernels of the engine do on these bytes
+        choice = choose("moeq" if fp8 else self.options.kernels, own, slow, title)
         # The number of the layer is left out, so that layers of one kind share a line of the log.
         self.choice = replace(choice, why=choice.why.replace(f"layer {entry.layer}: ", ""))
         if not self.choice.own:
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
             self.engine, self.experts_cls = engine
-        logger.info_once("moeq: %s: %s", self.title, self.choice.why)
+        logger.info_once("moeq: %s: %s%s", self.title, self.choice.why, ", e4m3 activations" if fp8 else "")
 
     def _engine_experts(self) -> tuple[EngineExperts, Any]:
         return _engine_experts(self.moe, self.entry, self.rank, self.weights, self.experts.backend)
@@ -114,12 +121,17 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return sum(stop - start for start, stop in (part.experts for part in self.parts))
 
     @property
+    def folds_scales(self) -> bool:
+        """Whether moeq's kernels keep scales of their own beside the parameters: MXFP4 with e4m3 activations."""
+        return self.options.activations == "fp8" and self.weights.w13.element == "e2m1"
+
+    @property
     def supports_eplb(self) -> bool:
-        """Whether the engine may move experts between ranks: if moeq's kernels run them.
+        """Whether the engine may move experts between ranks: if moeq's kernels run them and fold no scales.
 
         Then the parameters are all that a kernel reads, and an expert's bytes are the same on every rank.
         """
-        return self.choice.own
+        return self.choice.own and not self.folds_scales
 
     @property
     def supports_pre_processed_weights(self) -> bool:
@@ -219,7 +231,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             role: {part: tensors[f"{role}_{part}"].data for part in matrices[role].stored.tensors}
             for role in STACKED_ROLES
         }
-        return kernel_experts(self.entry.layout, {role: matrices[role].spec for role in STACKED_ROLES}, parts)
+        experts = kernel_experts(self.entry.layout, {role: matrices[role].spec for role in STACKED_ROLES}, parts)
+        return experts.quantising("fp8") if self.options.activations == "fp8" else experts
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Make the engine's record of scales, zero points and biases; an empty one if moeq runs the experts."""

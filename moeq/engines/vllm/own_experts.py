@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from moeq.errors import MoeqError
+from moeq.load.kernel_experts import prepared_layer
 from moeq.load.torch_loader import check_groups, check_kernel
 from moeq.load.warmup import make_ready
 from moeq_kernels.activations import BY_ENGINE_NAME
@@ -226,10 +227,8 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.Fu
 
 
 def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str | None = None) -> PreparedLayer:
-    from moeq_kernels import prepare
-
     parallel = moe.moe_parallel_config
-    return prepare(
+    return prepared_layer(
         packed,
         top_k=moe.experts_per_token,
         # All-gather collects the tokens of all ranks.

@@ -48,6 +48,7 @@ class ExpertReload:
         methods = [layer.quant_method for layer in self._layers.values()]
         self.converted = any(method.experts.checkpoint.kind == "converted" for method in methods)
         self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
+        self._folded = [method.entry.layer for method in methods if method.folds_scales]
         # One at a time, made for a layer whose tensors come: some trainers send a tensor to each call.
         self._writer: Writer | None = None
         self._layer: int | None = None
@@ -66,6 +67,7 @@ class ExpertReload:
         number = None if layer is None else self._numbers.get(layer.prefix)
         if layer is None or number is None:
             return False
+        self._check_scales()
         if number != self._layer:
             self.finish()
             self._layer, self._writer = number, Writer([_writable(self._layers[number])])
@@ -76,8 +78,19 @@ class ExpertReload:
                     self._pending.setdefault(one, {}).setdefault(projection, {})[part] = value
         return True
 
+    def _check_scales(self) -> None:
+        """Refuse layers whose kernels read scales that were computed from the stored ones."""
+        if self._folded:
+            raise MoeqError(
+                "usage.reload",
+                f"layer {self._folded[0]}: beside e4m3 activations moeq's kernels read scales that were folded when "
+                "the engine started and would stay as they are",
+                "start the engine again with the new weights, or without activations fp8",
+            )
+
     def folder(self) -> FolderReload:
         """Open the converted folder that the engine reads, for tensors that come stacked."""
+        self._check_scales()
         return FolderReload(self._layers.values())
 
     def finish(self) -> None:
