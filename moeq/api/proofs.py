@@ -131,7 +131,7 @@ def run_check(
         device: `auto`, `cpu` (Triton's interpreter) or `cuda`.
         digests: recompute the digest of every expert first.
         kernels: run kernels; False checks digests alone.
-        fp8_activations: multiply FP8 weights with activations quantised to FP8.
+        fp8_activations: bound by layer what activations in e4m3 cost, and run FP8 weights with them.
         jobs: processes that check layers at the same time on a CPU.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 

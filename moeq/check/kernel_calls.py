@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def activations_of(layout: str, element: str, asked: str = "") -> str:
-    """Return what the kernels of a layout quantise activations to: `int8`, `fp8` (if asked for) or an empty text.
+    """Return what the kernels of a check quantise activations to: `int8`, `fp8` (if asked for) or an empty text.
+
+    4-bit weights are multiplied with e4m3 activations by prepared layers only, so a check runs 16-bit ones.
 
     Raises:
         MoeqError: `answer.no-kernel` where no kernel reads the layout, or none with e4m3 activations.
@@ -33,8 +35,8 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
     try:
         found = find_format(layout, element)
         if asked == "fp8":
-            check_e4m3(layout, element, prepared=False)
-        return "int8" if found.int8_activations else asked
+            check_e4m3(layout, element, prepared=True)
+        return "int8" if found.int8_activations else asked if found.fp8_activations else ""
     except KernelUnsupportedError as error:
         raise MoeqError(
             "answer.no-kernel",

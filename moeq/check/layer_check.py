@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from moeq.check.activation_loss import ActivationLoss, require_prepared
 from moeq.check.comparison import ProductComparison
 from moeq.check.diagnose import Evidence, diagnose
 from moeq.check.inputs import Inputs, make_inputs
@@ -52,7 +53,7 @@ class LayerCheck:
         seed: seed of the random tokens.
         activation: the model's activation.
         fused: run the fused layer too, not only each product.
-        activation_dtype: `fp8` to multiply with e4m3 activations.
+        activation_dtype: `fp8` to bound the loss of e4m3 activations, and to multiply with them where kernels can.
     """
 
     converted: Checkpoint
@@ -85,6 +86,13 @@ class LayerCheck:
     def group_of(self, name: Projection) -> int:
         """Return the number of input features that share a scale, of weights and of e4m3 activations."""
         return self.entry.matrices["w2" if name == "down" else "w13"].spec.group_size
+
+    def e4m3_groups(self) -> tuple[int, int]:
+        """Return the features of w13's and w2's rows that share a scale in e4m3: all, unless kernels say otherwise."""
+        first, second = (
+            self.group_of(name) if self.activations(name) == "fp8" else self.k_of(name) for name in ("up", "down")
+        )
+        return first, second
 
     def linear(self, expert: int, name: Projection) -> Linear:
         """Dequantise one projection of one expert, on the device."""
@@ -138,7 +146,9 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     layer, sample = check.entry.layer, check.sample
     inputs = make_inputs(check.reference, sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     packed = load_packed(check.converted, check.entry, sample.experts, check.device)
-    if check.activations("down") == "fp8":
+    if check.activation_dtype == "fp8" and check.activations("down") != "fp8":
+        require_prepared(packed)
+    elif check.activation_dtype == "fp8":
         if len(packed) > 1 and check.group_of("down") == check.k_of("down"):
             raise MoeqError(
                 "answer.no-kernel",
@@ -154,6 +164,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     del packed
 
     whole = LayerComparison(inputs, check.widths["down"], check.dtype)
+    loss = ActivationLoss(inputs, check.widths["down"], check.dtype, check.e4m3_groups())
     comparisons = {name: ProductComparison(name, check.k_of(name)) for name in check.widths}
     for index, expert_id in enumerate(sample.experts):
         tokens, slots = torch.where(inputs.ids == index)
@@ -162,10 +173,14 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
             first = _compare_expert(check, comparisons, products, expert, (inputs, tokens, slots), expert_id)
             if output is not None:
                 whole.add(_passage(check, inputs.x[tokens], expert, first), tokens, slots)
+            if check.activation_dtype == "fp8":
+                loss.add(expert_id, expert, check.combine, tokens, slots)
         advance(f"layer {layer} expert {expert_id}")
     found = [_explained(check, comparison, products, inputs) for comparison in comparisons.values()]
     if output is not None:
         found.append(whole.result(layer, output, sample.experts, check.k_of("up")))
+    if check.activation_dtype == "fp8":
+        found.append(loss.result(layer, check.k_of("up")))
     done = replace(sample, runs=tuple(run for run, _ in inputs.runs))
     return LayerReport(done, tuple(found), repeated, unequal, timings)
 

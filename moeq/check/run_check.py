@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from moeq.check.activation_loss import RULE as ACTIVATION_LOSS_RULE
 from moeq.check.comparison import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, NORM_RULE
 from moeq.check.layer_check import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
@@ -213,7 +214,8 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
         return ()
     kinds = {check.activations("down") for check in checks}
     whole = INT8_LAYER_RULE if "int8" in kinds else FP8_LAYER_RULE if "fp8" in kinds else LAYER_RULE
-    return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole)
+    loss = (ACTIVATION_LOSS_RULE,) if checks[0].activation_dtype == "fp8" else ()
+    return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole, *loss)
 
 
 def prepare_device(asked: str) -> torch.device:

@@ -37,8 +37,8 @@ class CheckOptions:
         whole: run the fused layer too, not only each product.
         digest_layers: layers whose digests are recomputed; None: all.
         jobs: processes that check layers at the same time on a CPU; None: by the amount of work.
-        activation_dtype: `fp8` to run FP8 weights with e4m3 activations; empty: 16-bit activations, or int8 ones for
-            layouts that have them.
+        activation_dtype: `fp8` to bound the loss of e4m3 activations, and to run FP8 weights with them; empty: 16-bit
+            activations, or int8 ones for layouts that have them.
     """
 
     layers: Sequence[int] | None = None

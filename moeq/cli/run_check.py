@@ -48,7 +48,8 @@ def command(
         bool, typer.Option("--kernels/--digests-only", help="Run kernels, or check digests alone (no GPU, no triton).")
     ] = True,
     fp8_activations: Annotated[
-        bool, typer.Option("--fp8-activations", help="Multiply FP8 weights with activations quantised to FP8.")
+        bool,
+        typer.Option("--fp8-activations", help="Bound what e4m3 activations cost; FP8 weights run with them."),
     ] = False,
     jobs: Annotated[
         int | None,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moeq
+from moeq.check import activation_loss
 from moeq.check.run_check import CheckOptions, run_check
 from moeq.errors import MoeqError
 from moeq.layouts.registry import LAYOUTS
@@ -77,10 +78,39 @@ def test_e4m3_activations_agree_with_their_emulation(name, conversions, checkpoi
     options = replace(QUICK, activation_dtype="fp8")
     report = run_check(conversions(name, "marlin-fp8/1"), checkpoints / name, options=options)
     assert report.ok, report.results
-    assert {result.arithmetic for result in report.results} == {"e4m3 activations", "all roundings together"}
+    assert {result.arithmetic for result in report.results if result.name != "e4m3 loss"} == {
+        "e4m3 activations",
+        "all roundings together",
+    }
     assert any("products of e4m3 codes are exact" in line for line in report.derivation)
     if not ON_GPU:
         assert all(0 < result.exceedance < 0.6 for result in report.results)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("ct-int4-g128-qwen3moe", "marlin-wna16/1"), ("ct-mxfp4-qwen3moe", "moeq-mxfp4/1")]
+)
+def test_the_loss_of_e4m3_activations_is_bounded_by_layer(name, layout, conversions, checkpoints, monkeypatch) -> None:
+    """Kernels of 4-bit weights run with 16-bit activations; the loss is that of both roundings, 2.6 % each."""
+    options = replace(QUICK, activation_dtype="fp8")
+    report = run_check(conversions(name, layout), checkpoints / name, options=options)
+    (loss,) = (result for result in report.results if result.name == "e4m3 loss")
+    assert report.ok, report.results
+    assert 0.025 < loss.relative < 0.06
+    assert all(result.relative < 0.01 for result in report.results if result is not loss)
+    assert "e4m3 loss" in report.derivation[-1]
+    monkeypatch.setattr(activation_loss, "LIMIT", loss.relative / 1.01)
+    again = run_check(conversions(name, layout), checkpoints / name, options=options)
+    assert not again.ok
+    assert [result.name for result in again.results if not result.passed] == ["e4m3 loss"]
+
+
+def test_weights_that_no_kernel_takes_beside_e4m3_are_refused(conversions, checkpoints) -> None:
+    options = replace(QUICK, activation_dtype="fp8")
+    name = "awq-int4-g32-qwen3moe"
+    with pytest.raises(MoeqError, match="has zero points; these kernels read codes around 8") as caught:
+        run_check(conversions(name, "marlin-wna16/1"), checkpoints / name, options=options)
+    assert caught.value.code == "answer.no-kernel"
 
 
 def test_e4m3_activations_are_refused_where_no_kernel_has_them(conversions, checkpoints) -> None:
