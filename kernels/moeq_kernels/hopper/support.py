@@ -37,7 +37,7 @@ W8A8 = ("int8-w8a8/1", "int8")
 FP8 = (("fp8-identity/1", "e4m3"), ("fp8-block-identity/1", "e4m3"))
 
 #: Formats of the kernels for 4-bit weights and e4m3 activations, with the dtypes of scales.
-W4A8 = {key: dtypes for key, dtypes in SCALES.items() if FORMATS[key].codec == "marlin4"}
+W4A8 = {key: dtypes for key, dtypes in SCALES.items() if FORMATS[key].codec in ("marlin4", "marlin4-permuted")}
 
 
 def asks_w4a8(experts: PackedExperts) -> bool:

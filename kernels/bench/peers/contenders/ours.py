@@ -27,7 +27,7 @@ LAYOUTS = {
     "mxfp4-fp8": "marlin-mxfp4/1",
     "int4-fp8": "marlin-wna16/1",
     "w8a8": "int8-w8a8/1",
-    "nvfp4": "marlin-nvfp4/1",
+    "nvfp4": "moeq-nvfp4/1",
     "fp8-block-w8a8": "fp8-block-identity/1",  # the order of checkpoints, which peers read
     "fp8-w8a8": "fp8-identity/1",
     "fp8-block": "marlin-fp8/1",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moeq_kernels.errors import KernelUnsupportedError
+from moeq_kernels.formats import find_format
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 #: Upper bound of the powers of two between the largest and the least scale of an output feature.
@@ -51,8 +52,9 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
             "leave activation_dtype out: beside 16-bit activations scales may be any",
         )
     factor = torch.empty(experts, n, device=scale.device)
-    # Codes are decoded with the other sign (`device.codes`).
-    factor[:, _single(column)] = -torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
+    # Codes in Marlin's order are decoded with the other sign (`device.codes`).
+    sign = 1 if _permuted(matrix) else -1
+    factor[:, _single(column)] = sign * torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale, so their shifts are clamped.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
     return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")
@@ -88,14 +90,20 @@ def _single(column: Tensor) -> Tensor:
     return (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
 
 
+def _permuted(matrix: PackedMatrix) -> bool:
+    """Return whether words have the order of bits of `moeq-mxfp4/1`."""
+    return find_format(matrix.layout, matrix.element).codec == "marlin4-permuted"
+
+
 def _used(matrix: PackedMatrix) -> Tensor:
     """Mark groups that hold anything but zeros, in the places of their scales `[E, K / 32, n]`."""
+    # Bits of magnitudes in column g of 16 columns, and in column g + 8 (`device.codes`).
+    masks = (0x01C701C7, 0x4C384C38) if _permuted(matrix) else (0x00770077, 0x77007700)
     experts, n, k = matrix.num_experts, matrix.n, matrix.k
     found = torch.empty(experts, k // 32, n, dtype=torch.bool, device=matrix.weight.device)
     for expert in range(experts):
         words = matrix.weight[expert].view(k // 32, 2, n // 64, 8, 4, 4)  # slab, tile, g, t, j
-        # Nibbles 0, 1, 4, 5 belong to column g of 16 columns, nibbles 2, 3, 6, 7 to column g + 8.
-        halves = [(words & mask != 0).any(1).any(3) for mask in (0x00770077, 0x77007700)]
+        halves = [(words & mask != 0).any(1).any(3) for mask in masks]
         both = torch.stack(halves, -1).view(k // 32, n // 64, 8, 2, 2, 2)  # tile, g, j1, j0, h
         found[expert] = both.transpose(4, 5).reshape(k // 32, n)
     return found

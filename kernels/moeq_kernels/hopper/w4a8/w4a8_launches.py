@@ -34,6 +34,7 @@ class W4a8Wide:
     tokens: int
     stages: int
     registers: int = 232
+    turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def product_launch(
     paired = epilogue.gated and not epilogue.interleaved
     kind, group = kind_of(matrix), group_of(matrix)
     scale: Any = matrix.scale
-    scale = scale.cast(torch.uint8) if kind == "e2m1" else scale
+    folds = matrix.element == "e2m1"
+    scale = scale.cast(torch.uint8) if folds else scale
     columns = out.shape[-1]
     blocks = -(-(columns if paired else matrix.n) // (128 if paired else 256))
     arguments: dict[str, Argument] = {
@@ -85,7 +87,7 @@ def product_launch(
         ),
         "x_desc": Box(rows.codes, (BOX, 128), common.operand()),
         "x_scale": rows.scales,
-        "factor": matrix.scale_factor if kind == "e2m1" else channel_scale(matrix),
+        "factor": matrix.scale_factor if folds else channel_scale(matrix),
         "bias": matrix.bias,
         "out": out,
         "tiles": found.sorted.tiles,
@@ -104,6 +106,7 @@ def product_launch(
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
+        "TURNS": kernel.turns,
         "KIND": kind,
         "GROUP": group,
         "EPILOGUE": epilogue,

@@ -160,7 +160,7 @@ def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
 
 def marlin(matrix: PackedMatrix) -> bool:
     """Return whether k of tokens has to be in the order of Marlin's words."""
-    return matrix.layout.startswith("marlin-")
+    return matrix.element in ("int4", "e2m1")
 
 
 def _signed(codes: Area) -> Area:

@@ -27,8 +27,12 @@ INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128,
 
 
 #: A layer in the interpreter takes five seconds of processor time; `make test` has one of either format.
-QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2), 23)]
+PERMUTED = replace(PLAIN, layout="moeq-mxfp4/1")
+QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2, turns=1), 23)]
 SLOW = [
+    (replace(PERMUTED, bias=True), W4a8Wide(64, 3), 23),
+    (replace(PERMUTED, intermediate=192), W4a8Wide(160, 2, turns=2), 150),
+    (replace(INT4, group_size=32), W4a8Wide(64, 3, turns=2), 70),
     (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
     (PLAIN, W4a8Wide(160, 2), 150),
     (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),
@@ -120,8 +124,8 @@ def test_scales_of_the_next_expert_do_not_count(group: int) -> None:
     _check(packed, layer, "silu", None, W4a8Wide(64, 2), 20, expert=0)
 
 
-def _both(matrix: Quantised) -> PackedExperts:
-    one = pack("marlin-mxfp4/1", "e2m1", matrix)
+def _both(matrix: Quantised, layout: str = "marlin-mxfp4/1") -> PackedExperts:
+    one = pack(layout, "e2m1", matrix)
     return PackedExperts(one, one)
 
 
@@ -148,8 +152,9 @@ def test_int4_words_become_the_codes_exactly() -> None:
     assert torch.equal(torch.as_tensor(device.row_scales(value(scales), 64)), matrix.scales[0, column, 1])
 
 
+@pytest.mark.parametrize("layout", ["marlin-mxfp4/1", "moeq-mxfp4/1"])
 @pytest.mark.parametrize("seed", range(5))
-def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
+def test_words_become_the_weights_exactly_over_factors(seed: int, layout: str) -> None:
     """Every scale of a feature up to 2^11 below the largest; groups of zeros with any scale."""
     generator = torch.Generator().manual_seed(seed)
     matrix = random_mxfp4((1, 128, 128), generator=generator)
@@ -157,7 +162,8 @@ def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
     codes = matrix.codes.clone()
     codes[0, 5, 32:64] = 8  # minus zero
     scales[0, 5, 1] = seed
-    made = folded(_both(replace(matrix, codes=codes, scales=scales))).w13
+    made = folded(_both(replace(matrix, codes=codes, scales=scales), layout)).w13
+    permuted = layout == "moeq-mxfp4/1"
     device = gluon_on_cpu._module("moeq_kernels.hopper.w4a8.device.codes")
     column, source = _order()
     single = (column & -31) | ((column & 6) << 2) | ((column & 24) >> 2)
@@ -165,7 +171,7 @@ def test_words_become_the_weights_exactly_over_factors(seed: int) -> None:
     for group in range(4):
         words = made.weight[0, 2 * group : 2 * group + 2].view(2, 2, 128).transpose(0, 1).contiguous()
         shifts = made.scale[0, group].view(2, 8, 8)
-        found = device.e2m1_operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64)
+        found = device.e2m1_operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64, permuted)
         code = codes[0, column][:, 32 * group + source].int()
         wanted = table[code & 7] * torch.where(code > 7, -1.0, 1.0)
         wanted = torch.where(wanted == 0, wanted, wanted * torch.exp2(scales[0, column, group, None].float() - 127))
@@ -193,7 +199,7 @@ def test_one_scale_a_feature_is_refused() -> None:
         folded(packed)
 
 
-@pytest.mark.parametrize("recipe", [PLAIN, OAI])
+@pytest.mark.parametrize("recipe", [PLAIN, OAI, PERMUTED])
 def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
     experts = on_meta(make_layer(recipe)[0])
     options = {"top_k": 2, "max_tokens": 300, "activation": recipe.activation, "limit": recipe.limit}
@@ -225,10 +231,11 @@ def test_where_it_cannot_run_the_reason_is_said(options: dict, what: str) -> Non
 
 
 def test_another_order_of_bits_names_the_layouts_that_do() -> None:
-    experts = on_meta(make_layer(replace(PLAIN, layout="moeq-mxfp4/1"))[0])
+    experts = on_meta(make_layer(replace(PLAIN, layout="marlin-nvfp4/1", group_size=16))[0])
     with pytest.raises(KernelUnsupportedError) as caught:
         prepare(experts, top_k=2, max_tokens=8, activation_dtype="fp8", gpu="H200")
-    assert "of e2m1, in layers of `prepare` on Hopper: marlin-mxfp4/1" in str(caught.value.hint)
+    known = "of e2m1, in layers of `prepare` on Hopper: marlin-mxfp4/1, marlin-mxfp4-interleaved/1, moeq-mxfp4/1"
+    assert known in str(caught.value.hint)
 
 
 def test_a_call_does_not_fold_scales() -> None:

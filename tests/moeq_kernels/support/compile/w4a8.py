@@ -51,7 +51,7 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
     """Compile for sm_90a; the result has `.asm` (`ttgir`, `ptx`, `cubin`, `sass`) and `.metadata`."""
     words = import_module("moeq_kernels.hopper.w4a16.device.layouts")
     common = import_module("moeq_kernels.hopper.w8a8.device.common")
-    kernel, mxfp4 = case.kernel, case.element == "e2m1"
+    kernel, mxfp4 = case.kernel, case.element != "int4"
     per = words.groups_of(128, case.group)
     types = {
         "w_desc": _descriptor("i32", [8, 2, 128], words.word_buffer()),
@@ -66,9 +66,10 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
+        "TURNS": kernel.turns,
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
-        "KIND": "e2m1" if mxfp4 else "uint4",
+        "KIND": "uint4" if case.element == "int4" else case.element,
         "GROUP": case.group,
     }
     if case.group and not mxfp4:

@@ -4,6 +4,9 @@ A word of a lane has four codes of column g and four of column g + 8, whose k ar
 16 rows. Tensor cores take four adjacent k, so tokens are stored in that order of k (`w8a8.device.rows`). Rows of the
 operand are those of map B in `w4a16.device.layouts`.
 
+Words of `moeq-mxfp4/1` hold the same codes in another order of bits (`w4a16.device.recipes`), which takes twice the
+instructions here: signs and magnitudes are brought to their places by shifts and masks.
+
 `prmt` selects one of eight bytes in two registers by three bits of a code; with the fourth bit set it gives eight
 copies of the byte's sign instead. The compiler copies constants into a register before each use, and turns a product by
 2 into an addition on the pipe that all other instructions here need. To prevent both, bit 31 of `%lanemask_lt` is added
@@ -47,6 +50,17 @@ def _regrouped(word, h):
 
 
 @constexpr_function
+def _tables():
+    """Return lines that make eight magnitudes for each column (h, j0) by the shifts in `$12`: lo0, hi0 to lo3, hi3."""
+    lines = [".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";", "mov.b32 zero, 0;"]
+    for r in range(4):
+        lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
+        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
+        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
+    return lines
+
+
+@constexpr_function
 def decode_e2m1():
     """Return the text from a lane's four e2m1 words of 32 rows of k to e4m3: two words (j0) of two slabs of 16 rows.
 
@@ -54,19 +68,38 @@ def decode_e2m1():
     bytes, and three copies of it. Shifts are added to a column's eight magnitudes. Codes without a sign give 0x40,
     codes with a sign 0: twice that is the inverted sign, which the factors of `fold` compensate.
     """
-    lines = [".reg .b32 p, m, s, v, zero, plus, two;"]
-    lines += [".reg .b32 " + ", ".join(f"lo{r}, hi{r}" for r in range(4)) + ";"]
-    lines += ["mov.b32 zero, 0;", "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;"]
+    lines = [".reg .b32 p, m, s, v, zero, plus, two;", *_tables(), "mov.u32 s, %lanemask_lt;", "shr.u32 s, s, 31;"]
     lines += ["or.b32 plus, s, 0x40404040;", "or.b32 two, s, 2;"]
-    for r in range(4):
-        lines.append(f"prmt.b32 s, $12, zero, 0x444{r};")
-        lines.append(f"mad.lo.u32 lo{r}, s, 0x01010100, 0x14100800;")  # 0, 0.5, 1, 1.5 times 2^-5; zero stays
-        lines.append(f"mad.lo.u32 hi{r}, s, 0x01010101, 0x24201c18;")  # 2, 3, 4, 6 times 2^-5
     for word in range(4):  # slab, j0
         for h in range(2):
             r = 2 * h + word % 2
             lines += [*_regrouped(8 + word, h), f"prmt.b32 v, lo{r}, hi{r}, m;", "prmt.b32 s, plus, plus, p;"]
             lines.append(f"mad.lo.u32 ${4 * h + word}, s, two, v;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+#: How the four codes of column g, and of g + 8, come to their places in two halves of a permuted word `w`, whose third
+#: and fourth codes are also in `q`: two terms of magnitudes (mask 7 and 0x70) and of signs (mask 0x80 and 0x8000).
+_PERMUTED = (
+    (("shr.u32 s, w, 6;", "shl.b32 p, w, 4;"), ("shr.u32 s, w, 8;", "shl.b32 p, w, 6;")),
+    (("shr.u32 s, w, 3;", "mov.b32 p, q;"), ("shr.u32 s, w, 5;", "mov.b32 p, q;")),
+)
+
+
+@constexpr_function
+def decode_permuted():
+    """Return the text of `decode_e2m1` for words of `moeq-mxfp4/1`; signs are as they are stored."""
+    lines = [".reg .b32 p, m, s, v, q, w, zero;", *_tables()]
+    for word in range(4):  # slab, j0
+        lines += [f"mov.b32 w, ${8 + word};", "shf.l.wrap.b32 q, w, w, 6;", "and.b32 q, q, 0x001b001b;"]
+        lines.append("mul.lo.u32 q, q, 0x1021;")  # the fourth code's magnitude in bits 4 to 6, its sign in bit 15
+        for h in range(2):
+            r = 2 * h + word % 2
+            magnitudes, signs = _PERMUTED[h]
+            lines += [*magnitudes, "and.b32 m, s, 0x00070007;", "and.b32 p, p, 0x00700070;", "or.b32 m, m, p;"]
+            lines += ["prmt.b32 m, m, zero, 0x4420;", f"prmt.b32 v, lo{r}, hi{r}, m;"]
+            lines += [*signs, "and.b32 s, s, 0x00800080;", "and.b32 p, p, 0x80008000;", "or.b32 v, v, s;"]
+            lines.append(f"or.b32 ${4 * h + word}, v, p;")
     return "{\n" + "\n".join(lines) + "\n}"
 
 
@@ -94,8 +127,9 @@ def _lanes(x):
 
 
 @gluon.jit
-def e2m1_operand(words, shifts, TOKENS: gl.constexpr):
+def e2m1_operand(words, shifts, TOKENS: gl.constexpr, PERMUTED: gl.constexpr):
     """Decode e2m1 words, uint8 in `layouts.words` of two slabs, with stored shifts `[2, 8, 8]` to `[128, 32]`."""
+    TEXT: gl.constexpr = decode_permuted() if PERMUTED else decode_e2m1()
     full: gl.constexpr = layouts.scales(True)
     x, _ = gl.broadcast(gl.expand_dims(shifts, 2), gl.full([2, 8, 4, 8], 0, gl.uint8, full))
     x = gl.join(x, x)
@@ -103,7 +137,7 @@ def e2m1_operand(words, shifts, TOKENS: gl.constexpr):
     x = x.permute([0, 6, 1, 2, 3, 5, 4]).reshape([2, 2, 512])
     x = gl.convert_layout(x, layouts.words(True, 2, "e2m1"), assert_trivial=True)
     lower, upper = gl.inline_asm_elementwise(
-        decode_e2m1(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
+        TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
         (gl.float8e4nv, gl.float8e4nv), True, 16,
     )  # fmt: skip
     return _operand(lower, upper, TOKENS)

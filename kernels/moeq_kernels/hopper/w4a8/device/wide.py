@@ -122,21 +122,22 @@ def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOK
     """Decode a quarter of a step's weights."""
     words = w_view.index(stage).slice(2 * QUARTER, 2, dim=1).slice(WG * 512, 512, dim=2)
     words = words.load(layouts.words(True, 2, KIND))
-    if KIND == "e2m1":
+    if KIND != "uint4":
         shifts = s_view.index(stage).slice((2 * QUARTER + WG) * 8, 8, dim=1)
-        return codes.e2m1_operand(words, shifts.load(gl.SliceLayout(2, layouts.scales(True))), TOKENS)
+        return codes.e2m1_operand(words, shifts.load(gl.SliceLayout(2, layouts.scales(True))), TOKENS,
+                                  KIND == "e2m1-permuted")
     else:
         return codes.int4_operand(words, TOKENS)
 
 
 @gluon.jit
-def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.constexpr, MAIN: gl.constexpr,
-          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
+def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, turn, it, WG: gl.constexpr, MAIN: gl.constexpr,
+          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr):
     """Add 128 rows of k to sums in units of `unit`, and return sums and unit.
 
     All words are decoded before the products. `left` is the number of the expert's groups from this step on.
     """
-    SCALED: gl.constexpr = KIND != "e2m1" and GROUP > 0
+    SCALED: gl.constexpr = KIND == "uint4" and GROUP > 0
     PER: gl.constexpr = layouts.groups_of(128, GROUP) if SCALED else 1
     EACH: gl.constexpr = 4 // PER
     a = ()
@@ -155,15 +156,21 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.conste
             acc = acc * gl.expand_dims(ratio, 1)
             if OTHERS:
                 rest = rest * gl.expand_dims(_of(ratio, OTHERS), 1)
+        if TURNS and p == 0:
+            mbarrier.wait(turn.index(WG), (it & 1) ^ (1 - WG))
         for q in gl.static_range(p * EACH, p * EACH + EACH):
             acc = warpgroup_mma(a[q], x.slice(32 * q, 32, dim=1).permute((1, 0)), acc, is_async=True)
             if OTHERS:
                 same = gl.convert_layout(a[q], codes.left_operand(OTHERS), assert_trivial=True)
                 rest = warpgroup_mma(same, others.slice(32 * q, 32, dim=1).permute((1, 0)), rest, is_async=True)
+        if TURNS == 1 and p == PER - 1:
+            mbarrier.arrive(turn.index(1 - WG), count=1)
         if OTHERS:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
+    if TURNS == 2:
+        mbarrier.arrive(turn.index(1 - WG), count=1)
     return acc, rest, unit
 
 
@@ -199,9 +206,9 @@ def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, colum
 
 @gluon.jit
 def _item(
-    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row, tile, steps,
-    groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
+    it, w_view, s_view, x_buf, x_rest, ready, empty, turn, x_scale, factor, bias, out, expert, row, end_row, tile,
+    steps, groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, TURNS: gl.constexpr,
 ):
     """Compute one warpgroup's part of an item, with NOW of the TOKENS columns of the buffers."""
     COUNTS: gl.constexpr = boxes(TOKENS)
@@ -245,7 +252,8 @@ def _item(
         if OTHERS:
             others = others_view.index(stage * FACTOR + AT)
         acc, rest, unit = _step(
-            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, WG, MAIN, OTHERS, KIND, GROUP
+            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, turn, it, WG, MAIN, OTHERS, KIND,
+            GROUP, TURNS,
         )
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
@@ -261,11 +269,12 @@ def _item(
 
 @gluon.jit
 def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
+              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
+              TURNS: gl.constexpr):
     """Run a computing warpgroup: 128 weight rows, 64 of each half of a pair."""
     (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
-        stride, packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, turn, info, full, free, x_scale, factor, bias, out, steps, groups,
+        columns, stride, packed, pair_tiles,
     ) = given
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 2 * 512], layouts.plain_shared())
@@ -284,9 +293,9 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
         for h in gl.static_range(len(HEIGHTS)):
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
-                    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row,
-                    tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, KIND,
-                    GROUP, EPILOGUE,
+                    it, w_view, s_view, x_buf, x_rest, ready, empty, turn, x_scale, factor, bias, out, expert, row,
+                    end_row, tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES,
+                    KIND, GROUP, EPILOGUE, TURNS,
                 )
         number += 1
         expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
@@ -296,8 +305,8 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
 def w4a8_product_wide(
     w_desc, s_desc, x_desc, x_scale, factor, bias, out, queue, tiles, num_tiles, steps, blocks, slabs, groups,
     pair_tiles, columns, stride, packed,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
-    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, KIND: gl.constexpr,
+    GROUP: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
@@ -319,7 +328,9 @@ def w4a8_product_wide(
         pair_tiles: distance, in tiles of 64 columns, between both halves of a pair.
         TOKENS: token rows per tile: 64, 128, 160 or 192.
         REGISTERS: registers per thread of the computing warpgroups.
-        KIND, GROUP: `e2m1` and 32, or `uint4` and the codes that share a scale (0 for one scale per feature).
+        TURNS: whether warpgroups multiply in turns: 0 no, 1 until their products are issued, 2 until they are done.
+        KIND, GROUP: `e2m1` or `e2m1-permuted` and 32, or `uint4` and the codes that share a scale (0 for one scale per
+            feature).
         DEPENDENT: whether the kernel starts before the preceding one has ended.
     """
     PAIRED: gl.constexpr = epilogue.gated(EPILOGUE) and not epilogue.interleaved(EPILOGUE)
@@ -337,6 +348,9 @@ def w4a8_product_wide(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
     info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -346,8 +360,8 @@ def w4a8_product_wide(
     fence_async_shared()
     barrier()
     taken = (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
-        stride, packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, turn, info, full, free, x_scale, factor, bias, out, steps, groups,
+        columns, stride, packed, pair_tiles,
     )
     copied = (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
@@ -355,8 +369,8 @@ def w4a8_product_wide(
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
-            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT, TURNS)),
+            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT, TURNS)),
             (_copy, (copied, TOKENS, STAGES, GROUP, PAIRED, DEPENDENT)),
         ],
         [4, 1],
