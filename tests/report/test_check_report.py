@@ -27,7 +27,7 @@ from moeq.digest import DigestDifference
 from moeq.matrix import MatrixSpec
 from moeq.report import check_text, html, junit, selftest_text
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell
-from moeq.report.drawings import tile_drawing
+from moeq.report.drawings import heat_drawing, heat_legend, tile_drawing
 from moeq.report.heat import LIMITS, heat_map, heat_maps
 
 INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
@@ -184,6 +184,63 @@ def test_the_tile_picture_shows_where_codes_lie(layout, spec, first) -> None:
     assert list(picture.codes[:8]) == first
     assert sorted(picture.codes) == [(k, n) for k in range(16) for n in range(64)]
     assert sum(path.d.count("z") for path in tile_drawing(picture).paths) == 2 * 1024
+
+
+def squares(path: str) -> set[tuple[float, float]]:
+    found = {tuple(map(float, place.split())) for place in re.findall(r"M([\d.]+ [\d.]+)h", path)}
+    return {(x, y) for x, y in found}
+
+
+def test_colours_and_labels_of_the_tile_picture() -> None:
+    """A colour is 4 x 4 codes of the matrix, and as many places in memory; labels stand at their rows and columns."""
+    drawing = tile_drawing(tile_picture("marlin-wna16/1", INT4))
+    assert len(drawing.paths) == len({path.fill for path in drawing.paths}) == 64
+    texts = {(text.kind, text.words): (float(text.x), float(text.y)) for text in drawing.texts}
+    matrix = {place for path in drawing.paths for place in sorted(squares(path.d), key=lambda at: at[1])[:16]}
+    columns, rows = sorted({x for x, _ in matrix}), sorted({y for _, y in matrix})
+    assert (len(columns), len(rows)) == (64, 16)
+    side = columns[1] - columns[0]
+    for number in range(0, 64, 8):
+        x, y = texts["tick mid", str(number)]
+        assert (columns[number] <= x <= columns[number] + side, y < rows[0]) == (True, True)
+    for number in range(0, 16, 4):
+        x, y = texts["tick end", str(number)]
+        assert (rows[number] < y <= rows[number] + side, x < columns[0]) == (True, True)
+    for path in drawing.paths:
+        held = squares(path.d)
+        assert len(held) == 32
+        found = {(columns.index(x), rows.index(y)) for x, y in held & matrix}
+        n, k = (min(place) // 4 * 4 for place in zip(*found, strict=True))
+        assert found == {(n + i, k + j) for i in range(4) for j in range(4)}
+        assert all(0 < x < drawing.width and 0 < y < drawing.height for x, y in held)
+    hues = [re.match(r"hsl\((\d+) \d+% (\d+)%\)", path.fill).groups() for path in drawing.paths]
+    assert (len({hue for hue, _ in hues}), len({light for _, light in hues})) == (16, 4)
+
+
+def test_labels_of_a_heat_map_stand_at_their_cells() -> None:
+    experts = [expert(number, number / 200) for number in range(60)]
+    layers = [replace(report().layers[0], results=(result(layer, "up", *experts),)) for layer in range(12)]
+    chart = heat_map(replace(report(), layers=tuple(layers)))
+    assert chart is not None
+    drawing = heat_drawing(chart)
+    assert len(drawing.cells) == 12 * 60
+    place = {tuple(re.findall(r"\d+", cell.title)[:2]): (float(cell.x), float(cell.y)) for cell in drawing.cells}
+    side = float(drawing.cells[0].size) + 1
+    ticks = [text for text in drawing.texts if text.kind != "axis"]
+    for text in ticks:
+        x, y = float(text.x), float(text.y)
+        if text.words.startswith("layer "):
+            top = place[text.words[6:], "0"][1]
+            assert (top + side / 2 < y < top + side, x < place["0", "0"][0]) == (True, True)
+        else:
+            left = place["0", text.words][0]
+            assert (x == pytest.approx(left + side / 2, abs=0.1), y < place["0", "0"][1]) == (True, True)
+    assert sum(text.words.startswith("layer ") for text in ticks) == 12
+    columns = [int(text.words) for text in ticks if not text.words.startswith("layer ")]
+    assert columns == list(range(0, 60, 2))
+    assert all(x + side < drawing.width and y + side < drawing.height for x, y in place.values())
+    assert [len(one.cells) for one in heat_legend()] == [1] * (len(LIMITS) + 1)
+    assert [one.texts[0].words for one in heat_legend()][-2:] == ["≤ 1", "beyond the bound"]
 
 
 def test_layouts_that_mix_the_bits_of_codes_have_no_picture() -> None:
