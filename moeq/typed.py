@@ -131,7 +131,7 @@ class _Reader:
         names, held = kinds
         found = {}
         for name, one in value.items():
-            shown = f"{place}[{ascii(name)[1:81]}]"
+            shown = f"{place}[{ascii(name)[1:-1][:80]}]"
             found[self.read(names, name, shown)] = self.read(held, one, shown)
         return found
 

@@ -133,6 +133,8 @@ def _compressed(scheme: Scheme) -> dict[str, Any]:
             "strategy": act.scale.granularity,
             "dynamic": act.scale.dynamic,
         }
+        if act.scale.granularity == "group":
+            inputs["group_size"] = act.scale.group_shape[1]
     default = "int-quantized" if inputs and scheme.bits == 8 and not float_type else _CT_FORMATS[weights["type"]]
     return {
         "quant_method": "compressed-tensors",

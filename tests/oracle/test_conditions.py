@@ -6,10 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from oracle.asking import candidate, gptq, gpu
-from oracle.examples import SHAPE
+from oracle.asking import POLICY, ask, candidate, ct, gptq, gpu
+from oracle.examples import SHAPE, scheme
 
+from moeq.layouts.readers import Only
 from moeq.oracle.engines.vllm.configs.question import ConfigRefusal, integer, required
+from moeq.oracle.engines.vllm.outcome import resolve
+from moeq.oracle.engines.vllm.select import _holds as holds
 from moeq.oracle.engines.vllm.tables import patched
 from moeq.oracle.engines.vllm.unlocks import on_kind
 from moeq.oracle.judge import judge_config
@@ -53,3 +56,58 @@ def test_experts_without_a_gate_are_asked_for_by_an_activation_of_their_own(acti
     if not gated.ok:
         texts = [reason.text for reason in candidate(gated, "MARLIN").reasons]
         assert any(text.startswith("activation relu2 is not one of silu, ") for text in texts)
+
+
+HELD = {
+    "dtype": "bf16", "env": "A=1", "configs": ("x", "gptq"), "weights": ("kInt4Static", "y"), "activations": "none",
+    "devices": ("rocm", "cuda 9.0"), "max_tp": 2, "activation": "silu",
+}  # fmt: skip
+FAILED = {
+    "dtype": "fp16", "env": "A=2", "configs": ("x",), "weights": ("y",), "activations": "kInt8DynamicTokenSym",
+    "devices": ("rocm", "cuda 8.0"), "max_tp": 1, "activation": "gelu",
+}  # fmt: skip
+
+
+def test_conditions_of_layouts() -> None:
+    """Each condition counts by itself, and all together; one that is None holds."""
+    case = resolve(POLICY, gptq(), SHAPE, gpu("H100", env={"A": "1"}, tp=2)).case
+    assert case.method.weight_key == "kInt4Static"
+    assert holds(case, Only())
+    assert holds(case, Only(**HELD))
+    for name, value in FAILED.items():
+        assert not holds(case, Only(**{name: value})), name
+        assert not holds(case, Only(**{**HELD, name: value})), name
+        assert holds(case, Only(**{name: HELD[name]})), name
+    assert not holds(case, Only(env="B=1"))
+
+
+@pytest.mark.parametrize(
+    ("inter", "hidden", "tp", "group", "text", "remedy"),
+    [
+        (768, 2048, 1, 128, None, None),
+        (768, 2048, 4, 32, None, None),
+        (128, 2048, 2, 128, None, None),  # one group: a scale per channel
+        (768, 2048, 4, 128, "tp 4 cuts groups of 128: 192 per rank leaves 64", "tp 2 (384 per rank) or ep 4"),
+        (768, 2080, 1, 128, "hidden size 2080 is not a multiple of group size 128", None),
+    ],
+)
+def test_groups_that_moeqs_kernels_would_cut(inter, hidden, tp, group, text, remedy) -> None:
+    shape = replace(SHAPE, intermediate_size=inter, hidden_size=hidden)
+    found = ask(scheme("gptq", group=group), gpu("H100", engine="moeq", tp=tp), shape)
+    cut = {(r.text, r.remedy) for row in found.candidates for r in row.reasons if r.code == "K05_GROUP_CUT"}
+    assert found.ok is (text is None)
+    assert cut == (set() if text is None else {(text, remedy)})
+
+
+@pytest.mark.parametrize(("group", "strategy"), [(32, "group"), (-1, "channel"), (None, "tensor")])
+def test_a_strategy_that_is_left_out(group: int | None, strategy: str) -> None:
+    """compressed-tensors tells it from the group size (`QuantizationArgs.validate_model_after`)."""
+    for symmetric in (True, False):
+        bare, full = (ct(group_size=group, symmetric=symmetric, strategy=one) for one in (None, strategy))
+        one, other = (judge_config(config, SHAPE, gpu("A100")) for config in (bare, full))
+        assert (one.ok, one.weight_key, one.convert, one.error) == (
+            other.ok,
+            other.weight_key,
+            other.convert,
+            other.error,
+        )

@@ -113,8 +113,31 @@ def test_humming_leaves_excluded_experts_unquantised() -> None:
     assert judged("humming", config, "A100").method == "UnquantizedFusedMoEMethod"
 
 
-def test_humming_changes_activations_that_a_gpu_does_not_run() -> None:
-    config = ct(group_size=None, strategy="channel")
+GPUS = ("T4", "A100", "L4", "H100", "B200", "RTX 5090")
+
+
+@pytest.mark.parametrize(
+    ("asked", "bits", "expected"),
+    [
+        ("float8", 4, "A8 A8 A8 A8 A16 A8"),  # int8 in place of fp8 on T4 and A100
+        ("float8", 8, "A8 A8 A8 A8 A16 A8"),
+        ("int8", 4, "A8 A8 A8 A8 A16 A8"),
+        ("int8", 8, "A8 A8 A8 A8 A16 A8"),
+        ("int4", 4, "none none none A8 A16 A8"),  # no class runs int4; from Hopper on int8 takes its place
+        ("int4", 8, "A8 A8 A8 A8 A16 A8"),
+    ],
+)
+def test_humming_changes_activations_that_a_gpu_does_not_run(asked: str, bits: int, expected: str) -> None:
+    """Read in vLLM 0.33.0's `check_and_fallback_input_schema`: slow or unfit activations give way to the next."""
+    config = ct(num_bits=bits, group_size=None, strategy="channel")
+    inputs = {**_FP8_TOKENS, "type": asked[:-1], "num_bits": int(asked[-1])}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    found = [judged("humming", config, gpu, dtype="fp16" if gpu == "T4" else "bf16").runs_as for gpu in GPUS]
+    assert found == [None if runs == "none" else f"W{bits}{runs}" for runs in expected.split()]
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100", "B200"])
+def test_humming_runs_16_bits_beside_groups(gpu: str) -> None:
+    config = ct()
     config["config_groups"]["group_0"]["input_activations"] = _FP8_TOKENS
-    assert judged("humming", config, "A100").runs_as == "W4A8"  # int8 in place of fp8
-    assert judged("humming", config, "B200").runs_as == "W4A16"
+    assert judged("humming", config, gpu).runs_as == ("W4A8" if gpu == "A100" else "W4A16")

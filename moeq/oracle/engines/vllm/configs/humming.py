@@ -337,8 +337,8 @@ def runtime_inputs(case: Case, weights: HummingWeights, asked: HummingInputs | N
     if case.gpu.platform != "cuda" or capability is None or dtype not in ("bf16", "fp16"):
         raise ConfigRefusal("AssertionError", "BARE_ASSERTION", f"Humming with {dtype} on {case.gpu.name}", code="G0")
     sm = capability[0] * 10 + capability[1]
-    if asked is not None and not _is_slow(asked, sm):
-        if _fits(asked, weights, sm):
+    if asked is not None:
+        if not _is_slow(asked, sm) and _fits(asked, weights, sm):
             grouped = asked.group > 0 or weights.group > 0
             if asked.bits == 4 or not grouped:
                 return asked

@@ -1,0 +1,91 @@
+"""Configs that are made for a scheme say what the scheme is: read again over the same tensors, they give it back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import moeq
+from moeq.errors import MoeqError
+from moeq.oracle.quantization_config import checked, config_of
+from moeq.schemes.base import Scheme
+
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
+CONFIGS = ("config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json")
+
+
+def declared(path: Path) -> bool:
+    return "quantization_config" in json.loads((path / "config.json").read_text())
+
+
+NAMES = [path.parent.name for path in sorted(CHECKPOINTS.glob("*/config.json")) if declared(path.parent)]
+
+
+def read_again(name: str, folder: Path, quantization_config: dict[str, object]) -> Scheme:
+    """Open a checkpoint with another config over the same tensors."""
+    folder.mkdir()
+    for path in (CHECKPOINTS / name).iterdir():
+        if path.name not in CONFIGS:
+            (folder / path.name).symlink_to(path)
+    config = json.loads((CHECKPOINTS / name / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization_config}))
+    checkpoint = moeq.open(folder)
+    return checkpoint.scheme_of(checkpoint.info.moe_layers[0])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_gives_its_scheme_back(name: str, tmp_path: Path) -> None:
+    checkpoint = moeq.open(CHECKPOINTS / name)
+    scheme = checkpoint.scheme_of(checkpoint.info.moe_layers[0])
+    found = read_again(name, tmp_path / "again", config_of(scheme))
+    assert replace(found, writer=scheme.writer) == scheme
+
+
+def test_every_declared_method_is_among_them() -> None:
+    methods = {
+        json.loads((CHECKPOINTS / name / "config.json").read_text())["quantization_config"]["quant_method"]
+        for name in NAMES
+    }
+    assert methods >= {"gptq", "compressed-tensors", "modelopt", "mxfp4"}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bits": 4, "dynamic": None, "ignore": None}, {"bits": 4}),
+        ({"dynamic": {"-:x": {}, "y": {"bits": 8}, "z": True}}, {"dynamic": {"-:x": {}, "y": {"bits": 8}, "z": True}}),
+        ({"dynamic": True}, {"dynamic": True}),
+        (
+            {"weights": {"num_bits": 4, "dynamic": "local", "group_size": None}},
+            {"weights": {"num_bits": 4, "dynamic": "local"}},
+        ),
+        ({"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}, {"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}),
+        ({"a": {"ignore": None, "b": 1}}, {"a": {"b": 1}}),
+    ],
+)
+def test_what_is_dropped_and_kept(config: dict[str, object], expected: dict[str, object]) -> None:
+    assert checked(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        ({"ignore": "lm_head"}, "quantization_config.ignore"),
+        ({"ignore": ["a", 7]}, r"quantization_config.ignore: \[1\] is 7"),
+        ({"dynamic": {"x": 7}}, r"quantization_config.dynamic: \[x\] is 7, expected true or false"),
+        ({"config_groups": [1]}, "quantization_config.config_groups"),
+        ({"config_groups": {"g": {"weights": {"num_bits": "4"}}}}, "config_groups.g.weights.num_bits"),
+        ({"config_groups": {"g": {"weights": {"dynamic": 1.5}}}}, "config_groups.g.weights.dynamic"),
+        ({"config_groups": {"g": {"targets": 7}}}, "config_groups.g.targets"),
+        ({"input_activations": {"symmetric": "yes"}}, "input_activations.symmetric"),
+        ({"quantization": {"exclude_modules": {}}}, "quantization.exclude_modules"),
+        ({"weight": 7}, "quantization_config.weight"),
+    ],
+)
+def test_wrong_types_are_named(config: dict[str, object], place: str) -> None:
+    with pytest.raises(MoeqError, match=place) as caught:
+        checked(config)
+    assert caught.value.code == "source.bad-config"
