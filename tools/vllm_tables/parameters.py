@@ -250,7 +250,7 @@ def _probe(question: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, param in layer.named_parameters():
         head, _, part = name.partition("_")
-        if head not in ("w13", "w2") or not part:
+        if head not in ("w13", "w2") or not part or part.endswith("sort_indices"):  # which the method computes
             continue
         shape = _loaded_shape(layer, name, param, "w1" if head == "w13" else "w2")
         dtype = str(param.dtype).removeprefix("torch.")
