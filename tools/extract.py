@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from moeq.errors import MoeqError
+from moeq.oracle.engines.vllm import expert_names
 from moeq.oracle.engines.vllm.parameters import FACTS
 from vllm_tables import names, parameters, tables
 from vllm_tables.storing import changes, packed, text
@@ -46,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = parameters.extract(options.version, options.site)
             content = text(parameters.merged(known, options.version, found))
         else:
-            out = DATA / names.FACTS
+            out = DATA / expert_names.FACTS
             known = json.loads(out.read_text(encoding="utf-8"))
             found = names.extract(options.version, options.site, tuple(options.only))
             content = json.dumps(names.merged(known, options.version, found), indent=1, sort_keys=True)

@@ -60,7 +60,9 @@ def test_gpt_oss_is_stacked() -> None:
 
 
 def test_order_of_rows() -> None:
-    names = ClassNames("C", {"e.*.w13": "halves", "e.*.w1": "any"}, {"e.gate_up_proj": "transposed", "e.w2": "as-is"})
+    names = ClassNames(
+        "C", ["model.layers"], {"e.*.w13": "halves", "e.*.w1": "any"}, {"e.gate_up_proj": "transposed", "e.w2": "as-is"}
+    )
     assert names.problem([StoredName("e.gate_up_proj", "transposed"), StoredName("e.w2", "interleaved")]) is None
     assert names.problem([StoredName("e.*.w1", "interleaved")]) is None
     assert "as transposed, and they are halves" in str(names.problem([StoredName("e.gate_up_proj")]))
@@ -78,7 +80,8 @@ def test_every_version_keeps_its_own(seed: int, monkeypatch: pytest.MonkeyPatch)
 
     def table() -> dict[str, Any]:
         paths = rng.sample([f"{path}.{EXPERT}.{leaf}" for path in CONTAINERS for leaf in LONG], 3)
-        return {"modules": dict.fromkeys(paths, "any"), "tensors": {rng.choice(CONTAINERS) + ".w13": "halves"}}
+        tensors = {rng.choice(CONTAINERS) + ".w13": "halves"}
+        return {"stacks": ["model.layers"], "modules": dict.fromkeys(paths, "any"), "tensors": tensors}
 
     tables = [table() for _ in range(3)]
     versions = ["0.26.0", "0.9.1", "0.33.0", "0.100.2"]
@@ -95,7 +98,7 @@ def test_every_version_keeps_its_own(seed: int, monkeypatch: pytest.MonkeyPatch)
         for name in "ABCD":
             known = names_of_class(version, name)
             row = found[version].get(name)
-            assert (known and {"modules": known.modules, "tensors": known.tensors}) == row
+            assert (known and {key: getattr(known, key) for key in ("stacks", "modules", "tensors")}) == row
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:

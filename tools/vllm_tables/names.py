@@ -93,6 +93,12 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "axk1": ("AXK1ForCausalLM", _MLA),
     "aria_text": ("AriaTextForCausalLM", {}),
     "nemotron_h": ("NemotronHForCausalLM", None),
+    # Language models within models of images.
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", {"norm_topk_prob": True}),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {}),
+    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", {"head_dim": 64, "use_qk_norm": False}),
+    "llama4": ("Llama4ForConditionalGeneration", {}),
+    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeForConditionalGeneration", None),
 }
 
 #: Paths of experts below a layer: those of all families.
@@ -126,7 +132,11 @@ _PARTS = (*_WEIGHTS, "scales", "g_idx", "weight_zero_point", "weight_shape", "we
 #: Numbers of a row that one stored value stands for, in an int4 format with groups of 32.
 _NUMBERS = {"_packed": 8, ".qweight": 8, "_scale": 32, "_scale_inv": 32}
 
-_STACKS = ("model.layers", "backbone.layers", "model.language_model.layers", "language_model.model.layers", "layers")
+#: Paths of the layers in checkpoints.
+_STACKS = (
+    *("model.layers", "backbone.layers", "model.language_model.layers", "language_model.model.layers", "layers"),
+    *("model.model.layers", "language_model.layers", "thinker.model.layers", "model.language_model.model.layers"),
+)
 
 
 @dataclass(frozen=True)
@@ -284,25 +294,46 @@ def _order_of(calls: list[Call], role: str, n: int, k: int) -> str | None:
 
 
 def names_of(probe: Probe) -> dict[str, Any]:
-    """Spellings that a class loads: modules of single experts, and stacked tensors with the order of their rows."""
-    for stack in _STACKS:
-        modules: dict[str, str] = {}
-        for head, role in _heads(_PER_EXPERT, f".{EXPERT}"):
+    """Paths of layers that a class finds, and spellings that it loads below the first of them.
+
+    Those are modules of single experts, and stacked tensors with the order of their rows.
+    """
+    names = next((names for names in (_names_below(probe, stack) for stack in _STACKS) if names["stacks"]), None)
+    if names is None:
+        return {"stacks": [], "modules": {}, "tensors": {}}
+    known = {"modules": list(names["modules"])[:1], "tensors": list(names["tensors"])[:1]}
+    more = [one for one in _STACKS if one not in names["stacks"] and _loads(probe, one, known)]
+    return {**names, "stacks": [*names["stacks"], *more]}
+
+
+def _names_below(probe: Probe, stack: str) -> dict[str, Any]:
+    modules: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for container in CONTAINERS:
+        for head, role in _heads(_PER_EXPERT, f"{container}.{EXPERT}"):
             order = probe.per_expert(stack, head, role)
             if order is not None:
                 modules[head] = order if role == "gate_up" else "any"
-        tensors: dict[str, str] = {}
-        for head, role in _heads(_STACKED, ""):
+        # Parts are asked about where the container is known: there are many.
+        heads = list(_heads(_STACKED, container))
+        plain = any(probe.stacked(stack, head + end, role) for head, role in heads for end in ("", "_blocks"))
+        for head, role in heads if plain or any(name.startswith(f"{container}.{EXPERT}") for name in modules) else ():
             for suffix in (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES):
                 order = probe.stacked(stack, head + suffix, role)
                 if order is not None:
                     tensors[head + suffix] = order
-        # Of tensors that a class does not know it leaves out whatever it does not look at.
-        known = {_head(name) for name in tensors if not name.endswith(WHOLE_SUFFIXES)}
-        tensors = {name: order for name, order in tensors.items() if _head(name) in known}
-        if modules or tensors:
-            return {"modules": modules, "tensors": tensors}
-    return {}
+    # Of tensors that a class does not know it leaves out whatever it does not look at.
+    known = {_head(name) for name in tensors if not name.endswith(WHOLE_SUFFIXES)}
+    tensors = {name: order for name, order in tensors.items() if _head(name) in known}
+    return {"stacks": [stack] if modules or tensors else [], "modules": modules, "tensors": tensors}
+
+
+def _loads(probe: Probe, stack: str, names: Mapping[str, list[str]]) -> bool:
+    """Tell whether a class loads a name below another path of layers as well."""
+    roles = {leaf: role for spelling in (*_PER_EXPERT, *_STACKED) for leaf, role in spelling.items()}
+    for name in names["modules"]:
+        return probe.per_expert(stack, name, roles[name.rpartition(".")[2]]) is not None
+    return any(probe.stacked(stack, name, roles[_head(name).rpartition(".")[2]]) for name in names["tensors"])
 
 
 def _head(name: str) -> str:
@@ -311,11 +342,10 @@ def _head(name: str) -> str:
     return name.removesuffix(max(ends, key=len, default=""))
 
 
-def _heads(spellings: tuple[dict[str, str], ...], between: str) -> Iterator[tuple[str, str]]:
-    for container in CONTAINERS:
-        for spelling in spellings:
-            for name, role in spelling.items():
-                yield f"{container}{between}.{name}", role
+def _heads(spellings: tuple[dict[str, str], ...], container: str) -> Iterator[tuple[str, str]]:
+    for spelling in spellings:
+        for name, role in spelling.items():
+            yield f"{container}.{name}", role
 
 
 # ------------------------------------------------------------------------------------------------ building classes
@@ -331,11 +361,8 @@ def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, me
 
     registry = known._CONFIG_REGISTRY
     config: Any = registry[model_type]() if model_type in registry else AutoConfig.for_model(model_type)
-    for key, value in {**SMALL, **(more or {})}.items() if more is not None else ():
-        if key in (more or {}) or hasattr(config, key):
-            setattr(config, key, value)
-    if more is not None and len(getattr(config, "layer_types", None) or ()) > SMALL["num_hidden_layers"]:
-        config.layer_types = config.layer_types[: SMALL["num_hidden_layers"]]
+    if more is not None:
+        _shrink(config.get_text_config(), more)
     with tempfile.TemporaryDirectory() as folder:
         document = {**config.to_dict(), "architectures": [architecture], "model_type": model_type}
         Path(folder, "config.json").write_text(json.dumps(document, default=str), encoding="utf-8")
@@ -348,6 +375,15 @@ def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, me
     if method is not None:  # classes that load in several ways look at the config then
         made.hf_config.quantization_config = {"quant_method": method}
     return Probe(model, whole)
+
+
+def _shrink(config: Any, more: Mapping[str, Any]) -> None:
+    """Make a language model small."""
+    for key, value in {**SMALL, **more}.items():
+        if key in more or hasattr(config, key):
+            setattr(config, key, value)
+    if len(getattr(config, "layer_types", None) or ()) > SMALL["num_hidden_layers"]:
+        config.layer_types = config.layer_types[: SMALL["num_hidden_layers"]]
 
 
 def _one_rank(folder: str) -> None:
@@ -417,7 +453,7 @@ def probe_models(only: tuple[str, ...] = ()) -> tuple[dict[str, dict[str, Any]],
         tensors |= {name: order for name, order in own["tensors"].items() if name.endswith(("_blocks", "_scales"))}
         if model_type != "gpt_oss":
             tensors = {name: order for name, order in tensors.items() if not name.endswith(("_blocks", "_scales"))}
-        found[architecture] = {"modules": names["modules"], "tensors": tensors}
+        found[architecture] = {"stacks": names["stacks"], "modules": names["modules"], "tensors": tensors}
     return found, failed
 
 
@@ -443,7 +479,8 @@ def merged(known: Mapping[str, Any], version: str, found: Mapping[str, Mapping[s
         for row in rows:
             for one in row["versions"]:
                 if one != version or architecture not in found:
-                    classes.setdefault(architecture, {})[one] = {key: row[key] for key in ("modules", "tensors")}
+                    kept = {key: row[key] for key in ("stacks", "modules", "tensors")}
+                    classes.setdefault(architecture, {})[one] = kept
     for architecture, row in found.items():
         classes.setdefault(architecture, {})[version] = dict(row)
     document: dict[str, list[dict[str, Any]]] = {}

@@ -93,7 +93,7 @@ def is_gpt_oss(shape: MoeShape) -> bool:
 
 def is_deepseek_v4(shape: MoeShape, policy: EnginePolicy, device: str) -> bool:
     """Tell whether `DeepseekV4FP8Config` reads the config: DeepSeek-V4, and V4.1 on CUDA and ROCm since 0.30.0."""
-    if policy.since("0.29.0") and device.startswith(("sm", "gfx")):
+    if policy.since("0.30.0") and device.startswith(("sm", "gfx")):
         return shape.model_type in ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
     return shape.model_type == "deepseek_v4"
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -25,15 +25,6 @@ WHOLE_SUFFIXES = ("_shape", ".weight_shape")
 #: Suffixes of gpt-oss, which its class loads by separate code.
 OWN_SUFFIXES = ("_blocks", "_scales")
 
-
-#: Path of the layers that every class of `expert_names.json` loads, and further ones of classes that call
-#: `model.layers` so by a mapper of names (vLLM 0.33.0, by execution).
-STACK = "model.layers"
-_MAPPED_STACKS = ("layers", "model.model.layers")
-_MAPPERS = (
-    "AriaTextForCausalLM", "Dots1ForCausalLM", "FlexOlmoForCausalLM", "HunYuanMoEV1ForCausalLM", "MellumForCausalLM",
-    "SolarOpenForCausalLM",
-)  # fmt: skip
 
 _ASKED = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
 
@@ -63,6 +54,7 @@ class ClassNames:
 
     Attributes:
         architecture: name of the class in a config.
+        stacks: paths of the layers in checkpoints that it finds: `model.layers`.
         modules: path of one expert's module below its layer, `mlp.experts.*.gate_proj` -> `any`, or the order of the
             rows if it holds gate and up.
         tensors: path of a stacked tensor below its layer, `mlp.experts.gate_up_proj_packed` -> order of its rows:
@@ -71,6 +63,7 @@ class ClassNames:
     """
 
     architecture: str
+    stacks: Sequence[str]
     modules: Mapping[str, str]
     tensors: Mapping[str, str]
 
@@ -87,9 +80,9 @@ class ClassNames:
 
     def stack_problem(self, stack: str) -> str | None:
         """Return why the class does not find layers below that path; None if it does."""
-        if stack == STACK or (self.architecture in _MAPPERS and stack in _MAPPED_STACKS):
+        if stack in self.stacks:
             return None
-        return f"{self.architecture} looks for layers in {STACK}, and these are in {stack}"
+        return f"{self.architecture} looks for layers in {' or '.join(self.stacks)}, and these are in {stack}"
 
     def _was_asked(self, path: str) -> bool:
         """Tell whether the class was asked about such a tensor: its name has a known end."""
@@ -126,7 +119,7 @@ def names_of_class(version: str, architecture: str) -> ClassNames | None:
     """Look up the names that a version's class for an architecture loads; None if unknown."""
     for row in _facts()["classes"].get(architecture, ()):
         if version in row["versions"]:
-            return ClassNames(architecture, row["modules"], row["tensors"])
+            return ClassNames(architecture, row["stacks"], row["modules"], row["tensors"])
     return None
 
 

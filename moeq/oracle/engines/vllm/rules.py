@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import lcm
 
 from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
 from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
@@ -178,6 +179,7 @@ def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure
 def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     variant = variant_of(case, row, activation)
     multiple = dict(variant.intermediate_by).get(case.shape.activation, variant.intermediate)
+    multiple = multiple and lcm(multiple, row.shard_multiple)
     if multiple is None or case.intermediate % multiple:
         text = f"intermediate size per rank {case.intermediate} is not a multiple of {multiple or 'any that was tried'}"
         yield text, nearest_tp(case, lambda size: multiple is not None and size % multiple == 0)

@@ -167,6 +167,7 @@ class ExpertsClass:
         drops_zero_points: whether stored zero points are silently dropped.
         drops_scaling: whether the routed scaling factor and the clamp are silently dropped.
         asserted_dtypes: dtypes that are asserted when the kernel is made.
+        shard_multiple: divisor of a rank's intermediate size that selection itself asks for.
     """
 
     name: str
@@ -179,6 +180,7 @@ class ExpertsClass:
     drops_zero_points: bool = False
     drops_scaling: bool = False
     asserted_dtypes: tuple[str, ...] | None = None
+    shard_multiple: int = 1
 
     @property
     def short(self) -> str:

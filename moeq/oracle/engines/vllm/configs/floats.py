@@ -210,7 +210,8 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
     if plain_mxfp8:
         algorithm = "MXFP8"
     mixed = algorithm == "MIXED_PRECISION"
-    if nested and _producer(config) == "modelopt" and algorithm not in _NORMALIZED:
+    unread = algorithm not in _NORMALIZED or (mixed and not question.policy.since("0.33.0"))
+    if nested and _producer(config) == "modelopt" and unread:
         refuse(f"Unknown ModelOpt quant algo: {algorithm}", "quant_algo and its keys on the top level of the config")
     if algorithm not in _MODELOPT and not mixed:
         refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
@@ -269,7 +270,7 @@ def _mixed_table(policy: EnginePolicy, source: Config) -> Mapping[str, Config]:
     if not table:
         refuse("ModelOpt MIXED_PRECISION needs a non-empty quantized_layers")
     sizes = sorted({_block_size(row) for row in table.values() if _algorithm(row) in _BLOCK_FP8})
-    if len(sizes) > 1 and policy.since("0.29.0"):
+    if len(sizes) > 1 and policy.since("0.30.0"):
         refuse(f"ModelOpt MIXED_PRECISION takes one group_size for all FP8 blocks, these are {sizes}")
     return table
 
@@ -286,7 +287,7 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
     """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
     row = _mixed_row(table, question.prefix)
     algorithm = _algorithm(row)
-    if algorithm in _BLOCK_FP8 and question.policy.since("0.29.0"):
+    if algorithm in _BLOCK_FP8 and question.policy.since("0.30.0"):
         size = _block_size(row)
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
         return read_fp8(replace(question, config=block))
