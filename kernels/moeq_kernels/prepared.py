@@ -386,8 +386,9 @@ def prepare(
         num_experts: number of experts that topk_ids may name if calls bring an expert_map (expert parallelism).
         activation_dtype: `fp8` quantises rows of x to e4m3, "" does not, None follows
             `PackedMatrix.activation_dtype`. Only Hopper GPUs multiply MXFP4 (in Marlin's order or moeq's) and symmetric
-            int4 in Marlin's order with e4m3, by a kernel for many tokens. The layer then keeps scales of its own for
-            MXFP4 (a byte for 32 weights). e4m3 activations make an error of about 4 %, 16-bit ones of 0.3 %.
+            int4 in Marlin's order with e4m3, from 16 to 96 tokens an expert on (fewer run in 16 bits). The layer then
+            keeps shifts of its own for MXFP4 (a byte for 32 weights). e4m3 activations make an error of about 4 %,
+            16-bit ones of 0.3 %.
         portable: whether the portable kernels run even where others could.
         gpu: name in `moeq_kernels.gpu.GPUS` for experts on `meta`.
         warm: whether to compile (in parallel) and load all kernels for 1 to max_tokens tokens now.

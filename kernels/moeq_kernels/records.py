@@ -37,6 +37,8 @@ class PackedMatrix:
         scale_factor: factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for
             e4m3 activations beside MXFP4 keep their factors here, float32 `[E, n]`.
         weight_high: third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
+        exponent_shift: uint8 in the order of `scale`, shifts of e4m3 exponents in layers prepared for e4m3 activations
+            beside MXFP4; otherwise None.
         activation_dtype: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the
             weights; empty for the activation dtype that the layout implies.
     """
@@ -56,6 +58,7 @@ class PackedMatrix:
     input_scale: Tensor | None = None
     scale_factor: Tensor | None = None
     weight_high: Tensor | None = None
+    exponent_shift: Tensor | None = None
     activation_dtype: str = ""
 
     @property

@@ -23,7 +23,7 @@ _BIAS, _TOP = 127, 6
 
 
 def folded(experts: PackedExperts) -> PackedExperts:
-    """Return the layer with shifts as scales, factors in `scale_factor`, and e4m3 activations.
+    """Return the layer with `exponent_shift`, factors in `scale_factor`, and e4m3 activations.
 
     Raises KernelUnsupportedError if scales of an output feature are too far apart or NaN, or if it has only one.
     """
@@ -33,13 +33,14 @@ def folded(experts: PackedExperts) -> PackedExperts:
 
 
 def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
-    """Fold one matrix: scales E become bytes 8 (E - top + SPAN); factors are float32 `[E, n]` in Marlin's order."""
+    """Fold one matrix: shifts are bytes 8 (E - top + SPAN); factors are float32 `[E, n]` in Marlin's order."""
     if matrix.scale is None or matrix.channelwise:
         raise KernelUnsupportedError(f"{name} has no scales of groups along k, which this kernel folds")
     experts, n = matrix.num_experts, matrix.n
     if matrix.scale.device.type == "meta":
         factor = torch.empty(experts, n, device="meta")
-        return replace(matrix, scale_factor=factor, activation_dtype="fp8")
+        shifts = matrix.scale.view(torch.uint8).clone()
+        return replace(matrix, exponent_shift=shifts, scale_factor=factor, activation_dtype="fp8")
     scale = matrix.scale.view(torch.uint8).to(torch.int16)
     used = _used(matrix)
     top = torch.where(used, scale, 0).amax(1)
@@ -57,7 +58,7 @@ def _folded(name: str, matrix: PackedMatrix) -> PackedMatrix:
     factor[:, _single(column)] = sign * torch.exp2((top.float() - (_BIAS + _TOP))[:, _grouped(column)])
     # Groups of zeros may have any scale, so their shifts are clamped.
     shifts = (8 * shift.clamp(0, SPAN)).to(torch.uint8)
-    return replace(matrix, scale=shifts, scale_factor=factor, activation_dtype="fp8")
+    return replace(matrix, exponent_shift=shifts, scale_factor=factor, activation_dtype="fp8")
 
 
 def _refusal(name: str, far: Tensor, scale: Tensor, used: Tensor) -> str:

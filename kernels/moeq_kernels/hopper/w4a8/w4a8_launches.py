@@ -1,4 +1,7 @@
-"""Launches of a W4A8 layer (4-bit weights, e4m3 activations): those of W8A8 with another product kernel."""
+"""Launches of a W4A8 layer (4-bit weights, e4m3 activations): those of W8A8 with another product kernel.
+
+With few tokens an expert the kernels for 16-bit activations are faster, and more accurate, so these run.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,20 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper.w4a8.fold import folded
+from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
 from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, kind_of
 from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
-from moeq_kernels.hopper.w8a8.w8a8_launches import MAX_EXACT_PAIRS, Quantised, Rows
+from moeq_kernels.hopper.w8a8.w8a8_launches import Quantised, Rows
 from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.problem import Piece, Problem
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import most_tiles
 
-__all__ = ["MAX_EXACT_PAIRS", "W4a8Plan", "W4a8Wide", "launches", "plan_for", "ready"]
+#: Numbers of pairs where the dtype of kept outputs changes, in these kernels and in those for few tokens.
+EXACT_EDGES = (w8a8.MAX_EXACT_PAIRS, *w4a16.EXACT_EDGES)
 
 
 def ready(experts: PackedExperts) -> PackedExperts:
@@ -51,18 +54,24 @@ SMALL_TILES, LARGE_TILES = W4a8Wide(64, 7), W4a8Wide(160, 5)
 #: (largest mean of tokens per expert, kernel), tried in order. On an H200 small tiles are up to 9 % faster at 48 tokens
 #: per expert, large tiles up to 28 % at 64.
 TABLE = ((48.0, SMALL_TILES), (float("inf"), LARGE_TILES))
+#: Largest mean of tokens per expert, by kind of weights, up to which 16-bit activations are faster on an H100.
+MAX_16_BIT_TOKENS = {"e2m1": 16.0, "uint4": 32.0, "e2m1-permuted": 96.0}
 #: Tokens per copy, and granularity of the heights of tiles.
 BOX = 32
 
 
-def plan_for(problem: Problem, tokens: int) -> W4a8Plan:
-    """Choose the kernel for a number of tokens."""
+def plan_for(problem: Problem, tokens: int) -> Any:
+    """Choose the kernel for a number of tokens; for few it is one for 16-bit activations, with its plan."""
     mean = tokens * problem.top_k / problem.experts
+    if mean <= MAX_16_BIT_TOKENS[kind_of(problem.w13)]:
+        return w4a16.plan_for(problem, tokens)
     return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
 
 
-def launches(problem: Problem, piece: Piece, arena: Arena, plan: W4a8Plan) -> list[Launch]:
+def launches(problem: Problem, piece: Piece, arena: Arena, plan: Any) -> list[Launch]:
     """Return the launches of a piece."""
+    if not isinstance(plan, W4a8Plan):
+        return w4a16.launches(problem, piece, arena, plan)
     return w8a8.quantised_launches(problem, piece, arena, plan, product_launch, BOX)
 
 
@@ -75,9 +84,8 @@ def product_launch(
     kernel, epilogue = plan.kernel, problem.epilogue if matrix is problem.w13 else PLAIN
     paired = epilogue.gated and not epilogue.interleaved
     kind, group = kind_of(matrix), group_of(matrix)
-    scale: Any = matrix.scale
     folds = matrix.element == "e2m1"
-    scale = scale.cast(torch.uint8) if folds else scale
+    scale: Any = matrix.exponent_shift if folds else matrix.scale
     columns = out.shape[-1]
     blocks = -(-(columns if paired else matrix.n) // (128 if paired else 256))
     arguments: dict[str, Argument] = {

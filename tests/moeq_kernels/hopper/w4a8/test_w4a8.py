@@ -12,7 +12,7 @@ from support.hopper_layers import on_meta
 from support.ptx_on_cpu import value
 from support.reference import Layer, moe, relative_error
 
-from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
+from moeq_kernels import KernelUnsupportedError, PackedExperts, PreparedLayer, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
 from moeq_kernels.hopper.w4a8.w4a8_launches import LARGE_TILES, SMALL_TILES, W4a8Plan, W4a8Wide, plan_for
@@ -31,8 +31,8 @@ PERMUTED = replace(PLAIN, layout="moeq-mxfp4/1")
 QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2, turns=1), 23)]
 SLOW = [
     (replace(PERMUTED, bias=True), W4a8Wide(64, 3), 23),
-    (replace(PERMUTED, intermediate=192), W4a8Wide(160, 2, turns=2), 150),
-    (replace(INT4, group_size=32), W4a8Wide(64, 3, turns=2), 70),
+    (replace(PERMUTED, intermediate=192), W4a8Wide(160, 2, turns=3), 150),
+    (replace(INT4, group_size=32), W4a8Wide(64, 3, turns=3), 70),
     (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
     (PLAIN, W4a8Wide(160, 2), 150),
     (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),
@@ -170,7 +170,7 @@ def test_words_become_the_weights_exactly_over_factors(seed: int, layout: str) -
     table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
     for group in range(4):
         words = made.weight[0, 2 * group : 2 * group + 2].view(2, 2, 128).transpose(0, 1).contiguous()
-        shifts = made.scale[0, group].view(2, 8, 8)
+        shifts = made.exponent_shift[0, group].view(2, 8, 8)
         found = device.e2m1_operand(value(words.view(torch.uint8).view(2, 2, 512)), value(shifts), 64, permuted)
         code = codes[0, column][:, 32 * group + source].int()
         wanted = table[code & 7] * torch.where(code > 7, -1.0, 1.0)
@@ -211,6 +211,23 @@ def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
     asked = experts.quantising("fp8")  # as `moeq.load_experts` gives them
     assert prepare(asked, gpu="H200", **options).family == "hopper-w4a8"
     assert prepare(asked, gpu="H200", activation_dtype="", **options).family == "hopper-w4a16"
+
+
+@pytest.mark.parametrize(("recipe", "most"), [(PLAIN, 16), (PERMUTED, 96), (INT4, 32)])
+def test_few_tokens_run_in_the_kernels_for_16_bit_activations(recipe: Recipe, most: int) -> None:
+    """Every token chooses both experts, so `most` tokens are as many an expert."""
+    experts = on_meta(make_layer(recipe)[0])
+    options = {"top_k": 2, "max_tokens": 300, "gpu": "H200"}
+    layer = prepare(experts, activation_dtype="fp8", **options)
+    plain = prepare(experts, **options)
+    for tokens in (1, 7, most):
+        assert _launches(layer, tokens) == _launches(plain, tokens)
+    assert isinstance(plan_for(layer.problem, most + 1), W4a8Plan)
+
+
+def _launches(layer: PreparedLayer, tokens: int) -> list[tuple[object, ...]]:
+    found = schedule(layer.family, layer.problem, tokens).launches
+    return [(one.kernel, one.programs, one.arguments, one.constants) for one in found]
 
 
 @pytest.mark.parametrize(

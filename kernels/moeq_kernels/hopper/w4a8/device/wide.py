@@ -159,18 +159,18 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, turn, it, WG:
         if TURNS and p == 0:
             mbarrier.wait(turn.index(WG), (it & 1) ^ (1 - WG))
         for q in gl.static_range(p * EACH, p * EACH + EACH):
+            if q == TURNS and q:
+                mbarrier.arrive(turn.index(1 - WG), count=1)
             acc = warpgroup_mma(a[q], x.slice(32 * q, 32, dim=1).permute((1, 0)), acc, is_async=True)
             if OTHERS:
                 same = gl.convert_layout(a[q], codes.left_operand(OTHERS), assert_trivial=True)
                 rest = warpgroup_mma(same, others.slice(32 * q, 32, dim=1).permute((1, 0)), rest, is_async=True)
-        if TURNS == 1 and p == PER - 1:
+        if TURNS == 4 and p == PER - 1:
             mbarrier.arrive(turn.index(1 - WG), count=1)
         if OTHERS:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-    if TURNS == 2:
-        mbarrier.arrive(turn.index(1 - WG), count=1)
     return acc, rest, unit
 
 
@@ -328,7 +328,8 @@ def w4a8_product_wide(
         pair_tiles: distance, in tiles of 64 columns, between both halves of a pair.
         TOKENS: token rows per tile: 64, 128, 160 or 192.
         REGISTERS: registers per thread of the computing warpgroups.
-        TURNS: whether warpgroups multiply in turns: 0 no, 1 until their products are issued, 2 until they are done.
+        TURNS: quarter of a step, from 1 to 4, before whose products a warpgroup lets the other one multiply; 0: both do
+            when they can. The other one wakes up while the rest is multiplied.
         KIND, GROUP: `e2m1` or `e2m1-permuted` and 32, or `uint4` and the codes that share a scale (0 for one scale per
             feature).
         DEPENDENT: whether the kernel starts before the preceding one has ended.
