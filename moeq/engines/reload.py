@@ -1,20 +1,19 @@
-"""Write new weights of experts into a running vLLM: `reload_weights`, and weight transfer in the checkpoint's names.
+"""Write new weights of experts into an engine that runs: its reloads and weight updates in a checkpoint's names.
 
-The engine's layerwise reload takes the parameters of every layer aside, hands tensors to the model class by the names
-that a checkpoint has, and puts the parameters back where no loader was called. Converted experts have no loader. So
-their tensors are written in place, into the parameters that were taken aside, before these are put back.
+Engines hand new tensors to the model class by the names that a checkpoint has. Those of experts that moeq's method
+fills are taken out here and written in place. The others go on to the class.
 
-Tensors come as the source names them, or stacked, from a converted folder: the one that is served, after a sleep of
-level 2, or another one of the same model (`weights_path`).
+Tensors come as the source names them, or stacked, from a converted folder: the one that is served, or another one of
+the same model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
 from moeq.layouts.base import check_index_parts
@@ -27,15 +26,48 @@ from moeq.update.writer import Writer
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moeq.checkpoint.manifest import LayerEntry
+    from moeq.engines.experts_source import ExpertsSource
+    from moeq.load.ranks import Rank
+    from moeq.update.layers import RankTensors
+
 #: Tensors of one expert: projection to part to tensor.
 _Expert = dict[str, dict[str, "Tensor"]]
+
+
+class ReloadedMethod(Protocol):
+    """What a reload asks an engine's method for the experts of a layer.
+
+    Attributes:
+        experts: packed experts of the checkpoint that is served.
+        entry: how the layer is packed.
+        rank: the rank.
+        part: part of the layer that the rank holds.
+        folds_scales: whether moeq's kernels keep scales of their own beside the packed tensors.
+    """
+
+    experts: ExpertsSource
+    entry: LayerEntry
+    rank: Rank
+    part: RankPart
+    folds_scales: bool
+
+    def served(self, layer: Any) -> RankTensors:
+        """Return the packed tensors that kernels read."""
+
+    def held(self) -> tuple[int, ...]:
+        """Return the expert of every row of these tensors."""
+
+    def check_reload(self, layer: Any) -> None:
+        """Raise MoeqError `usage.reload` if new bytes in these tensors would not be all that kernels have to read."""
 
 
 class ExpertReload:
     """The experts of a running model, for one pass over the tensors of a checkpoint.
 
     Args:
-        layers: the engine's expert layers that moeq's method fills.
+        layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
+        path: folder or Hub repository that stacked tensors come from.
 
     Attributes:
         converted: whether they were filled from a converted checkpoint.
@@ -43,8 +75,9 @@ class ExpertReload:
 
     """
 
-    def __init__(self, layers: Iterable[Any]) -> None:
+    def __init__(self, layers: Iterable[Any], path: str) -> None:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
+        self._path = path
         methods = [layer.quant_method for layer in self._layers.values()]
         self.converted = any(method.experts.checkpoint.kind == "converted" for method in methods)
         self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
@@ -91,7 +124,7 @@ class ExpertReload:
     def folder(self) -> FolderReload:
         """Open the converted folder that the engine reads, for tensors that come stacked."""
         self._check_scales()
-        return FolderReload(self._layers.values())
+        return FolderReload(self._layers.values(), self._path)
 
     def finish(self) -> None:
         """Write the experts of the last layer."""
@@ -118,16 +151,16 @@ class FolderReload:
     engine's config names, as at a start, and the tensors that the engine hands over have to be that folder's.
 
     Args:
-        layers: the engine's expert layers that moeq's method fills.
+        layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
+        path: the folder, or a Hub repository.
 
     Raises:
         MoeqError: `usage.not-converted`, and `usage.reload` if the folder's experts are packed otherwise than the
             served ones.
     """
 
-    def __init__(self, layers: Iterable[Any]) -> None:
+    def __init__(self, layers: Iterable[Any], path: str) -> None:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
-        path = next(iter(self._layers.values())).quant_method.model_config.model
         self._folder = open_converted(path)
         self._parts = {number: self._part(layer.quant_method) for number, layer in self._layers.items()}
         self._missing = {
@@ -141,6 +174,13 @@ class FolderReload:
     def _part(self, method: Any) -> RankPart:
         """Plan what this rank reads of a layer."""
         number = method.entry.layer
+        if method.held() != tuple(range(*method.part.experts)):
+            raise MoeqError(
+                "usage.reload",
+                f"layer {number}: experts are not where the folder has them, since the engine holds replicas or has "
+                "moved some",
+                "pass the tensors as the source checkpoint names them, or start the engine again",
+            )
         entry = layer_entry(self._folder, number)
         part = plan_rank(entry, method.rank, uneven_unit(self._folder, number))
         specs, served = ([one.matrices[role].spec for role in STACKED_ROLES] for one in (part, method.part))
@@ -168,7 +208,7 @@ class FolderReload:
             raise MoeqError(
                 "usage.reload",
                 f"{name} is not the tensor of {source.name}, and a stacked tensor does not say how it is packed",
-                "pass the tensors as the source checkpoint names them, or pass the converted folder as weights_path",
+                "pass the tensors as the source checkpoint names them, or pass the path of the converted folder",
             )
         if name in self._missing:  # those of other ranks are left to them
             self._begun.add(self._missing.pop(name))
@@ -184,7 +224,8 @@ class FolderReload:
         if left:
             raise MoeqError("usage.reload", f"a layer's stacked tensors come together, and {left[0]} is missing")
         for number in sorted(self._begun):
-            entry, part, held = layer_entry(self._folder, number), self._parts[number], _tensors(self._layers[number])
+            entry, part, layer = layer_entry(self._folder, number), self._parts[number], self._layers[number]
+            held = layer.quant_method.served(layer)
             for role, matrix in part.matrices.items():
                 read = read_parts(self._folder, entry, part, matrix)
                 check_index_parts(read, matrix.spec, f"layer {number}: {role}")
@@ -214,47 +255,8 @@ def divert(
 
 
 def _writable(layer: Any) -> WritableLayer:
-    """Describe a layer's served tensors, which the engine may have taken aside."""
-    import torch
-
-    from moeq.engines.vllm.engine_experts import RECORDS
-
-    method, held = layer.quant_method, _served(layer)
-    if method.moe.moe_parallel_config.enable_eplb:
-        raise MoeqError(
-            "usage.reload",
-            f"layer {method.entry.layer}: EPLB may have moved its experts, and a reload does not know where to",
-            "start the engine again with the new weights, or without --enable-eplb",
-        )
-    tensors = _tensors(layer)
-    packed = {f"{role}_{part}" for role, parts in tensors.items() for part in parts}
-    memory = {one.untyped_storage().data_ptr() for parts in tensors.values() for one in parts.values()}
-    for name, tensor in {**held, **getattr(layer, RECORDS, {})}.items():
-        derived = name.startswith(STACKED_ROLES) and name not in packed and isinstance(tensor, torch.Tensor)
-        if derived and tensor.numel() and tensor.untyped_storage().data_ptr() not in memory:
-            raise MoeqError(
-                "usage.reload",
-                f"layer {method.entry.layer}: the engine's kernel reads {name}, which was computed from the stored "
-                "weights or scales when the engine started and would stay as it is",
-                "start the engine again with the new weights, or let moeq's kernels run the experts",
-            )
-    return describe_layer(method.experts.checkpoint, method.entry, method.rank, method.part, tensors)
-
-
-def _tensors(layer: Any) -> dict[StackedRole, dict[str, Tensor]]:
-    """Return the packed tensors of a layer on this rank, by matrix and part."""
-    method, held = layer.quant_method, _served(layer)
-    return {
-        role: {part: held[f"{role}_{part}"].data for part in method.part.matrices[role].stored.tensors}
-        for role in STACKED_ROLES
-    }
-
-
-def _served(layer: Any) -> Mapping[str, Tensor]:
-    """Return the parameters that kernels read: those that a layerwise reload has taken aside, or the layer's own."""
-    try:
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-    except ImportError:  # versions without the layerwise reload
-        return dict(layer.named_parameters())
-    kept = get_layerwise_info(layer).kernel_tensors
-    return dict(layer.named_parameters()) if kept is None else {**kept[0], **kept[1]}
+    """Describe a layer's served tensors."""
+    method: ReloadedMethod = layer.quant_method
+    method.check_reload(layer)
+    checkpoint, tensors = method.experts.checkpoint, method.served(layer)
+    return describe_layer(checkpoint, method.entry, method.rank, method.part, tensors, method.held())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NoReturn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
@@ -107,11 +108,34 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
         Parts that follow each other on the rank: consecutive experts each.
 
     Raises:
-        MoeqError: as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
-            of its experts, if ranks share experts, or if the replicas do not spread evenly.
+        MoeqError: as `plan_places`, and `usage.eplb` if the replicas do not spread evenly.
     """
     rank.check()
-    where, count = f"layer {entry.layer}", entry.num_experts + redundant
+    count = entry.num_experts + redundant
+    if count % rank.ep_size or redundant < 0:
+        near = -entry.num_experts % rank.ep_size
+        raise MoeqError(
+            "usage.eplb",
+            f"layer {entry.layer}: {entry.num_experts} experts and {redundant} replicas do not spread evenly over "
+            f"{rank.ep_size} ranks ({count} % {rank.ep_size} = {count % rank.ep_size})",
+            f"{near} replicas do, and every {rank.ep_size} more",
+        )
+    each = count // rank.ep_size
+    numbers = range(rank.ep_rank * each, (rank.ep_rank + 1) * each)
+    return plan_places(entry, rank, [number % entry.num_experts for number in numbers])
+
+
+def plan_places(entry: LayerEntry, rank: Rank, experts: Sequence[int]) -> list[RankPart]:
+    """Plan what a rank reads of a layer if it holds these experts, in this order.
+
+    Returns:
+        Parts that follow each other on the rank: consecutive experts each.
+
+    Raises:
+        MoeqError: as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
+            of its experts, or if ranks share experts.
+    """
+    where = f"layer {entry.layer}"
     if entry.ranks:
         raise MoeqError(
             "usage.eplb",
@@ -122,26 +146,12 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
         raise MoeqError(
             "usage.eplb",
             f"{where}: experts are moved whole, and here {rank.tp_size} ranks share each",
-            "start with --enable-expert-parallel",
-        )
-    if count % rank.ep_size or redundant < 0:
-        near = -entry.num_experts % rank.ep_size
-        raise MoeqError(
-            "usage.eplb",
-            f"{where}: {entry.num_experts} experts and {redundant} replicas do not spread evenly over {rank.ep_size} "
-            f"ranks ({count} % {rank.ep_size} = {count % rank.ep_size})",
-            f"{near} replicas do, and every {rank.ep_size} more",
+            f"start with --enable-expert-parallel; SGLang with --ep-size {rank.tp_size * rank.ep_size}",
         )
     whole = plan_rank(entry, Rank())
-    each = count // rank.ep_size
-    first, stop = rank.ep_rank * each, (rank.ep_rank + 1) * each
-    parts = []
-    while first < stop:
-        start = first % entry.num_experts
-        end = min(start + stop - first, entry.num_experts)
-        parts.append(replace(whole, experts=(start, end), rows=(start, end)))
-        first += end - start
-    return parts
+    starts = [row for row, expert in enumerate(experts) if row == 0 or expert != experts[row - 1] + 1]
+    runs = ((experts[start], experts[stop - 1] + 1) for start, stop in pairwise([*starts, len(experts)]))
+    return [replace(whole, experts=run, rows=run) for run in runs]
 
 
 def _experts(entry: LayerEntry, rank: Rank, held: tuple[int, int]) -> tuple[int, int]:

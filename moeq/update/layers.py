@@ -184,9 +184,17 @@ def writable_layer(
 
 
 def describe_layer(
-    checkpoint: Checkpoint, entry: LayerEntry, rank: Rank, part: RankPart, tensors: RankTensors
+    checkpoint: Checkpoint,
+    entry: LayerEntry,
+    rank: Rank,
+    part: RankPart,
+    tensors: RankTensors,
+    experts: tuple[int, ...] | None = None,
 ) -> WritableLayer:
-    """Describe a rank's part of a layer, as `moeq.load.ranks.plan_rank` planned it, for writing."""
+    """Describe a rank's part of a layer, as `moeq.load.ranks.plan_rank` planned it, for writing.
+
+    `experts` is the expert of every row [those of the part, in order].
+    """
     layout = get_layout(entry.layout, allow_lossy=entry.losses > 0)
     written = {role: entry.matrices[role].spec for role in STACKED_ROLES}
     held = _features(entry, part)
@@ -203,7 +211,7 @@ def describe_layer(
         intermediate=held,
         first=held.start == 0,
         tensors=tensors,
-        experts=tuple(range(*part.experts)),
+        experts=tuple(range(*part.experts)) if experts is None else experts,
         num_experts=entry.num_experts,
         digests=entry.digests if held.size == written["w2"].k else {},
         rank=rank,

@@ -80,11 +80,15 @@ HookRegistry.apply_hooks()
 
 def config_of(folder: Path, **options: Any) -> Any:
     """The engine's configuration of a process that serves the folder, and the quantisation config that it makes."""
-    started = {"device": "cpu", "disable_cuda_graph": True, "skip_tokenizer_init": True, **options}
-    arguments = ServerArgs(model_path=str(folder), **started)
-    runtime_context.publish(arguments, role="scheduler")
+    publish(folder, **options)
     document = moeq.open(folder).source.config["quantization_config"]
-    return get_quantization_config(arguments.quantization or "moeq").from_config(document)
+    return get_quantization_config(runtime_context.get_server_args().quantization or "moeq").from_config(document)
+
+
+def publish(folder: Path, **options: Any) -> None:
+    """Make this process one that serves the folder."""
+    started = {"device": "cpu", "disable_cuda_graph": True, "skip_tokenizer_init": True, **options}
+    runtime_context.publish(ServerArgs(model_path=str(folder), **started), role="scheduler")
 
 
 def experts_layer(
@@ -93,18 +97,20 @@ def experts_layer(
     tp: tuple[int, int] = (0, 1),
     ep: tuple[int, int] = (0, 1),
     load_format: str = "auto",
+    redundant: int | None = None,
     **options: Any,
 ) -> Any:
-    """The engine's own layer with our config, on one rank."""
+    """The engine's own layer with our config, on one rank; with `redundant` experts are where the engine says."""
     info, config = moeq.open(folder).info, config_of(folder, load_format=load_format)
     ranks = {"moe_tp_rank": tp[0], "moe_tp_size": tp[1], "moe_ep_rank": ep[0], "moe_ep_size": ep[1]}
     rank, size = ep[0] * tp[1] + tp[0], tp[1] * ep[1]
     ranks |= {"tp_rank": rank, "tp_size": size, "attn_tp_rank": rank, "attn_tp_size": size}
     if info.activation == "swigluoai":
         options = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "with_bias": True, **options}
-    with runtime_context.get_parallel().override(**ranks):
+    placed = {} if redundant is None else {"ep_num_redundant_experts": redundant, "init_expert_location": "given"}
+    with runtime_context.get_parallel().override(**ranks), runtime_context.get_exec().moe.override(**placed):
         return FusedMoE(
-            num_experts=info.num_experts,
+            num_experts=info.num_experts + (redundant or 0),
             hidden_size=info.hidden_size,
             intermediate_size=info.intermediate_size,
             layer_id=1,

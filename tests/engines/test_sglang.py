@@ -20,7 +20,6 @@ from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.lora.layers import FusedMoEWithLoRA
-from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_flags, get_spec
@@ -159,12 +158,6 @@ def test_what_a_rank_calls_is_what_warmup_compiles(name, where, folders) -> None
         for role, matrix in method.part.matrices.items()
     }
     assert method.prepared(tensors, "H200").problem in warmed
-
-
-def test_weights_are_not_updated_while_the_engine_runs(folders) -> None:
-    """Its own question before it writes any: from a disk, from tensors, from another process."""
-    said = weight_updater._unsupported_derived_weight_cache_error(experts_layer(folders[INT4]))
-    assert said == sglang_config.NO_UPDATE
 
 
 def test_a_model_gets_all_tensors_but_the_converted_experts(folders) -> None:
@@ -317,17 +310,6 @@ class TestRefusals:
         with pytest.raises(MoeqError, match="fp8 activations") as caught:
             loaded_layer(folders["ct-int4-g128-qwen3moe"])
         assert caught.value.code == "answer.no-kernel"
-
-    @pytest.mark.parametrize("option", [{"enable_eplb": True}, {"init_expert_location": "places.json"}])
-    def test_experts_at_other_places(self, option, folders) -> None:
-        config_of(folders[INT4])
-        with get_exec().moe.override(**option):
-            layer = SimpleNamespace(num_fused_shared_experts=0, uses_expert_location=True)
-            experts = ConvertedExpertsSource(open_converted(folders[INT4]))
-            method = MoeqMoEMethod(experts, experts.checkpoint.manifest.layers[0])
-            with pytest.raises(MoeqError) as caught:
-                method.create_weights(layer, 4, 256, 128, torch.bfloat16)
-        assert caught.value.code == "usage.eplb"
 
     @pytest.mark.parametrize("option", [{"cpu_offload_gb": 8}, {"offload_group_size": 4}])
     def test_experts_that_are_moved_away(self, option, folders) -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from engines.sglang_engine import Finder, StandIn, config_of, runtime_context
+from engines.sglang_engine import Finder, StandIn, publish, runtime_context
 from load.deployments import convert
 from safetensors.torch import load_file
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+from sglang.srt.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -32,13 +38,15 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(QUANTIZATION_METHODS, "mxfp4", Mxfp4Config)
     monkeypatch.setattr(Finder, "missing", (*Finder.missing, "vllm"))
     yield
+    destroy_model_parallel()  # tests of single layers pretend to be one rank of several
+    destroy_distributed_environment()
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "vllm" and isinstance(module, StandIn):
             del sys.modules[name]
 
 
-def model_of(folder: Path, store: Path) -> torch.nn.Module:
-    config_of(folder)
+def model_of(folder: Path, store: Path, **options: Any) -> torch.nn.Module:
+    publish(folder, **options)
     if not torch.distributed.is_initialized():
         place = f"file://{store}"
         init_distributed_environment(backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=place)

@@ -8,12 +8,13 @@ keep the method that the source's config asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices, add_quantization_method_choices
+from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner import MoeRunner, MoeRunnerConfig, register_moe_runner_core
@@ -27,21 +28,23 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec, get_model, get_server_args, get_spec
 
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.options import make_deployment
 from moeq.engines.choice import engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
+from moeq.engines.sglang.model_weights import register_hooks
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts, prepared_layer
-from moeq.load.ranks import Rank, plan_rank
+from moeq.load.ranks import Rank, plan_places, plan_rank
 from moeq.load.torch_loader import check_groups, check_kernel, device_arch, uneven_unit
 from moeq.load.warmup import make_ready
 from moeq.oracle.versions import BUILTIN
 from moeq_kernels.activations import BY_ENGINE_NAME
 
 if TYPE_CHECKING:
+    from moeq.update.layers import RankTensors
     from moeq_kernels import PreparedLayer
 
 logger = logging.getLogger(__name__)
@@ -52,12 +55,6 @@ MOST_TOKENS = 16384
 #: Values of `--load-format` with which the engine reads tensors through `load_others`, or reads none.
 LOAD_FORMATS = ("auto", "safetensors", "fastsafetensors", "instanttensor", "runai_streamer", "dummy")
 
-#: Attribute `_derived_weight_cache_error` of a layer: the reason why the engine takes no new weights while it runs.
-NO_UPDATE = (
-    "moeq: converted experts are read from their files when the engine starts; updated weights would not reach them. "
-    "Start the engine again with the new folder."
-)
-
 
 def register_config() -> None:
     """Register method, runner and loader with the engine. Further calls have no effect."""
@@ -67,38 +64,9 @@ def register_config() -> None:
     add_quantization_method_choices([NAME])
     add_moe_runner_backend_choices([NAME])
     register_moe_runner_core(NAME, MoeqRunnerCore)
-    loader = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
-    HookRegistry.register(loader, load_others, HookType.AROUND)
+    register_hooks()
     shared = "sglang.srt.layers.moe.utils.resolve_shared_experts_config"
     HookRegistry.register(shared, keep_shared_experts, HookType.AROUND)
-
-
-def load_others(
-    load: Callable[..., Any], model: Any, weights: Iterable[tuple[str, torch.Tensor]], *more: Any, **named: Any
-) -> Any:
-    """Wrap the loading of a model's weights: leave out converted experts, which their method reads itself.
-
-    The model has the source's config meanwhile, since the engine's classes ask it how the other tensors are stored
-    (DeepSeek's joins q_a and kv_a of AWQ by columns).
-    """
-    stacked: set[str] = set()
-    configs: list[tuple[Any, MoeqConfig]] = []
-    for module in model.modules():
-        if isinstance(method := getattr(module, "quant_method", None), MoeqMoEMethod):
-            stacked |= method.experts.names
-        if isinstance(config := getattr(module, "quant_config", None), MoeqConfig):
-            configs.append((module, config))
-
-    def others() -> Iterator[tuple[str, torch.Tensor]]:
-        return (pair for pair in weights if pair[0] not in stacked)
-
-    for module, config in configs:
-        module.quant_config = config.inner
-    try:
-        return load(model, others() if stacked else weights, *more, **named)
-    finally:
-        for module, config in configs:
-            module.quant_config = config
 
 
 def keep_shared_experts(resolve: Callable[..., Any], model_class: Any, hf_config: Any, quant_config: Any) -> Any:
@@ -253,6 +221,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         self.experts = experts
         self.entry = entry
         self.runner: MoeRunner | None = None
+        self.info: MoeqQuantInfo | None = None
 
     def create_weights(
         self,
@@ -281,19 +250,26 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 "start without --moe-a2a-backend",
             )
         _check_options()
-        moe = get_exec().moe
-        if layer.uses_expert_location and (moe.enable_eplb or moe.init_expert_location != "trivial"):
-            raise MoeqError(
-                "usage.eplb",
-                "converted experts stay on the rank that their number says, and EPLB moves experts between ranks",
-                "start without --enable-eplb and --init-expert-location",
-            )
         check_kernel(self.entry, params_dtype, "bf16")
         rank = self.rank = Rank(layer.moe_tp_rank, layer.moe_tp_size, layer.moe_ep_rank, layer.moe_ep_size)
-        self.part = plan_rank(self.entry, rank, uneven_unit(self.experts.checkpoint, self.entry.layer))
+        self.places = _places(layer, num_experts)
+        if self.places is None:
+            self.parts = [plan_rank(self.entry, rank, uneven_unit(self.experts.checkpoint, self.entry.layer))]
+        else:
+            self.parts = plan_places(self.entry, rank, self.places())
+            self.experts.check_parts(self.entry, self.parts, rank)
+        self.part = self.parts[0]
         check_groups(self.entry, self.part)
         self.specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
-        held = self.part.experts[1] - self.part.experts[0]
+        self.folds_scales = engine_options(None).activations == "fp8" and self.specs["w13"].element == "e2m1"
+        if self.folds_scales and self.places is not None:
+            raise MoeqError(
+                "usage.eplb",
+                f"layer {self.entry.layer}: beside e4m3 activations moeq's kernels keep scales that no load balancing "
+                "would move",
+                "start without MOEQ_ACTIVATIONS=fp8, or with all experts in their places",
+            )
+        held = len(self.held())
         if held != num_experts:
             raise MoeqError(
                 "usage.ep",
@@ -303,7 +279,6 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         for role, parts in empty_parts(self.entry.layout, self.specs, held, None, params_dtype).items():
             for part, empty in parts.items():
                 layer.register_parameter(f"{role}_{part}", torch.nn.Parameter(empty, requires_grad=False))
-        layer._derived_weight_cache_error = NO_UPDATE
 
     def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
         """Make the engine's runner around moeq's."""
@@ -321,11 +296,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         )
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters from the files and get the kernels ready."""
-        tensors = {
-            role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
-            for role in STACKED_ROLES
-        }
+        """Fill the parameters from the files and get the kernels ready; neither again after an update of weights."""
+        if self.info is not None:
+            return
+        tensors = self.served(layer)
         device = layer.w13_weight.device
         if device.type == "cuda":
             self.experts.require_arch(device_arch(device))
@@ -333,14 +307,26 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if get_server_args().load_format == "dummy":
             dummy_parts(flat)
         else:
-            self.experts.fill(self.entry, [self.part], self.rank, flat)
+            self.experts.fill(self.entry, self.parts, self.rank, flat)
         prepared = self.prepared(tensors)
         make_ready(prepared, logger)
         self.info = MoeqQuantInfo(prepared)
 
-    def prepared(
-        self, tensors: Mapping[StackedRole, Mapping[str, torch.Tensor]], gpu: str | None = None
-    ) -> PreparedLayer:
+    def served(self, layer: Any) -> RankTensors:
+        """Return the packed tensors that kernels read."""
+        return {
+            role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
+            for role in STACKED_ROLES
+        }
+
+    def held(self) -> tuple[int, ...]:
+        """Return the expert of every row of these tensors, which load balancing changes."""
+        return tuple(range(*self.part.experts)) if self.places is None else self.places()
+
+    def check_reload(self, layer: Any) -> None:
+        """Accept any: kernels read the packed tensors and nothing else."""
+
+    def prepared(self, tensors: RankTensors, gpu: str | None = None) -> PreparedLayer:
         """Prepare the layer for the GPU that holds its tensors, or for another one by name."""
         experts = kernel_experts(self.entry.layout, self.specs, tensors)
         return prepared_layer(
@@ -386,6 +372,27 @@ def _deployment(layer: Any) -> Deployment:
     ranks = {"tp": layer.moe_tp_size} if layer.moe_ep_size == 1 else {"ep": layer.moe_ep_size}
     dtype = "fp16" if torch.get_default_dtype() is torch.float16 else "bf16"  # models are built under their dtype
     return make_deployment({"engine": BUILTIN, "dtype": dtype, **ranks})
+
+
+def _places(layer: Any, held: int) -> Callable[[], tuple[int, ...]] | None:
+    """Return what tells the expert of every row on this rank; None if all experts stay in order."""
+    moe = get_exec().moe
+    moved = moe.enable_eplb or moe.init_expert_location != "trivial" or moe.ep_num_redundant_experts > 0
+    if not moved or not layer.uses_expert_location:
+        return None
+    rows = slice(layer.moe_ep_rank * held, (layer.moe_ep_rank + 1) * held)
+
+    def places() -> tuple[int, ...]:
+        record = get_global_expert_location_metadata()
+        if record is None:
+            raise MoeqError(
+                "usage.eplb",
+                f"SGLang does not say where the experts of layer {layer.layer_id} are: it moves none of this model",
+                "start without --enable-eplb, --init-expert-location and --ep-num-redundant-experts",
+            )
+        return tuple(record.physical_to_logical_map_cpu[layer.layer_id, rows].tolist())
+
+    return places
 
 
 def _check_options() -> None:

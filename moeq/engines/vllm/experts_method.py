@@ -47,6 +47,7 @@ except ImportError:  # before 0.31 the engine has no such loader
 
 
 if TYPE_CHECKING:
+    from moeq.update.layers import RankTensors
     from moeq_kernels import PackedExperts
 
 
@@ -226,13 +227,43 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 
     def packed(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
         """Build the record of the parameters for moeq's kernels."""
-        matrices = self.part.matrices
-        parts = {
-            role: {part: tensors[f"{role}_{part}"].data for part in matrices[role].stored.tensors}
+        specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
+        experts = kernel_experts(self.entry.layout, specs, self._parts_of(tensors))
+        return experts.quantising("fp8") if self.options.activations == "fp8" else experts
+
+    def _parts_of(self, tensors: Mapping[str, torch.Tensor]) -> RankTensors:
+        """Group tensors by matrix and part."""
+        return {
+            role: {part: tensors[f"{role}_{part}"].data for part in self.part.matrices[role].stored.tensors}
             for role in STACKED_ROLES
         }
-        experts = kernel_experts(self.entry.layout, {role: matrices[role].spec for role in STACKED_ROLES}, parts)
-        return experts.quantising("fp8") if self.options.activations == "fp8" else experts
+
+    def served(self, layer: Any) -> RankTensors:
+        """Return the packed tensors that kernels read, which a layerwise reload may have taken aside."""
+        return self._parts_of(_read_by_kernels(layer))
+
+    def held(self) -> tuple[int, ...]:
+        """Return the expert of every row of these tensors. Raises MoeqError `usage.reload` if EPLB may move them."""
+        if self.moe.moe_parallel_config.enable_eplb:
+            raise MoeqError(
+                "usage.reload",
+                f"layer {self.entry.layer}: EPLB may have moved its experts, and a reload does not know where to",
+                "start the engine again with the new weights, or without --enable-eplb",
+            )
+        return tuple(range(*self.part.experts))
+
+    def check_reload(self, layer: Any) -> None:
+        """Raise MoeqError `usage.reload` if the engine's kernel reads tensors that were computed from these."""
+        memory = {one.untyped_storage().data_ptr() for parts in self.served(layer).values() for one in parts.values()}
+        for name, tensor in {**_read_by_kernels(layer), **getattr(layer, RECORDS, {})}.items():
+            computed = name.startswith(STACKED_ROLES) and isinstance(tensor, torch.Tensor)
+            if computed and tensor.numel() and tensor.untyped_storage().data_ptr() not in memory:
+                raise MoeqError(
+                    "usage.reload",
+                    f"layer {self.entry.layer}: the engine's kernel reads {name}, which was computed from the stored "
+                    "weights or scales when the engine started and would stay as it is",
+                    "start the engine again with the new weights, or let moeq's kernels run the experts",
+                )
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Make the engine's record of scales, zero points and biases; an empty one if moeq runs the experts."""
@@ -293,6 +324,16 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             routed_scaling_factor=layer.routed_scaling_factor,
             **sink,
         )
+
+
+def _read_by_kernels(layer: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters that kernels read: those that a layerwise reload has taken aside, or the layer's own."""
+    try:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    except ImportError:  # versions without the layerwise reload
+        return dict(layer.named_parameters())
+    kept = get_layerwise_info(layer).kernel_tensors
+    return dict(layer.named_parameters()) if kept is None else {**kept[0], **kept[1]}
 
 
 def _check_device(experts: ExpertsSource) -> None:

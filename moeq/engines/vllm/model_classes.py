@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import PPMissingLayer
 
-from moeq.engines.vllm.reload import ExpertReload, divert
+from moeq.engines.reload import ExpertReload, divert
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
@@ -50,9 +50,10 @@ def _without_experts(kind: Any) -> Load:
             for name, layer in model.named_modules()
             if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
         }
-        if any(layer.quant_method.moe_kernel is not None for layer in own.values()):
-            # The model runs: `reload_weights`, or a weight update from training.
-            weights = divert(weights, ExpertReload(own.values()), _STACKED[kind])
+        running = next((layer for layer in own.values() if layer.quant_method.moe_kernel is not None), None)
+        if running is not None:  # `reload_weights`, or a weight update from training
+            path = running.quant_method.model_config.model  # `reload_weights` sets it to its `weights_path`
+            weights = divert(weights, ExpertReload(own.values(), path), _STACKED[kind])
         # With pipeline parallelism a rank may hold no layer with experts.
         homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 

@@ -1,0 +1,134 @@
+"""Keep packed experts away from SGLang's model classes, at the start and when weights are updated while it runs.
+
+Their own method fills experts, whatever the model. A model class gets all other tensors of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_flags, get_parallel
+
+from moeq.engines.converted_config import NAME, ConvertedQuantization
+from moeq.engines.reload import ExpertReload, divert
+from moeq.errors import MoeqError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Weights = Iterable[tuple[str, Tensor]]
+    Load = Callable[..., Any]
+    Outcome = tuple[bool, str]
+
+#: Folder of the update that runs; None for updates that come as tensors.
+_folder: ContextVar[str | None] = ContextVar("folder", default=None)
+
+
+def register_hooks() -> None:
+    """Register the hooks on the engine's loader and on its updates of weights."""
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    architecture = "sglang.srt.model_loader.utils.get_model_architecture"
+    HookRegistry.register(architecture, find_class, HookType.AROUND)
+    HookRegistry.register(loader, load_others, HookType.AROUND)
+    HookRegistry.register(f"{updater}.update_weights_from_disk", update_from_disk, HookType.AROUND)
+    HookRegistry.register(f"{updater}.update_weights_from_tensor", update_from_tensor, HookType.AROUND)
+
+
+def find_class(find: Load, model_config: Any) -> Any:
+    """Wrap the choice of the model class: Mixtral's class for methods that the engine does not list has no FusedMoE."""
+    asked = model_config.quantization
+    if asked == NAME:
+        model_config.quantization = None
+    try:
+        return find(model_config)
+    finally:
+        model_config.quantization = asked
+
+
+def load_others(load: Load, model: Any, *given: Any, **named: Any) -> Any:
+    """Wrap the loading of a model's weights: from now on its class gets no tensors of packed experts."""
+    if "load_weights" not in vars(model):
+        model.load_weights = partial(_load_weights, model, model.load_weights)
+    return load(model, *given, **named)
+
+
+def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named: Any) -> Any:
+    """Load weights into a model; into its experts only if it runs, since at the start their method fills them.
+
+    The model has the source's config meanwhile, since the engine's classes ask it how the other tensors are stored
+    (DeepSeek's joins q_a and kv_a of AWQ by columns).
+
+    Raises:
+        MoeqError: `usage.unsupported-model` if the class runs its experts otherwise, and the errors of `ExpertReload`
+            and `FolderReload`.
+    """
+    layers = _packed_layers(model)
+    stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
+    configs = [
+        (module, module.quant_config)
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_config", None), ConvertedQuantization)
+    ]
+    if any(layer.quant_method.info is not None for layer in layers):
+        path = _folder.get() or layers[0].quant_method.experts.checkpoint.source.name
+        weights = divert(weights, ExpertReload(layers, path), stacked)
+    elif not layers and configs and get_parallel().pp_size == 1 and not get_flags().moe.in_speculative_scope:
+        raise MoeqError(
+            "usage.unsupported-model",
+            f"{type(model).__name__} does not run its experts through SGLang's FusedMoE",
+            "serve the source checkpoint without moeq",
+        )
+    elif layers:
+        weights = ((name, tensor) for name, tensor in weights if name not in stacked)
+    for module, config in configs:
+        module.quant_config = config.inner
+    try:
+        return load(weights, *given, **named)
+    finally:
+        for module, config in configs:
+            module.quant_config = config
+
+
+def update_from_disk(update: Load, updater: Any, model_path: str, *given: Any, **named: Any) -> Outcome:
+    """Wrap `update_weights_from_disk`: the folder is a source or a converted one, and refusals stop no server."""
+    token = _folder.set(model_path)
+    try:
+        return _told(update, updater, model_path, *given, **named)
+    finally:
+        _folder.reset(token)
+
+
+def update_from_tensor(
+    update: Load, updater: Any, named_tensors: Any, load_format: str | None = None, **named: Any
+) -> Outcome:
+    """Wrap `update_weights_from_tensor`: refusals stop no server, and names in kernel form are refused for experts."""
+    if load_format == "direct":
+        model = updater.get_model()
+        packed = {id(tensor) for layer in _packed_layers(model) for tensor in layer.parameters()}
+        owned = {name for name, tensor in model.named_parameters() if id(tensor) in packed}
+        for name, _ in named_tensors:
+            if name in owned:
+                why = "holds packed experts, and a tensor in kernel form does not say how it is packed"
+                return False, f"moeq: {name} {why}; send the tensors as the source checkpoint names them"
+    return _told(update, updater, named_tensors, load_format, **named)
+
+
+def _told(update: Load, *given: Any, **named: Any) -> Outcome:
+    """Return a refusal as the engine returns its own. An error would end the process."""
+    try:
+        outcome: Outcome = update(*given, **named)
+    except MoeqError as error:
+        return False, str(error)
+    return outcome
+
+
+def _packed_layers(model: Any) -> list[Any]:
+    """Return the layers of experts that moeq's method fills."""
+    layers = (module for module in model.modules() if isinstance(module, FusedMoE))
+    return [layer for layer in layers if hasattr(layer.quant_method, "entry")]
