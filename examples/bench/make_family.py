@@ -75,7 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen3_next": _QWEN3_NEXT,
     "mixtral": {},
-    "olmoe": {},
+    "olmoe": {"num_key_value_heads": 4},
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "minimax_m2": {},
     "glm4_moe": {},

@@ -17,12 +17,14 @@ from moeq.layouts.registry import layout_class
 VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 #: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
 SGLANG_VERSIONS = ("0.5.23",)
-#: Architectures whose class in SGLang 0.5.23 hands its experts to `FusedMoE` under a name with the layer's number: the
-#: plug-in takes them by that.
+#: Architectures whose class in SGLang 0.5.23 was built and filled from a conversion on a CPU: it hands its experts to
+#: `FusedMoE` with the layer's number, by which the plug-in takes them.
 SGLANG_MODELS = (
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM", "Glm4MoeForCausalLM"),
-    *("GptOssForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM"),
-    *("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM"),
+    *("ExaoneMoeForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM"),
+    *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MellumForCausalLM"),
+    *("MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM", "Qwen2MoeForCausalLM"),
+    *("Qwen3MoeForCausalLM", "SolarOpenForCausalLM"),
 )
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")

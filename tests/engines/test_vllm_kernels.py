@@ -18,9 +18,9 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
 from vllm.v1.worker import workspace
 
 import moeq
+from moeq.engines.reload import ExpertReload
 from moeq.engines.vllm.engine_experts import VERSION
 from moeq.engines.vllm.own_experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
-from moeq.engines.vllm.reload import ExpertReload
 from moeq.errors import MoeqError
 
 INT4 = "gptq-int4-g32-qwen3moe"
@@ -329,7 +329,7 @@ def test_four_bit_weights_need_hopper_beside_e4m3_activations(name: str, folders
 def test_folded_scales_are_neither_moved_nor_reloaded(folders: dict[str, Path]) -> None:
     layer = experts_layer(folders["ct-mxfp4-qwen3moe"], activations="fp8")
     assert not layer.quant_method.supports_eplb
-    reload = ExpertReload([layer])
+    reload = ExpertReload([layer], str(folders["ct-mxfp4-qwen3moe"]))
     with pytest.raises(MoeqError, match="read scales that were folded") as caught:
         reload.folder()
     assert caught.value.code == "usage.reload"

@@ -61,6 +61,7 @@ BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {
     (README, "serving"): lambda: results.serving(("c = 1", "c = 32", "c = 128", "prefill"), brief=True),
     (README, "kernels"): lambda: results.kernels(("int4", "mxfp4", "w8a8"), brief=True),
     (DOCS / "explanation" / "oracle.md", "rank"): results.ranking_errors,
+    (DOCS / "how-to" / "sglang.md", "models"): support.sglang_models,
     (REFERENCE / "performance.md", "serving"): lambda: results.serving(COLUMNS),
     (REFERENCE / "performance.md", "steps"): results.steps,
     (REFERENCE / "performance.md", "kernels"): results.kernels,

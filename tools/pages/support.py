@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from moeq.layouts.registry import NOT_OFFLINE, layout_class, layout_facts
-from moeq.oracle.loaders import version_ranges
+from moeq.oracle.loaders import SGLANG_MODELS, version_ranges
 from moeq.schemes.registry import FORMATS, get_format
 from moeq_kernels.capabilities import CAPABILITIES
 from pages.tables import NOTE, cell, table
@@ -54,6 +54,11 @@ def _engine(layout: str) -> str:
     """Name the backends of vLLM that read a layout, their values of `--moe-backend`, and the versions."""
     readers = layout_class(layout).vllm_readers()
     return "; ".join(f"{reader.backend} (`{reader.option}`), {version_ranges(reader.versions)}" for reader in readers)
+
+
+def sglang_models() -> str:
+    """Return the list of model classes that SGLang's plug-in was tried with."""
+    return ", ".join(f"`{name}`" for name in sorted(SGLANG_MODELS)) + "."
 
 
 def summary() -> str:

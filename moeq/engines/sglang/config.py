@@ -40,6 +40,7 @@ from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts, p
 from moeq.load.ranks import Rank, plan_places, plan_rank
 from moeq.load.torch_loader import check_groups, check_kernel, device_arch, uneven_unit
 from moeq.load.warmup import make_ready
+from moeq.oracle.loaders import TRANSFORMERS_GUARD
 from moeq.oracle.versions import BUILTIN
 from moeq_kernels.activations import BY_ENGINE_NAME
 
@@ -89,6 +90,9 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> MoeqConfig:
         """Make the config from `config.json`. Additions of the engine are for the source's config, too."""
+        whole: Any = config.get("hf_config")
+        if getattr(whole, "_experts_implementation", None) == TRANSFORMERS_GUARD:
+            whole._experts_implementation = "eager"  # some of the engine's classes are transformers'
         if config.get("quant_method") != NAME:
             return cls(config, converted=False)
         if not (original := config.get("original")):
@@ -164,7 +168,9 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Return moeq's method for converted experts, and the source's for all other layers."""
-        if isinstance(layer, FusedMoE) and (number := layer_number(prefix)) is not None:
+        # Some classes give their experts no name.
+        number = layer_number(prefix) if prefix else getattr(layer, "layer_id", None)
+        if isinstance(layer, FusedMoE) and number is not None:
             experts = self.experts(layer, layer.is_draft)
             entry = None if experts is None else experts.entry(number)
             if experts is not None and entry is not None:
@@ -331,7 +337,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         experts = kernel_experts(self.entry.layout, self.specs, tensors)
         return prepared_layer(
             experts.quantising("fp8") if engine_options(None).activations == "fp8" else experts,
-            top_k=self.config.top_k,
+            top_k=self.config.top_k or self.experts.checkpoint.info.top_k,  # some classes do not say it
             max_tokens=_most_tokens(),
             dtype=self.config.params_dtype,
             hidden_size=self.config.hidden_size,
