@@ -131,6 +131,7 @@ def test_names_are_unique_and_complete() -> None:
         ("NVIDIA GH200 480GB", "GH200", 96),
         ("NVIDIA GH200 400GB", "GH200", 96),
         ("NVIDIA H200 399GB", "H200", 399),
+        ("H200 engineering sample", "H200", 141),
         ("NVIDIA RTX PRO 6000 Blackwell", "RTX PRO 6000", 96),
     ],
 )

@@ -110,3 +110,22 @@ def test_no_candidate_says_why(name, gpu, deployment, code, text, checkpoints) -
 def test_the_engines_own_reason_comes_first(checkpoints) -> None:
     _, why = chosen(checkpoints / "gptq-int4-g32-qwen3moe")
     assert (why or "").startswith("HUMMING: Humming's bytes depend on the GPU's SM version")
+
+
+def test_a_backend_that_is_asked_for_raises_and_the_engines_own_choice_does_not(checkpoints) -> None:
+    source = checkpoints / "ct-fp8-block-qwen3moe"
+    assert not moeq.decide(source, gpu="H100", tp=2).ok
+    with pytest.raises(MoeqError, match="'nonsense' names no backend") as caught:
+        moeq.decide(source, gpu="H100", backend="nonsense")
+    assert caught.value.code == "usage.unknown-backend"
+
+
+def test_conversions_are_not_sources(checkpoints, tmp_path) -> None:
+    moeq.convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", gpu="A100")
+    for action in (moeq.plan, moeq.decide):
+        with pytest.raises(MoeqError) as caught:
+            action(tmp_path / "out", gpu="A100")
+        assert caught.value.code == "usage.already-converted"
+    with pytest.raises(MoeqError) as caught:
+        moeq.convert(tmp_path / "out", tmp_path / "again", gpu="A100")
+    assert caught.value.code == "usage.already-converted"

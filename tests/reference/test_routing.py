@@ -37,6 +37,13 @@ def test_groups_are_ranked_by_their_best_or_best_two(group_score: str, expected:
     assert set(route(logits, rule).ids[0].tolist()) == expected
 
 
+def test_the_third_best_of_a_group_does_not_count() -> None:
+    logits = torch.logit(torch.tensor([[0.6, 0.55, 0.01, 0.01, 0.62, 0.5, 0.3, 0.3]]))
+    rule = RoutingRule(top_k=2, scoring="sigmoid", num_groups=2, group_score="top2")  # by default one group is kept
+    assert set(route(logits, rule).ids[0].tolist()) == {0, 1}
+    assert set(route(logits, RoutingRule(top_k=2, scoring="sigmoid")).ids[0].tolist()) == {4, 0}
+
+
 def test_sqrtsoftplus() -> None:
     routed = route(torch.tensor([[1.0, 3.0]]), RoutingRule(top_k=1, scoring="sqrtsoftplus", renormalize=False))
     assert routed.weights.item() == pytest.approx(math.sqrt(math.log1p(math.exp(3.0))))
