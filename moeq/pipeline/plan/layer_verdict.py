@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from moeq.checkpoint.facts import GROUPS, Facts
+from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
@@ -15,6 +15,7 @@ from moeq.oracle.judge import judge, method_for
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.calibration import with_scales
+from moeq.pipeline.plan.router import router_gate
 from moeq.schemes.base import Scheme
 from moeq.spelling import option
 
@@ -73,9 +74,10 @@ def judge_checkpoint(
     stored = scheme in (None, checkpoint.scheme_of(layer))
     gates = (
         side_config_gate(checkpoint, deployment) if stored else None,
-        router_gate(checkpoint, verdict, layer) if stored else None,
+        router_gate(checkpoint, verdict, layer, moe_shape(checkpoint, layer)) if stored else None,
         count_gate(checkpoint, deployment, layer),
         width_gate(checkpoint, deployment, layer) if stored else None,
+        size_gate(checkpoint, deployment, layer) if stored else None,
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -160,30 +162,6 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
     return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
 
 
-#: Classes whose router takes the config's method (vLLM 0.33.0, `Qwen3MoeSparseMoeBlock`).
-_QUANTISED_ROUTERS = ("Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
-
-
-def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Gate | None:
-    """Return the failed gate if the engine creates a quantised router for a float one.
-
-    GPTQ's config reads from the file which modules are quantised, also where it gives experts to MoeWNA16's method.
-    MoeWNA16's own config, which only `--quantization moe_wna16` asks for, reads no file.
-    """
-    config = checkpoint.quantization_config or {}
-    asked = verdict.deployment.quantization == "moe_wna16" and config.get("quant_method") == "gptq"
-    if not asked or checkpoint.info.architecture not in _QUANTISED_ROUTERS or "modules_in_block_to_quantize" in config:
-        return None
-    router = checkpoint.expert_prefix(layer).removesuffix("experts") + "gate"
-    rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
-    entry = checkpoint.source.tensors.get(f"{router}.weight")
-    if entry is None or any(re.match(rule, router) for rule in rules):
-        return None
-    text = f"MoeWNA16 creates a quantised router, and {entry.name} is {entry.dtype}"
-    remedy = f'a "dynamic" rule "-:{re.escape(router)}" in the config'
-    return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", remedy)
-
-
 def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
     """Return the failed gate if a layer has fewer experts than the engine creates, which is one number for all layers.
 
@@ -207,6 +185,25 @@ def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
         return None
     text = f"gate and up take {taken} features and down gives {given}: the engine creates both for one hidden size"
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING")
+
+
+def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
+    """Return the failed gate if experts are wider or narrower than config.json says, which engines allocate by.
+
+    A narrower tensor leaves numbers as they were allocated, and of a wider one a part is taken (vLLM 0.33.0,
+    `RoutedExperts._load_w13`).
+    """
+    family = find_family(checkpoint.info.model_type)
+    declared = Facts(checkpoint.source.config).count(family.intermediate_keys) if family else None
+    if declared is None or checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
+        return None
+    found = checkpoint.spec(layer, "w2").k
+    if found == declared or len(_sets(checkpoint, layer)) > 1:
+        return None
+    text = (
+        f"experts of layer {layer} have {found} intermediate features, and the engine creates {declared} by the config"
+    )
+    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
 
 
 def _is_vllm(deployment: Deployment) -> bool:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from oracle.loads.draft import Draft, add_exclusions
+from oracle.loads.draft import Draft, Place, add_exclusions
 from oracle.loads.formats import FAMILIES, Encoding, Part, Row
 from oracle.loads.models import COMMON, EXPERTS, GPT_OSS, LAYERS, MODELS
-from oracle.loads.twists import TWISTS, twist_gpt_oss
+from oracle.loads.twists import TWISTS, applies, twist_gpt_oss
 
 
 def case(seed: int | str, number: int) -> Row:
@@ -23,18 +23,21 @@ def case(seed: int | str, number: int) -> Row:
     model = GPT_OSS if encoding.stacked else MODELS[rng.choice(("qwen3_moe", "qwen3_moe", *MODELS))]
     hidden, inter = rng.choice((256, 256, 384)), rng.choice((128, 128, 256, 384))
     config = None if encoding.config is None else _copy(encoding.config)
-    draft = Draft(rng, model, encoding, config, hidden, inter, stem=model.stem)
+    total = EXPERTS if encoding.stacked else rng.choice((EXPERTS, EXPERTS, EXPERTS, 5, 6, 8))
+    draft = Draft(rng, model, encoding, config, hidden, inter, stem=model.stem, total=total, count=total)
     _fill(draft)
     twist = "none"
     if rng.random() < 0.6:
         if encoding.stacked:
             twist = f"gpt-oss-{twist_gpt_oss(draft)}"
         else:
-            twist = rng.choices(list(TWISTS), [weight for _, weight in TWISTS.values()])[0]
+            fitting = [name for name in TWISTS if applies(name, draft)]
+            twist = rng.choices(fitting, [TWISTS[name][1] for name in fitting])[0]
             TWISTS[twist][0](draft)
     return {
         "id": number, "family": family, "twist": twist, "config": _document(draft), "side": draft.side,
-        "tensors": {**_frame(draft), **_tensors(draft)}, "deployment": _deployment(rng, encoding),
+        "tensors": {**_frame(draft), **_tensors(draft, draft.experts)}, "stale": _tensors(draft, draft.stale),
+        "deployment": _deployment(rng, encoding),
     }  # fmt: skip
 
 
@@ -55,7 +58,7 @@ def _fill(draft: Draft) -> None:
                     draft.stacked[layer, leaf, part] = (dtype, (EXPERTS, *shape), values)
         return
     for layer in range(LAYERS):
-        for expert in range(EXPERTS):
+        for expert in range(draft.total):
             for projection in ("gate", "up", "down"):
                 draft.encode(encoding, layer, expert, projection)
     if draft.config is None or encoding.skip is None:
@@ -64,7 +67,7 @@ def _fill(draft: Draft) -> None:
         add_exclusions(draft.config, encoding, draft.routers(), rng)
     if "table" in encoding.extra:
         modules = [draft.module(*at) for at in draft.every()]
-        whole = [f"model.layers.{layer}.{model.experts}" for layer in range(LAYERS)]
+        whole = [f"{model.stem}.layers.{layer}.{model.experts}" for layer in range(LAYERS)]
         draft.config["quantized_layers"] = dict.fromkeys(modules if encoding.extra["each"] else whole)
         for name in draft.config["quantized_layers"]:
             draft.config["quantized_layers"][name] = dict(encoding.extra["table"])
@@ -74,7 +77,8 @@ def _document(draft: Draft) -> Row:
     model = draft.model
     found = {**COMMON, **model.config, "hidden_size": draft.hidden, model.inter_key: draft.inter}
     found.setdefault("intermediate_size", draft.inter)
-    found[model.count_key] = draft.count
+    found |= {model.count_key: draft.count, **draft.declared}
+    found = {**model.outer, "text_config": found} if model.outer else found
     return {**found, "quantization_config": draft.config} if draft.config is not None else found
 
 
@@ -90,7 +94,12 @@ def _frame(draft: Draft) -> dict[str, Part]:
     for layer in range(LAYERS):
         for norm in ("input_layernorm", "post_attention_layernorm"):
             found[f"{stem}layers.{layer}.{norm}.weight"] = ("BF16", (hidden,), "scale")
-        found[f"{stem}layers.{layer}.{router}.weight"] = ("BF16", (draft.count, hidden), "scale")
+        parts = (
+            draft.encoding.parts(draft.count, hidden)
+            if draft.router
+            else {"weight": ("BF16", (draft.count, hidden), "scale")}
+        )
+        found |= {f"{stem}layers.{layer}.{router}.{part}": row for part, row in parts.items()}
         if draft.model is GPT_OSS:
             found[f"{stem}layers.{layer}.{router}.bias"] = ("BF16", (draft.count,), "scale")
         if draft.model.count_key == "n_routed_experts":
@@ -98,30 +107,30 @@ def _frame(draft: Draft) -> dict[str, Part]:
     return found
 
 
-def _tensors(draft: Draft) -> dict[str, Part]:
+def _tensors(draft: Draft, experts: dict[Place, Part]) -> dict[str, Part]:
     """Expert tensors under their names."""
     stem = f"{draft.stem}." if draft.stem else ""
-    if draft.stacked:
+    if draft.stacked and experts is draft.experts:
         return {f"{stem}layers.{at[0]}.mlp.experts.{at[1]}{at[2]}": row for at, row in draft.stacked.items()}
     path, leaves = draft.model.experts, draft.model.leaves
     if "|" in draft.form:
         path, _, listed = draft.form.partition("|")
         leaves = tuple(listed.split(","))  # type: ignore[assignment]
     if draft.form == "stacked":
-        return _in_stacks(draft, stem, path)
+        return _in_stacks(draft, experts, stem, path)
     found = {}
-    for (layer, expert, projection, part), row in draft.experts.items():
+    for (layer, expert, projection, part), row in experts.items():
         leaf = leaves[("gate", "up", "down").index(projection)]
         name = f"{leaf}.{expert}" if draft.form == "listed" else f"{expert}.{leaf}"
         found[f"{stem}layers.{layer}.{path}.{name}.{part}"] = row
     return found
 
 
-def _in_stacks(draft: Draft, stem: str, path: str) -> dict[str, Part]:
+def _in_stacks(draft: Draft, experts: dict[Place, Part], stem: str, path: str) -> dict[str, Part]:
     """One tensor for all experts, gate above up: `gate_up_proj`, with parts as suffixes."""
     transposed = draft.rng.random() < 0.5
     found: dict[str, Part] = {}
-    for (layer, _, projection, part), (dtype, shape, values) in draft.experts.items():
+    for (layer, _, projection, part), (dtype, shape, values) in experts.items():
         leaf = "down_proj" if projection == "down" else "gate_up_proj"
         if leaf == "gate_up_proj" and len(shape) == 2:
             rows, columns = shape
@@ -130,7 +139,7 @@ def _in_stacks(draft: Draft, stem: str, path: str) -> dict[str, Part]:
         if part == "weight" and transposed and len(shape) == 2:
             shape = shape[::-1]
         suffix = "" if part in ("weight", "weight_packed") else f"_{part}"
-        found[f"{stem}layers.{layer}.{path}.{leaf}{suffix}"] = (dtype, (EXPERTS, *shape), values)
+        found[f"{stem}layers.{layer}.{path}.{leaf}{suffix}"] = (dtype, (draft.total, *shape), values)
     return found
 
 
@@ -141,7 +150,8 @@ def _deployment(rng: Random, encoding: Encoding) -> Row:
     gpu, ranks = rng.choice(_GPUS), rng.choice((1, 1, 1, 2, 4))
     backend = rng.choice(("marlin", "triton", "cutlass")) if rng.random() < 0.1 else "auto"
     quantization = rng.choice(encoding.quantization) if rng.random() < 0.5 else None
+    data = rng.choice((1, 1, 1, 1, 1, 1, 1, 2))
     return {
-        "gpu": gpu, "tp": ranks, "rank": rng.randrange(ranks), "ep": ranks > 1 and rng.random() < 0.4,
-        "backend": backend, "quantization": quantization,
+        "gpu": gpu, "tp": ranks, "rank": rng.randrange(ranks), "ep": ranks * data > 1 and rng.random() < 0.4,
+        "dp": data, "dp_rank": rng.randrange(data), "backend": backend, "quantization": quantization,
     }  # fmt: skip

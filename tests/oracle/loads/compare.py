@@ -61,24 +61,33 @@ def loaded(engine: Row) -> Loaded:
     """Read an outcome of `engine.outcome`."""
     stage = engine.get("stage")
     online = any("Online" in method for method in engine.get("methods", ()))  # weights are quantised while they load
+    if stage == "process" and "all2all" in engine["at"]:  # processes of other ranks, which are not there
+        stage = None
     late = stage == "process" or (stage == "load" and online)
     if stage and not (late and _NEEDS_GPU.search(engine["msg"])):
         return Loaded(False, True, f"{stage}: {engine['error']}: {engine['msg']} ({engine['at']})")
     unfilled = sorted(name for name in engine.get("unfilled", {}) if not _HARMLESS.search(name))
     if unfilled:
         return Loaded(False, False, f"unfilled: {', '.join(unfilled)}")
+    if engine.get("router"):
+        return Loaded(False, False, f"router: {', '.join(engine['router'])}")
+    if engine.get("bad_scales"):
+        return Loaded(False, False, f"scales: {', '.join(engine['bad_scales'])}")
+    if engine.get("stale"):
+        return Loaded(False, False, f"stale copies: {', '.join(engine['stale'][:3])}")
     unread = sorted({*engine.get("left", ())} & _MEANT)
     if unread:
         return Loaded(False, False, f"unread: {', '.join(unread)}")
     return Loaded(True, False, "")
 
 
-def verdict(case: Row, folder: Path) -> tuple[bool, str]:
+def verdict(case: Row, folder: Path, engine: str = ENGINE) -> tuple[bool, str]:
     """Whether moeq says that the engine runs the checkpoint, and its reason or the backend."""
     given = case["deployment"]
     deployment = Deployment(
-        gpu=parse_gpu(given["gpu"]), engine=ENGINE, tp=given["tp"], ep=given["tp"] if given["ep"] else 1,
-        backend=given["backend"], quantization=given["quantization"],
+        gpu=parse_gpu(given["gpu"]), engine=engine, tp=given["tp"], dp=given["dp"],
+        ep=given["tp"] * given["dp"] if given["ep"] else 1, backend=given["backend"],
+        quantization=given["quantization"],
     )  # fmt: skip
     try:
         checkpoint = moeq.open(folder)

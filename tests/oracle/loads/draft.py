@@ -26,9 +26,13 @@ class Draft:
         inter: intermediate size.
         experts: parts of single experts.
         stacked: parts of all experts, of gpt-oss: layer, leaf and part.
-        names: expert's module names, once twisted: `(path of the experts, names of gate, up, down, form)`.
+        form: how names of experts are spelled: `single`, `listed`, `stacked`, or `path|gate,up,down` of another family.
         stem: what stands above `layers`.
+        total: experts of a layer.
         count: experts that config.json names.
+        declared: sizes in config.json that are not those of the tensors.
+        router: whether routers are encoded as experts are.
+        stale: tensors of a second listed file, whose index names the first file's, and whether the index names them.
         side: files beside config.json.
     """
 
@@ -42,7 +46,11 @@ class Draft:
     stacked: dict[tuple[int, str, str], Part] = field(default_factory=dict)
     form: str = "single"
     stem: str = ""
+    total: int = EXPERTS
     count: int = EXPERTS
+    declared: Row = field(default_factory=dict)
+    router: bool = False
+    stale: dict[Place, Part] = field(default_factory=dict)
     side: dict[str, Row] = field(default_factory=dict)
 
     def sizes(self, projection: str) -> tuple[int, int]:
@@ -62,7 +70,7 @@ class Draft:
 
     def scope(self) -> Callable[[tuple[int, int, str]], bool]:
         """A random part of all matrices."""
-        layer, expert = self.rng.randrange(LAYERS), self.rng.randrange(EXPERTS)
+        layer, expert = self.rng.randrange(LAYERS), self.rng.randrange(self.total)
         projection = self.rng.choice(("gate", "up", "down"))
         tests: tuple[Callable[[tuple[int, int, str]], bool], ...] = (
             lambda at: True,
@@ -76,12 +84,12 @@ class Draft:
 
     def routers(self) -> list[str]:
         """Module names of the routers, which no exporter quantises."""
-        return [f"model.layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
+        return [f"{self.model.stem}.layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
 
     def module(self, layer: int, expert: int | str, projection: str) -> str:
         """Module name of a matrix, as config entries spell it."""
         leaf = self.model.leaves[("gate", "up", "down").index(projection)]
-        return f"model.layers.{layer}.{self.model.experts}.{expert}.{leaf}"
+        return f"{self.model.stem}.layers.{layer}.{self.model.experts}.{expert}.{leaf}"
 
 
 def add_exclusions(config: Row, encoding: Encoding, entries: list[str], rng: Random) -> None:
@@ -97,6 +105,17 @@ def add_exclusions(config: Row, encoding: Encoding, entries: list[str], rng: Ran
         where = config.get("quantization", config)
         regex = key == "ignore" and rng.random() < 0.5
         where[key] = [*where.get(key, ()), *(f"re:{as_regex(entry)}" if regex else entry for entry in entries)]
+
+
+def drop_exclusions(config: Row, encoding: Encoding, entries: list[str]) -> None:
+    """Take module names out of a config's list of exclusions."""
+    assert encoding.skip is not None
+    key = encoding.skip[0]
+    where = config.get("quantization", config)
+    if isinstance(where.get(key), list):
+        where[key] = [entry for entry in where[key] if entry not in {*entries, *(f"re:{as_regex(e)}" for e in entries)}]
+    elif key == "extra_config":
+        where[key] = {entry: rule for entry, rule in where.get(key, {}).items() if entry not in entries}
 
 
 def as_regex(entry: str) -> str:

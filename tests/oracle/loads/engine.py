@@ -35,7 +35,8 @@ CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
 _LEFT_OUT = {
     "qwen3_moe": ("Qwen3MoeAttention",), "mixtral": ("MixtralAttention",), "olmoe": ("OlmoeAttention",),
     "glm4_moe": ("Glm4MoeAttention", "Glm4MoeMLP"), "gpt_oss": ("OAIAttention",),
-    "deepseek_v2": ("DeepseekV2MLAAttention", "DeepseekV2MLP"),
+    "deepseek_v2": ("DeepseekV2MLAAttention", "DeepseekV2MLP"), "qwen3_vl": ("Qwen3_VisionTransformer",),
+    "qwen3_vl_moe": ("Qwen3_VisionTransformer",),
 }  # fmt: skip
 
 
@@ -69,8 +70,10 @@ TAKEN = _Taken()
 def prepare(site: str) -> None:
     """Import vLLM on the pretended device and leave attention out of its models. Once a process."""
     import torch
+    from transformers.utils import is_torchvision_available
 
-    sys.meta_path.insert(0, sandbox._Finder({"xgrammar"}))
+    is_torchvision_available()  # is remembered: what follows is only there to be imported
+    sys.meta_path.insert(0, sandbox._Finder({"xgrammar", "torchvision"}))
     sandbox.preload()
     sandbox.install(site, worlds()["H100"])
     names.prepare()
@@ -126,9 +129,11 @@ def _ranks(deployment: Row) -> None:
     import torch
 
     state: Any = importlib.import_module("vllm.distributed.parallel_state")
-    for group in (state._TP, state._EP):
+    ranks, rank, copies, copy = (deployment[key] for key in ("tp", "rank", "dp", "dp_rank"))
+    places = ((state._TP, ranks, rank), (state._DP, copies, copy), (state._EP, ranks * copies, copy * ranks + rank))
+    for group, size, place in places:
         if group is not None:
-            group.world_size, group.rank_in_group, group.rank = deployment["tp"], deployment["rank"], deployment["rank"]
+            group.world_size, group.rank_in_group, group.rank = size, place, place
             group.device = torch.device("cpu")
 
 
@@ -136,7 +141,7 @@ def _config(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import DeviceConfig, KernelConfig, LoadConfig, ModelConfig, VllmConfig
 
     deployment = case["deployment"]
-    _ranks({"tp": 1, "rank": 0})
+    _ranks({"tp": 1, "rank": 0, "dp": 1, "dp_rank": 0})
     model = ModelConfig(
         model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
         quantization=deployment["quantization"],
@@ -146,6 +151,8 @@ def _config(case: Row, folder: Path, found: Row) -> None:
         kernel_config=KernelConfig(moe_backend=deployment["backend"]),
     )  # fmt: skip
     whole.parallel_config.tensor_parallel_size = deployment["tp"]  # a record that is made so would look for devices
+    whole.parallel_config.data_parallel_size = deployment["dp"]
+    whole.parallel_config.data_parallel_rank = deployment["dp_rank"]
     whole.parallel_config.enable_expert_parallel = deployment["ep"]
     model.verify_with_parallel_config(whole.parallel_config)
     _ranks(deployment)
@@ -171,19 +178,28 @@ def _load(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    fresh = {
-        (name, part): param.detach().clone()
-        for name, module in found["_experts"].items()
-        for part, param in module.named_parameters()
-        if param.device.type != "meta"
-    }
+    modules = found["_model"].named_modules()
+    routers = {name: module for name, module in modules if name.endswith((".gate", ".router"))}
+    fresh, fresh_routers = _parameters(found["_experts"]), _parameters(routers)
     whole = found["_config"]
     with set_current_vllm_config(whole):
         DefaultModelLoader(whole.load_config).load_weights(found["_model"], whole.model_config)
     found["unfilled"] = _unfilled(found["_experts"], fresh)
+    found["router"] = _untouched(routers, fresh_routers)
     experts = {name for name in case["tensors"] if ".experts" in name}
     left = experts - TAKEN.names
+    found["stale"] = sorted({*case["stale"]} & TAKEN.names)
     found["left"] = sorted({name.rpartition(".")[2] for name in left})
+
+
+def _parameters(modules: Row) -> dict[tuple[str, str], Any]:
+    """Copies of the parameters of modules, by module and name."""
+    return {
+        (name, part): param.detach().clone()
+        for name, module in modules.items()
+        for part, param in module.named_parameters()
+        if param.device.type != "meta"
+    }
 
 
 def _unfilled(experts: Row, fresh: dict[tuple[str, str], Any]) -> dict[str, float]:
@@ -198,10 +214,26 @@ def _unfilled(experts: Row, fresh: dict[tuple[str, str], Any]) -> dict[str, floa
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[after.element_size()]
         same = after.detach().reshape(-1).view(bits) == before.reshape(-1).view(bits)
         padding = _padding(experts[name].moe_config)
+        weight = getattr(experts[name], f"{part.partition('_')[0]}_weight", None)
+        if "scale" in part and weight is not None and not weight.detach().view(torch.uint8).any():
+            continue  # a rank whose share is padding
         share = (float(same.view(after.shape[0], -1).float().mean(1).max()) - padding) / (1 - padding)
         if share >= 0.2:
             found[part] = max(found.get(part, 0.0), round(share, 2))
     return found
+
+
+def _untouched(routers: Row, fresh: dict[tuple[str, str], Any]) -> list[str]:
+    """Parameters of routers that are as they were before loading."""
+    import torch
+
+    found = set()
+    for (name, part), before in fresh.items():
+        after = getattr(routers[name], part, None)
+        alike = after is not None and (after.shape, after.dtype) == (before.shape, before.dtype)
+        if alike and torch.equal(after.detach().view(torch.uint8), before.view(torch.uint8)):
+            found.add(part)
+    return sorted(found)
 
 
 def _padding(moe: Any) -> float:
@@ -214,8 +246,23 @@ def _process(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(found["_config"]):
-        for module in found["_experts"].values():
-            module.quant_method.process_weights_after_loading(module)
+        try:
+            for module in found["_experts"].values():
+                module.quant_method.process_weights_after_loading(module)
+        finally:
+            found["bad_scales"] = sorted(
+                {name for module in found["_experts"].values() for name in _bad_scales(module)}
+            )
+
+
+def _bad_scales(module: Any) -> list[str]:
+    """Scales of activations that the engine hands its kernel, of which some are no positive finite numbers."""
+    import torch
+
+    made, _ = inside.attempt(module.quant_method.get_fused_moe_quant_config, module)
+    scales = {name: getattr(made, name, None) for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")}
+    tensors = {name: scale.float() for name, scale in scales.items() if isinstance(scale, torch.Tensor)}
+    return [name for name, scale in tensors.items() if not bool((scale.isfinite() & (scale > 0)).all())]
 
 
 def rows(site: str, seed: str, numbers: range) -> Iterator[Row]:

@@ -29,26 +29,47 @@ def _bytes(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], values:
     kind, low, high = _PATTERNS[dtype]
     if isinstance(values, list) and values and isinstance(values[0], str):  # `g_idx`: its kind, weights per group
         groups = np.arange(shape[-1], dtype="<i4") // values[1]
-        found = {"zeros": groups * 0, "sorted": rng.permutation(groups)}.get(values[0], groups)
+        kinds = {
+            "zeros": groups * 0,
+            "sorted": rng.permutation(groups),
+            "constant": groups * 0 + 5,
+            "reversed": groups[::-1],
+        }
+        found = kinds.get(values[0], groups)
         return np.resize(found.astype("<i4"), shape).tobytes()
     if isinstance(values, list) and dtype in _NUMBERS:
         return np.resize(np.array(values, _NUMBERS[dtype]), shape).tobytes()
+    if isinstance(values, list) and dtype == "BF16":
+        bits = np.array(values, "<f4").view("<u4") >> 16
+        return np.resize(bits.astype("<u2"), shape).tobytes()
     if isinstance(values, list):  # a constant: one that no dtype rounds, since engines compare scales
         return np.full(shape, (low + high) // 2, kind).tobytes()
     return rng.integers(low, high, shape, dtype=np.dtype(kind)).tobytes()
 
 
 def write(folder: Path, case: Row) -> Path:
-    """Write config.json, side files and one safetensors file; equal cases give equal bytes."""
+    """Write config.json, side files and safetensors files; equal cases give equal bytes."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(case["config"]))
     for name, body in case["side"].items():
         (folder / f"{name}.json").write_text(json.dumps(body))
     rng = np.random.default_rng(case["id"])
+    if not case["stale"]:
+        _write_tensors(folder / "model.safetensors", case["tensors"], rng)
+        return folder
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    last = "lm_head.weight"
+    _write_tensors(folder / first, {name: row for name, row in case["tensors"].items() if name != last}, rng)
+    _write_tensors(folder / second, {**case["stale"], last: case["tensors"][last]}, rng)
+    places = {name: second if name == last else first for name in case["tensors"]}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def _write_tensors(path: Path, tensors: dict[str, Part], rng: np.random.Generator) -> None:
     header: Row = {"__metadata__": {"format": "pt"}}
     blobs = []
     position = 0
-    tensors: dict[str, Part] = case["tensors"]
     for name, (dtype, shape, values) in tensors.items():
         blob = _bytes(rng, dtype, tuple(shape), values)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + len(blob)]}
@@ -56,5 +77,4 @@ def write(folder: Path, case: Row) -> Path:
         blobs.append(blob)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
-    return folder
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))

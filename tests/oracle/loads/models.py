@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from oracle.loads.formats import Row
 
@@ -21,6 +21,7 @@ class Model:
         count_key: config key that counts experts.
         inter_key: config key of the intermediate size.
         stem: what stands above `layers`.
+        outer: config.json of a model that has more than text, whose `text_config` is the rest.
     """
 
     config: Row
@@ -30,6 +31,7 @@ class Model:
     count_key: str = "num_experts"
     inter_key: str = "moe_intermediate_size"
     stem: str = "model"
+    outer: Row = field(default_factory=dict)
 
 
 COMMON: Row = {
@@ -47,6 +49,12 @@ _GLM: Row = {
     "routed_scaling_factor": 1.0, "attention_bias": False, "use_qk_norm": False,
 }  # fmt: skip
 _QWEN: Row = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+_QWEN_VISION: Row = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 256, "patch_size": 16,
+    "deepstack_visual_indexes": [], "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+}  # fmt: skip
+_MROPE: Row = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 1e6}}
 
 MODELS: dict[str, Model] = {
     "qwen3_moe": Model({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN}),
@@ -69,7 +77,15 @@ MODELS: dict[str, Model] = {
     "glm4_moe": Model(
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **_GLM}, count_key="n_routed_experts"
     ),
-}
+    "qwen3_vl_moe": Model(
+        {"model_type": "qwen3_vl_moe_text", **_QWEN, **_MROPE},
+        stem="model.language_model",
+        outer={
+            "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
+            "vision_config": _QWEN_VISION,
+        },
+    ),
+}  # fmt: skip
 GPT_OSS = Model(
     {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0,

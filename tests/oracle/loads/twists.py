@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from oracle.loads.draft import Draft, add_exclusions, as_regex
+from oracle.loads.draft import Draft, add_exclusions, as_regex, drop_exclusions
 from oracle.loads.formats import FAMILIES, Encoding, Part
 from oracle.loads.models import EXPERTS, LAYERS, MODELS
 
@@ -132,7 +132,7 @@ def _count(draft: Draft) -> None:
     if draft.rng.random() < 0.5:
         draft.count += draft.rng.choice((1, -1, 4))
         return
-    gone = draft.rng.randrange(EXPERTS)
+    gone = draft.rng.randrange(draft.total)
     layer = draft.rng.choice((None, 0, 1))
     draft.experts = {at: row for at, row in draft.experts.items() if at[1] != gone or layer not in (None, at[0])}
 
@@ -146,9 +146,10 @@ def _excluded(draft: Draft) -> None:
     entries = modules
     if draft.rng.random() < 0.5:  # the fused module, as people write it
         layers = sorted({at[0] for at in draft.every() if inside(at)})
-        entries = [f"model.layers.{layer}.{draft.model.experts}" for layer in layers]
+        entries = [f"{draft.model.stem}.layers.{layer}.{draft.model.experts}" for layer in layers]
     if draft.rng.random() < 0.3:
-        entries = [entry.replace("model.layers.0", "*").replace("model.layers.1", "*") for entry in entries]
+        stem = f"{draft.model.stem}.layers"
+        entries = [entry.replace(f"{stem}.0", "*").replace(f"{stem}.1", "*") for entry in entries]
     add_exclusions(draft.config, draft.encoding, entries, draft.rng)
     if plain:
         for at in draft.every():
@@ -199,11 +200,130 @@ def _names(draft: Draft) -> None:
         draft.form = f"{other.experts}|{','.join(other.leaves)}"
 
 
+def _sizes(draft: Draft) -> None:
+    """config.json names other sizes than the tensors have."""
+    rng, inter = draft.rng, draft.inter
+    if rng.random() < 0.8:
+        draft.declared[draft.model.inter_key] = rng.choice((inter * 2, inter // 2, inter + 64, inter + 128, inter - 32))
+    else:
+        draft.declared["hidden_size"] = rng.choice((draft.hidden * 2, draft.hidden - 64))
+
+
+def _router(draft: Draft) -> None:
+    """Routers are encoded as experts are, or the config means them to be, or both."""
+    how = draft.rng.choice(("meant", "encoded", "both") if draft.total % 8 == 0 else ("meant",))
+    draft.router = how != "meant"
+    if how != "encoded" and draft.config is not None and draft.encoding.skip is not None:
+        drop_exclusions(draft.config, draft.encoding, draft.routers())
+
+
+_FAULTS = (0.0, float("inf"), float("nan"), -0.5, None)
+
+
+def _scales(draft: Draft) -> None:
+    """Static activation scales that are missing, or no positive finite numbers."""
+    inside, value = draft.scope(), draft.rng.choice(_FAULTS)
+    for at in [at for at in draft.experts if at[3].startswith("input_") and inside(at[:3])]:
+        dtype, shape, _ = draft.experts.pop(at)
+        if value is not None:
+            draft.experts[at] = (dtype, shape, [value])
+
+
+def _overlay(draft: Draft) -> None:
+    """A second listed file has other copies of some experts, which the index places in the first file."""
+    inside, other = draft.scope(), draft.rng.random() < 0.3
+    draft.stale = {place: row for place, row in draft.experts.items() if inside(place[:3])}
+    if other:
+        draft.stale = {place: ("BF16", draft.sizes(place[2]), "scale") for place in draft.stale if place[3] == "weight"}
+
+
+def _order(draft: Draft) -> None:
+    """`g_idx` of every kind that has been seen, beside an honest or a wrong `desc_act`."""
+    kind, inside = draft.rng.choice(("zeros", "constant", "reversed", "sorted", "groups")), draft.scope()
+    for at, (dtype, shape, values) in draft.experts.items():
+        if at[3] in ("g_idx", "weight_g_idx") and inside(at[:3]):
+            draft.experts[at] = (dtype, shape, [kind, values[1]])
+    if draft.config is not None and "desc_act" in draft.config and draft.rng.random() < 0.3:
+        draft.config["desc_act"] = not draft.config["desc_act"]
+
+
+def _further_layer(draft: Draft) -> None:
+    """Experts of a multi-token-prediction layer after the last one, encoded alike or plain."""
+    draft.declared["num_nextn_predict_layers"] = draft.rng.choice((1, 1, 0))
+    encoding = draft.encoding if draft.rng.random() < 0.5 else FAMILIES["plain"][0](draft.rng)
+    for _, expert, projection in [at for at in draft.every() if at[0] == 0]:
+        draft.encode(encoding, LAYERS, expert, projection)
+
+
+def _table(draft: Draft) -> None:
+    """One layer's entry of a table by modules says something else."""
+    config, rng = draft.config, draft.rng
+    layer, fits = rng.randrange(LAYERS), rng.random() < 0.6
+    name = f"{draft.model.stem}.layers.{layer}."
+    if config is None:
+        return
+    method = config.get("quant_method")
+    if "quantized_layers" in config:
+        other = FAMILIES["modelopt-mixed"][0](rng)
+        for entry in config["quantized_layers"]:
+            if name in entry:
+                config["quantized_layers"][entry] = dict(other.extra["table"])
+    elif method == "quark":
+        other = FAMILIES["quark"][0](rng)
+        assert other.config is not None
+        patterns = (f"*layers.{layer}.*", f"{name}{draft.model.experts}", f"{name}{draft.model.experts}.*", "*experts*")
+        config["layer_quant_config"] = {rng.choice(patterns): other.config["global_quant_config"]}
+    elif method == "auto-round":
+        other = FAMILIES["auto-round"][0](rng)
+        assert other.config is not None
+        rule = {key: other.config[key] for key in ("bits", "group_size", "sym", "data_type")}
+        modules = [draft.module(*at) for at in draft.every() if at[0] == layer]
+        whole = [f"{name}{draft.model.experts}"]
+        entries = rng.choice((modules, whole, [rf".*layers\.{layer}\..*experts.*"]))
+        config["extra_config"] = {**config.get("extra_config", {}), **dict.fromkeys(entries, rule)}
+    else:
+        return
+    for at in draft.every():
+        if fits and at[0] == layer:
+            draft.encode(other, *at)
+
+
+def _blocks(draft: Draft) -> None:
+    """AutoRound's list of blocks, which may leave a layer out."""
+    if draft.config is None or "block_name_to_quantize" not in draft.config:
+        return
+    lists: tuple[Any, ...] = (
+        "model.layers.0", ["model.layers"], ["model.layers.1"], "model.layers.0,model.layers.1", None,
+        "model.language_model.layers", ["model.visual.blocks", "model.language_model.layers"],
+    )  # fmt: skip
+    draft.config["block_name_to_quantize"] = chosen = draft.rng.choice(lists)
+    for layer in range(LAYERS):
+        if draft.rng.random() < 0.5 and f"layers.{layer}" not in str(chosen):
+            for at in [at for at in draft.every() if at[0] == layer]:
+                draft.encode(FAMILIES["plain"][0](Random(1)), *at)
+
+
 TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
     "drop": (_drop, 5), "retype": (_retype, 5), "reshape": (_reshape, 5), "rename": (_rename, 4), "mixed": (_mixed, 6),
     "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
-    "excluded": (_excluded, 8), "dynamic": (_dynamic, 5), "names": (_names, 6),
+    "excluded": (_excluded, 8), "dynamic": (_dynamic, 5), "names": (_names, 6), "sizes": (_sizes, 4),
+    "router": (_router, 5), "scales": (_scales, 5), "overlay": (_overlay, 3), "order": (_order, 3),
+    "further-layer": (_further_layer, 2), "table": (_table, 6), "blocks": (_blocks, 2),
 }  # fmt: skip
+
+
+def applies(name: str, draft: Draft) -> bool:
+    """Tell whether a twist changes a checkpoint of this kind."""
+    method = (draft.config or {}).get("quant_method")
+    needed = {
+        "scales": any(at[3].startswith("input_") for at in draft.experts),
+        "order": any(at[3].endswith("g_idx") for at in draft.experts),
+        "blocks": method == "auto-round",
+        "table": method in ("quark", "auto-round") or "quantized_layers" in (draft.config or {}),
+        "dynamic": method in ("gptq", "compressed-tensors"),
+        "further-layer": draft.model.count_key == "n_routed_experts",
+    }
+    return needed.get(name, True)
 
 
 def twist_gpt_oss(draft: Draft) -> str:

@@ -49,6 +49,9 @@ _LOADS: dict[str, tuple[str, ...]] = {
 
 Parameters = Mapping[str, tuple[str, Sequence[str] | None]]
 
+#: Parameters of methods that quantise float weights while they load.
+_ONLINE_PARAMETERS: Parameters = {"w13_weight": ("bfloat16", ("N", "K")), "w2_weight": ("bfloat16", ("N", "K"))}
+
 
 def key_of(method: Method) -> str:
     """Return the key of the parameters that a method creates: its class and the kind of its weights."""
@@ -88,13 +91,15 @@ def with_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Outcome:
 def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | None:
     """Return the failed gate if the engine cannot load a layer's tensors, or loads them as other numbers."""
     case = outcome.case
-    if outcome.refused or case.method.config == "online" or case.deployment.quantization == "experts_int8":
+    if outcome.refused:
         return None
-    created = parameters_of(case.policy.version, case.method)
+    online = case.method.config == "online" or case.deployment.quantization == "experts_int8"
+    created = _ONLINE_PARAMETERS if online else parameters_of(case.policy.version, case.method)
     if created is None:
         return None
     placeholder = case.method.name == "MoeWNA16Method" and not case.method.zero_points
-    if placeholder and outcome.config.get("quant_method") == "awq":  # only GPTQ's files get one
+    packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
+    if placeholder and "awq" in packing:  # only GPTQ's files get one
         created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
     problem = next(_problems(case, created, tensors), None)
     if problem is None:

@@ -21,7 +21,16 @@ from moeq.oracle.engines.vllm.configs.question import (
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.spelling import option
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+#: Classes that name gate, up and down otherwise than `gate_proj`, `up_proj`, `down_proj`: what they give `FusedMoE` as
+#: `ckpt_names` (vLLM 0.33.0). Without a gate half the engine asks for a projection called None.
+_PROJECTIONS = {
+    **dict.fromkeys(
+        ("DeepseekV4ForCausalLM", "Lfm2MoeForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM",
+         "PhiMoEForCausalLM"),
+        ("w1", "w3", "w2"),
+    ),
+    "NemotronHForCausalLM": ("up_proj", "None", "down_proj"),
+}  # fmt: skip
 # Formats whose groups quantise activations: weights without `input_activations` have to be floats.
 _ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
@@ -154,10 +163,14 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
     config = question.config
     _check_sparsity(config)
     targets = _groups(config, question.policy)
-    # Without a gate half the engine asks for the scheme of a projection called None.
-    usual = question.gated or not question.policy.since("0.32.0")
-    projections = _PROJECTIONS if usual else ("gate_proj", "None", "down_proj")
-    found = [_group_of(targets, config, f"{question.prefix}.0.{projection}") for projection in projections]
+    projections = ("gate_proj", "up_proj", "down_proj")
+    if question.policy.since("0.32.0"):
+        gate, up, down = _PROJECTIONS.get(question.probe.shape.architecture, projections)
+        projections = (gate, up if question.gated else "None", down)
+    modules = [f"{question.prefix}.0.{name}" for name in projections]
+    if "experts" not in question.prefix:
+        modules = [question.prefix]
+    found = [_group_of(targets, config, module) for module in modules]
     if len({_scheme(row[1]) if row else None for row in found}) > 1:
         named = ", ".join(f"{p}: {row[0] if row else 'ignored'}" for p, row in zip(projections, found, strict=True))
         refuse(f"the projections of an expert resolve to different schemes ({named})")
