@@ -257,16 +257,27 @@ def test_zero_points_of_moe_wna16_with_expert_parallelism(tmp_path: Path) -> Non
     assert "global expert numbers" in refusal(folder, quantization="moe_wna16", tp=2, ep=2)
 
 
-def test_a_float_router_that_moe_wna16_takes_for_a_quantised_one(tmp_path: Path) -> None:
-    layers = [stored.experts(PREFIX.format(0), lambda e, p, n, k: stored.gptq(n, k))]
-    layers[0]["model.layers.0.mlp.gate.weight"] = torch.zeros(stored.EXPERTS, stored.HIDDEN, dtype=torch.bfloat16)
-    config = {**stored.QWEN, "num_hidden_layers": 1}
-    made = stored.write(tmp_path / "made", {**config, "quantization_config": stored.GPTQ}, layers)
-    rule = {**stored.GPTQ, "dynamic": {r"-:.*\.gate$": {}}}
-    excluded = stored.write(tmp_path / "excluded", {**config, "quantization_config": rule}, layers)
-    assert refusal(made) == ""
-    assert "quantised router" in refusal(made, quantization="moe_wna16")
-    assert refusal(excluded, quantization="moe_wna16") == ""
+def test_a_size_in_the_config_that_tensors_do_not_have(tmp_path: Path) -> None:
+    made = lambda e, p, n, k: stored.fp8_block(n, k)  # noqa: E731
+    folder = qwen(tmp_path / "made", FP8, made)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 2 * stored.INTER}))
+    assert f"have {stored.INTER} intermediate features, and the engine creates {2 * stored.INTER}" in refusal(folder)
+    verdict = judge_checkpoint(moeq.open(folder), Deployment(parse_gpu("H100"), engine="moeq"), 0)
+    assert verdict.ok, verdict.refusal  # moeq's own kernels follow the tensors
+
+
+def test_zero_points_that_symmetric_awq_of_autoround_has_no_place_for(tmp_path: Path) -> None:
+    """Marlin's shape test fails, and MoeWNA16 makes a place for unused zero points of GPTQ only."""
+
+    def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        parts = stored.gptq(n, k)
+        return {"qweight": (torch.int32, (k, n // 8)), "scales": parts["scales"], "qzeros": parts["qzeros"]}
+
+    packing = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+    folder = qwen(tmp_path / "made", {**packing, "packing_format": "auto_round:auto_awq"}, make, make)
+    assert refusal(folder) == ""
+    assert "qzeros" in refusal(folder, tp=4)
 
 
 def test_scales_of_blocks_that_the_engine_refines(tmp_path: Path) -> None:

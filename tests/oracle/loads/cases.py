@@ -20,7 +20,7 @@ def case(seed: int | str, number: int) -> Row:
     rng = Random(f"{seed}/{number}")
     family = rng.choices(list(FAMILIES), [weight for _, weight in FAMILIES.values()])[0]
     encoding = FAMILIES[family][0](rng)
-    model = GPT_OSS if encoding.stacked else MODELS[rng.choice(("qwen3_moe", "qwen3_moe", *MODELS))]
+    model = GPT_OSS if encoding.stacked else MODELS[rng.choice(("qwen3_moe", *MODELS))]
     hidden, inter = rng.choice((256, 256, 384)), rng.choice((128, 128, 256, 384))
     config = None if encoding.config is None else _copy(encoding.config)
     total = EXPERTS if encoding.stacked else rng.choice((EXPERTS, EXPERTS, EXPERTS, 5, 6, 8))

@@ -306,9 +306,9 @@ def _blocks(draft: Draft) -> None:
 TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
     "drop": (_drop, 5), "retype": (_retype, 5), "reshape": (_reshape, 5), "rename": (_rename, 4), "mixed": (_mixed, 6),
     "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
-    "excluded": (_excluded, 8), "dynamic": (_dynamic, 5), "names": (_names, 6), "sizes": (_sizes, 4),
-    "router": (_router, 5), "scales": (_scales, 5), "overlay": (_overlay, 3), "order": (_order, 3),
-    "further-layer": (_further_layer, 2), "table": (_table, 6), "blocks": (_blocks, 2),
+    "excluded": (_excluded, 8), "dynamic": (_dynamic, 12), "names": (_names, 6), "sizes": (_sizes, 4),
+    "router": (_router, 5), "scales": (_scales, 25), "overlay": (_overlay, 3), "order": (_order, 20),
+    "further-layer": (_further_layer, 6), "table": (_table, 30), "blocks": (_blocks, 15),
 }  # fmt: skip
 
 

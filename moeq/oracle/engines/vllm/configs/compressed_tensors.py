@@ -103,8 +103,8 @@ def _validate(row: Arguments) -> None:
             raise ConfigRefusal("ValidationError", "CONFIG", f"compressed-tensors refuses it: {text}", code="G0")
 
 
-def _entry_matches(entry: str, name: str) -> bool:
-    return re.match(entry[3:], name) is not None if entry.startswith("re:") else entry == name
+def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
+    return re.match(entry[3:], engine_name) is not None if entry.startswith("re:") else entry == name
 
 
 Group = tuple[str, Mapping[str, Any]]
@@ -136,11 +136,12 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
     return targets
 
 
-def _group_of(targets: Mapping[str, Group], config: Config, name: str) -> Group | None:
+def _group_of(targets: Mapping[str, Group], question: ConfigQuestion, name: str) -> Group | None:
     """Return the config group of a projection; None if the projection is ignored or no group matches."""
-    if any(_entry_matches(entry, name) for entry in config.get("ignore") or ()):
+    names = name, question.engine_path(name)
+    if any(_entry_matches(entry, *names) for entry in question.config.get("ignore") or ()):
         return None
-    found = next((group for target, group in targets.items() if _entry_matches(target, name)), None)
+    found = next((group for target, group in targets.items() if _entry_matches(target, *names)), None)
     # The experts' module counts as a linear layer.
     return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
 
@@ -170,7 +171,7 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
     modules = [f"{question.prefix}.0.{name}" for name in projections]
     if "experts" not in question.prefix:
         modules = [question.prefix]
-    found = [_group_of(targets, config, module) for module in modules]
+    found = [_group_of(targets, question, module) for module in modules]
     if len({_scheme(row[1]) if row else None for row in found}) > 1:
         named = ", ".join(f"{p}: {row[0] if row else 'ignored'}" for p, row in zip(projections, found, strict=True))
         refuse(f"the projections of an expert resolve to different schemes ({named})")

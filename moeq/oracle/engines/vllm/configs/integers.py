@@ -36,7 +36,7 @@ def read_gptq(question: ConfigQuestion) -> Method:
     if marlin_fails(question, group, tile_padding=not ordered):
         # The engine tests the shape with the base group size, before it looks at any per-module rule.
         return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
-    rule = dynamic_rule(config, question.prefix)
+    rule = dynamic_rule(config, question.engine_path(question.prefix))
     if rule is not None and rule.get("skip"):
         check_marlin_input(question.probe)  # the method is made before the rule is read
         return unquantized()

@@ -52,6 +52,16 @@ class ConfigQuestion:
         """Whether the experts have a gate half."""
         return self.probe.shape.gated and not self.probe.shape.activation.endswith("_no_mul")
 
+    def engine_path(self, path: str) -> str:
+        """Return a module's path within the engine, which regular expressions of a config are matched with.
+
+        Mappers of image classes rename modules and plain entries, but no expressions (vLLM 0.26.0 to 0.33.0,
+        `CompressedTensorsConfig.apply_vllm_mapper`, `AutoGPTQConfig.apply_vllm_mapper`).
+        """
+        wrapped = self.probe.shape.architecture.endswith("ForConditionalGeneration")
+        stem = "model.language_model."
+        return "language_model.model." + path.removeprefix(stem) if wrapped and path.startswith(stem) else path
+
 
 Reader = Callable[[ConfigQuestion], Method]
 

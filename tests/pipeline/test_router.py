@@ -1,0 +1,92 @@
+"""Routers that the engine creates otherwise than the checkpoint stores them are refused, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import stored
+
+import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+
+ROUTER = "model.layers.0.mlp.gate"
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
+CT: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None,
+        "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+    }},
+}  # fmt: skip
+
+
+def awq(n: int, k: int) -> stored.Parts:
+    parts = stored.gptq(n, k)
+    return {"qweight": (torch.int32, (k, n // 8)), "scales": parts["scales"], "qzeros": parts["qzeros"]}
+
+
+def ct_nvfp4(n: int, k: int) -> stored.Parts:
+    return {
+        "weight_packed": (torch.uint8, (n, k // 2)),
+        "weight_scale": (torch.float8_e4m3fn, (n, k // 16)),
+        "weight_global_scale": (torch.float32, (1,)),
+    }
+
+
+MAKERS = {"fp8": stored.fp8_block, "modelopt": stored.nvfp4, "awq": awq, "compressed-tensors": ct_nvfp4}
+
+
+def refusal(folder: Path, config: dict[str, Any], router: stored.Parts, model: str = "Qwen3Moe", **fields: Any) -> str:
+    make = MAKERS.get(config["quant_method"], stored.gptq)
+    tensors = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: make(n, k))
+    for part, (dtype, shape) in router.items():
+        tensors[f"{ROUTER}.{part}"] = torch.zeros(shape, dtype=torch.float32).to(dtype)
+    kind = {"architectures": [f"{model}ForCausalLM"], "model_type": "qwen3_moe" if model == "Qwen3Moe" else "olmoe"}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER}
+    stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors])
+    where = Deployment(parse_gpu("H100"), engine="vllm@0.33.0", **fields)
+    verdict = judge_checkpoint(moeq.open(folder), where, 0, explain=False)
+    return "" if verdict.ok else str(verdict.refusal)
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "entry"),
+    [
+        (FP8, "ignored_layers", ROUTER),
+        (MODELOPT, "exclude_modules", "*.mlp.gate"),
+        (AWQ, "modules_to_not_convert", "gate"),
+        (CT, "ignore", r"re:.*mlp\.gate$"),
+    ],
+)
+def test_a_float_router_that_the_config_quantises(config: dict[str, Any], key: str, entry: str, tmp_path: Path) -> None:
+    plain = stored.plain(stored.EXPERTS, stored.HIDDEN)
+    others = {**config, key: ["lm_head"]}
+    excluded = {**config, key: ["lm_head", entry]}
+    assert "the config quantises the router" in refusal(tmp_path / "meant", others, plain)
+    assert refusal(tmp_path / "excluded", excluded, plain) == ""
+    assert refusal(tmp_path / "other", others, plain, "Olmoe") == ""  # its class never quantises the router
+
+
+def test_engines_that_read_from_the_file_what_is_quantised(tmp_path: Path) -> None:
+    """AWQ without a list, and GPTQ; the config of MoeWNA16 reads no file."""
+    plain = stored.plain(stored.EXPERTS, stored.HIDDEN)
+    assert refusal(tmp_path / "awq", AWQ, plain) == ""
+    assert refusal(tmp_path / "gptq", stored.GPTQ, plain) == ""
+    rule = {**stored.GPTQ, "dynamic": {r"-:.*\.gate$": {}}}
+    asked = "moe_wna16"
+    assert "the config quantises the router" in refusal(tmp_path / "asked", stored.GPTQ, plain, quantization=asked)
+    assert refusal(tmp_path / "rule", rule, plain, quantization=asked) == ""
+
+
+def test_a_quantised_router_that_the_engine_creates_as_floats(tmp_path: Path) -> None:
+    router = stored.fp8_block(stored.EXPERTS, stored.HIDDEN)
+    assert refusal(tmp_path / "both", FP8, router) == ""
+    assert "creates it as float numbers" in refusal(tmp_path / "excluded", {**FP8, "ignored_layers": [ROUTER]}, router)
+    assert "creates it as float numbers" in refusal(tmp_path / "class", FP8, router, "Olmoe")
