@@ -267,6 +267,14 @@ def test_a_size_in_the_config_that_tensors_do_not_have(tmp_path: Path) -> None:
     assert verdict.ok, verdict.refusal  # moeq's own kernels follow the tensors
 
 
+def test_a_layer_after_the_last_one_that_predicts_nothing(tmp_path: Path) -> None:
+    folder = qwen(tmp_path / "made", FP8, *[lambda e, p, n, k: stored.fp8_block(n, k)] * 3)
+    assert refusal(folder) == ""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    assert "the file has layer 2, and the engine creates 2" in refusal(folder)
+
+
 def test_zero_points_that_symmetric_awq_of_autoround_has_no_place_for(tmp_path: Path) -> None:
     """Marlin's shape test fails, and MoeWNA16 makes a place for unused zero points of GPTQ only."""
 

@@ -34,6 +34,9 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
         note = f"{shown(faults)}: {backend} is weight-only and needs none; 4- and 8-bit activations would be wrong"
         return replace(verdict, notes=(*verdict.notes, note))
     effect = _nvfp4(faults) if verdict.family == "nvfp4" else _fp8(faults, checkpoint.num_experts(layer))
+    if effect is None and any(fault.is_stored for fault in faults):
+        note = f"{shown(faults)}: {backend} takes the largest scale of a layer for all of its experts, which hides it"
+        return replace(verdict, notes=(*verdict.notes, note))
     if effect is None:
         return verdict
     flag = "--moe-runner-backend marlin" if verdict.engine.startswith("sglang") else "--moe-backend marlin"

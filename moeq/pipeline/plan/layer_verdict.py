@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moeq.checkpoint.facts import GROUPS, Facts
+from moeq.checkpoint.facts import GROUPS, MTP, Facts
 from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
@@ -78,6 +78,7 @@ def judge_checkpoint(
         count_gate(checkpoint, deployment, layer),
         width_gate(checkpoint, deployment, layer) if stored else None,
         size_gate(checkpoint, deployment, layer) if stored else None,
+        beyond_gate(checkpoint, deployment) if stored else None,
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -204,6 +205,18 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
         f"experts of layer {layer} have {found} intermediate features, and the engine creates {declared} by the config"
     )
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
+
+
+def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
+    """Return the failed gate if layers follow the last one and the config says that none predicts further tokens.
+
+    Classes then find no module of that number (vLLM 0.33.0, `AutoWeightsLoader._load_module`).
+    """
+    declared = [value for key in MTP if (value := checkpoint.source.config.get(key)) is not None]
+    if not checkpoint.info.mtp_layers or not declared or any(declared) or not _is_vllm(deployment):
+        return None
+    text = f"the file has layer {checkpoint.info.mtp_layers[0]}, and the engine creates {checkpoint.info.num_layers}"
+    return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", f'"{MTP[0]}" in config.json')
 
 
 def _is_vllm(deployment: Deployment) -> bool:

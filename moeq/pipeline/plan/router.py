@@ -14,6 +14,8 @@ from moeq.oracle.records import Gate, MoeShape, Verdict
 
 #: Classes that give the router the config's method (vLLM 0.26.0 to 0.33.0).
 _QUANTISED_ROUTERS = ("Lfm2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
+#: Methods whose config quantises experts alone.
+_EXPERTS_ONLY = ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod")
 
 
 def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Gate | None:
@@ -44,7 +46,7 @@ def _is_meant(checkpoint: Checkpoint, deployment: Deployment, router: str, shape
     if config is None:
         return False
     method = str(config.get("quant_method"))
-    if method == "awq" and "modules_to_not_convert" not in config:  # the engine reads from the file what is quantised
+    if method == "awq" and not config.get("modules_to_not_convert"):  # the engine reads from the file what is quantised
         return False
     if method == "gptq":  # likewise, but for the config of MoeWNA16, which reads no file
         if deployment.quantization != "moe_wna16" or "modules_in_block_to_quantize" in config:
@@ -52,4 +54,4 @@ def _is_meant(checkpoint: Checkpoint, deployment: Deployment, router: str, shape
         rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
         return not any(re.match(rule, router) for rule in rules)
     found = method_for(config, shape, deployment, router)
-    return isinstance(found, Method) and found.family not in ("unquantized", "mxfp4", "mxfp4-generic")
+    return isinstance(found, Method) and found.family != "unquantized" and found.name not in _EXPERTS_ONLY

@@ -1,6 +1,6 @@
 """Compares what the engine did with checkpoints (see `engine.py`) with moeq's verdicts on the same files.
 
-python tests/oracle/loads/compare.py --seed S --rows FILE.jsonl [--show KIND] [--case N] [--save]
+python tests/oracle/loads/compare.py --seed S --rows FILE.jsonl [--engine vllm@X] [--show KIND] [--case N] [--save]
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", required=True)
     parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--engine", default=ENGINE)
     parser.add_argument("--show", default="")
     parser.add_argument("--case", type=int)
     parser.add_argument("--save", action="store_true", help="keep the rows as the sample that the tests compare")
@@ -125,7 +126,7 @@ def main() -> None:
             if args.case not in (None, row["id"]):
                 continue
             case = cases.case(args.seed, row["id"])
-            ok, why = verdict(case, files.write(Path(scratch, str(row["id"])), case))
+            ok, why = verdict(case, files.write(Path(scratch, str(row["id"])), case), args.engine)
             theirs = loaded(row["engine"])
             kind = kind_of(theirs, ok)
             counts[case["family"], kind] += 1

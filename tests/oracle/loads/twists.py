@@ -315,7 +315,7 @@ TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
 def applies(name: str, draft: Draft) -> bool:
     """Tell whether a twist changes a checkpoint of this kind."""
     method = (draft.config or {}).get("quant_method")
-    needed = {
+    needed: dict[str, bool] = {
         "scales": any(at[3].startswith("input_") for at in draft.experts),
         "order": any(at[3].endswith("g_idx") for at in draft.experts),
         "blocks": method == "auto-round",
