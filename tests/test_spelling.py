@@ -7,6 +7,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
@@ -29,6 +30,7 @@ COMMAND = re.compile(r"`[^`]*`|\b(?:moeq|vllm|pip|hf|ray|sbatch|srun|torchrun|py
 FUNCTIONS = ("decide", "plan", "convert", "finalize", "transcode", "push", "verify", "restore", "diff", "run_check")
 
 
+@cache
 def options() -> set[str]:
     """Return the options that a public function has, as a shell spells them."""
     keywords = {name for function in FUNCTIONS for name in inspect.signature(getattr(moeq, function)).parameters}

@@ -31,7 +31,8 @@ from moeq.update.layers import WritableLayer
 from moeq.update.placing import placement_of
 from moeq.update.quantize import quantize
 from moeq.update.writer import Writer
-from moeq_kernels.placement import Packing, place
+from moeq_kernels.index_maps import Packing
+from moeq_kernels.placement import place
 
 #: Where everything lies; tests take `cpu`, for Triton's interpreter.
 DEVICE = "cuda"

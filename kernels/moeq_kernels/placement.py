@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from moeq_kernels.areas import Area, contiguous
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import gpu_of
+from moeq_kernels.index_maps import Packing, Placement
 from moeq_kernels.launch import Launch, Schedule, run_with_triton
 from moeq_kernels.placement_tiles import tiling_of
 
@@ -31,110 +32,6 @@ BLOCK = 512
 KEPT = 256
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Digit:
-    """One digit of the number of a packed word.
-
-    Attributes:
-        axis: 0 if it belongs to the row number, 1 for the column number.
-        radix: number of its values.
-        multiple: rows or columns by which it counts.
-        reversed: whether it counts backwards.
-        stride: words by which it counts.
-        start: first value that is written.
-        extent: number of values that are written.
-    """
-
-    axis: int
-    radix: int
-    multiple: int
-    reversed: bool
-    stride: int
-    start: int
-    extent: int
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Words of a packed tensor that hold a block of a matrix.
-
-    Attributes:
-        digits: digits of the number of a word, least significant first.
-        fields: row and column offset of each element of a word, that in the lowest bits first.
-        bits: bits of an element.
-        flip: bits of each element that are stored inverted.
-        steps: permutation of the bits of a finished word as `(left shift, mask)` pairs; empty for none.
-        origin: row and column of the packed matrix at which the source begins.
-    """
-
-    digits: tuple[Digit, ...]
-    fields: tuple[tuple[int, int], ...]
-    bits: int
-    flip: int = 0
-    steps: tuple[tuple[int, int], ...] = ()
-    origin: tuple[int, int] = (0, 0)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _hash(self) -> int:  # a cache is asked for it in every write
-        return hash((self.digits, self.fields, self.bits, self.flip, self.steps, self.origin))
-
-    @property
-    def words(self) -> int:
-        """Number of words that are written."""
-        count = 1
-        for digit in self.digits:
-            count *= digit.extent
-        return count
-
-    @property
-    def transposed(self) -> Placement:
-        """The placement of the transposed matrix in the same words."""
-        digits = tuple(replace(one, axis=1 - one.axis) for one in self.digits)
-        fields = tuple((column, row) for row, column in self.fields)
-        return replace(self, digits=digits, fields=fields, origin=(self.origin[1], self.origin[0]))
-
-    @property
-    def constants(self) -> dict[str, object]:
-        """Constexpr arguments of the kernel that the index map decides."""
-        return {
-            "DIGITS": tuple(
-                (one.axis, one.radix, one.multiple, int(one.reversed), one.start, one.extent, one.stride)
-                for one in self.digits
-            ),
-            "FIELDS": self.fields,
-            "BITS": self.bits,
-            "FLIP": self.flip,
-            "STEPS": self.steps,
-        }
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How the source holds the elements of a matrix: alone, or several to a word of one axis.
-
-    Attributes:
-        per: elements in a source word.
-        along_rows: whether elements of one word follow each other along rows (AWQ) instead of columns.
-        order: field of each element of a word; empty for ascending fields.
-        sign: bits of each element that are stored inverted: 128 for int8 codes in two's complement.
-    """
-
-    per: int = 1
-    along_rows: bool = False
-    order: tuple[int, ...] = field(default=())
-    sign: int = 0
-
-    @property
-    def constants(self) -> dict[str, object]:
-        """Constexpr arguments of the kernel that the source decides."""
-        order = self.order or tuple(range(self.per))
-        digits = sum(place << (4 * element) for element, place in enumerate(order))
-        return {"PER": self.per, "ALONG_ROWS": self.along_rows, "ORDER": digits, "SIGN": self.sign}
 
 
 UNPACKED = Packing()
@@ -215,9 +112,10 @@ def planned(
         KernelArgumentError: as `place`.
     """
     size = -(-placement.bits * len(placement.fields) // 8)
-    if size not in _WORDS or (math.prod(target_sizes) and target_strides != contiguous(target_sizes)):
+    held: int = math.prod(target_sizes)
+    if size not in _WORDS or (held and target_strides != contiguous(target_sizes)):
         raise KernelArgumentError(f"words of {size} bytes in strides {target_strides} cannot be written")
-    word, words = _WORDS[size], math.prod(target_sizes) * stored.itemsize // size
+    word, words = _WORDS[size], held * stored.itemsize // size
     last = sum((one.start + one.extent - 1) * one.stride for one in placement.digits)
     if len(sizes) == 2:
         sizes, strides = (1, *sizes), (0, *strides)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moeq_kernels.placement import Digit, Packing, Placement
+    from moeq_kernels.index_maps import Digit, Packing, Placement
 
 #: Upper bound of the numbers that a program holds, and the bytes of a row that it reads where it can.
 NUMBERS, ROW_BYTES = 8192, 128

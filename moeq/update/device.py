@@ -19,7 +19,7 @@ from moeq.update.placing import placement_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq_kernels.placement import Placement
+    from moeq_kernels.index_maps import Placement
 
 
 def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moeq.layouts.arranged import Part
 
 if TYPE_CHECKING:
-    from moeq_kernels.placement import Digit, Placement
+    from moeq_kernels.index_maps import Digit, Placement
 
 
 def placement_of(
@@ -26,7 +26,7 @@ def placement_of(
     Returns:
         None if a word or a tile holds elements of the block and others, so that the whole matrix has to be written.
     """
-    from moeq_kernels.placement import Digit, Placement
+    from moeq_kernels.index_maps import Digit, Placement
 
     arrangement = part.arrangement
     height, width = part.padded(*shape)

@@ -10,7 +10,8 @@ import torch
 from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.update.placing import placement_of
-from moeq_kernels.placement import Packing, Placement, place
+from moeq_kernels.index_maps import Packing, Placement
+from moeq_kernels.placement import place
 from moeq_kernels.placement_tiles import tiling_of
 
 WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}

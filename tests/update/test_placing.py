@@ -13,7 +13,8 @@ from moeq.layouts.arranged import ArrangedLayout, is_gated_w13
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.update.placing import placement_of
-from moeq_kernels.placement import Packing, place
+from moeq_kernels.index_maps import Packing
+from moeq_kernels.placement import place
 
 ARRANGED = [
     one

@@ -27,9 +27,10 @@ from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
 from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
+from moeq_kernels.index_maps import Digit, Packing, Placement
 from moeq_kernels.launch import Launch
 from moeq_kernels.lora import activation_launch
-from moeq_kernels.placement import Digit, Packing, Placement, planned
+from moeq_kernels.placement import planned
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
 from moeq_kernels.records import PackedMatrix
