@@ -80,6 +80,17 @@ HOSTILE: dict[str, tuple[bytes, str, str]] = {
     "version 1": (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "source.unsupported-format", "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "source.unsupported-format", "big-endian"),
     "counts": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 61), "source.bad-header", "1,152,921,504,606,846,976"),
+    "tensor count": (
+        b"GGUF" + struct.pack("<IQQ", 3, (1 << 20) + 1, 0),
+        "source.bad-header",
+        "1,048,577 tensors and 0",
+    ),
+    "key count": (b"GGUF" + struct.pack("<IQQ", 3, 0, (1 << 16) + 1), "source.bad-header", "65,537 metadata keys"),
+    "text of an array": (
+        with_value(array(8, 2, struct.pack("<Q", 1) + b"a" + struct.pack("<Q", (1 << 24) + 1))),
+        "source.bad-header",
+        "an item of key has 16,777,217 bytes",
+    ),
     "array count": (with_value(array(4, 1 << 62)), "source.bad-header", "more than the file's"),
     "array of bytes": (with_value(array(0, 1 << 40)), "source.bad-header", "more than the file's"),
     "array of text": (with_value(array(8, 1 << 61)), "source.bad-header", "more than the file's"),
