@@ -2,6 +2,7 @@
 
     python tests/oracle/differential/agree.py VERSION --seed SEED --rows FILE.jsonl    (what `record.py --out` wrote)
     python tests/oracle/differential/agree.py VERSION                                  (the recorded sample)
+    python tests/oracle/differential/agree.py VERSION --seed SEED --rows FILE.jsonl --held      (beside the sample)
 
 Results are kept in `tests/data/oracle/agreement.json`; `docs/reference/oracle-accuracy.md` is made of them.
 """
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 from oracle.differential import samples
 from oracle.differential.compare import Comparison, Row, short
+from oracle.differential.dialects import DIALECTS
 from oracle.differential.known import DIFFERENCES
 
 from moeq.oracle.engines.vllm.policy import load_policy
@@ -86,13 +88,40 @@ the changed case as well.
 | vLLM | refused | with a suggestion | the engine accepts it |
 | --- | --- | --- | --- |"""
 
+_HELD = """
+## Fresh seeds, and the dialects of exporters
+
+These cases were drawn once, for the last comparison. Half of them are of the families above; the other half is in the
+dialects that exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors groups
+and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists, rules and
+lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects' answers.
+
+| vLLM | cases | seed | decision | exact | dialects, decision |
+| --- | --- | --- | --- | --- | --- |"""
+
+
+def _held(results: Mapping[str, Mapping[str, Any]], versions: list[str]) -> list[str]:
+    """Lines of the table of held-out cases; none where nothing was compared."""
+    lines = []
+    for version in versions:
+        held = results[version].get("held")
+        if held:
+            rows = held["families"]
+            cases, decision, exact = (sum(counts[i] for counts in rows.values()) for i in range(3))
+            own = [counts for name, counts in rows.items() if name in DIALECTS]
+            shares = [_share(decision, cases), _share(exact, cases)]
+            shares.append(f"{sum(counts[1] for counts in own)} of {sum(counts[0] for counts in own)}")
+            lines.append("| " + " | ".join([version, f"{cases:,}", f"`{held['seed']}`", *shares]) + " |")
+    return [_HELD, *lines] if lines else []
+
+
 _NOT_MODELLED = """
 ## What is not modelled
 
 * Kernels: nothing here runs one. Compiled predicates answer as the shipped binaries do on each capability, package
   probes answer as the case says.
 * `maybe_update_config` of quantisation methods, which reads tensors' names from the files.
-* Prefill context parallelism and sequence parallelism; TPUs and platforms that are plug-ins.
+* Prefill context parallelism and sequence parallelism; redundant experts; TPUs and platforms that are plug-ins.
 * Converters and prepare/finalize objects: gates G8 and G9 know the failures that were found by reading and running
   them, not all of them.
 * Sizes that Marlin pads when weights are converted are computed by moeq and not compared with the engine's.
@@ -167,6 +196,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         if counts:
             share = f"{counts['yes']:,} ({_share(counts['yes'], counts['suggested'])})"
             lines.append(f"| {version} | {counts['refused']:,} | {counts['suggested']:,} | {share} |")
+    lines += _held(results, versions)
     lines += ["", "## Differences that remain", ""]
     for version in versions:
         for name, (count, reason) in results[version]["differences"].items():
@@ -193,6 +223,7 @@ def main() -> None:
     parser.add_argument("version")
     parser.add_argument("--seed")
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--held", action="store_true", help="keep the counts beside those of the recorded sample")
     options = parser.parse_args()
     if options.rows:
         seed, rows = options.seed, rows_of(options.rows)
@@ -200,8 +231,12 @@ def main() -> None:
         head, recorded = samples.load(options.version)
         seed, rows = head.seed, iter(recorded)
     results = load()
-    kept = {"nearest": results[options.version]["nearest"]} if "nearest" in results.get(options.version, {}) else {}
-    results[options.version] = {**result_of(options.version, seed, counted(options.version, rows)), **kept}
+    made = result_of(options.version, seed, counted(options.version, rows))
+    if options.held:
+        results[options.version]["held"] = {"seed": seed, "families": made["families"]}
+    else:
+        old = results.get(options.version, {})
+        results[options.version] = made | {key: old[key] for key in ("nearest", "held") if key in old}
     save(results)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -91,6 +91,26 @@ def load(version: str) -> tuple[Head, list[tuple[Row, Row, Row]]]:
     rows = document.pop("rows")
     head = Head(**document)
     return head, [(world, case, answer) for (world, case), answer in zip(asked(head.seed), rows, strict=True)]
+
+
+def save_dialects(seed: str, rows: Mapping[str, Iterable[Row]]) -> None:
+    """Write the answers of several versions (version -> recorded rows) to one seed's cases in exporters' dialects."""
+    answers: dict[int, Row] = {}
+    for version, recorded in rows.items():
+        for row in recorded:
+            kept = answers.setdefault(row["case"]["id"], {"world": row["world"], "case": row["case"], "engine": {}})
+            kept["engine"][version] = short(row["engine"])["answer"]
+    document = {"seed": seed, "rows": list(answers.values())}
+    (FOLDER / "dialects.json.xz").write_bytes(lzma.compress(json.dumps(document).encode(), preset=9))
+
+
+def load_dialects() -> list[tuple[str, Row, Row, list[Any]]]:
+    """Recorded answers to cases in exporters' dialects: version, world, case and the engine's answer."""
+    document = json.loads(lzma.decompress((FOLDER / "dialects.json.xz").read_bytes()))
+    return [
+        (version, row["world"], row["case"], answer)
+        for row in document["rows"] for version, answer in row["engine"].items()
+    ]  # fmt: skip
 
 
 def load_options() -> list[tuple[str, Row, Row, Row]]:

@@ -57,6 +57,19 @@ def test_recorded_answers_about_the_quantization_option() -> None:
     assert not wrong
 
 
+def test_recorded_answers_in_dialects() -> None:
+    """Configs as exporters write them: tables per module, lists, several groups."""
+    rows = samples.load_dialects()
+    wrong: dict[str, list[int]] = {}
+    for version, world, case, answer in rows:
+        mine = moeq_answer(moeq_outcome(load_policy(f"vllm@{version}"), world, case))
+        if not Answer(*answer).agrees(mine):
+            wrong.setdefault(version, []).append(case["id"])
+    cases = len(rows) // len(versions("vllm"))
+    assert cases > 300
+    assert all(len(ids) <= 0.005 * cases for ids in wrong.values()), wrong
+
+
 def test_a_difference_is_named() -> None:
     """An answer that is another one shows up, with both sides in its name."""
     version = versions("vllm")[-1]

@@ -366,7 +366,9 @@ CONDITIONS: dict[str, Condition] = {
     "w13_scale_order": _w13_scale_order,
     "lora_ignored": _lora_ignored,
     "bias_dropped": _bias_dropped,
-    "channel_assertion": lambda o: o.case.method.channel_assertion and _error(o) == "BARE_ASSERTION",
+    "channel_assertion": lambda o: (
+        o.case.method.marlin_assertion and not o.case.method.act_order and _error(o) == "BARE_ASSERTION"
+    ),
     "quark_converter": lambda o: o.entry == "quark" and _failed(o, "G8"),
     "hard_wired": lambda o: o.case.method.family == "mxfp4-ct",
     "zero_points_dropped": _zero_points_dropped,

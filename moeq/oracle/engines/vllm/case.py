@@ -52,7 +52,7 @@ class Method:
         tile_padding: whether Marlin may pad the intermediate size.
         act_order: whether columns are reordered: `desc_act`, or actorder `group`.
         raw_zero_points: whether the checkpoint has zero points.
-        channel_assertion: whether an assertion fails for channel-wise scales on all backends but Marlin.
+        marlin_assertion: whether an assertion about scales or act-order fails on all backends but Marlin.
         symmetric_assertion: whether an assertion fails for zero points on all backends but Marlin.
         checks_input: whether the integration checks VLLM_MARLIN_INPUT_DTYPE.
         vllm_cutlass: whether vLLM's own CUTLASS kernels for FP8 are candidates.
@@ -78,7 +78,7 @@ class Method:
     tile_padding: bool = False
     act_order: bool = False
     raw_zero_points: bool = False
-    channel_assertion: bool = False
+    marlin_assertion: bool = False
     symmetric_assertion: bool = False
     checks_input: bool = False
     vllm_cutlass: bool = True

@@ -162,8 +162,8 @@ def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
         return row.no_layout
     if row is not outcome.selection.selected and not _reached_by_name(case, row):
         return "the engine cannot be asked for it by name"
-    if case.method.channel_assertion and row.backend not in _MARLIN:
-        return "the engine stops at per-channel scales"
+    if case.method.marlin_assertion and row.backend not in _MARLIN:
+        return "the engine stops at per-channel scales and act-order"
     dropped = dropped_by(case, row)
     if dropped:
         return f"its kernel drops {dropped}"

@@ -122,7 +122,7 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
         if len(listed) == 1 and listed[0].endswith("Attention"):
             continue
         weights = _arguments(group.get("weights"))
-        if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.27.0"):
+        if weights is not None and weights.actorder in ("group", "dynamic") and policy.since("0.30.0"):
             own = option("engine", "moeq")
             hint = f"requantise with actorder 'weight', or convert for moeq's built-in kernels ({own})"
             refuse(f"act-order: actorder is '{weights.actorder}'; 'static' and 'weight' are accepted", hint)
@@ -246,6 +246,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
     if weights.bits not in (4, 8) and not policy.since("0.29.0"):
         refuse(f"weight-only experts have 4 or 8 bits, these have {weights.bits}", "vLLM 0.29 and newer")
     group = -1 if weights.group is None else weights.group
+    ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")
     if policy.since("0.27.0") and not policy.since("0.30.0"):
         if weights.bits == 8 and weights.group != -1 and not policy.since("0.29.0"):
             text = "8-bit weights trip an assertion of this version unless their group_size says -1"
@@ -262,8 +263,9 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
         group_missing=weights.group is None,
         zero_points=not weights.symmetric,
         raw_zero_points=not weights.symmetric,
-        tile_padding=True,
-        channel_assertion=weights.strategy == "channel" and policy.since("0.27.0"),
+        tile_padding=not ordered or not policy.since("0.27.0"),
+        act_order=ordered,
+        marlin_assertion=(weights.strategy == "channel" or weights.actorder == "group") and policy.since("0.27.0"),
         symmetric_assertion=policy.since("0.27.0") and not policy.since("0.29.0"),
     )
 

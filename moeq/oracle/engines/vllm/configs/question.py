@@ -155,8 +155,9 @@ def check_selected(case: Case, backend: str) -> None:
         ConfigRefusal: if the engine stops there.
     """
     name, marlin = case.method.name, backend in ("MARLIN", "BATCHED_MARLIN")
-    if case.method.channel_assertion and not marlin:
-        text = f"per-channel scales: {backend} is selected and a check that only Marlin passes stops the engine"
+    if case.method.marlin_assertion and not marlin:
+        what = "act-order" if case.method.act_order else "per-channel scales"
+        text = f"{what}: {backend} is selected and a check that only Marlin passes stops the engine"
         hint = "--moe-backend marlin where it is supported"
         raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, hint)
     if case.method.symmetric_assertion and case.method.raw_zero_points and not marlin:
