@@ -84,10 +84,11 @@ def missing_scales(experts: Experts) -> list[ScaleFault]:
     return _joined(experts, [row for row in found if row[0] in needed])
 
 
-def unusable_scales(experts: Experts, find: Find, opened: Open) -> list[ScaleFault]:
+def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[ScaleFault], tuple[int, ...]]:
     """Read the static activation scales of a layer and find those that are no positive finite numbers.
 
-    Only scales that engines use are read.
+    Only scales that engines use are read. Returns the faults, and the experts whose gate and up have scales that differ
+    by more than 0.00001; a gate's scale of 1.0 counts as none, as vLLM's loader compares.
 
     Args:
         experts: the layer.
@@ -98,7 +99,7 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> list[ScaleFau
         MoeqError: `source.truncated`, `source.unreadable`.
     """
     if not any(has_static_scale(scheme) for group in experts.kinds() for scheme in group.kind.schemes):
-        return []
+        return [], ()
     wanted = [
         (part, projection, expert, place)
         for (projection, part), entries in experts.layer.parts.items()
@@ -108,12 +109,17 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> list[ScaleFau
     ]
     values = _read(opened, [place for *_, place in wanted])
     rows: list[tuple[str, str, StoredName, set[int]]] = []
+    gates: dict[int, float] = {}
+    ups: dict[int, float] = {}
     for part, projection, expert, entry in wanted:
+        if part == "input_scale" and projection in ("gate", "up") and len(values[entry.name]) == 1:
+            (gates if projection == "gate" else ups)[expert] = values[entry.name][0]
         for number, owners in _owners(values[entry.name], expert, entry, experts.num_experts):
             what = _fault(number)
             if what is not None:
                 rows.append((part, what, projection, owners))
-    return _joined(experts, rows)
+    unequal = tuple(sorted(e for e in gates.keys() & ups.keys() if gates[e] != 1 and abs(gates[e] - ups[e]) > 1e-5))
+    return _joined(experts, rows), unequal
 
 
 def _owners(numbers: list[float], expert: int, entry: TensorEntry, count: int) -> Iterator[tuple[float, set[int]]]:

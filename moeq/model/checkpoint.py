@@ -63,6 +63,7 @@ class Checkpoint(Shown):
             for number, layer in (*stacks.main.items(), *stacks.mtp.items())
         }
         self._scale_faults: dict[int, tuple[ScaleFault, ...]] = {}
+        self._unequal_scales: dict[int, tuple[int, ...]] = {}
         self._scales_read = False
         source.expert_names = frozenset(entry.name for layer in stacks.main.values() for entry in layer.tensors())
         self.info: CheckpointInfo = describe(Model(source, facts, family, stacks, self._experts, declaration))
@@ -78,6 +79,10 @@ class Checkpoint(Shown):
             self._scale_faults[layer] = tuple(missing_scales(self._layer(layer)))
         return self._scale_faults[layer]
 
+    def unequal_scales(self, layer: int) -> tuple[int, ...]:
+        """Return the experts of a layer whose gate and up have unequal activation scales; none if they are not read."""
+        return self._unequal_scales.get(layer, ())
+
     def read_activation_scales(self, find: Find = lambda entry: entry, opened: Open | None = None) -> None:
         """Read the static activation scales of all layers, so that `scale_faults` tells of their values as well.
 
@@ -91,7 +96,8 @@ class Checkpoint(Shown):
         if self._scales_read:
             return
         for layer in self.info.moe_layers:
-            found = unusable_scales(self._layer(layer), find, opened or self.source.open)
+            found, unequal = unusable_scales(self._layer(layer), find, opened or self.source.open)
+            self._unequal_scales[layer] = unequal
             self._scale_faults[layer] = (*missing_scales(self._layer(layer)), *found)
         self._scales_read = True
 

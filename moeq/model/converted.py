@@ -60,6 +60,7 @@ class ConvertedCheckpoint(Checkpoint):
         self.declaration = _source_declaration(source)
         self._experts = _copied_experts(source, manifest, self.declaration)
         self._scale_faults = {entry.layer: () for entry in manifest.layers}  # told when it was converted
+        self._unequal_scales = {}
         self._scales_read = True
         self.info = replace(
             _info(manifest),

@@ -89,6 +89,23 @@ def asked(folder: Path, gpu: str, **fields: Any) -> Answer:
     return advised(moeq.open(folder), Question(Deployment(parse_gpu(gpu), **fields)))
 
 
+def test_scales_that_compressed_tensors_wants_equal(tmp_path: Path) -> None:
+    """vLLM's loader compares the input scales of gate and up, unless the gate's is 1.0, which parameters start with."""
+    arguments = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": arguments, "input_activations": arguments}
+    config = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    for gate, refused in ((0.5, True), (1.0, False), (0.25, False)):
+        changes = {(0, 1, "gate_proj"): gate, (0, 1, "up_proj"): 0.25}
+        folder = checkpoint(tmp_path / f"made-{gate}", "fp8", changes)
+        whole = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**whole, "quantization_config": config}))
+        verdict = asked(folder, "H100").parts[0].verdict
+        assert ("experts 1 have unequal input scales" in (verdict.refusal or "")) == refused
+        assert verdict.ok != refused
+    modelopt = checkpoint(tmp_path / "modelopt", "fp8", {(0, 1, "gate_proj"): 0.5, (0, 1, "up_proj"): 0.25})
+    assert asked(modelopt, "H100").parts[0].verdict.ok
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FAULTS)
 def test_every_fault_is_named(what: str, kind: str, tmp_path: Path) -> None:

@@ -15,10 +15,14 @@ from moeq.model.activation_scales import ScaleFault
 from moeq.oracle.records import Gate, Verdict
 from moeq.spelling import option
 
+#: Method whose loader compares the scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
+_EQUAL_SCALES = "CompressedTensorsW8A8Fp8MoEMethod"
+
 
 def fault_kinds(checkpoint: Checkpoint, layer: int) -> frozenset[str]:
     """Return the kinds of faults of a layer: layers with other kinds get another answer."""
-    return frozenset(fault.what for fault in checkpoint.scale_faults(layer))
+    unequal = {"unequal"} if checkpoint.unequal_scales(layer) else set()
+    return frozenset(fault.what for fault in checkpoint.scale_faults(layer)) | unequal
 
 
 def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
@@ -26,7 +30,14 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
 
     A backend that leaves activations at 16 bits gets a note instead.
     """
-    faults = checkpoint.scale_faults(layer)
+    faults, unequal = checkpoint.scale_faults(layer), checkpoint.unequal_scales(layer)
+    if unequal and verdict.method == _EQUAL_SCALES:
+        shown_experts = ", ".join(map(str, unequal[:8]))
+        text = (
+            f"layer {layer}: gate and up of experts {shown_experts} have unequal input scales, which the loader refuses"
+        )
+        gate = Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", "the larger scale for both")
+        return replace(verdict, gates=(*verdict.gates, gate))
     if not faults or verdict.selected is None or not verdict.engine.startswith(("vllm", "sglang")):
         return verdict
     backend = verdict.selected.backend
