@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_files import gguf_bytes, moe_metadata, moe_tensors
+from gguf_files import gguf_bytes, moe_metadata, moe_tensors, write_model
 
 from moeq.errors import MoeqError
 from moeq.gguf.header import GgufTensor
@@ -139,3 +139,16 @@ def test_entries(kind, name, shape, size, expected) -> None:
     entry = entry_of(name, GgufTensor("t", kind, shape, 96, 96 + size), "m.gguf")
     assert (entry.file, entry.start, entry.end) == ("m.gguf", 96, 96 + size)
     assert (entry.name, entry.dtype, entry.shape) == expected
+
+
+@pytest.mark.parametrize("converts", [True, False])
+def test_the_tokenizer_needs_transformers(converts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeq.gguf.source.can_convert", lambda: converts)
+    source = open_checkpoint(write_model(tmp_path / "m.gguf", layers=1)).source
+    assert [one.code for one in source.warnings] == ([] if converts else ["gguf.no-tokenizer"])
+    assert source.has_side_file("tokenizer.json") is converts
+    (tmp_path / "own").mkdir()
+    write_model(tmp_path / "own" / "m.gguf", layers=1)
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    source = open_checkpoint(tmp_path / "own").source
+    assert (source.warnings, source.read_file("tokenizer.json", 9)) == ([], b"{}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -171,3 +172,47 @@ def test_unchecked_names_are_said(checkpoints: Path, tmp_path: Path, capsys) -> 
         (made / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
         notes = said(capsys, "oracle", made, "--gpu", "H100", "--engine", "vllm@0.30.0")["verdict"]["notes"]
         assert any("names of experts were not checked" in note for note in notes) is said_so
+
+
+KNOWN = ClassNames(
+    "XForCausalLM",
+    ("model.layers",),
+    {f"mlp.experts.{EXPERT}.gate_proj": "any", f"mlp.experts.{EXPERT}.up_proj": "any",
+     f"mlp.experts.{EXPERT}.w13": "halves"},
+    {"mlp.experts.gate_up_proj": "either", "mlp.experts.w2": "as-is", "mlp.experts.w2_packed": "as-is",
+     "mlp.experts.w13_blocks": "interleaved"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "order", "problem"),
+    [
+        (f"mlp.experts.{EXPERT}.gate_proj", "interleaved", None),
+        (f"mlp.experts.{EXPERT}.w13", "halves", None),
+        (f"mlp.experts.{EXPERT}.w13", None, None),
+        (f"mlp.experts.{EXPERT}.w13", "interleaved", "takes the rows of .* as halves, and they are interleaved"),
+        ("mlp.experts.gate_up_proj", "halves", None),
+        ("mlp.experts.gate_up_proj", "transposed", None),
+        ("mlp.experts.gate_up_proj", "interleaved", "as either, and they are interleaved"),
+        ("mlp.experts.w2", "interleaved", None),
+        ("mlp.experts.w13_blocks", "halves", "as interleaved, and they are halves"),
+        # A name nobody asked the class about is unknown; one that it was asked about and has no answer for is refused.
+        ("mlp.experts.strange", "halves", None),
+        ("mlp.experts.gate_up_proj.qweight", "halves", "does not load mlp.experts.gate_up_proj.qweight, but"),
+        ("moe.w2_packed", "halves", "does not load moe.w2_packed, but"),
+        (f"moe.{EXPERT}.up_proj", "halves", "does not load"),
+    ],
+)
+def test_one_name_of_a_class(path: str, order: str | None, problem: str | None) -> None:
+    fine = StoredName(f"mlp.experts.{EXPERT}.up_proj")
+    said = KNOWN.problem([fine, StoredName(path, order)])
+    if problem is None:
+        assert said is None
+        return
+    assert said is not None
+    assert said.startswith("XForCausalLM ")
+    assert re.search(problem, said)
+    if "does not load" in problem:  # stacked names with an end of their own are left out where plain ones tell as much
+        assert said.endswith(
+            f"but mlp.experts.{EXPERT}.{{gate_proj, up_proj, w13}} or mlp.experts.{{gate_up_proj, w2}}"
+        )
