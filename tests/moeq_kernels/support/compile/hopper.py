@@ -30,7 +30,7 @@ TRIMMED = {
     "int8-narrow8-gate-up", "int8-narrow128-down",
     "int8-wide128-oai", "e4m3-narrow8-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
     "e4m3-wide128-block-gate-up",
-    "w4a8-64-oai", "w4a8-160-gate-up", "w4a8-int4-64-g32", "w4a8-int4-160-g128-down",
+    "w4a8-64-oai", "w4a8-160-gate-up", "w4a8-160-permuted", "w4a8-int4-64-g32", "w4a8-int4-160-g128-down",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class W4a8Case:
     Attributes:
         name: unique.
         kernel: sizes.
-        element: element of the weights.
+        element: element of the weights, `e2m1-permuted` in moeq's order of bits.
         group: int4 codes that share a scale, 0 for one scale for each output feature.
         epilogue, bias, out: what follows the product, whether biases are added, triton type of out.
     """
@@ -35,12 +35,13 @@ class W4a8Case:
 
 
 def cases() -> list[W4a8Case]:
-    """Both sizes as gate-up (gpt-oss's too) and down product, int4 with every group."""
+    """Both sizes as gate-up (gpt-oss's too) and down product, moeq's order of bits, int4 with every group."""
     result = []
     for kernel in (SMALL_TILES, LARGE_TILES):
         base = W4a8Case(f"w4a8-{kernel.tokens}-gate-up", kernel)
         result += [base, replace(base, name=f"w4a8-{kernel.tokens}-oai", epilogue=OAI, bias=True)]
         result.append(replace(base, name=f"w4a8-{kernel.tokens}-down", epilogue=PLAIN, bias=True, out="fp32"))
+        result.append(replace(base, name=f"w4a8-{kernel.tokens}-permuted", element="e2m1-permuted"))
         for group in (128, 64, 32, 0):
             base = W4a8Case(f"w4a8-int4-{kernel.tokens}-g{group}", kernel, "int4", group)
             result += [base, replace(base, name=f"{base.name}-down", epilogue=PLAIN, bias=True)]
