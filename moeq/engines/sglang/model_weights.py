@@ -52,8 +52,20 @@ def find_class(find: Load, model_config: Any) -> Any:
 
 
 def load_others(load: Load, model: Any, *given: Any, **named: Any) -> Any:
-    """Wrap the loading of a model's weights: from now on its class gets no tensors of packed experts."""
+    """Wrap the loading of a model's weights: from now on its class gets no tensors of packed experts.
+
+    Raises:
+        MoeqError: `usage.unsupported-model` if the class runs its experts otherwise, and what `_load_weights` raises.
+    """
     if "load_weights" not in vars(model):
+        # A rank of pipeline parallelism may hold no experts, and a draft model has the source's.
+        whole = get_parallel().pp_size == 1 and not get_flags().moe.in_speculative_scope
+        if whole and not _packed_layers(model) and _configs(model):
+            raise MoeqError(
+                "usage.unsupported-model",
+                f"{type(model).__name__} does not run its experts through SGLang's FusedMoE",
+                "serve the source checkpoint without moeq",
+            )
         model.load_weights = partial(_load_weights, model, model.load_weights)
     return load(model, *given, **named)
 
@@ -65,25 +77,14 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
     (DeepSeek's joins q_a and kv_a of AWQ by columns).
 
     Raises:
-        MoeqError: `usage.unsupported-model` if the class runs its experts otherwise, and the errors of `ExpertReload`
-            and `FolderReload`.
+        MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
     layers = _packed_layers(model)
     stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
-    configs = [
-        (module, module.quant_config)
-        for module in model.modules()
-        if isinstance(getattr(module, "quant_config", None), ConvertedQuantization)
-    ]
+    configs = _configs(model)
     if any(layer.quant_method.info is not None for layer in layers):
         path = _folder.get() or layers[0].quant_method.experts.checkpoint.source.name
         weights = divert(weights, ExpertReload(layers, path), stacked)
-    elif not layers and configs and get_parallel().pp_size == 1 and not get_flags().moe.in_speculative_scope:
-        raise MoeqError(
-            "usage.unsupported-model",
-            f"{type(model).__name__} does not run its experts through SGLang's FusedMoE",
-            "serve the source checkpoint without moeq",
-        )
     elif layers:
         weights = ((name, tensor) for name, tensor in weights if name not in stacked)
     for module, config in configs:
@@ -126,6 +127,12 @@ def _told(update: Load, *given: Any, **named: Any) -> Outcome:
     except MoeqError as error:
         return False, str(error)
     return outcome
+
+
+def _configs(model: Any) -> list[tuple[Any, ConvertedQuantization]]:
+    """Return the parts of a model that hold moeq's config, each with it."""
+    found = ((module, getattr(module, "quant_config", None)) for module in model.modules())
+    return [(module, config) for module, config in found if isinstance(config, ConvertedQuantization)]
 
 
 def _packed_layers(model: Any) -> list[Any]:
