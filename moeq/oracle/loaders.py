@@ -24,7 +24,7 @@ SGLANG_MODELS = (
     *("ExaoneMoeForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM"),
     *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MellumForCausalLM"),
     *("MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM", "Qwen2MoeForCausalLM"),
-    *("Qwen3MoeForCausalLM", "SolarOpenForCausalLM"),
+    *("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "SolarOpenForCausalLM"),
 )
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")

@@ -44,9 +44,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "exaone_moe": {"is_moe_layer": [False, True]},
     "dots1": {},
     "solar_open": {},
+    "qwen3_next": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
 }
 #: Options without which the engine refuses a family on a CPU.
-OPTIONS = {"exaone_moe": {"attention_backend": "triton"}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "exaone_moe": {"attention_backend": "triton"},
+    "qwen3_next": {"disable_radix_cache": True},
+    "qwen3_5_moe_text": {"disable_radix_cache": True},
+}
 
 
 def folders(family: str, tmp_path: Path) -> tuple[Path, Path]:
