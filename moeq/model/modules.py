@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moeq.checkpoint.header import TensorEntry
@@ -97,6 +97,12 @@ def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[Modu
             counts.setdefault(part_of(name), [0, 0])[0 if module.quantized else 1] += 1
     rest = [ModuleUse(part, numbers[0], numbers[1], sizes[part]) for part, numbers in counts.items()]
     return [experts, *sorted(rest, key=lambda use: -use.bytes)]
+
+
+def parts_of_module(tensors: Mapping[str, TensorEntry], module: str) -> list[TensorEntry]:
+    """List the tensors of a module that hold its weights or their scales."""
+    names = (f"{module}.{leaf}" for leaf in ("weight", *sorted(_QUANT_LEAVES)))
+    return [tensors[name] for name in names if name in tensors]
 
 
 def quantized_routers(tensors: Iterable[TensorEntry]) -> list[str]:

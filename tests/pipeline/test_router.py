@@ -1,4 +1,4 @@
-"""Routers that the engine creates otherwise than the checkpoint stores them are refused, with the reason."""
+"""Routers and output heads that the engine creates otherwise than they are stored are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -43,15 +43,22 @@ def ct_nvfp4(n: int, k: int) -> stored.Parts:
 MAKERS = {"fp8": stored.fp8_block, "modelopt": stored.nvfp4, "awq": awq, "compressed-tensors": ct_nvfp4}
 
 
-def refusal(folder: Path, config: dict[str, Any], router: stored.Parts, model: str = "Qwen3Moe", **fields: Any) -> str:
+def refusal(
+    folder: Path,
+    config: dict[str, Any],
+    router: stored.Parts,
+    model: str = "Qwen3Moe",
+    more: dict[str, torch.Tensor] | None = None,
+    **fields: Any,
+) -> str:
     make = MAKERS.get(config["quant_method"], stored.gptq)
     tensors = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: make(n, k))
     for part, (dtype, shape) in router.items():
         tensors[f"{ROUTER}.{part}"] = torch.zeros(shape, dtype=torch.float32).to(dtype)
     kind = {"architectures": [f"{model}ForCausalLM"], "model_type": "qwen3_moe" if model == "Qwen3Moe" else "olmoe"}
     sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER}
-    stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors])
-    where = Deployment(parse_gpu("H100"), engine="vllm@0.33.0", **fields)
+    stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors | (more or {})])
+    where = Deployment(parse_gpu("H100"), **{"engine": "vllm@0.33.0", **fields})
     verdict = judge_checkpoint(moeq.open(folder), where, 0, explain=False)
     return "" if verdict.ok else str(verdict.refusal)
 
@@ -83,6 +90,19 @@ def test_engines_that_read_from_the_file_what_is_quantised(tmp_path: Path) -> No
     asked = "moe_wna16"
     assert "the config quantises the router" in refusal(tmp_path / "asked", stored.GPTQ, plain, quantization=asked)
     assert refusal(tmp_path / "rule", rule, plain, quantization=asked) == ""
+
+
+def test_an_output_head_that_modelopt_means_to_quantise(tmp_path: Path) -> None:
+    """Versions before 0.33.0 read `ignore` alone; other configs do not quantise heads."""
+    head = {"lm_head.weight": torch.zeros(64, stored.HIDDEN, dtype=torch.bfloat16)}
+    flat = {**MODELOPT, "exclude_modules": ["lm_head", "*.gate"]}
+    made = refusal(tmp_path / "old", flat, {}, engine="vllm@0.31.0", more=head)
+    assert "the config quantises the output head" in made
+    assert refusal(tmp_path / "new", flat, {}, more=head) == ""
+    listed = {**MODELOPT, "ignore": ["lm_head", "*.gate"]}
+    assert refusal(tmp_path / "listed", listed, {}, engine="vllm@0.31.0", more=head) == ""
+    assert "output head" in refusal(tmp_path / "none", {**MODELOPT, "exclude_modules": []}, {}, more=head)
+    assert refusal(tmp_path / "fp8", FP8, {}, more=head) == ""
 
 
 def test_a_quantised_router_that_the_engine_creates_as_floats(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moeq.oracle.judge import judge, method_for
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.calibration import with_scales
-from moeq.pipeline.plan.router import router_gate
+from moeq.pipeline.plan.router import head_gate, router_gate
 from moeq.schemes.base import Scheme
 from moeq.spelling import option
 
@@ -75,6 +75,7 @@ def judge_checkpoint(
     gates = (
         side_config_gate(checkpoint, deployment) if stored else None,
         router_gate(checkpoint, verdict, layer, moe_shape(checkpoint, layer)) if stored else None,
+        head_gate(checkpoint, verdict, moe_shape(checkpoint, layer)) if stored else None,
         count_gate(checkpoint, deployment, layer),
         width_gate(checkpoint, deployment, layer) if stored else None,
         size_gate(checkpoint, deployment, layer) if stored else None,
