@@ -47,6 +47,7 @@ _PUBLIC = {
     "restore": "moeq.api.proofs:restore",
     "diff": "moeq.api.proofs:diff",
     "run_check": "moeq.api.proofs:run_check",
+    "run_engine_check": "moeq.api.engine_backends:run_engine_check",
     "CheckOptions": "moeq.check.run_check:CheckOptions",
     "load_experts": "moeq.load.torch_loader:load_experts",
     "load_tensors": "moeq.load.torch_loader:load_tensors",
@@ -58,6 +59,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from moeq.api.engine_backends import run_engine_check as run_engine_check
     from moeq.api.functions import convert as convert
     from moeq.api.functions import decide as decide
     from moeq.api.functions import finalize as finalize

@@ -85,6 +85,31 @@ class BackendResult:
         return {**asdict(self), "expert": self.expert and list(self.expert), "wrong": self.wrong}
 
 
+@dataclass(frozen=True)
+class EngineCheckReport:
+    """Results of an engine's backends.
+
+    Attributes:
+        destination: the converted checkpoint.
+        engine: the engine.
+        backends: results, by layer and backend.
+    """
+
+    destination: str
+    engine: str
+    backends: tuple[BackendResult, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether some backend ran, and none that ran was wrong."""
+        return not any(row.wrong for row in self.backends) and any(row.refused is None for row in self.backends)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document without its schema and `ok`."""
+        backends = [row.to_json() for row in self.backends]
+        return {"destination": self.destination, "engine": self.engine, "backends": backends}
+
+
 def check_backends(check: LayerCheck, backends: Iterable[EngineBackend]) -> list[BackendResult]:
     """Run backends on one layer; whatever an engine raises becomes the backend's refusal.
 

@@ -120,15 +120,13 @@ def _in_engine(
     out: Output, paths: tuple[str, str | None, str | None], chosen: CheckOptions, engine: str, *, every: bool
 ) -> None:
     """Run the engine's backends instead of moeq's kernels."""
-    from moeq.cli.run_check_engine import render, run_in_engine
+    from moeq.api.engine_backends import run_engine_check
+    from moeq.report.engine_check_text import render
 
-    if engine != "vllm":
-        raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", "--engine vllm")
-    rows = run_in_engine(*paths, chosen, every=every)
-    ok = not any(row.wrong for row in rows) and any(row.refused is None for row in rows)
-    document = {"destination": paths[0], "engine": engine, "backends": [row.to_json() for row in rows]}
-    out.answer(document, lambda console: render(console, rows), ok=ok)
-    if not ok:
+    dst, source, revision = paths
+    report = run_engine_check(dst, source, engine=engine, all_backends=every, revision=revision, options=chosen)
+    out.answer(report.to_json(), lambda console: render(console, report.backends), ok=report.ok)
+    if not report.ok:
         raise typer.Exit(ExitCode.NO)
 
 

@@ -10,10 +10,10 @@ import torch
 from jsonschema import Draft202012Validator
 from load.deployments import convert
 
-from moeq.check.engine_check import EngineBackend, check_backends
+from moeq.api.engine_backends import activation_kind
+from moeq.check.engine_check import EngineBackend, EngineCheckReport, check_backends
 from moeq.check.run_check import CheckOptions, layer_checks, open_both
 from moeq.cli.app import run
-from moeq.cli.run_check_engine import activation_kind
 from moeq.reference.moe import Linear
 from moeq.report.schemas import load_schema
 
@@ -71,8 +71,9 @@ def test_right_wrong_and_refused(opened: Any) -> None:
     assert [row.wrong for row in rows] == [False, True, True, False]
     assert [row.expert[0] for row in wrong if row.expert] == [2, 2]
     assert refused.refused == "ValueError: kernel does not support this device"
-    document = {"schema": "moeq.run-check/1", "ok": False, "destination": "DST", "engine": "vllm"}
-    document["backends"] = [row.to_json() for row in rows]
+    reports = [EngineCheckReport("DST", "vllm", some) for some in (tuple(rows), (right, refused), (refused,))]
+    assert [report.ok for report in reports] == [False, True, False]
+    document = {"schema": "moeq.run-check/1", "ok": False, **reports[0].to_json()}
     Draft202012Validator(load_schema("run-check")).validate(document)
 
 

@@ -21,12 +21,14 @@ from vllm.model_executor.layers.fused_moe.experts import triton_moe
 from vllm.platforms import current_platform
 from vllm.v1.worker import workspace
 
+import moeq
+from moeq.api.engine_backends import CONVERTED, chosen_backends
 from moeq.check.engine_check import BackendResult, EngineBackend, check_backends
 from moeq.check.run_check import CheckOptions, layer_checks, open_both
 from moeq.cli.app import run
-from moeq.cli.run_check_engine import CONVERTED, chosen_backends
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.engines.vllm import one_layer, this_device
 from moeq.engines.vllm.one_layer import engine, source_layer
 from moeq.pipeline.plan.decide import decide
 
@@ -126,3 +128,19 @@ def test_where_a_gpu_is_needed_the_backends_are_named(checkpoints, tmp_path, cap
     said = capsys.readouterr().err
     assert "those for A100 need a GPU" in said
     assert "MARLIN" in said
+    with pytest.raises(moeq.MoeqError, match="need a GPU"):
+        moeq.run_engine_check(folder, source, all_backends=True)
+
+
+def test_from_python_a_report_says_what_ran(checkpoints, tmp_path, monkeypatch) -> None:
+    """That the engine has kernels for this device is pretended; its Triton kernels run in the interpreter."""
+    source = checkpoints / "ct-int4-g128-qwen3moe"
+    folder = convert(source, tmp_path / "out", "marlin-wna16/1", dtype="fp16")
+    monkeypatch.setattr(one_layer, "needs_gpu", lambda: False)
+    monkeypatch.setattr(this_device, "this_device", lambda: parse_gpu("A100"))
+    report = moeq.run_engine_check(folder, source, layers=(1,), tokens=(5,), all_backends=True)
+    ran = {row.backend for row in report.backends if row.refused is None}
+    assert CONVERTED in ran
+    assert len(report.backends) > 2
+    assert report.ok == (not any(row.wrong for row in report.backends))
+    assert report.to_json()["engine"] == "vllm"

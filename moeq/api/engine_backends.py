@@ -1,19 +1,19 @@
-"""`moeq run-check --engine vllm`: the engine's backends on a checkpoint's own experts, against the reference."""
+"""An engine's backends on a checkpoint's own experts, against the reference: `moeq run-check --engine vllm`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
-    from moeq.check.engine_check import BackendResult, EngineBackend
+    from moeq.check.engine_check import BackendResult, EngineBackend, EngineCheckReport
     from moeq.check.run_check import CheckOptions, Opened
     from moeq.oracle.records import CandidateReport, Verdict
 
@@ -21,15 +21,39 @@ if TYPE_CHECKING:
 CONVERTED = "converted folder"
 
 
-def run_in_engine(
-    dst: str, source: str | None, revision: str | None, options: CheckOptions, *, every: bool
-) -> list[BackendResult]:
-    """Run the backend that vLLM selects for the source, the converted folder, and with `every` all eligible backends.
+def run_engine_check(
+    dst: str | Path,
+    source: str | Path | None = None,
+    *,
+    engine: str = "vllm",
+    all_backends: bool = False,
+    revision: str | None = None,
+    options: CheckOptions | None = None,
+    layers: Sequence[int] | None = None,
+    tokens: Sequence[int] | None = None,
+    seed: int | None = None,
+) -> EngineCheckReport:
+    """Run the engine's backends on a checkpoint's own experts against the float32 reference. `.ok` is the answer.
+
+    The converted folder runs as the plug-in runs it, the source in the backend that the engine selects.
+
+    Args:
+        dst: output of `convert`.
+        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
+        engine: `vllm`, which has to be installed.
+        all_backends: also run every other eligible backend.
+        revision: Hub revision of `source`.
+        options: extent of the check; the keywords below change it.
+        layers: layer numbers; None: all on a GPU, a few on a CPU.
+        tokens: token counts, one run each.
+        seed: seed of the random tokens.
 
     Raises:
-        MoeqError: `environment.no-engine` without vLLM, `environment.no-gpu` where its kernels need a GPU,
-            `usage.no-source` if the source is not at hand; otherwise as `run_check`.
+        MoeqError: `usage.unknown-engine`, `environment.no-engine` without vLLM, `environment.no-gpu` where its kernels
+            need a GPU, `usage.no-source` if the source is not at hand; otherwise as `run_check`.
     """
+    if engine != "vllm":
+        raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", "--engine vllm")
     if find_spec("vllm") is None:
         raise MoeqError(
             "environment.no-engine",
@@ -38,13 +62,17 @@ def run_in_engine(
         )
     import torch
 
-    from moeq.check.run_check import open_both
+    from moeq.check.engine_check import EngineCheckReport
+    from moeq.check.run_check import CheckOptions, open_both
     from moeq.deploy.deployment import Deployment
     from moeq.engines.vllm.engine_experts import RELEASE
-    from moeq.engines.vllm.one_layer import engine, needs_gpu
+    from moeq.engines.vllm.one_layer import engine as in_engine
+    from moeq.engines.vllm.one_layer import needs_gpu
     from moeq.engines.vllm.this_device import this_device
     from moeq.pipeline.plan.decide import decide
 
+    asked: dict[str, Any] = {"layers": layers, "tokens": tokens, "seed": seed}
+    extent = replace(options or CheckOptions(), **{name: value for name, value in asked.items() if value is not None})
     opened = open_both(dst, source, revision)
     if opened.reference is opened.converted:
         raise MoeqError("usage.no-source", f"the source {opened.manifest.source.name} is not here", "--source SRC")
@@ -61,8 +89,9 @@ def run_in_engine(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Deployment(this_device(), engine=f"vllm@{RELEASE}", dtype=made_for.dtype)
     verdict = decide(opened.reference, where)
-    with engine(device):
-        return check_opened(opened, options, chosen_backends(verdict, opened, device, every=every), device)
+    with in_engine(device):
+        rows = check_opened(opened, extent, chosen_backends(verdict, opened, device, every=all_backends), device)
+    return EngineCheckReport(opened.converted.source.name, engine, tuple(rows))
 
 
 def chosen_backends(verdict: Verdict, opened: Opened, device: torch.device, *, every: bool) -> list[EngineBackend]:
@@ -115,31 +144,3 @@ def check_opened(
     every = range(max(entry.num_experts for entry in opened.manifest.layers))
     checks, _ = layer_checks(opened, replace(options, experts=every), device)
     return [row for check in checks for row in check_backends(check, backends)]
-
-
-def render(console: Console, rows: Sequence[BackendResult]) -> None:
-    """Print the table of backends."""
-    from rich.table import Table
-
-    from moeq.check.engine_check import FACTOR
-
-    tokens = list(dict.fromkeys(count for row in rows for count in row.microseconds or ()))
-    table = Table()
-    for name in ("layer", "backend", "experts", "answer", "error", "allowed", *(f"{count} tokens" for count in tokens)):
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        name = f"{row.backend} (selected)" if row.selected else row.backend
-        answer = "refused" if row.refused else "WRONG" if row.wrong else "right" if row.allowed else "not judged"
-        figures = [f"{one:.2e}" if one is not None else "-" for one in (row.error, row.allowed)]
-        times = [f"{row.microseconds[count]:.0f} us" if row.microseconds else "-" for count in tokens]
-        table.add_row(str(row.layer), name, row.experts or "-", answer, *figures, *times)
-    console.print(table)
-    for row in rows:
-        if row.refused:
-            console.print(f"  layer {row.layer}  {row.backend}: {row.refused}", markup=False, soft_wrap=True)
-        elif row.wrong and row.expert is not None:
-            expert, quotient = row.expert
-            console.print(f"  layer {row.layer}  {row.backend}: expert {expert} has {quotient:.3g} x its allowed error")
-    console.print(
-        f"  errors are relative to the layer in float32 on dequantised weights; {FACTOR:.0f} x that of torch is allowed"
-    )
