@@ -20,13 +20,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -50,13 +47,6 @@ LAYOUTS = (
 FACTOR = 2.0
 LAYER = 1
 TOKENS = (1, 17, 130)
-#: What files call gate, down and up, older Mixtral files last.
-PROJECTIONS = (("gate_proj", "down_proj", "up_proj"), ("w1", "w2", "w3"))
-#: Parts of gpt-oss's stacked tensors in the files, and what the engine's model class renames them to.
-GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight", "scales": "weight_scale", "bias": "bias"}
-
-#: Model config of which the engine's MXFP4 method asks one thing: whether the user overrides activations.
-UNASKED = SimpleNamespace(quantization_config=None)
 
 
 @dataclass(frozen=True)
@@ -219,121 +209,39 @@ def kernel_implementation(converted: Path) -> Implementation:
     return (marlin if experts.w13.layout.startswith("marlin") else triton)(experts, activation)
 
 
-def engine_layer(checkpoint: Any, number: int, method: Any, backend: str = "auto") -> Any:
-    """Make the engine's own expert layer with a quantisation config, empty."""
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
-    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    info, gpt_oss = checkpoint.info, is_gpt_oss(checkpoint)
-    parallel = FusedMoEParallelConfig(
-        tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
-        use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False,
-    )  # fmt: skip
-    manager = ExpertMapManager(
-        max_num_batched_tokens=1024, top_k=info.top_k, global_num_experts=info.num_experts, num_redundant_experts=0,
-        num_expert_group=None, moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,
-    )  # fmt: skip
-    moe_config = FusedMoEConfig(
-        num_experts=info.num_experts,
-        experts_per_token=info.top_k,
-        hidden_dim=info.hidden_size,
-        intermediate_size=info.intermediate_size,
-        num_local_experts=info.num_experts,
-        num_logical_experts=info.num_experts,
-        activation=MoEActivation.SWIGLUOAI if gpt_oss else MoEActivation.SILU,
-        has_bias=gpt_oss,
-        device=DEVICE,
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
-        moe_backend=backend,
-    )
-    found = next((one for one in PROJECTIONS if any(f".{one[0]}." in name for name in checkpoint.source.tensors)), None)
-    keys = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
-    names = dict(zip(keys, found or PROJECTIONS[0], strict=True))
-    return RoutedExperts(f"model.layers.{number}.mlp.experts", torch.bfloat16, moe_config, method, manager, **names)
-
-
-def is_gpt_oss(checkpoint: Any) -> bool:
-    """Whether the checkpoint is gpt-oss, whose model class in the engine loads weights its own way."""
-    return bool(checkpoint.source.config["model_type"] == "gpt_oss")
-
-
-def plug_in_method(checkpoint: Any) -> Any:
-    """Return moeq's method, as the engine makes it for a converted folder, with the engine's kernels."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
-
-    from moeq.engines.vllm import plugin
-
-    plugin.register()
-    config, folder = checkpoint.source.config, checkpoint.source.path("config.json").parent
-    method = get_quantization_config("moeq").from_config(config["quantization_config"])
-    method.maybe_update_config(str(folder))
-    os.environ["MOEQ_KERNELS"] = "engine"
-    return method
-
-
 def plug_in_layer(checkpoint: Any, number: int, method: Any) -> Any:
     """Make the engine's layer with moeq's method, which fills it when the engine processes its weights."""
-    with torch.device(DEVICE):
-        return engine_layer(checkpoint, number, method)
+    return one_layer().empty_layer(checkpoint, number, method, "auto", torch.device(DEVICE), torch.bfloat16)
 
 
-def source_method(checkpoint: Any) -> Any:
-    """Make the engine's own method for a source."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
-
-    config = checkpoint.source.config["quantization_config"]
-    kind = "gpt_oss_mxfp4" if is_gpt_oss(checkpoint) else config["quant_method"]
-    return get_quantization_config(kind).from_config(dict(config))
-
-
-def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor]) -> Any:
+def source_layer(checkpoint: Any, number: int, method: Any, read: Callable[[str], Tensor] | None = None) -> Any:
     """Make the engine's layer with the source's method, filled as the engine fills it."""
-    from vllm.config import get_current_vllm_config
-
     int8 = checkpoint.source.config["quantization_config"].get("format") == "int-quantized"
     backend = ("triton" if int8 else "marlin") if DEVICE == "cuda" else "auto"
-    with torch.device(DEVICE), patch.object(get_current_vllm_config(), "model_config", UNASKED):
-        layer = engine_layer(checkpoint, number, method, backend)
-    names = [name for name in checkpoint.source.tensors if f"layers.{number}." in name and ".experts." in name]
-    if not hasattr(layer, "w13_g_idx"):  # newer versions read no order of columns
-        names = [name for name in names if not name.endswith(".g_idx")]
-    tensors = ((name.rpartition("experts.")[2], read(name)) for name in names)
-    loaded = list((load_gpt_oss if is_gpt_oss(checkpoint) else type(layer).load_weights)(layer, tensors))
-    if len(loaded) != len(names):
-        raise ValueError(f"the engine took {len(loaded)} of {len(names)} tensors")
-    return layer
+    device = torch.device(DEVICE)
+    return one_layer().filled_layer(checkpoint, number, method, backend, device, torch.bfloat16, read)
 
 
-def load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """Arrange the experts of gpt-oss on one rank as the engine's model class does."""
-    for name, tensor in tensors:
-        projection, _, part = name.rpartition("_")
-        parameter = getattr(layer, f"{GPT_OSS[projection]}_{GPT_OSS[part]}")
-        flat = tensor.flatten(2) if part == "blocks" else tensor
-        parameter.weight_loader(parameter, flat, weight_name=name, shard_id=None, expert_id=None)
-        yield name
+def one_layer() -> Any:
+    """Import what builds layers of the engine, which imports the engine."""
+    from moeq.engines.vllm import one_layer as found
 
-
-def applied(layer: Any) -> Implementation:
-    """Set up the engine's method of a filled layer."""
-    layer.quant_method.process_weights_after_loading(layer)
-    return lambda x, weights, ids: layer.quant_method.apply(layer, x, weights, ids, None, None)
+    return found
 
 
 def plug_in_implementation(converted: Path) -> Implementation:
-    """Run the engine's layer with moeq's method."""
-    checkpoint = moeq.open(converted)
-    return applied(plug_in_layer(checkpoint, LAYER, plug_in_method(checkpoint)))
+    """Run the engine's layer with moeq's method, in the engine's kernels."""
+    os.environ["MOEQ_KERNELS"] = "engine"
+    checkpoint, build = moeq.open(converted), one_layer()
+    run: Implementation = build.ready(plug_in_layer(checkpoint, LAYER, build.converted_method(checkpoint))).run
+    return run
 
 
 def engine_implementation(source: Path) -> Implementation:
     """Run the engine's layer with the source's method."""
-    checkpoint = moeq.open(source)
-    return applied(source_layer(checkpoint, LAYER, source_method(checkpoint), checkpoint.source.read))
+    checkpoint, build = moeq.open(source), one_layer()
+    run: Implementation = build.ready(source_layer(checkpoint, LAYER, build.source_method(checkpoint))).run
+    return run
 
 
 def outcome(build: Callable[[], Implementation], given: list[Case], layout: str = "") -> dict[str, Any]:
@@ -378,20 +286,6 @@ def text(row: dict[str, Any]) -> str:
     return f"{row['checkpoint']:32s} {row['implementation']:8s} {row.get('layout', ''):28s} {said}"
 
 
-@contextmanager
-def engine() -> Iterator[None]:
-    """Load the engine's operators and enter the context in which it builds and runs layers."""
-    if DEVICE == "cuda":
-        import vllm._C_stable_libtorch
-        import vllm._moe_C_stable_libtorch  # noqa: F401
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
-    from vllm.v1.worker.workspace import init_workspace_manager
-
-    init_workspace_manager(torch.device(DEVICE))
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(DEVICE))):
-        yield
-
-
 def main() -> int:
     """Command line; exits 1 where the engine's kernels or moeq's plug-in give wrong numbers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -408,7 +302,7 @@ def main() -> int:
         "vllm": version("vllm"),
     }
     rows = []
-    with tempfile.TemporaryDirectory() as scratch, engine():
+    with tempfile.TemporaryDirectory() as scratch, one_layer().engine(torch.device(DEVICE)):
         for folder in filter(Path.is_dir, options.sources):
             for row in implementations(folder, Path(scratch)):
                 rows.append(row)

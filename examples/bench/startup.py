@@ -221,7 +221,7 @@ class FromEngine:
 
         self.check = engine_check
         self.engine = ExitStack()
-        self.engine.enter_context(engine_check.engine())
+        self.engine.enter_context(engine_check.one_layer().engine(torch.device(engine_check.DEVICE)))
         if torch.cuda.is_available():
             words = torch.zeros(1, 16, 64, dtype=torch.int32, device="cuda")
             _custom_ops.gptq_marlin_moe_repack(words, words.new_empty(1, 0), 128, 64, 4)
@@ -231,7 +231,7 @@ class FromEngine:
         """Fill all layers from the source, then have the engine repack them."""
         watch = Stopwatch(checkpoint.source.read)
         start = time.perf_counter()
-        method = self.check.source_method(checkpoint)
+        method = self.check.one_layer().source_method(checkpoint)
         layers = [self.check.source_layer(checkpoint, n, method, watch) for n in checkpoint.info.moe_layers]
         return self.finished(layers, watch, start)
 
@@ -253,7 +253,8 @@ class FromPlugIn(FromEngine):
         """Fill all layers from the converted files, then have the engine set its kernels up."""
         watch = watch_reading()
         start = time.perf_counter()
-        method = self.check.plug_in_method(checkpoint)
+        os.environ["MOEQ_KERNELS"] = "engine"
+        method = self.check.one_layer().converted_method(checkpoint)
         layers = [self.check.plug_in_layer(checkpoint, number, method) for number in checkpoint.info.moe_layers]
         for layer in layers:
             layer.quant_method.process_weights_after_loading(layer)

@@ -73,41 +73,76 @@ def source_layer(
     Raises:
         MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
     """
-    original = dict(checkpoint.quantization_config or {})
-    name = "gpt_oss_mxfp4" if _is_gpt_oss(checkpoint) else method_of(original)
-    method = get_quantization_config(name).from_config(original)
-    method.packed_modules_mapping = {}
-    config = get_current_vllm_config()
-    before = config.model_config
-    config.model_config = SimpleNamespace(quantization_config=None)  # MXFP4 asks for a user's kind of activations
-    try:
-        with torch.device(device):
-            built = _build(checkpoint, layer, method, backend, device, dtype)
-    finally:
-        config.model_config = before
-    prefix = f"{checkpoint.expert_prefix(layer)}."
-    names = [one for one in checkpoint.source.tensors if one.startswith(prefix)]
-    if not hasattr(built, "w13_g_idx"):  # newer versions read no order of columns
-        names = [one for one in names if not one.endswith(".g_idx")]
-    tensors = ((one.removeprefix(prefix), checkpoint.source.read(one)) for one in names)
-    load = _load_gpt_oss if _is_gpt_oss(checkpoint) else RoutedExperts.load_weights
-    taken = len(list(load(built, tensors)))
-    if taken != len(names):
-        raise MoeqError("answer.engine-layer", f"the engine took {taken} of {len(names)} tensors of layer {layer}")
-    return _ready(built)
+    return ready(filled_layer(checkpoint, layer, source_method(checkpoint), backend, device, dtype))
 
 
 def converted_layer(checkpoint: Checkpoint, layer: int, device: torch.device, dtype: torch.dtype) -> OneLayer:
     """Build a layer of a converted folder with moeq's method, in the kernels that the plug-in chooses."""
+    return ready(empty_layer(checkpoint, layer, converted_method(checkpoint), "auto", device, dtype))
+
+
+def source_method(checkpoint: Checkpoint) -> Any:
+    """Make the engine's quantisation config of a source."""
+    original = dict(checkpoint.quantization_config or {})
+    name = "gpt_oss_mxfp4" if _is_gpt_oss(checkpoint) else method_of(original)
+    method = get_quantization_config(name).from_config(original)
+    method.packed_modules_mapping = {}
+    return method
+
+
+def converted_method(checkpoint: Checkpoint) -> Any:
+    """Make moeq's quantisation config of a converted folder, as the engine does."""
     method = get_quantization_config("moeq").from_config(checkpoint.source.config["quantization_config"])
     method.maybe_update_config(checkpoint.source.name)
-    with torch.device(device):
-        return _ready(_build(checkpoint, layer, method, "auto", device, dtype))
+    return method
 
 
-def _build(
+def filled_layer(
+    checkpoint: Checkpoint,
+    layer: int,
+    method: Any,
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor] | None = None,
+) -> Any:
+    """Build the engine's layer and fill it from a source, as the engine's loader does.
+
+    Args:
+        checkpoint: the source.
+        layer: layer number.
+        method: the engine's quantisation config.
+        backend: a value of `--moe-backend`.
+        device: device of the layer.
+        dtype: activation dtype.
+        read: function that reads a tensor by its name; None: the source's own.
+
+    Raises:
+        MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    """
+    config = get_current_vllm_config()
+    before = config.model_config
+    config.model_config = SimpleNamespace(quantization_config=None)  # MXFP4 asks for a user's kind of activations
+    try:
+        built = empty_layer(checkpoint, layer, method, backend, device, dtype)
+    finally:
+        config.model_config = before
+    prefix, read = f"{checkpoint.expert_prefix(layer)}.", read or checkpoint.source.read
+    names = [one for one in checkpoint.source.tensors if one.startswith(prefix)]
+    if not hasattr(built, "w13_g_idx"):  # newer versions read no order of columns
+        names = [one for one in names if not one.endswith(".g_idx")]
+    tensors = ((one.removeprefix(prefix), read(one)) for one in names)
+    load = _load_gpt_oss if _is_gpt_oss(checkpoint) else RoutedExperts.load_weights
+    taken = len(list(load(built, tensors)))
+    if taken != len(names):
+        raise MoeqError("answer.engine-layer", f"the engine took {taken} of {len(names)} tensors of layer {layer}")
+    return built
+
+
+def empty_layer(
     checkpoint: Checkpoint, layer: int, method: Any, backend: str, device: torch.device, dtype: torch.dtype
 ) -> Any:
+    """Build the engine's layer with a quantisation config; moeq's fills it when the engine prepares it."""
     info = checkpoint.info
     parallel = FusedMoEParallelConfig(
         tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
@@ -137,7 +172,8 @@ def _build(
     )
     keys = ("ckpt_gate_proj_name", "ckpt_down_proj_name", "ckpt_up_proj_name")
     names = dict(zip(keys, found or _PROJECTIONS[0], strict=True))
-    return RoutedExperts(f"model.layers.{layer}.mlp.experts", dtype, moe, method, manager, **names)
+    with device:
+        return RoutedExperts(f"model.layers.{layer}.mlp.experts", dtype, moe, method, manager, **names)
 
 
 def _is_gpt_oss(checkpoint: Checkpoint) -> bool:
@@ -155,7 +191,7 @@ def _load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator
         yield name
 
 
-def _ready(layer: Any) -> OneLayer:
+def ready(layer: Any) -> OneLayer:
     """Let the engine prepare a filled layer."""
     method = layer.quant_method
     method.process_weights_after_loading(layer)
@@ -172,4 +208,15 @@ def _ready(layer: Any) -> OneLayer:
     return OneLayer(type(experts).__name__, run)
 
 
-__all__ = ["OneLayer", "converted_layer", "engine", "needs_gpu", "source_layer"]
+__all__ = [
+    "OneLayer",
+    "converted_layer",
+    "converted_method",
+    "empty_layer",
+    "engine",
+    "filled_layer",
+    "needs_gpu",
+    "ready",
+    "source_layer",
+    "source_method",
+]
