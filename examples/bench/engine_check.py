@@ -143,6 +143,11 @@ def marlin(experts: Any, activation: Activation) -> Implementation:
         clamped = {"clamp_limit": activation.limit, "gemm1_alpha": activation.alpha, "gemm1_beta": 1.0}
         options = {"activation": MoEActivation.SWIGLUOAI_UNINTERLEAVE, **clamped}
 
+    order: dict[str, Any] = {}
+    if w13.group_index is not None:  # up to 0.29.0
+        order = {"g_idx1": w13.group_index, "g_idx2": w2.group_index}
+        order |= {"sort_indices1": w13.permutation, "sort_indices2": w2.permutation}
+
     def scale(matrix: Any) -> Tensor:
         exponents = matrix.scale.dtype == torch.uint8
         return matrix.scale.view(torch.float8_e8m0fnu) if exponents else matrix.scale.to(torch.bfloat16)
@@ -164,10 +169,7 @@ def marlin(experts: Any, activation: Activation) -> Implementation:
             ids,
             quant_type_id=kind.id,
             global_num_experts=experts.num_experts,
-            g_idx1=w13.group_index,
-            g_idx2=w2.group_index,
-            sort_indices1=w13.permutation,
-            sort_indices2=w2.permutation,
+            **order,
             w1_zeros=w13.zero,
             w2_zeros=w2.zero,
             **options,
