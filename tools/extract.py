@@ -1,9 +1,10 @@
-"""Extract facts about vLLM from vLLM itself: `python tools/extract.py tables|names|parameters VERSION --site SITE`.
+"""Extract facts about vLLM from vLLM itself: `python tools/extract.py WHAT VERSION --site SITE`.
 
 SITE is the folder of the unpacked wheel. `tables` executes its decisions on every device and writes
 `moeq/oracle/engines/vllm/tables/VERSION.json`; `names` executes `load_weights` of its model classes and updates
-`expert_names.json`; `parameters` executes `create_weights` of its methods and updates `parameters.json`. README.md
-beside this file lists what has to be installed.
+`expert_names.json`; `parameters` executes `create_weights` of its methods and updates `parameters.json`; `models`
+follows the constructors of its model classes and updates `tools/pages/vllm_models.json`. README.md beside this file
+lists what has to be installed.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from pathlib import Path
 from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm import expert_names
 from moeq.oracle.engines.vllm.parameters import FACTS
-from vllm_tables import names, parameters, tables
+from vllm_tables import models, names, parameters, tables
 from vllm_tables.storing import changes, packed, text
 
+MODELS = Path(__file__).parent / "pages" / "vllm_models.json"
 DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one extractor and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "names", "parameters"))
+    parser.add_argument("what", choices=("tables", "names", "parameters", "models"))
     parser.add_argument("version")
     parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
     parser.add_argument(
@@ -46,6 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
             known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
             found = parameters.extract(options.version, options.site)
             content = text(parameters.merged(known, options.version, found))
+        elif options.what == "models":
+            out = MODELS
+            known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            found = models.extract(options.version, options.site)
+            content = json.dumps(models.merged(known, options.version, found), indent=1)
         else:
             out = DATA / expert_names.FACTS
             known = json.loads(out.read_text(encoding="utf-8"))

@@ -82,6 +82,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         stacking="halves",
         layers=_VISION_LAYERS,
     ),
+    ModelFamily("Qwen4-Exp", ("qwen4_exp", "qwen4_exp_text"), stacking="halves", layers=_VISION_LAYERS),
     ModelFamily("Qwen3-VL-MoE", ("qwen3_vl_moe", "qwen3_vl_moe_text"), stacking="transposed", layers=_VISION_LAYERS),
     ModelFamily(
         "Qwen3-Omni-MoE",
@@ -93,7 +94,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("DeepSeek-V3.2", ("deepseek_v32",), scoring="sigmoid", scaling=2.5, group_score="top2"),
     ModelFamily(
         "DeepSeek-V4",
-        ("deepseek_v4", "deepseek_ref"),
+        ("deepseek_v4", "deepseek_v41", "deepseek_ref"),
         experts="ffn.experts",
         projections=_W123,
         layers=("layers",),
@@ -222,6 +223,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         scoring="sigmoid",
         scaling=3.0,
     ),
+    ModelFamily("Step-5", ("step5",), experts="moe", router="moe.gate", stacking="halves", scoring="sigmoid"),
     ModelFamily(
         "Nemotron-3",
         ("nemotron_h", "nemotron_h_moe"),
@@ -241,7 +243,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         scaling=2.5,
         group_score="top2",
     ),
-    ModelFamily("dots", ("dots1", "dots3"), scoring="sigmoid", group_score="top2"),
+    ModelFamily("dots", ("dots1", "dots3", "dots3_note"), scoring="sigmoid", group_score="top2"),
     ModelFamily(
         "LongCat-Flash",
         ("longcat_flash",),
@@ -267,7 +269,14 @@ FAMILIES: tuple[ModelFamily, ...] = (
         layers=_VISION_LAYERS,
         router="router.proj",
     ),
-    ModelFamily("Inkling", ("inkling",), projections=("w13", "w13", "w2"), stacking="interleaved", scoring="sigmoid"),
+    ModelFamily(
+        "Inkling",
+        ("inkling", "inkling_model", "inkling_mm_model"),
+        projections=("w13", "w13", "w2"),
+        stacking="interleaved",
+        layers=("model.layers", "model.llm.layers"),
+        scoring="sigmoid",
+    ),
     ModelFamily(
         "LFM2-MoE",
         ("lfm2_moe",),

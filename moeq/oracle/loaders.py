@@ -12,9 +12,9 @@ from typing import Any
 from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.layouts.registry import layout_class
 
-#: Model types whose other layers vLLM reads by a config of the model (`DeepseekV4FP8Config`) instead of the config that
+#: Model types whose FP8 layers vLLM reads by a config of the model (`DeepseekV4FP8Config`) instead of the config that
 #: the checkpoint names: the plug-in would give them plain FP8.
-VLLM_OWN_CONFIGS = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
+VLLM_OWN_FP8 = ("deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text")
 #: SGLang versions that the plug-in was written against (`moeq.engines.sglang.plugin`).
 SGLANG_VERSIONS = ("0.5.23",)
 #: Architectures whose class in SGLang 0.5.23 was built and filled from a conversion on a CPU: it hands its experts to
@@ -82,6 +82,7 @@ class PlannedLayer:
         own_kernel: one of moeq's own kernels reads the layer on this GPU.
         vllm: versions of vLLM that run the layer's backend on this deployment.
         family: the model's family is known.
+        own_config: vLLM reads the source's other layers by a config of the model (`reads_by_own_config`).
         heads: vLLM can spread the attention over the ranks.
         sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
             takes the other layers, and attention and experts divide by these ranks.
@@ -100,11 +101,17 @@ class PlannedLayer:
     own_kernel: bool
     vllm: tuple[str, ...]
     family: bool
+    own_config: bool
     heads: bool
     sglang: bool
     dispatched: bool
     moved: bool
     scales: bool
+
+
+def reads_by_own_config(model_type: str, quant_method: str | None) -> bool:
+    """Return whether vLLM reads a source's layers outside the experts by a config that only it has for the model."""
+    return quant_method == "fp8" and model_type in VLLM_OWN_FP8
 
 
 def loaders_of(planned: PlannedLayer) -> Iterator[Loader]:
@@ -134,7 +141,7 @@ def version_ranges(versions: tuple[str, ...]) -> str:
 
 
 def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
-    if not planned.family or not planned.heads or planned.model_type in VLLM_OWN_CONFIGS:
+    if not planned.family or not planned.heads or planned.own_config:
         return ()
     own = _engine_runs_own_kernel(planned)
     if planned.moved:

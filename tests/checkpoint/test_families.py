@@ -57,6 +57,7 @@ ROWS = (
     Row("qwen3_moe", "model.layers.1.mlp.experts", keys={"norm_topk_prob": True}),
     Row("qwen3_next", "model.layers.1.mlp.experts", keys={"shared_expert_intermediate_size": 16}, shared=1),
     Row("qwen3_5_moe_text", "model.language_model.layers.1.mlp.experts", nested="text_config"),
+    Row("qwen4_exp_text", "model.language_model.layers.1.mlp.experts", nested="text_config"),
     Row("qwen3_vl_moe_text", "model.language_model.layers.1.mlp.experts", nested="text_config"),
     Row("qwen3_omni_moe_text", "thinker.model.layers.1.mlp.experts", nested="thinker_config.text_config"),
     Row(
@@ -261,6 +262,15 @@ ROWS = (
         bias="moe.router_bias",
         scoring="sigmoid",
         scaling=3.0,
+        shared=1,
+    ),
+    Row(
+        "step5",
+        "model.layers.1.moe.experts",
+        sizes=("moe_num_experts", "moe_top_k", "hidden_size", "moe_intermediate_size"),
+        keys={"share_expert_dim": 16, "moe_router_scaling_factor": 1.0},
+        bias="moe.router_bias",
+        scoring="sigmoid",
         shared=1,
     ),
     Row(

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from engines.vllm_engine import BACKENDS, experts_layer, loaded_layer, vllm
+from bench_scripts import make_checkpoint
+from engines.vllm_engine import BACKENDS, experts_layer, get_quantization_config, loaded_layer, vllm
 from vllm.config import LoadConfig, ModelConfig
 from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
@@ -139,3 +140,16 @@ def test_nothing_is_left_behind(checkpoints, tmp_path) -> None:
 
 
 assert vllm  # the module is skipped without the engine
+
+
+def test_fp8_layers_that_only_the_model_reads_are_refused(tmp_path) -> None:
+    """DeepSeek-V4's published checkpoints: plain FP8 would read their scales wrongly."""
+    make_checkpoint.write_checkpoint(tmp_path / "source", make_checkpoint.MODELS["tiny"], "fp8-block")
+    config = tmp_path / "source" / "config.json"
+    document = json.loads(config.read_text())
+    made = get_quantization_config("moeq").from_config(document["quantization_config"])
+    made.maybe_update_config(str(tmp_path / "source"))
+    config.write_text(json.dumps(document | {"model_type": "deepseek_v4"}))
+    with pytest.raises(MoeqError, match="FP8 layers of deepseek_v4 outside the experts") as caught:
+        made.maybe_update_config(str(tmp_path / "source"))
+    assert caught.value.code == "usage.unsupported-model"

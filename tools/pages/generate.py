@@ -21,6 +21,7 @@ from pages.backends import backends_page
 from pages.commands import commands_page
 from pages.python_api import python_page
 from pages.tables import DOCS, ROOT, replace_block
+from pages.vllm_models import models_page
 
 README = ROOT / "README.md"
 REFERENCE = DOCS / "reference"
@@ -52,6 +53,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     REFERENCE / "errors.md": errors.errors_page,
     REFERENCE / "oracle-accuracy.md": _accuracy,
     REFERENCE / "tested.md": results.tested_page,
+    REFERENCE / "vllm-models.md": models_page,
     DOCS / "explanation" / "architecture.svg": lambda: import_graph.draw(import_graph.area_graph()),
 }
 

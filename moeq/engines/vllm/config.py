@@ -29,7 +29,7 @@ from moeq.engines.vllm.model_classes import leave_experts_out
 from moeq.engines.vllm.own_experts import logger
 from moeq.engines.vllm.this_device import this_device
 from moeq.errors import MoeqError
-from moeq.oracle.loaders import TRANSFORMERS_GUARD
+from moeq.oracle.loaders import TRANSFORMERS_GUARD, reads_by_own_config
 from moeq.oracle.versions import BUILTIN
 
 if TYPE_CHECKING:
@@ -100,6 +100,14 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
         self.experts = open_experts(*self.opened, logger, converted=self.converted)
         if self.inner is None and self.unread is None and not self.converted:  # a file beside `config.json` may hold it
             self._read_source_config(self.experts.checkpoint.quantization_config)
+        model_type = str(self.experts.checkpoint.source.config.get("model_type", ""))
+        if self.inner is not None and reads_by_own_config(model_type, self.inner.get_name()):
+            raise MoeqError(
+                "usage.unsupported-model",
+                f"vLLM reads the FP8 layers of {model_type} outside the experts by a config of that model, which the "
+                "plug-in does not stand in for",
+                "serve the source checkpoint without --quantization moeq",
+            )
         if getattr(hf_config, "_experts_implementation", None) == TRANSFORMERS_GUARD:
             hf_config._experts_implementation = "eager"  # some of the engine's classes are transformers'
         if self.inner is not None:

@@ -19,6 +19,7 @@ from moeq.oracle.loaders import (
     Loader,
     PlannedLayer,
     loaders_of,
+    reads_by_own_config,
     sglang_reads,
 )
 from moeq.oracle.versions import choose_engine
@@ -34,10 +35,11 @@ def loaders_of_plan(
 ) -> Iterator[Loader]:
     """Return the loaders that take a planned layer."""
     layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
+    model_type = str(checkpoint.source.config.get("model_type", ""))
     return loaders_of(
         PlannedLayer(
             layout=layout,
-            model_type=str(checkpoint.source.config.get("model_type", "")),
+            model_type=model_type,
             activation=checkpoint.info.activation,
             dtype=deployment.dtype,
             platform=deployment.gpu.platform,
@@ -46,6 +48,7 @@ def loaders_of_plan(
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(checkpoint, question, plan, scheme)),
             family=not checkpoint.info.family_from_names,
+            own_config=reads_by_own_config(model_type, (checkpoint.quantization_config or {}).get("quant_method")),
             heads=_heads(checkpoint, deployment),
             sglang=_sglang(checkpoint, deployment, layer),
             dispatched=deployment.batched or deployment.all2all is not None,
