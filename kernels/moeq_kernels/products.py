@@ -1,6 +1,8 @@
-"""Single expert products, with which checks locate an error within a layer."""
+"""Single expert products: checks locate an error within a layer with them, and adapters are added to them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +11,28 @@ from moeq_kernels import portable
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.gpu import gpu_of
+from moeq_kernels.hopper.support import family as family_of
+from moeq_kernels.hopper.support import unsupported_reason
+from moeq_kernels.hopper.w4a16.w4a16_launches import single_product
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import room, sort_pairs
 from moeq_kernels.tuning import Blocks
 from moeq_kernels.validate import as_int32, check_matrix, require, require_runnable, shape_of
+
+
+@dataclass(frozen=True)
+class SortedProducts:
+    """Products of pairs (token, choice), sorted by expert.
+
+    Attributes:
+        values: float32 `[pairs, N]`; rows that belong to no pair hold anything.
+        rows: int32 `[pairs]`, row of each pair, or -1 for a choice without an expert.
+    """
+
+    values: Tensor
+    rows: Tensor
 
 
 def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None) -> Tensor:
@@ -33,6 +51,20 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
 
     Raises the errors of `fused_moe`.
     """
+    found = sorted_products(x, matrix, ids, blocks=blocks, family="portable")
+    if not len(found.rows):
+        return found.values
+    rows = found.rows.to(torch.int64)
+    return torch.where((rows >= 0)[:, None], found.values[rows.clamp(min=0)], 0.0)
+
+
+def sorted_products(
+    x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None, family: str | None = None
+) -> SortedProducts:
+    """Compute the products of `expert_products` without moving them to the order of pairs.
+
+    `family` is `portable` or `hopper-w4a16`, whose device code is that of `fused_moe`, or None for the fastest here.
+    """
     require(x.dim() == 2, f"x is {shape_of(x)}; it must be [tokens, features]")
     require(
         ids.dim() == 2 and ids.shape[0] == x.shape[0] and ids.dtype in (torch.int32, torch.int64),
@@ -45,11 +77,11 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
     tokens, choices = ids.shape
     pairs = ids.numel()
     if not pairs:
-        return torch.zeros(0, matrix.n, dtype=torch.float32, device=x.device)
-    symbols = symbolic("w13", matrix)
+        empty = torch.zeros(0, matrix.n, dtype=torch.float32, device=x.device)
+        return SortedProducts(empty, ids.new_zeros(0, dtype=torch.int32))
     problem = Problem(
-        w13=symbols,
-        w2=symbols,
+        w13=symbolic("w13", matrix),
+        w2=symbolic("w2", matrix),
         epilogue=PLAIN,
         top_k=choices,
         hidden=x.shape[1],
@@ -60,20 +92,24 @@ def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blo
         interpret=x.device.type == "cpu",
         dependent=False,
     )
-    used = blocks or portable.plan_for(problem, tokens)
     piece, arena = Piece.whole(problem, tokens), Arena()
-    found = room(problem, arena, pairs, used.m)
     out = Area.of("out", torch.float32, pairs, matrix.n)
-    rows = portable.Rows(piece.x, found.tiles, found.pair_of_row, choices)
-    launches = sort_pairs(problem, piece, arena, found, used.m, used.m)
-    launches += portable.product(problem, symbols, PLAIN, rows, out, arena, used)
+    if family is None and family_of(problem) == "hopper-w4a16" and unsupported_reason(problem) is None:
+        family = "hopper-w4a16"
+    if family == "hopper-w4a16":
+        launches, found = single_product(problem, piece, arena, out)
+    else:
+        used = blocks or portable.plan_for(problem, tokens)
+        found = room(problem, arena, pairs, used.m)
+        rows = portable.Rows(piece.x, found.tiles, found.pair_of_row, choices)
+        launches = sort_pairs(problem, piece, arena, found, used.m, used.m)
+        launches += portable.product(problem, problem.w13, PLAIN, rows, out, arena, used)
     roots = {
         "x": x.contiguous(),
         "topk_ids": as_int32(ids, matrix.num_experts).contiguous(),
-        "out": torch.zeros(pairs, matrix.n, dtype=torch.float32, device=x.device),
+        "out": torch.empty(pairs, matrix.n, dtype=torch.float32, device=x.device),
         "workspace": torch.empty(arena.used, dtype=torch.uint8, device=x.device),
         **tensors_of(PackedExperts(matrix, matrix)),
     }
     run_with_triton(launches, roots)
-    inverse = found.inverse.bind(roots).to(torch.int64)
-    return torch.where((inverse >= 0)[:, None], roots["out"][inverse.clamp(min=0)], 0.0)
+    return SortedProducts(roots["out"], found.inverse.bind(roots))

@@ -81,7 +81,7 @@ def _builtin_rows() -> list[dict[str, Any]]:
             "classes": ["moeq_kernels.fused_moe"],
             "devices": [term.text for term in policy.devices],
             "needs": ["triton"],
-            "limits": [f"{row.element}", f"groups {', '.join(map(str, row.group_sizes))}", "no LoRA"],
+            "limits": [f"{row.element}", f"groups {', '.join(map(str, row.group_sizes))}"],
             "layouts": [row.layout],
             "no_layout": "moeq has none yet",
         }

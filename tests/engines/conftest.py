@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from load.deployments import convert
 
 
@@ -15,6 +17,17 @@ def folders(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
     out = tmp_path_factory.mktemp("vllm")
     return {name: convert(checkpoints / name, out / name, layout) for name, layout in NAMES.items()}
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The engine's buffers of a worker, on the CPU."""
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    workspace.init_workspace_manager(torch.device("cpu"))
+    yield workspace.current_workspace_manager()
+    workspace.reset_workspace_manager()
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
-from vllm.v1.worker import workspace
 
 import moeq
 from moeq.engines.reload import ExpertReload
@@ -23,16 +22,9 @@ from moeq.engines.vllm.engine_experts import VERSION
 from moeq.engines.vllm.own_experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
 from moeq.errors import MoeqError
 
+pytestmark = pytest.mark.usefixtures("buffers")
+
 INT4 = "gptq-int4-g32-qwen3moe"
-
-
-@pytest.fixture(autouse=True)
-def buffers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The engine's buffers of a worker, on the CPU."""
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
-    workspace.init_workspace_manager(torch.device("cpu"))
-    yield workspace.current_workspace_manager()
-    workspace.reset_workspace_manager()
 
 
 def batch_of(hidden: int, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -234,7 +226,6 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"is_lora_enabled": True}, "LoRA"),
             ({"parallel": {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_latency"}}, "parallel config"),
             ({"activation": MoEActivation.SWIGLUSTEP}, "activation"),
         ],

@@ -43,6 +43,11 @@ def merged(layer: Layer, lora: LoraExperts, adapter: int) -> Layer:
     for name, matrix in lora.matrices():
         if name == "down":
             w2 += product(matrix)
+        elif name == "gate_up":
+            both = product(matrix)
+            halves = (both[:, ::2], both[:, 1::2]) if lora.interleaved else both.chunk(2, 1)
+            for part, half_of in zip(("gate", "up"), halves, strict=True):
+                w13[:, rows[layer.order][part]] += half_of
         else:
             w13[:, rows[layer.order][name]] += product(matrix)
     return replace(layer, w13=w13, w2=w2)
@@ -76,6 +81,32 @@ def test_adapters_equal_merged_weights(changes: dict, rank: int, names: tuple[st
         truth[here], plain[here] = moe(*given), moe(*given, dtype=recipe.dtype)
     base = moe(routed.x, layer, routed.weights, routed.ids)
     assert relative_error(base, truth) > 0.05  # adapters matter
+    assert relative_error(y, truth) <= FACTOR * relative_error(plain, truth)
+
+
+@pytest.mark.parametrize(("order", "interleaved"), [("gate-up", False), ("gate-up", True), ("interleaved", True)])
+def test_matrices_that_gate_and_up_or_all_experts_share(order: str, interleaved: bool, device: torch.device) -> None:
+    """vLLM's adapters of models whose experts are one tensor, and those of `enable_moe_shared_loras`."""
+    recipe = replace(RECIPE, order=order)
+    packed, layer = make_layer(recipe, device)
+    lora = adapters(recipe, 8, 2, ("up", "down"), device)
+    assert lora.up is not None
+    assert lora.down is not None
+    both = torch.cat((lora.up.b, lora.up.b.flip(2) * 0.5), 2)
+    shared = LoraExperts(
+        gate_up=LoraMatrix(lora.up.a[:, :1], both),
+        down=LoraMatrix(lora.down.a, lora.down.b[:, 1:2]),
+        interleaved=interleaved,
+    )
+    routed = route(7, recipe.hidden, recipe.experts, 2, device=device)
+    ids = torch.tensor([1, 0, -1, 1, 1, 0, 0], device=device)
+    y = fused_moe_lora(routed.x, packed, shared, routed.weights, routed.ids, ids)
+    truth, plain = (torch.empty(routed.x.shape, device=device) for _ in range(2))
+    for adapter in (-1, 0, 1):
+        here = ids == adapter
+        given = (routed.x[here], merged(layer, shared, adapter) if adapter >= 0 else layer)
+        given += (routed.weights[here], routed.ids[here])
+        truth[here], plain[here] = moe(*given), moe(*given, dtype=recipe.dtype)
     assert relative_error(y, truth) <= FACTOR * relative_error(plain, truth)
 
 

@@ -169,8 +169,8 @@ def test_r15_lora_only_where_it_is_applied() -> None:
     assert vllm.chosen is not None
     assert "lora-ignored" in codes(vllm)
     own = ask(scheme("gptq"), gpu("MI300X", lora=True, engine="moeq"))
-    assert {reason.code for row in own.candidates for reason in row.reasons} >= {"K11_LORA"}
-    assert own.chosen is None
+    assert own.chosen is not None
+    assert "lora-ignored" not in codes(own)
 
 
 def test_r16_bias_is_never_dropped_by_moeq() -> None:

@@ -15,22 +15,25 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
+from moeq.engines.vllm.adapters import adapters_of, adapters_of_tokens, check_adapters
 from moeq.errors import MoeqError
 from moeq.load.kernel_experts import prepared_layer
 from moeq.load.torch_loader import check_groups, check_kernel
 from moeq.load.warmup import make_ready
+from moeq_kernels import fused_moe_lora
 from moeq_kernels.activations import BY_ENGINE_NAME
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
     from moeq.load.ranks import RankPart
-    from moeq_kernels import PackedExperts, PreparedLayer
+    from moeq_kernels import LoraExperts, PackedExperts, PreparedLayer
 
 logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handlers print it
 
@@ -38,18 +41,20 @@ logger = init_logger("vllm.moeq")  # below the engine's own logger, whose handle
 ACTIVATIONS = {member: BY_ENGINE_NAME[member.value] for member in MoEActivation if member.value in BY_ENGINE_NAME}
 
 
-class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
+class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[misc]
     """Experts of one layer in moeq's kernels.
 
     Args:
         moe_config: the engine's record of the layer.
         prepared: the layer in the kernels.
+        packed: the layer's experts.
     """
 
-    def __init__(self, moe_config: Any, prepared: PreparedLayer) -> None:
+    def __init__(self, moe_config: Any, prepared: PreparedLayer, packed: PackedExperts) -> None:
         # No scheme, since the kernels quantise activations themselves if the format needs that.
         super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG)
-        self.prepared = prepared
+        self.prepared, self.packed = prepared, packed
+        self._adapters: LoraExperts | None = None
         # The largest size for all calls, since the engine's buffer never grows after its profiling run.
         self.workspace_bytes = prepared.workspace_bytes()
 
@@ -85,6 +90,11 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         """Return whether tokens are exchanged by all-gather and reduce-scatter; others were never run with moeq."""
         return not moe_parallel_config.use_all2all_kernels or moe_parallel_config.use_ag_rs_all2all_kernels
+
+    def set_lora_context(self, ctx: Any) -> None:
+        """Take the engine's stacks of adapters."""
+        super().set_lora_context(ctx)
+        self._adapters = adapters_of(ctx, self.prepared.problem.epilogue.gated, self.moe_config.activation)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
         """Return a no-op: the kernels weight and sum a token's choices."""
@@ -124,6 +134,12 @@ class MoeqExperts(FusedMoEExpertsModular):  # type: ignore[misc]
         """Run the layer on `hidden_states` `[M, H]`, with weighted sums in `output` `[M, H]`."""
         if apply_router_weight_on_input:  # the engine has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
+        chosen = None if self._adapters is None else adapters_of_tokens(self._lora_context, hidden_states.shape[0])
+        if chosen is not None:
+            routing = topk_weights, topk_ids, chosen
+            given = {**activation_arguments(self.moe_config), "expert_map": expert_map}
+            output.copy_(fused_moe_lora(hidden_states, self.packed, self._adapters, *routing, **given))
+            return
         workspace = workspace2.view(torch.uint8)
         self.prepared(hidden_states, topk_weights, topk_ids, out=output, workspace=workspace, expert_map=expert_map)
 
@@ -184,6 +200,7 @@ def activation_arguments(moe: Any) -> dict[str, Any]:
 def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
     """Raise MoeqError `answer.no-kernel` or `usage.dtype` if moeq's kernels cannot run a layer."""
     check_kernel(entry, moe.in_dtype, "")
+    check_adapters(moe)
     check_groups(entry, part)
     offload = get_current_vllm_config().offload_config
     if offload.prefetch.offload_group_size > 0 or offload.offload_backend == "prefetch":
@@ -204,6 +221,8 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
     device = torch.device(moe.device)
     if device.type != "cuda":
         return f"experts are on {device.type}"
+    if moe.is_lora_enabled:
+        return "adapters (LoRA) run in those"
     here = gpu_of(device)
     kind = (here.backend, here.capability)
     like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
@@ -223,7 +242,7 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.Fu
         allow_new_interface=True,
         use_monolithic=False,
     )
-    return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared))
+    return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared, packed))
 
 
 def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str | None = None) -> PreparedLayer:

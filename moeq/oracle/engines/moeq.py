@@ -233,11 +233,6 @@ def _dtype(request: Request, row: KernelRow) -> Iterator[Reason]:
         yield Reason("K10_DTYPE", f"dtype {dtype}, this kernel takes {', '.join(row.dtypes)}", f"dtype {row.dtypes[0]}")
 
 
-def _lora(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.deployment.lora:
-        yield Reason("K11_LORA", "no kernel applies LoRA adapters on experts", "no LoRA on experts (merge them)")
-
-
 def _division(request: Request, row: KernelRow) -> Iterator[Reason]:
     total = request.shape.intermediate_size
     if total % request.tp:
@@ -262,7 +257,6 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     "K08_ACTIVATION_TYPE": (_activation_type, "Activations run as the checkpoint declares, or in 16 bits."),
     "K09_ACTIVATION": (_activation, "The activation function between the two products."),
     "K10_DTYPE": (_dtype, "e8m0 scales span the range of bfloat16, not that of float16."),
-    "K11_LORA": (_lora, "LoRA is advertised only where it is applied."),
     "K12_DIVISION": (_division, "Ranks divide the intermediate size and the experts."),
 }
 

@@ -102,8 +102,8 @@ def _fastest(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, verdict: Verdict
 ) -> LayoutChoice | None:
     """Return what moeq's kernels read if they are the fastest on this GPU and read no layout of the engine's choice."""
-    if deployment.engine == OWN_ENGINE:
-        return None
+    if deployment.engine == OWN_ENGINE or deployment.lora:
+        return None  # layers with adapters run in moeq's kernels for any GPU, and inside SGLang not at all
     encoded, engines = scheme or checkpoint.scheme_of(layer), verdict.convert and verdict.convert.layout
     where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
     own = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).convert

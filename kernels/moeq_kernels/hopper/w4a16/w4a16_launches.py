@@ -95,6 +95,19 @@ def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan)
     return result
 
 
+def single_product(problem: Problem, piece: Piece, arena: Arena, out: Area) -> tuple[list[Launch], Sorted]:
+    """Return the launches of x @ w13 into out `[pairs, N]`, in sorted rows, and the sorted pairs.
+
+    The problem has no gate and no activation.
+    """
+    w13, pairs = problem.w13, piece.ids.numel()
+    work = Work(pairs, problem.experts, w13.k, w13.n, kind_of(w13), problem.top_k, problem.gpu, both=False)
+    plan = choose(work, group_of(w13), gated=False)
+    x = arena.take(problem.dtype, pairs, problem.hidden)
+    result, rows, early = sorting(problem, piece, arena, plan, x)
+    return [*result, product_launch(problem, plan, w13, rows, x, out, arena, False, early)], rows
+
+
 def gathers(problem: Problem, plan: Plan) -> bool:
     """Return whether the gate-up product gathers tokens itself, which needs whole steps of k."""
     kernel = plan.kernel

@@ -29,7 +29,7 @@ from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
 from moeq_kernels.index_maps import Digit, Packing, Placement
 from moeq_kernels.launch import Launch
-from moeq_kernels.lora import activation_launch
+from moeq_kernels.lora import activation_launch, sum_launch
 from moeq_kernels.placement import planned
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
@@ -118,7 +118,15 @@ def full_matrix() -> list[Case]:
 
 
 def _small_kernels() -> list[Case]:
-    names = ("quantize_rows", "quantize_rows_e4m3", "sum_choices", "place_words", "place_tiles", "activate_rows")
+    names = (
+        "quantize_rows",
+        "quantize_rows_e4m3",
+        "sum_choices",
+        "place_words",
+        "place_tiles",
+        "activate_rows",
+        "add_choices",
+    )
     return [Case(name, epilogue=name) for name in names]
 
 
@@ -205,7 +213,18 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     if case.epilogue == "activate_rows":
         sums, more = area(torch.float32, 64, 2 * INTERMEDIATE), area(torch.float32, 64, INTERMEDIATE)
         areas = {"sums": sums, "gate": more, "up": more, "out": area(case.dtype, 64, INTERMEDIATE)}
-        return activation_launch(areas, Epilogue("situ", gated=True, alpha=4.0), interpret=False)
+        areas |= dict.fromkeys(("sums_rows", "gate_rows", "up_rows"), area(torch.int32, 64))
+        addends = {"MORE": INTERMEDIATE, "WIDTH": INTERMEDIATE, "EACH": 1, "UP_AT": 0}
+        return activation_launch(areas, Epilogue("situ", gated=True, alpha=4.0), addends, interpret=False)
+    if case.epilogue == "add_choices":
+        rows = area(torch.float32, 64, HIDDEN)
+        areas = {
+            "outputs": rows,
+            "down": rows,
+            "y": area(case.dtype, 16, HIDDEN),
+            "weights": area(torch.float32, 16, 4),
+        }
+        return sum_launch(areas | dict.fromkeys(("outputs_rows", "down_rows"), area(torch.int32, 64)), interpret=False)
     gpu = TARGETS[target]
     if case.epilogue == "sum_choices":  # whatever the weights are
         case = replace(case, layout="marlin-wna16/1", element="int4")
