@@ -184,13 +184,18 @@ def fused_moe_batched(
 
 
 def batched_layer(
-    x: Tensor, experts: PackedExperts, epilogue: Epilogue, expected_tokens: int | None, gpu: str | None = None
+    x: Tensor,
+    experts: PackedExperts,
+    epilogue: Epilogue,
+    expected_tokens: int | None,
+    gpu: str | None = None,
+    rows: int | None = None,
 ) -> PreparedLayer:
-    """Prepare a layer for rows x `[E * max_tokens, H]` of `batched_ids`, each a token with one choice.
+    """Prepare a layer for `rows` rows (default: those of x) `[E * max_tokens, H]` of `batched_ids`.
 
-    `gpu` names the GPU of experts on `meta`.
+    Each row is a token with one choice. `gpu` names the GPU of experts on `meta`.
     """
-    rows = x.shape[0]
+    rows = x.shape[0] if rows is None else rows
     layer = prepare_for(x, experts, 1, rows, epilogue, None, gpu=gpu)
     if layer.family != "hopper-w4a16" or expected_tokens is None:
         return layer

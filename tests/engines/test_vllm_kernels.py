@@ -15,11 +15,20 @@ from vllm.config.offload import OffloadConfig, PrefetchOffloadConfig
 from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.prepare_finalize import no_dp_ep
+from vllm.model_executor.layers.fused_moe.prepare_finalize.batched import BatchedPrepareAndFinalize
 
 import moeq
 from moeq.engines.reload import ExpertReload
+from moeq.engines.vllm import own_experts
 from moeq.engines.vllm.engine_experts import VERSION
-from moeq.engines.vllm.own_experts import ACTIVATIONS, MoeqExperts, _prepare, activation_arguments, check_own
+from moeq.engines.vllm.own_experts import (
+    ACTIVATIONS,
+    MoeqBatchedExperts,
+    MoeqExperts,
+    _prepare,
+    activation_arguments,
+    check_own,
+)
 from moeq.errors import MoeqError
 
 pytestmark = pytest.mark.usefixtures("buffers")
@@ -190,6 +199,23 @@ def test_what_a_rank_calls_is_what_warmup_compiles(name, ranks, where, folders, 
         assert _prepare(method.moe, packed, known, "H200").problem in warmed
 
 
+def test_batches_by_expert_run_in_moeqs_kernels(folders, checkpoints, batch, monkeypatch) -> None:
+    """In the format of DeepEP's low-latency kernels; the engine's own reference makes the batches and sums them."""
+    made = BatchedPrepareAndFinalize(max_num_tokens=8, num_local_experts=4, num_dispatchers=1, rank=0)
+    monkeypatch.setattr(own_experts, "maybe_make_prepare_finalize", lambda **given: made)
+    parallel = {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_latency"}
+    layer = loaded_layer(folders[INT4], kernels="moeq", parallel=parallel)
+    kernel = layer.quant_method.moe_kernel
+    assert isinstance(kernel.fused_experts, MoeqBatchedExperts)
+    x, weights, ids = batch
+    with engine():
+        found = kernel.apply(
+            hidden_states=x, w1=layer.w13_weight, w2=layer.w2_weight, topk_weights=weights, topk_ids=ids,
+            activation=layer.activation, global_num_experts=4, expert_map=None, apply_router_weight_on_input=False,
+        )  # fmt: skip
+    assert error(found, reference_layer(moeq.open(checkpoints / INT4), 1, *batch)) < 0.01
+
+
 class TestChoice:
     def chosen(self, folder: Path, **options: Any) -> str:
         return experts_layer(folder, **options).quant_method.choice.why
@@ -226,13 +252,10 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"parallel": {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_latency"}}, "parallel config"),
             ({"activation": MoEActivation.SWIGLUSTEP}, "activation"),
         ],
     )
     def test_what_moeqs_kernels_cannot_goes_to_the_engines(self, options, words, folders, gpu, monkeypatch) -> None:
-        if "parallel" in options:
-            pytest.importorskip("deep_ep", reason="the engine's batched experts need deep_ep")
         if "activation" in options:  # The kernels have every activation of 0.33: one of a later release is missing.
             monkeypatch.delitem(ACTIVATIONS, options["activation"])
         why = self.chosen(folders[INT4], **options)
@@ -249,12 +272,13 @@ class TestChoice:
     def test_adapters_are_not_left_out_of_a_function(self, name, layout, since, checkpoints, tmp_path, gpu) -> None:
         """Triton experts of earlier releases run by way of a function that knows nothing of adapters."""
         folder = convert(checkpoints / name, tmp_path / "out", layout)
+        why = self.chosen(folder, is_lora_enabled=True)
         if since <= VERSION:
-            assert "does not support LoRA" in self.chosen(folder, is_lora_enabled=True)
+            assert why.startswith("the engine's")
             return
-        for kernels in ("auto", "engine"):
-            with pytest.raises(MoeqError, match="does not support LoRA"):
-                experts_layer(folder, kernels=kernels, is_lora_enabled=True)
+        assert why.startswith("moeq's kernels for any GPU")
+        with pytest.raises(MoeqError, match="does not support LoRA"):
+            experts_layer(folder, kernels="engine", is_lora_enabled=True)
 
     def test_batch_invariance(self, folders, gpu, monkeypatch) -> None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

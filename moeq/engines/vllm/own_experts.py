@@ -18,7 +18,10 @@ from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CO
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExpertsModular
 from vllm.model_executor.layers.fused_moe.prepare_finalize.no_dp_ep import MoEPrepareAndFinalizeNoDPEPModular
-from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+    TopKWeightAndReduceDelegate,
+    TopKWeightAndReduceNoOP,
+)
 from vllm.platforms import current_platform
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -29,6 +32,7 @@ from moeq.load.torch_loader import check_groups, check_kernel
 from moeq.load.warmup import make_ready
 from moeq_kernels import fused_moe_lora
 from moeq_kernels.activations import BY_ENGINE_NAME
+from moeq_kernels.fused import batched_ids, batched_layer
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import LayerEntry
@@ -50,9 +54,9 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         packed: the layer's experts.
     """
 
-    def __init__(self, moe_config: Any, prepared: PreparedLayer, packed: PackedExperts) -> None:
+    def __init__(self, moe_config: Any, prepared: PreparedLayer, packed: PackedExperts, **batches: int) -> None:
         # No scheme, since the kernels quantise activations themselves if the format needs that.
-        super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG)
+        super().__init__(moe_config, FUSED_MOE_UNQUANTIZED_CONFIG, **batches)
         self.prepared, self.packed = prepared, packed
         self._adapters: LoraExperts | None = None
         # The largest size for all calls, since the engine's buffer never grows after its profiling run.
@@ -163,6 +167,62 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         return self.prepared(x, topk_weights, topk_ids, workspace=workspace, expert_map=expert_map)
 
 
+class MoeqBatchedExperts(MoeqExperts):
+    """Experts of one layer whose tokens come in batches by expert, as from DeepEP's low-latency kernels.
+
+    Each row is a token with one choice, so the engine weights and sums the results.
+
+    Args:
+        moe_config: the engine's record of the layer.
+        prepared: the layer in the kernels, for rows of `moeq_kernels.fused.batched_ids`.
+        packed: the layer's experts.
+        batches: `max_num_tokens` of a rank and `num_dispatchers`, whose product is the rows of a batch.
+    """
+
+    @staticmethod
+    def activation_format() -> FusedMoEActivationFormat:
+        """Return the format of batches by expert."""
+        return FusedMoEActivationFormat.BatchedExperts
+
+    @staticmethod
+    def supports_lora() -> bool:
+        """Return False: the engine has no adapters beside such batches."""
+        return False
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: Any) -> bool:
+        return bool(moe_parallel_config.use_batched_activation_format)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceDelegate:
+        """Leave weights and sums to the exchange of tokens."""
+        return TopKWeightAndReduceDelegate()
+
+    def moe_problem_size(
+        self, a1: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_ids: torch.Tensor
+    ) -> tuple[int, int, int, int, int]:
+        """Return experts, rows of a batch, intermediate size, hidden size, choices of a token."""
+        return a1.shape[0], a1.shape[1], self.prepared.problem.intermediate, a1.shape[2], topk_ids.shape[1]
+
+    def workspace_shapes(
+        self, M: int, N: int, K: int, topk: int, *more: Any, **named: Any
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Return shapes of two empty buffers and the output; the layer, whose plan is fixed, has its own buffers."""
+        return (0,), (0,), (self.prepared.problem.experts, M, K)
+
+    def apply(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, *given: Any, expert_tokens_meta: Any, **named: Any
+    ) -> None:
+        """Run the layer on `hidden_states` `[E, rows, H]`, with results in `output`; unused rows become zero."""
+        ids = batched_ids(expert_tokens_meta.expert_num_tokens, hidden_states.shape[1])
+        rows = hidden_states.reshape(len(ids), -1)
+        output.copy_(self.prepared(rows, torch.ones_like(ids, dtype=torch.float32), ids).view(output.shape))
+
+
+def experts_class(moe: Any) -> type[MoeqExperts]:
+    """Return the class for the format in which tokens reach the experts of a layer."""
+    return MoeqBatchedExperts if moe.moe_parallel_config.use_batched_activation_format else MoeqExperts
+
+
 def runs_alone(kernel: modular_kernel.FusedMoEKernel) -> bool:
     """Return whether no tokens are exchanged with other ranks."""
     return isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
@@ -209,7 +269,8 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
             "moeq's kernels keep the addresses of experts, so with --offload-group-size all would stay on the GPU",
             "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
         )
-    supported, reason = MoeqExperts.is_supported_config(MoeqExperts, moe, None, None, activation_format(moe))
+    kind = experts_class(moe)
+    supported, reason = kind.is_supported_config(kind, moe, None, None, activation_format(moe))
     if not supported:
         raise MoeqError("answer.no-kernel", f"layer {entry.layer}: moeq's {reason}")
 
@@ -223,6 +284,8 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
         return f"experts are on {device.type}"
     if moe.is_lora_enabled:
         return "adapters (LoRA) run in those"
+    if experts_class(moe) is MoeqBatchedExperts:
+        return "those for this GPU were not measured with batches by expert"
     here = gpu_of(device)
     kind = (here.backend, here.capability)
     like = next((gpu.name for gpu in GPUS.values() if (gpu.backend, gpu.capability) == kind), None)
@@ -233,8 +296,6 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
 
 def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
     """Make the engine's kernel object around moeq's experts, and compile and load their kernels."""
-    prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
-    make_ready(prepared, logger)
     prepare = maybe_make_prepare_finalize(
         moe=moe,
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -242,7 +303,24 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.Fu
         allow_new_interface=True,
         use_monolithic=False,
     )
+    if experts_class(moe) is MoeqBatchedExperts:
+        batches = {"max_num_tokens": prepare.max_num_tokens_per_rank(), "num_dispatchers": prepare.num_dispatchers()}
+        prepared = _prepare_batches(moe, packed, **batches)  # the engine's profiling run compiles its one plan
+        return modular_kernel.FusedMoEKernel(prepare, MoeqBatchedExperts(moe, prepared, packed, **batches))
+    prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
+    make_ready(prepared, logger)
     return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared, packed))
+
+
+def _prepare_batches(moe: Any, packed: PackedExperts, max_num_tokens: int, num_dispatchers: int) -> PreparedLayer:
+    """Prepare the layer for batches that all ranks fill with `max_num_tokens` tokens at most."""
+    from moeq_kernels.validate import epilogue_of
+
+    given = {"alpha": None, "beta": None, "limit": None, **activation_arguments(moe)}
+    rows, pairs = max_num_tokens * num_dispatchers, max_num_tokens * num_dispatchers * moe.experts_per_token
+    x = torch.empty(0, moe.hidden_dim, dtype=moe.in_dtype, device=packed.w13.weight.device)
+    epilogue = epilogue_of(packed, weight_first=False, **given)
+    return batched_layer(x, packed, epilogue, -(-pairs // moe.num_experts), rows=packed.num_experts * rows)
 
 
 def _prepare(moe: Any, packed: PackedExperts, num_experts: int | None, gpu: str | None = None) -> PreparedLayer:
