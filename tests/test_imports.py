@@ -29,6 +29,7 @@ INSIDE_ENGINES = {
         "vllm/config",
         "vllm/experts_method",
         "vllm/own_experts",
+        "vllm/adapters",
         "vllm/backends",
         "vllm/cpu_experts",
         "vllm/float_experts",

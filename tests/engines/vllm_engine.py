@@ -89,19 +89,22 @@ def ranks_of(
         options: fields of the engine's record of the layer.
     """
     info = moeq.open(folder).info
-    ranks = FusedMoEParallelConfig(
-        tp_size=tp[1],
-        tp_rank=tp[0],
-        ep_size=ep[1],
-        ep_rank=ep[0],
-        use_ep=ep[1] > 1,
-        pcp_size=1,
-        pcp_rank=0,
-        dp_size=1,
-        dp_rank=0,
-        sp_size=1,
-        **{"all2all_backend": "allgather_reducescatter", "enable_eplb": redundant is not None, **(parallel or {})},
-    )
+    fields = {
+        "tp_size": tp[1],
+        "tp_rank": tp[0],
+        "ep_size": ep[1],
+        "ep_rank": ep[0],
+        "use_ep": ep[1] > 1,
+        "pcp_size": 1,
+        "pcp_rank": 0,
+        "dp_size": 1,
+        "dp_rank": 0,
+        "sp_size": 1,
+        "all2all_backend": "allgather_reducescatter",
+        "enable_eplb": redundant is not None,
+        **(parallel or {}),
+    }
+    ranks = FusedMoEParallelConfig(**fields)
     physical = info.num_experts + (redundant or 0)
     manager = ExpertMapManager(
         max_num_batched_tokens=64,

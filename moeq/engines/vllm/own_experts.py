@@ -184,6 +184,11 @@ class MoeqBatchedExperts(MoeqExperts):
         """Return the format of batches by expert."""
         return FusedMoEActivationFormat.BatchedExperts
 
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        """Whether inputs are quantised late: exchanges of batches refuse that, and without a scheme none are."""
+        return False
+
     @staticmethod
     def supports_lora() -> bool:
         """Return False: the engine has no adapters beside such batches."""
