@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import lzma
+import math
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +117,13 @@ def test_a_plan_with_other_numbers_is_not_timed(tmp_path: Path, capsys: pytest.C
     assert sweep.bad == [[*key, "Wide"], [*key, "Narrow"]]
     assert "WRONG int4 random 8 2 64 64 4 Wide differs by 1" in capsys.readouterr().out
     assert sweep.right(key, "Direct", lambda: 1 // 0, truth)  # `time_plan` says why it fails
+
+
+@pytest.mark.parametrize(("formats", "most"), [(("w8a16", "fp8-w8a16"), 1.02), (("w8a8", "fp8", "fp8-block"), 1.015)])
+def test_plans_for_codes_of_8_bits_are_near_the_best_recorded_ones(formats: tuple[str, ...], most: float) -> None:
+    """In the geometric mean over every eighth cell of today's kernels, and within a quarter in any."""
+    rows = [row for row in load() if row["format"] in formats and row["date"] >= "2026-11-24"]
+    ratios = [cell.ratio for cell in judged(rows[::8]) if cell.ratio is not None]
+    assert len(ratios) >= 30
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= most
+    assert max(ratios) <= 1.25

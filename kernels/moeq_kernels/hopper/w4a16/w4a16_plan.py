@@ -164,11 +164,9 @@ QUEUE16_FOLDED = Queue(16, 3, resident=3, least=8)
 QUEUE16_PAIR = Queue(16, 5, resident=2, least=8)
 #: Waves of 128 columns of gate and up from which three programs have a tile of 256 columns each, but for a tenth.
 QUEUE16_WAVES = 5.4
-#: Tokens for an expert up to which the queue kernel has tiles of 8: in e2m1 that is not light, and else. Beyond, tiles
-#: of 16 that are multiplied at 8 where that is enough take as long with uniform routing, and less with uneven one.
-QUEUE8_MEAN_E2M1, QUEUE8_MEAN = 1.5, 3.0
-#: QUEUE8_MEAN for int4 with two to FEW_WAVES waves of tiles.
-QUEUE8_MEAN_TILES = 6.8
+#: Tokens for an expert up to which the queue kernel has tiles of 8. Beyond, tiles of 16 that are multiplied at 8 where
+#: that is enough take as long with uniform routing, and less with uneven one.
+QUEUE8_MEAN = 3.0
 #: Weights in bytes beyond which the queue kernel keeps the memory busier, even where all of the narrow one's programs
 #: run at once.
 NARROW_BYTES = 200 * 10**6
@@ -187,10 +185,8 @@ LONG_TABLE: Table = (_FEW[0], (6.0, QUEUE8), (14.0, QUEUE16), (26.0, QUEUE32), *
 #: The same with so many waves of tiles that only an even flow of reads counts.
 MANY_WAVES = 9
 LONG_TABLE_MANY: Table = (*LONG_TABLE[:4], (56.0, QUEUE64_INT4), *_MANY[1:])
-#: For codes of 8 bits: with e4m3 the wide kernel wins from 12 tokens on whatever the down product.
-BYTES_TABLE: Table = (*_FEW, (12.0, QUEUE16), (24.0, WIDE32), *_MANY)
-#: For int8 and long down products; QUEUE32 was not measured with it.
-INT8_LONG_TABLE: Table = (*_FEW, (14.0, QUEUE16), (24.0, WIDE32), *_MANY)
+#: For codes of 8 bits: from 8 tokens on programs of half the columns, which pick tokens themselves.
+BYTES_TABLE: Table = (*_FEW, (8.0, QUEUE16), (48.0, WIDE64_HALVES), *_MANY[1:])
 #: For e2m1, whose integer work counts beside its bytes.
 _E2M1_MANY: Table = ((30.0, QUEUE32), (48.0, QUEUE64), (90.0, WIDE96), (float("inf"), WIDE160))
 E2M1_TABLE: Table = (*_FEW, (14.0, QUEUE16_FOLDED), *_E2M1_MANY)
@@ -241,12 +237,11 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
 def table_for(kind: str, intermediate: int = 0, waves: float = 0.0) -> Table:
     """Return the table for a kind of codes, k of the down product and tiles of gate and up per SM."""
-    short = intermediate <= SHORT_K
     if KINDS[kind].is_small_float:
         return LIGHT_E2M1_TABLE if KINDS[kind].has_cheap_decode else E2M1_TABLE
     if KINDS[kind].bits == 8:
-        return BYTES_TABLE if short or kind != "uint8" else INT8_LONG_TABLE
-    return TABLE if short else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
+        return BYTES_TABLE
+    return TABLE if intermediate <= SHORT_K else LONG_TABLE_MANY if waves > MANY_WAVES else LONG_TABLE
 
 
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
@@ -376,10 +371,10 @@ def kernel_where_memory_is_fast(work: Work) -> Kernel:
         few_bytes = work.bytes <= (NARROW_BYTES_FULL if full else NARROW_BYTES)
         if (work.one_wave and few_bytes) or not (work.both or full):
             return NARROW8
-        limit = QUEUE8_MEAN_E2M1 if small_float and not light else QUEUE8_MEAN
-        if few_tiles and not small_float:  # a second tile of 8 tokens costs less than what few tiles leave idle
-            limit = QUEUE8_MEAN_TILES if kind == "uint4" and waves > 2.0 else math.inf
-        return QUEUE8 if mean <= limit else queue16
+        if few_tiles and KINDS[kind].bits == 8 and mean > _FEW[1][0]:
+            return WIDE32
+        # A second tile of 8 tokens costs less than what few tiles leave idle.
+        return QUEUE8 if mean <= QUEUE8_MEAN or (few_tiles and not small_float) else queue16
     return kernel_for_few_tiles(base, work) if few_tiles else base
 
 

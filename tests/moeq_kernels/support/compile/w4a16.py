@@ -11,7 +11,6 @@ from moeq_kernels.hopper.w4a16.w4a16_plan import (
     DIRECT,
     E2M1_TABLE,
     GATHERING,
-    INT8_LONG_TABLE,
     LONG_TABLE,
     LONG_TABLE_MANY,
     NARROW16,
@@ -63,7 +62,7 @@ class Case:
 
 
 #: Groups of integers.
-TABLES = (TABLE, LONG_TABLE, LONG_TABLE_MANY, INT8_LONG_TABLE)
+TABLES = (TABLE, LONG_TABLE, LONG_TABLE_MANY)
 #: Formats beside int4 in groups of 128: name and changes.
 _FORMATS: dict[str, dict[str, Any]] = {
     "g32": {"group": 32},
