@@ -461,6 +461,7 @@ def test_r43_gptq_v2() -> None:
     v2 = gptq(checkpoint_format="gptq_v2")
     assert "gptq-v2-zero-points" in codes(judge_config(v2, SHAPE, gpu("CPU")))
     assert "gptq-v2-zero-points" not in codes(judge_config(v2, SHAPE, gpu("A100")))
+    assert "gptq-v2-zero-points" not in codes(judge_config(gptq(), SHAPE, gpu("CPU")))
 
 
 def test_r44_what_mattered_is_recorded() -> None:
