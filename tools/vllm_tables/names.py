@@ -98,7 +98,6 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {}),
     "glm4v_moe": ("Glm4vMoeForConditionalGeneration", {"head_dim": 64, "use_qk_norm": False}),
     "llama4": ("Llama4ForConditionalGeneration", {}),
-    "ernie4_5_vl_moe": ("Ernie4_5_VLMoeForConditionalGeneration", None),
 }
 
 #: Paths of experts below a layer: those of all families.

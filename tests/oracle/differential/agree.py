@@ -91,11 +91,12 @@ the changed case as well.
 _HELD = """
 ## Fresh seeds, and the dialects of exporters
 
-These cases were drawn once, for the last comparison; two differences that they showed (LoRA with odd shards in 0.33.0,
-act-order in 0.29.0) are mended. Half of them are of the families above; the other half is in the dialects that
-exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors groups
-and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists, rules and
-lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects' answers.
+These cases were drawn once, for the last comparison. Four differences that they showed are mended: LoRA with odd shards,
+act-order before 0.30.0, and two of NVFP4's groups. Half of the cases are of the families above; the other half is in
+the dialects that exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors
+groups and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists,
+rules and lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects'
+answers.
 
 | vLLM | cases | seed | decision | exact | dialects, decision |
 | --- | --- | --- | --- | --- | --- |"""
@@ -224,10 +225,17 @@ def main() -> None:
     parser.add_argument("version")
     parser.add_argument("--seed")
     parser.add_argument("--rows", type=Path)
-    parser.add_argument("--held", action="store_true", help="keep the counts beside those of the recorded sample")
+    parser.add_argument(
+        "--held",
+        action="store_true",
+        help="keep the counts beside those of the recorded sample, and the answers in dialects",
+    )
     options = parser.parse_args()
     if options.rows:
         seed, rows = options.seed, rows_of(options.rows)
+        if options.held:
+            dialects = (row for row in rows_of(options.rows) if row[1]["family"] in DIALECTS)
+            samples.keep_dialects(options.version, seed, dialects)
     else:
         head, recorded = samples.load(options.version)
         seed, rows = head.seed, iter(recorded)

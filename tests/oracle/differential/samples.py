@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -93,15 +93,15 @@ def load(version: str) -> tuple[Head, list[tuple[Row, Row, Row]]]:
     return head, [(world, case, answer) for (world, case), answer in zip(asked(head.seed), rows, strict=True)]
 
 
-def save_dialects(seed: str, rows: Mapping[str, Iterable[Row]]) -> None:
-    """Write the answers of several versions (version -> recorded rows) to one seed's cases in exporters' dialects."""
-    answers: dict[int, Row] = {}
-    for version, recorded in rows.items():
-        for row in recorded:
-            kept = answers.setdefault(row["case"]["id"], {"world": row["world"], "case": row["case"], "engine": {}})
-            kept["engine"][version] = short(row["engine"])["answer"]
-    document = {"seed": seed, "rows": list(answers.values())}
-    (FOLDER / "dialects.json.xz").write_bytes(lzma.compress(json.dumps(document).encode(), preset=9))
+def keep_dialects(version: str, seed: str, rows: Iterable[tuple[Row, Row, Row]]) -> None:
+    """Put a version's answers to a seed's cases in exporters' dialects beside those of the other versions."""
+    path = FOLDER / "dialects.json.xz"
+    old = json.loads(lzma.decompress(path.read_bytes())) if path.exists() else {}
+    kept = {row["case"]["id"]: row for row in old["rows"]} if old.get("seed") == seed else {}
+    for world, case, answer in rows:
+        row = kept.setdefault(case["id"], {"world": world, "case": case, "engine": {}})
+        row["engine"][version] = answer["answer"]
+    path.write_bytes(lzma.compress(json.dumps({"seed": seed, "rows": list(kept.values())}).encode(), preset=9))
 
 
 def load_dialects() -> list[tuple[str, Row, Row, list[Any]]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.configs.floats import NVFP4_GROUP
 from moeq.oracle.engines.vllm.configs.online import is_online
 from moeq.oracle.engines.vllm.entry_points import in_force
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
@@ -260,6 +261,9 @@ def _convert(stage: Stage) -> Iterator[Failed]:
             yield Failed(row["error"], text, "another backend", "CONVERSION")
     if selected.backend == "CUTLASS_MXFP4_MXFP4":
         yield from _swizzled_scales(case, sizes_for(case, selected))
+    if case.method.name == "ModelOptNvFp4FusedMoE" and case.method.group_size is not None:
+        text = f"NVFP4 has one scale per {NVFP4_GROUP} codes, and group_size is {case.method.group_size}"
+        yield Failed("RuntimeError", text, f'"group_size": {NVFP4_GROUP}', "CONVERSION")
     marlin = selected.backend in ("MARLIN", "BATCHED_MARLIN")
     if marlin:
         yield from _marlin_input(case)

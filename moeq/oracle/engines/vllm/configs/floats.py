@@ -169,6 +169,9 @@ def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
     return -(-case.intermediate // rows) * rows
 
 
+#: Codes per scale that NVFP4 kernels take.
+NVFP4_GROUP = 16
+
 _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
     "FP8": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
@@ -227,8 +230,6 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
         flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
         entries = config.get("ignore", flat)
     table = _mixed_table(question.policy, source) if mixed else {}
-    if "NVFP4" in algorithm and source.get("group_size", 16) not in (16, None):
-        refuse(f"NVFP4 has one scale per 16 codes, and group_size is {source['group_size']}", '"group_size": 16')
     if excluded(entries, question.prefix):
         return unquantized()
     if mixed:
@@ -241,7 +242,9 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
     if algorithm == "NVFP4" and weight_only:
         activation = None
     bits = 4 if family == "nvfp4" else 8
-    return Method(name, family, "modelopt", weight, activation, bits, vllm_cutlass=False)
+    stated = source.get("group_size")
+    group = stated if family == "nvfp4" and stated not in (None, NVFP4_GROUP) else None
+    return Method(name, family, "modelopt", weight, activation, bits, group, vllm_cutlass=False)
 
 
 #: Keys that the engine asks for where `quantization` nests the algorithm.
