@@ -43,7 +43,7 @@ USERS = 4
 @contextmanager
 def serving(folder: Path, options: argparse.Namespace, name: str, number: int, *more: str) -> Iterator[Row]:
     """Start a server of a conversion in moeq's kernels, and stop it afterwards."""
-    row = row_of(f"converted:{options.kernels}", options.port + number, folder, folder)
+    row = row_of(f"converted:{options.kernels}", options.port + number, folder, folder, "vllm")
     row.options += more
     server = Server(row, options.out.with_name(f"{options.out.stem}-{name}.log"), options.arguments)
     try:
@@ -114,10 +114,9 @@ def preload(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     with serving(folder, options, "files", 0) as row:
         expected, facts = greedy(row.port, 1), {"files": row.facts}
     health = options.port + 90
-    engine = [*options.arguments, *row_of(f"converted:{options.kernels}", 0, folder, folder).options]
+    engine = [*options.arguments, *row_of(f"converted:{options.kernels}", 0, folder, folder, "vllm").options]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "preload", "--model", str(folder), *engine]
-    command += ["--weight-cache-socket-dir", str(options.folder.absolute()), "--weight-cache-health-port", str(health)]
-    extra = json.dumps({"socket_dir": str(options.folder.absolute()), "fallback": False})
+    command += ["--weight-cache-health-port", str(health)]
     start, differences = time.perf_counter(), {}
     with options.out.with_name(f"{options.out.stem}-preload.log").open("w") as log:
         holder = subprocess.Popen(
@@ -130,7 +129,7 @@ def preload(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.2)
         facts["preload"] = {"ready": round(time.perf_counter() - start, 2)}
         for number in (1, 2):
-            shared = ("--load-format", "ipc_cache", "--model-loader-extra-config", extra)
+            shared = ("--load-format", "ipc_cache", "--model-loader-extra-config", '{"fallback": false}')
             with serving(folder, options, f"shared-{number}", number, *shared) as row:
                 facts[f"shared {number}"] = row.facts
                 differences[f"shared {number}"] = compared(greedy(row.port, 1), expected)
@@ -171,7 +170,15 @@ def main() -> None:
     os.environ |= DEVELOPER
     options.folder.mkdir(parents=True, exist_ok=True)
     options.arguments = [
-        *("--max-model-len", "4096", "--no-enable-prefix-caching", "--gpu-memory-utilization", "0.2"),
+        *(
+            "--max-model-len",
+            "4096",
+            "--max-num-seqs",
+            "256",
+            "--no-enable-prefix-caching",
+            "--gpu-memory-utilization",
+            "0.2",
+        ),
         *("--kv-cache-memory-bytes", str(1 << 30)),
         *(("--compilation-config", json.dumps(QUICK)) if ON_GPU else ("--enforce-eager",)),
         *options.server,
