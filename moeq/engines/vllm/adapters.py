@@ -58,6 +58,7 @@ def adapters_of_tokens(context: Any, tokens: int) -> torch.Tensor | None:
     meta = getattr(wrapper, "token_mapping_meta", None)
     if meta is not None and bool(meta.no_lora_flag_cpu.item()):
         return None  # its mapping is that of an earlier step
-    if context.local_token_lora_mapping is not None:  # tokens came from other ranks
-        return context.local_token_lora_mapping[:tokens]
-    return (wrapper.token_lora_indices if meta is None else meta.token_lora_mapping)[:tokens]
+    mapping: torch.Tensor | None = context.local_token_lora_mapping  # of tokens that came from other ranks
+    if mapping is None:
+        mapping = wrapper.token_lora_indices if meta is None else meta.token_lora_mapping
+    return mapping[:tokens]

@@ -138,11 +138,12 @@ class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[mis
         """Run the layer on `hidden_states` `[M, H]`, with weighted sums in `output` `[M, H]`."""
         if apply_router_weight_on_input:  # the engine has multiplied the input
             topk_weights = torch.ones_like(topk_weights)
-        chosen = None if self._adapters is None else adapters_of_tokens(self._lora_context, hidden_states.shape[0])
-        if chosen is not None:
+        adapters = self._adapters
+        chosen = None if adapters is None else adapters_of_tokens(self._lora_context, hidden_states.shape[0])
+        if adapters is not None and chosen is not None:
             routing = topk_weights, topk_ids, chosen
             given = {**activation_arguments(self.moe_config), "expert_map": expert_map}
-            output.copy_(fused_moe_lora(hidden_states, self.packed, self._adapters, *routing, **given))
+            output.copy_(fused_moe_lora(hidden_states, self.packed, adapters, *routing, **given))
             return
         workspace = workspace2.view(torch.uint8)
         self.prepared(hidden_states, topk_weights, topk_ids, out=output, workspace=workspace, expert_map=expert_map)
@@ -214,7 +215,7 @@ class MoeqBatchedExperts(MoeqExperts):
         """Return shapes of two empty buffers and the output; the layer, whose plan is fixed, has its own buffers."""
         return (0,), (0,), (self.prepared.problem.experts, M, K)
 
-    def apply(
+    def apply(  # type: ignore[override]
         self, output: torch.Tensor, hidden_states: torch.Tensor, *given: Any, expert_tokens_meta: Any, **named: Any
     ) -> None:
         """Run the layer on `hidden_states` `[E, rows, H]`, with results in `output`; unused rows become zero."""
