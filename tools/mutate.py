@@ -329,11 +329,8 @@ class Judge:
 
     def killer(self, mutant: Mutant) -> str | None:
         """Return the test that notices a mutant; None if it survives."""
-        if self.record is None:
-            rounds = ({file: 6.0} for file in mirrored_files(mutant.file))
-        else:
-            rounds = rounds_of_tests(self.record, mutant)
-        for tests in rounds:
+        mirrored = ({file: 6.0} for file in mirrored_files(mutant.file))
+        for tests in mirrored if self.record is None else rounds_of_tests(self.record, mutant):
             while tests := {name: seconds for name, seconds in tests.items() if self.sound.get(name, True)}:
                 killer = self._killer(mutant, tests)
                 if killer is None:
