@@ -37,7 +37,6 @@ class W4a8Wide:
     tokens: int
     stages: int
     registers: int = 232
-    turns: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,6 @@ def product_launch(
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
-        "TURNS": kernel.turns,
         "KIND": kind,
         "GROUP": group,
         "EPILOGUE": epilogue,

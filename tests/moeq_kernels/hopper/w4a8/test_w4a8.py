@@ -28,11 +28,11 @@ INT4 = Recipe("marlin-wna16/1", "int4", experts=2, hidden=192, intermediate=128,
 
 #: A layer in the interpreter takes five seconds of processor time; `make test` has one of either format.
 PERMUTED = replace(PLAIN, layout="moeq-mxfp4/1")
-QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2, turns=1), 23)]
+QUICK = [(OAI, W4a8Wide(64, 3), 23), (INT4, W4a8Wide(64, 2), 23)]
 SLOW = [
     (replace(PERMUTED, bias=True), W4a8Wide(64, 3), 23),
-    (replace(PERMUTED, intermediate=192), W4a8Wide(160, 2, turns=3), 150),
-    (replace(INT4, group_size=32), W4a8Wide(64, 3, turns=3), 70),
+    (replace(PERMUTED, intermediate=192), W4a8Wide(160, 2), 150),
+    (replace(INT4, group_size=32), W4a8Wide(64, 3), 70),
     (replace(PLAIN, intermediate=192, bias=True), W4a8Wide(64, 3), 23),
     (PLAIN, W4a8Wide(160, 2), 150),
     (replace(PLAIN, bias=True), W4a8Wide(160, 2), 90),

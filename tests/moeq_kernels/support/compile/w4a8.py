@@ -67,7 +67,6 @@ def compile_case(case: W4a8Case, **options: Any) -> Any:
         "TOKENS": kernel.tokens,
         "STAGES": kernel.stages,
         "REGISTERS": kernel.registers,
-        "TURNS": kernel.turns,
         "EPILOGUE": case.epilogue,
         "DEPENDENT": True,
         "KIND": "uint4" if case.element == "int4" else case.element,

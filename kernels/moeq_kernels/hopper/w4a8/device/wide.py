@@ -131,8 +131,8 @@ def _weights(w_view, s_view, stage, QUARTER: gl.constexpr, WG: gl.constexpr, TOK
 
 
 @gluon.jit
-def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, turn, it, WG: gl.constexpr, MAIN: gl.constexpr,
-          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, TURNS: gl.constexpr):
+def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, WG: gl.constexpr, MAIN: gl.constexpr,
+          OTHERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr):
     """Add 128 rows of k to sums in units of `unit`, and return sums and unit.
 
     All words are decoded before the products. `left` is the number of the expert's groups from this step on.
@@ -156,17 +156,11 @@ def _step(acc, rest, unit, w_view, s_view, x, others, stage, left, turn, it, WG:
             acc = acc * gl.expand_dims(ratio, 1)
             if OTHERS:
                 rest = rest * gl.expand_dims(_of(ratio, OTHERS), 1)
-        if TURNS and p == 0:
-            mbarrier.wait(turn.index(WG), (it & 1) ^ (1 - WG))
         for q in gl.static_range(p * EACH, p * EACH + EACH):
-            if q == TURNS and q:
-                mbarrier.arrive(turn.index(1 - WG), count=1)
             acc = warpgroup_mma(a[q], x.slice(32 * q, 32, dim=1).permute((1, 0)), acc, is_async=True)
             if OTHERS:
                 same = gl.convert_layout(a[q], codes.left_operand(OTHERS), assert_trivial=True)
                 rest = warpgroup_mma(same, others.slice(32 * q, 32, dim=1).permute((1, 0)), rest, is_async=True)
-        if TURNS == 4 and p == PER - 1:
-            mbarrier.arrive(turn.index(1 - WG), count=1)
         if OTHERS:
             acc, rest = warpgroup_mma_wait(0, deps=(acc, rest))
         else:
@@ -206,9 +200,9 @@ def _store(acc, token_scale, factor, shift, out, row, end_row, column, up, colum
 
 @gluon.jit
 def _item(
-    it, w_view, s_view, x_buf, x_rest, ready, empty, turn, x_scale, factor, bias, out, expert, row, end_row, tile,
-    steps, groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr, TURNS: gl.constexpr,
+    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row, tile, steps,
+    groups, columns, stride, packed, pair_tiles, WG: gl.constexpr, NOW: gl.constexpr, TOKENS: gl.constexpr,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr, EPILOGUE: gl.constexpr,
 ):
     """Compute one warpgroup's part of an item, with NOW of the TOKENS columns of the buffers."""
     COUNTS: gl.constexpr = boxes(TOKENS)
@@ -252,8 +246,7 @@ def _item(
         if OTHERS:
             others = others_view.index(stage * FACTOR + AT)
         acc, rest, unit = _step(
-            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, turn, it, WG, MAIN, OTHERS, KIND,
-            GROUP, TURNS,
+            acc, rest, unit, w_view, s_view, x, others, stage, groups - i * PER, WG, MAIN, OTHERS, KIND, GROUP
         )
         mbarrier.arrive(empty.index(stage), count=1)
         it += 1
@@ -269,12 +262,11 @@ def _item(
 
 @gluon.jit
 def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, KIND: gl.constexpr,
-              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr,
-              TURNS: gl.constexpr):
+              GROUP: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr, DEPENDENT: gl.constexpr):
     """Run a computing warpgroup: 128 weight rows, 64 of each half of a pair."""
     (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, turn, info, full, free, x_scale, factor, bias, out, steps, groups,
-        columns, stride, packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     ) = given
     HEIGHTS: gl.constexpr = wide_copies.heights(TOKENS)
     w_view = reinterpret(w_buf, gl.uint8, [STAGES, 2, 8, 2 * 512], layouts.plain_shared())
@@ -293,9 +285,9 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
         for h in gl.static_range(len(HEIGHTS)):
             if (left <= HEIGHTS[h]) & (h == 0 or left > HEIGHTS[h - 1]):
                 it = _item(
-                    it, w_view, s_view, x_buf, x_rest, ready, empty, turn, x_scale, factor, bias, out, expert, row,
-                    end_row, tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES,
-                    KIND, GROUP, EPILOGUE, TURNS,
+                    it, w_view, s_view, x_buf, x_rest, ready, empty, x_scale, factor, bias, out, expert, row, end_row,
+                    tile, steps, groups, columns, stride, packed, pair_tiles, WG, HEIGHTS[h], TOKENS, STAGES, KIND,
+                    GROUP, EPILOGUE,
                 )
         number += 1
         expert, row, end_row, block = wide_copies.next_item(info, full, free, number, SLOTS)
@@ -305,8 +297,8 @@ def _multiply(given, WG: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexp
 def w4a8_product_wide(
     w_desc, s_desc, x_desc, x_scale, factor, bias, out, queue, tiles, num_tiles, steps, blocks, slabs, groups,
     pair_tiles, columns, stride, packed,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr, KIND: gl.constexpr,
-    GROUP: gl.constexpr, EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, KIND: gl.constexpr, GROUP: gl.constexpr,
+    EPILOGUE: gl.constexpr, DEPENDENT: gl.constexpr,
 ):
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
@@ -328,8 +320,6 @@ def w4a8_product_wide(
         pair_tiles: distance, in tiles of 64 columns, between both halves of a pair.
         TOKENS: token rows per tile: 64, 128, 160 or 192.
         REGISTERS: registers per thread of the computing warpgroups.
-        TURNS: quarter of a step, from 1 to 4, before whose products a warpgroup lets the other one multiply; 0: both do
-            when they can. The other one wakes up while the rest is multiplied.
         KIND, GROUP: `e2m1` or `e2m1-permuted` and 32, or `uint4` and the codes that share a scale (0 for one scale per
             feature).
         DEPENDENT: whether the kernel starts before the preceding one has ended.
@@ -349,9 +339,6 @@ def w4a8_product_wide(
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
     info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -361,8 +348,8 @@ def w4a8_product_wide(
     fence_async_shared()
     barrier()
     taken = (
-        w_buf, s_buf, x_buf, x_rest, ready, empty, turn, info, full, free, x_scale, factor, bias, out, steps, groups,
-        columns, stride, packed, pair_tiles,
+        w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, x_scale, factor, bias, out, steps, groups, columns,
+        stride, packed, pair_tiles,
     )
     copied = (
         w_desc, s_desc, x_desc, w_buf, s_buf, x_buf, x_rest, ready, empty, info, full, free, queue, tiles, num_tiles,
@@ -370,8 +357,8 @@ def w4a8_product_wide(
     )
     gl.warp_specialize(
         [
-            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT, TURNS)),
-            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT, TURNS)),
+            (_multiply, (taken, 0, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
+            (_multiply, (taken, 1, TOKENS, STAGES, KIND, GROUP, EPILOGUE, PAIRED, DEPENDENT)),
             (_copy, (copied, TOKENS, STAGES, GROUP, PAIRED, DEPENDENT)),
         ],
         [4, 1],
