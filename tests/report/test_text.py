@@ -118,6 +118,13 @@ def test_answers() -> None:
     assert str(answer_text(refused)).startswith("H100, TP 1, bf16: vLLM 0.33.0 has no backend: ")
 
 
+def test_what_is_not_known_is_neither_yes_nor_no() -> None:
+    where = Deployment(parse_gpu("H100"), engine="sglang")
+    verdict = judge_config({"quant_method": "quark"}, MoeShape(2048, 768, 128, 8), where)
+    assert not verdict.known
+    assert " runs is not known: " in str(answer_text(verdict))
+
+
 def candidate(name: str, *reasons: str, **fields: Any) -> CandidateReport:
     rows = tuple(Reason("K", text, "a device of kind cuda" if "device" in text else None) for text in reasons)
     return CandidateReport(name, None, None, "no layout", not reasons, rows, **fields)
