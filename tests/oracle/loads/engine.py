@@ -247,14 +247,16 @@ def _padding(moe: Any) -> float:
 def _process(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
 
+    failures: list[Exception] = []
     with set_current_vllm_config(found["_config"]):
-        try:
-            for module in found["_experts"].values():
+        for module in found["_experts"].values():
+            try:
                 module.quant_method.process_weights_after_loading(module)
-        finally:
-            found["bad_scales"] = sorted(
-                {name for module in found["_experts"].values() for name in _bad_scales(module)}
-            )
+            except Exception as error:  # noqa: BLE001 - a device may be missing for one layer, and the next has scales too
+                failures.append(error)
+        found["bad_scales"] = sorted({name for module in found["_experts"].values() for name in _bad_scales(module)})
+    if failures:
+        raise failures[0]
 
 
 def _bad_scales(module: Any) -> list[str]:
