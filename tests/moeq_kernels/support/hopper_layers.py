@@ -14,7 +14,7 @@ from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
-from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan, W4a8Wide
+from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan
 from moeq_kernels.hopper.w4a16.kinds import kind_of_format
 from moeq_kernels.hopper.w4a16.w4a16_plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
 from moeq_kernels.hopper.w8a8.w8a8_plan import (
@@ -216,7 +216,7 @@ def name_of(plan: Any) -> str:
     if isinstance(plan, MmaPlan):
         return f"Mma {plan.tokens} {plan.stages} {plan.rows} x{plan.gate_up_splits}/{plan.down_splits}"
     values = [getattr(plan.kernel, field.name) for field in fields(plan.kernel)]
-    if isinstance(plan.kernel, Queue | Wide | W4a8Wide) and not values[-1]:
+    if isinstance(plan.kernel, Queue | Wide) and not values[-1]:
         values.pop()  # recorded results were named before these kernels had their last size
     words = " ".join(str(int(one)) if isinstance(one, bool) else str(one) for one in values)
     return f"{type(plan.kernel).__name__} {words} x{plan.gate_up_splits}/{plan.down_splits}"
