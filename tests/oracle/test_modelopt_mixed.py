@@ -77,3 +77,22 @@ def test_blocks_take_one_size_and_are_new_in_0_30() -> None:
 
 def test_an_empty_table_is_refused() -> None:
     assert "non-empty quantized_layers" in judged({}).refusal
+
+
+@pytest.mark.parametrize(
+    ("ignore", "version", "method"),
+    [
+        (["mtp.*"], "0.33.0", "ModelOptNvFp4FusedMoE"),
+        (["layers.3.ffn.experts"], "0.33.0", "Mxfp4MoEMethod"),
+        (["layers.*"], "0.33.0", "Mxfp4MoEMethod"),
+        (["layers.*"], "0.31.0", "ModelOptNvFp4FusedMoE"),
+        (["model.layers.3.ffn.experts"], "0.33.0", "ModelOptNvFp4FusedMoE"),
+    ],
+)
+def test_ignored_layers_of_deepseek_v4_stay_mxfp4(ignore: list[str], version: str, method: str) -> None:
+    """NVFP4 exports of DeepSeek-V4 keep the layers that they ignore in MXFP4."""
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config |= {"moe_quant_algo": "NVFP4", "ignore": ignore}
+    where = Deployment(parse_gpu("B200"), engine=f"vllm@{version}")
+    shape = MoeShape(4096, 2048, 256, 6, model_type="deepseek_v4", expert_dtype="fp4")
+    assert judge_config(config, shape, where, prefix="model.layers.3.ffn.experts", explain=False).method == method

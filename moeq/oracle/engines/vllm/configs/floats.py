@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fnmatch import fnmatch
+from fnmatch import fnmatch, fnmatchcase
 from functools import partial
 from math import gcd
 from typing import Any
@@ -72,10 +73,19 @@ def read_deepseek_v4(question: ConfigQuestion) -> Method:
         refuse(f"expert_dtype '{experts}' is not one of fp4, fp8")
     if experts == "fp8":
         return read_fp8(question)
-    if str(config.get("moe_quant_algo") or "").upper() == "NVFP4":
+    if str(config.get("moe_quant_algo") or "").upper() == "NVFP4" and not _keeps_mxfp4(question):
         name, family, weight, activation = _MODELOPT["NVFP4"]
         return Method(name, family, "modelopt", weight, activation, 4, vllm_cutlass=False)
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", None, 4, 32)
+
+
+def _keeps_mxfp4(question: ConfigQuestion) -> bool:
+    """Tell whether `ignore` leaves a layer of an NVFP4 export in MXFP4 (`_is_nvfp4_expert_layer`, since 0.32.0)."""
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.ffn\.experts$", question.prefix)
+    entries = question.config.get("ignore")
+    if layer is None or not isinstance(entries, list) or not question.policy.since("0.32.0"):
+        return False
+    return any(fnmatchcase(f"layers.{layer[1]}.ffn.experts", entry) for entry in entries)
 
 
 def block_key(rows: int, columns: int) -> str:
