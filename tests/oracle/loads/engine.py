@@ -232,8 +232,9 @@ def _untouched(routers: Row, fresh: dict[tuple[str, str], Any]) -> list[str]:
     found = set()
     for (name, part), before in fresh.items():
         after = getattr(routers[name], part, None)
-        alike = after is not None and (after.shape, after.dtype) == (before.shape, before.dtype)
-        if alike and torch.equal(after.detach().view(torch.uint8), before.view(torch.uint8)):
+        if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
+            continue
+        if torch.equal(after.detach().view(torch.uint8), before.view(torch.uint8)):
             found.add(part)
     return sorted(found)
 
@@ -241,7 +242,7 @@ def _untouched(routers: Row, fresh: dict[tuple[str, str], Any]) -> list[str]:
 def _padding(moe: Any) -> float:
     """Share of an expert's numbers that the engine adds to the sizes of the file."""
     stored = moe.hidden_dim_unpadded * moe.intermediate_size_per_partition_unpadded
-    return 1.0 - float(stored) / (moe.hidden_dim * moe.intermediate_size_per_partition)
+    return 1.0 - float(stored) / float(moe.hidden_dim * moe.intermediate_size_per_partition)
 
 
 def _process(case: Row, folder: Path, found: Row) -> None:

@@ -102,7 +102,11 @@ def _wrong_config(draft: Draft) -> None:
         add_exclusions(other.config, other, draft.routers(), draft.rng)
     if own is not None and draft.rng.random() < 0.5:
         draft.config = own
-        numbers = {"bits": (4, 8), "group_size": (32, 64, 128, -1), "activation_scheme": ("static", "dynamic")}
+        numbers: dict[str, tuple[Any, ...]] = {
+            "bits": (4, 8),
+            "group_size": (32, 64, 128, -1),
+            "activation_scheme": ("static", "dynamic"),
+        }
         numbers |= {"quant_algo": ("FP8", "NVFP4", "MXFP8", "W4A16_NVFP4"), "sym": (True, False)}
         numbers |= {"zero_point": (True, False), "weight_block_size": ([64, 64], [128, 128])}
         known = [key for key in numbers if key in draft.config]
