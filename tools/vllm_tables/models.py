@@ -16,7 +16,8 @@ from typing import Any
 from moeq.oracle.versions import release
 from vllm_tables import names, sandbox
 
-#: Packages that model classes import for images, sound and kernels, and that say nothing of their experts.
+#: Packages that model classes import for images, sound and kernels: pretended even where they are installed, since
+#: nothing of theirs says how experts are built.
 _PRETENDED = ("torchvision", "torchaudio", "timm", "terratorch", "cutlass", "flashinfer", "librosa", "av")
 #: Compiled operators that passes and layers look up when they are imported or made.
 _OPERATORS = (
@@ -41,10 +42,10 @@ class Idle:
 
 def install(site: str) -> None:
     """Import vLLM from `site` as on an H100 whose tensors are on the CPU. Once a process."""
-    sandbox._OPTIONAL.extend(_PRETENDED)
     sandbox._COMPILED += ("vllm.third_party.deep_gemm", "vllm.third_party.deep_gemm._C")
     sys.meta_path.insert(0, sandbox._Finder({"xgrammar"}))
-    sandbox.preload()
+    sandbox.preload()  # transformers looks at the version of torchvision
+    sys.meta_path.insert(0, sandbox._Finder(set(_PRETENDED)))
     sandbox.install(site, {"kind": "cuda", "cap": (9, 0), "flags": {}, "env": {}})
     import torch
     from vllm.platforms import current_platform
