@@ -133,9 +133,10 @@ def sglang_arguments(options: argparse.Namespace) -> list[str]:
     if options.profile:
         sys.exit("--profile reads vLLM's traces")
     graphs = [] if options.default_graphs else ["--disable-prefill-cuda-graph", "--cuda-graph-max-bs-decode", "256"]
+    share = 0.85 / len(options.row)
     return [
         *("--context-length", "4096", "--max-running-requests", "256", "--disable-radix-cache", "--skip-server-warmup"),
-        *("--mem-fraction-static", "0.3", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
+        *("--mem-fraction-static", f"{share:.2f}", "--attention-backend", "triton", "--sampling-backend", "pytorch"),
         *graphs,
     ]
 

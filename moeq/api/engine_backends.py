@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeq.errors import MoeqError
+from moeq.spelling import option
 
 if TYPE_CHECKING:
     import torch
@@ -53,11 +54,11 @@ def run_engine_check(
             need a GPU, `usage.no-source` if the source is not at hand; otherwise as `run_check`.
     """
     if engine != "vllm":
-        raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", "--engine vllm")
+        raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", option("engine", "vllm"))
     if find_spec("vllm") is None:
         raise MoeqError(
             "environment.no-engine",
-            "vLLM is not installed; --engine vllm runs the engine's own kernels",
+            f"vLLM is not installed; {option('engine', 'vllm')} runs the engine's own kernels",
             "run it in the environment that serves the model: pip install vllm==0.33.0",
         )
     import torch
@@ -75,7 +76,9 @@ def run_engine_check(
     extent = replace(options or CheckOptions(), **{name: value for name, value in asked.items() if value is not None})
     opened = open_both(dst, source, revision)
     if opened.reference is opened.converted:
-        raise MoeqError("usage.no-source", f"the source {opened.manifest.source.name} is not here", "--source SRC")
+        raise MoeqError(
+            "usage.no-source", f"the source {opened.manifest.source.name} is not here", option("source", "SRC")
+        )
     made_for = Deployment.from_json(opened.manifest.deployment)
     if needs_gpu():
         where = replace(made_for, backend="auto", engine=f"vllm@{RELEASE}")
@@ -84,7 +87,7 @@ def run_engine_check(
         raise MoeqError(
             "environment.no-gpu",
             f"vLLM {RELEASE} has no kernels for a CPU in this build; those for {where.gpu.name} need a GPU: {names}",
-            "without --engine moeq's own kernels run in Triton's interpreter",
+            f"without {option('engine')} moeq's own kernels run in Triton's interpreter",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     where = Deployment(this_device(), engine=f"vllm@{RELEASE}", dtype=made_for.dtype)

@@ -161,7 +161,7 @@ def _notes(check: Findings, alone: bool, slow: bool, signed: bool | None) -> Ite
             f"moeq.json is of a version that kept no digests of files: without {source} only the experts were checked, "
             "not other tensors, config.json, tokenizer or code"
         )
-    elif not slow:
+    elif not slow and not signed:
         yield (
             "bytes were compared with moeq.json's digests of bytes; its digests of the experts' values were not: "
             f"{option('slow')} decodes the experts and compares these as well"

@@ -324,7 +324,7 @@ def test_mxfp4_of_another_padding_is_not_loaded_on_xpu(inter: int, loads: bool, 
     """The engine's method rounds 96 features up to 128 there, and the layout keeps 96."""
 
     def make(expert: int, name: str, n: int, k: int) -> stored.Parts:
-        return {"weight_packed": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))}
+        return {"weight": (torch.uint8, (n, k // 2)), "weight_scale": (torch.uint8, (n, k // 32))}
 
     config = {**stored.QWEN, "num_hidden_layers": 1, "moe_intermediate_size": inter}
     made = stored.experts("model.layers.0.mlp.experts", make, inter=inter)

@@ -30,6 +30,7 @@ MOEQ = Path(moeq.__file__).parent
 FOREIGN = {
     *("--moe-backend", "--tensor-parallel-size", "--enable-expert-parallel", "--enable-eplb", "--additional-config"),
     *("--moe-a2a-backend", "--disable-shared-experts-fusion", "--lora-target-modules", "--init-expert-location"),
+    *("--max-lora-rank", "--fully-sharded-loras", "--lora-dtype", "--ep-size"),
     *("--ep-num-redundant-experts", "--cpu-offload-gb", "--offload-group-size", "--load-format"),
     *("--expert-placement-strategy", "--local-dir", "--no-deps", "--memory", "--help", "--version"),
 }

@@ -66,9 +66,10 @@ def _order(path: Path) -> tuple[str, str]:
 
 
 def is_serving(run: Run) -> bool:
-    """Say whether a run is one of `serve.py` with moeq's kernels on a GPU."""
-    rows = run.get("rows")
-    return isinstance(rows, list) and any(row.get("name") in OURS for row in rows) and "arguments" in run
+    """Say whether a run is one of `serve.py` with vLLM and moeq's kernels on a GPU."""
+    rows, versions = run.get("rows"), run.get("versions")
+    ours = isinstance(rows, list) and any(row.get("name") in OURS for row in rows)
+    return ours and "arguments" in run and isinstance(versions, dict) and "vllm" in versions
 
 
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
@@ -353,7 +354,8 @@ _KINDS = {
 
 def _what(run: Run, path: Path) -> str:
     if is_serving(run) or {"arguments", "rows", "compared"} <= set(run):
-        return f"`vllm serve`, {_served(run)}"
+        server = "`sglang.launch_server`" if "sglang" in run["versions"] else "`vllm serve`"
+        return f"{server}, {_served(run)}"
     kind = str(run.get("schema", "")).partition("/")[0]
     return _KINDS.get(kind) or re.sub(r"^\d{4}-\d\d-\d\d-", "", path.stem).replace("-", " ")
 
@@ -391,6 +393,15 @@ def _right(run: Run) -> str:
             refused = sum("refused" in row for row in rows)
             return f"{sum(map(bool, said))} of {len(said)} right" + (f", {refused} refused" if refused else "")
     return ""
+
+
+def _same_tokens(run: Run) -> str:
+    """Say how many tokens of served rows are those of the first row, where no engine's own row is beside them."""
+    compared = run.get("compared")
+    if is_serving(run) or not isinstance(compared, dict):
+        return ""
+    rows = [(name, one) for name, one in compared.items() if name != "again" and "same" in one]
+    return "; ".join(f"{name}: {one['same']} of {one['tokens']} tokens as in the first row" for name, one in rows)
 
 
 def _answers(run: Run) -> str:
@@ -453,4 +464,4 @@ def _counted(run: Run) -> str:
     return f"{len(rows):,} rows" if rows else ""
 
 
-_OUTCOMES: tuple[Callable[[Run], str], ...] = (_speedups, _right, _answers, _ratio_to_cp, _counted)
+_OUTCOMES: tuple[Callable[[Run], str], ...] = (_speedups, _same_tokens, _right, _answers, _ratio_to_cp, _counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -58,7 +59,8 @@ def _engine(layout: str) -> str:
 
 def sglang_models() -> str:
     """Return the list of model classes that SGLang's plug-in was tried with."""
-    return ", ".join(f"`{name}`" for name in sorted(SGLANG_MODELS)) + "."
+    named = ", ".join(f"`{name}`" for name in sorted(SGLANG_MODELS)) + "."
+    return "\n".join(textwrap.wrap(named, 120))
 
 
 def summary() -> str:

@@ -119,7 +119,7 @@ def follow(start: type) -> tuple[str, str]:
             ]
             for thing in [value for value in vars(owner).values() if isinstance(value, type)] + things:
                 if isinstance(thing, type) and issubclass(thing, RoutedExperts):
-                    ignores = choice is not None and thing._get_quant_method is not choice
+                    ignores = choice is not None and getattr(thing, "_get_quant_method", None) is not choice
                     return ("own", thing.__name__) if ignores else ("yes", owner.__name__)
             for thing in things:
                 if any(thing is maker for maker in makers.values()):

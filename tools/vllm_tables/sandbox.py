@@ -75,7 +75,7 @@ _OPTIONAL = [
     "oss_harmony",
 ]
 _FORCED = {"vllm_xpu_kernels", "numba", "librosa", "soxr", "cuda"}
-_COMPILED = (
+_COMPILED: tuple[str, ...] = (
     "vllm.vllm_flash_attn",
     "vllm.vllm_flash_attn.flash_attn_interface",
     "vllm._C_stable_libtorch",
