@@ -138,6 +138,7 @@ def test_no_torch_is_loaded(code: str) -> None:
 HEAVY = ("numba", "torch", "triton", "huggingface_hub", "transformers", "ray")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -71,6 +71,7 @@ def docstring_faults(line: int, docstring: str) -> Iterator[tuple[int, str]]:
             yield line + number, words.strip()
 
 
+@pytest.mark.slow
 def test_no_docstring_opens_without_its_noun() -> None:
     wrong = [
         f"{path.relative_to(ROOT)}:{line}: {sentence}"

@@ -69,6 +69,7 @@ def _reduce(x, out, AXIS: tl.constexpr, KEEP: tl.constexpr):
     tl.store(out + 66 + tl.arange(0, rows), tl.reshape(second, [rows]))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_reductions_stay(axis: int, keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_counts_of_a_config_are_checked_against_bytes(place: Place, key: str, va
     assert answer.processor < 5
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("size", [1 << 31, 1 << 40])
 @pytest.mark.parametrize("name", ["tokenizer.json", "notes.bin2", "README.md"])
 def test_a_huge_side_file_is_refused_while_planning(place: Place, name: str, size: int) -> None:

@@ -95,6 +95,7 @@ def is_one_line(warnings: str) -> bool:
     return warnings.count("\n") == 1 and "machine code is not kept but compiled in memory" in warnings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "program"),
     [
@@ -149,6 +150,7 @@ def test_builds_are_kept_in_a_folder_of_the_users_own(tmp_path) -> None:
     assert run(KERNELS, folder, MOEQ_KERNEL_CACHE=folder) == ("from the cache", "")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("head", ["no JSON", "[]", '{"name": "kernel"}', '{"boxes": 3}', "[" * 100_000])
 def test_a_build_with_the_right_digest_and_a_wrong_head(tmp_path, head: str) -> None:
     (tmp_path / "head").write_text(head)

@@ -115,6 +115,7 @@ def test_a_folder_of_somebody_elses_stays(place: Place, suffix: str, force: bool
 STRANGERS = ["photos/one.jpg", "notes.txt", ".env", "model-00009-of-00009.safetensors", "sub/x", "moeq-work.json"]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_force_replaces_only_what_moeq_wrote(converted_place: Place, stranger: str) -> None:
     """A finished conversion in which somebody has put something."""
@@ -147,6 +148,7 @@ def test_an_old_folder_of_somebody_elses_is_in_the_way(converted_place: Place) -
     assert tree(place.old, place.out) == before
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("stranger", ["photos", "notes.txt"])
 @pytest.mark.parametrize("how", ["other options", "the same"])
 def test_strangers_in_the_work_folder(place: Place, stranger: str, how: str) -> None:
@@ -197,6 +199,7 @@ def killed_when_it_stands(place: Place, *argv: object) -> None:
     assert command(*argv, prepare=prepare).code == -signal.SIGKILL
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("again", ["finalize", "finalize --force", "convert"])
 def test_what_gave_way_is_removed_by_the_next_run(place: Place, pristine: Path, again: str) -> None:
     """However that is called: a run was killed between giving the new folder its name and removing the old one."""
@@ -244,6 +247,7 @@ def forged_journal(folder: Path, files: list[str]) -> bytes:
     return first + _sealed({"replaced": row}, _seal_of(first.splitlines()[0]))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
 @pytest.mark.parametrize("argv", [["convert"], ["convert", "--force"], ["finalize"], ["restore"]], ids=" ".join)
 @pytest.mark.parametrize("mine", [False, True])
@@ -274,6 +278,7 @@ def test_interrupted_work_of_another_job_is_replaced_by_force(place: Place) -> N
     assert not place.partial.exists()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("argv", [[], ["--force"], ["--tp", "2", "--force"], ["--shard", "0/2"]])
 def test_a_folder_that_is_being_worked_on(place: Place, argv: list[str]) -> None:
     """A second process, whatever it is told, does not take the folder of a running one."""
@@ -312,6 +317,7 @@ def test_a_failed_second_process_leaves_the_first_its_folder(place: Place) -> No
         assert tree(place.partial) == before
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "destination", ["/", "", ".", "..", "/proc/x", "/dev/null/x", "/dev/null", "a\x00b", "x" * 300]
 )

@@ -69,6 +69,7 @@ def bytes_of(name: str, document: Any, rest: bytes) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + rest if name in WITH_DATA else raw
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "gguf"])
 def test_values_by_structure(name: str) -> None:
     """A real document with some values replaced by anything."""
@@ -92,6 +93,7 @@ def test_values_by_structure(name: str) -> None:
     run()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", TARGETS)
 def test_bytes(name: str) -> None:
     """A real file with bytes damaged at random."""
@@ -105,6 +107,7 @@ def test_bytes(name: str) -> None:
     run()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_known(name: str) -> None:
     @fuzzing

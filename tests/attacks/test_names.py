@@ -151,7 +151,7 @@ def test_an_index_leads_nowhere_else(place: Place, name: str) -> None:
 MANIFEST_PLACES = ["file", "files", "missing", "kept"]
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("where", MANIFEST_PLACES)
 @pytest.mark.parametrize("name", HOSTILE[:14], ids=range(14))
 def test_a_manifest_leads_nowhere_else(converted_place: Place, where: str, name: str) -> None:
@@ -211,7 +211,7 @@ def test_reserved_names_are_refused(place: Place, name: str, content: bytes) -> 
     assert tree(place.home) == before
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"schema":"moeq.journal/1","job":"x"}\n'])
 def test_a_source_may_hold_moeqs_names(place: Place, name: str, content: bytes) -> None:
@@ -227,6 +227,7 @@ def test_a_source_may_hold_moeqs_names(place: Place, name: str, content: bytes) 
     assert contents(place.source) == before
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "name",
     [

@@ -120,6 +120,7 @@ def client(starter: Starter) -> Client:
 ETAGS = ["../../../../escaped", "/tmp/moeq-escaped", "a/b", "..", "a\\b", "x" * 5000, "%2e%2e%2fx"]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag"])
 @pytest.mark.parametrize("etag", ETAGS, ids=range(len(ETAGS)))
 def test_a_hostile_etag(hub: Callable[[Lie], Hub], client: Client, header: str, etag: str) -> None:
@@ -142,6 +143,7 @@ def test_a_hostile_etag(hub: Callable[[Lie], Hub], client: Client, header: str, 
     assert not Path("/tmp/moeq-escaped").exists()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("commit", ["../../../escaped", "/tmp/moeq-escaped", "main", "", "0" * 200, "g" * 40])
 @pytest.mark.parametrize("where", ["listing", "header"])
 def test_a_hostile_commit(hub: Callable[[Lie], Hub], client: Client, commit: str, where: str) -> None:
@@ -239,6 +241,7 @@ def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall
 NAMES = ["../../evil.json", "/etc/cron.d/evil", "a/../../evil", "evil\x1b[2J.json", "C:\\evil", "moeq-journal.jsonl"]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], client: Client, checkpoints: Path, name: str) -> None:
     folder = checkpoints / "gptq-int4-g32-qwen3moe"
@@ -338,6 +341,7 @@ LISTINGS: tuple[object, ...] = (
 )
 
 
+@pytest.mark.slow
 def test_listings_that_are_none(hub: Callable[[Lie], Hub], client: Client) -> None:
     """Wrong types are the server's fault, never moeq's."""
     current: list[object] = []
@@ -359,6 +363,7 @@ def bomb(encoding: str) -> bytes:
     return b"".join([*(packer.compress(b" " * (1 << 20)) for _ in range(512)), packer.flush()])
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("of", ["listing", "file", "range"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], client: Client, of: str, encoding: str) -> None:
@@ -398,6 +403,7 @@ def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], client: Client, 
     assert sum(path.stat().st_size for path in client.home.rglob("*") if path.is_file()) < 16 << 20
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "//evil", "/x", "ftp://localhost/x", "data:,x", "\x7f", ""])
 def test_redirects_that_lead_nowhere(hub: Callable[[Lie], Hub], client: Client, location: str) -> None:
     def lie(handler: Liar, what: str, body: bool) -> bool:
@@ -434,6 +440,7 @@ def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], cli
     assert not [line for line in ended.err.splitlines() if line.lstrip().startswith("::")]
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(
     "name", ["additional_chat_templates/default.jinja", "original/consolidated.safetensors", "a.py"]
 )

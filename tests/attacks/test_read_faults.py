@@ -206,6 +206,7 @@ def test_all_read_faults(scenes: Callable[[str], Scene], reads: Callable[[str], 
             file.write(json.dumps(found) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convert", "transcode"])
 def test_wrong_bytes_are_noticed_with_reread(scenes: Callable[[str], Scene], name: str) -> None:
     """A wrong bit in any read of a tensor: without `--reread` some get into the output, with it none."""

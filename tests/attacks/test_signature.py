@@ -64,6 +64,7 @@ def test_a_manifest_changed_after_signing(signed, keys, moeq_command) -> None:
     assert moeq_command("verify", signed, "--signed-by", keys[1]).code == 1
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("damage", ["gone", "empty", "noise", "another", "truncated", "huge"])
 def test_damaged_signatures(damage, signed, keys, tmp_path, checkpoints, moeq_command) -> None:
     path = signed / "moeq.json.minisig"

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 SHAPES = {"two numbers": 2, "no number": 0}
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("count", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ["ct-nvfp4-qwen3moe", "modelopt-nvfp4-qwen3moe"])
 def test_a_global_scale_that_is_not_one_number(checkpoints: Path, tmp_path: Path, name: str, count: int) -> None:
@@ -59,6 +60,7 @@ def test_a_document_that_cannot_be_written_is_no_yes(converted_place: Place, nam
     assert "the answer could not be written to stdout: No space left on device" in result.stderr
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("spare", range(1, 12, 2))
 def test_too_few_open_files_are_the_limits_fault(place: Place, spare: int) -> None:
     """Not the source's, and not the destination's: work can go on with a higher limit."""
@@ -99,6 +101,7 @@ def units_of(folder: Path) -> int:
         return len(read_journals(opened).records)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, "seal"])
 def test_a_flipped_bit_in_the_first_line_of_the_journal(place: Place, at: float | str) -> None:
     """The command that wrote it knows what it said: finished units count, and the line is mended."""
@@ -124,6 +127,7 @@ def test_finalize_names_the_damaged_journal(place: Place) -> None:
     assert journal.name in answer.document["error"]["message"]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", [b"CON", b"aux.json", b"caf\xe9.txt", b"trailing. "])
 def test_a_side_file_that_not_every_system_can_have_is_left_out(place: Place, name: bytes) -> None:
     (Path(os.fsdecode(os.fsencode(place.source) + b"/" + name))).write_bytes(b"notes")

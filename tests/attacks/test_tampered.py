@@ -77,6 +77,7 @@ def test_untouched(out, source, moeq_command) -> None:
         assert (answer.code, answer.document["mismatches"]) == (0, [])
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere(out, source, moeq_command) -> None:
     """In every file, at random: the digests in the manifest see it, and so does the source."""
     dice = random.Random(7)
@@ -122,6 +123,7 @@ def test_what_is_not_known_is_listed(out, source, moeq_command) -> None:
     assert all(f"unproven  {name}" in shown for name in (".cache/", ".gitattributes"))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", ["moeq.json", "config.json", "model.safetensors.index.json", "weights"])
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_folder_that_changes_while_it_is_verified(name, with_source, out, source) -> None:

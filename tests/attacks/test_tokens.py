@@ -70,6 +70,7 @@ def found(said: list[str], folder: Path) -> list[str]:
     return places
 
 
+@pytest.mark.slow
 def test_all_commands(traces) -> None:
     moeq, hub, said, folder = traces
     out, events = folder / "out", folder / "events.jsonl"
@@ -85,6 +86,7 @@ def test_all_commands(traces) -> None:
     assert found(said, folder) == []
 
 
+@pytest.mark.slow
 def test_failures(traces) -> None:
     """What goes wrong on the way, with the client's own errors and tracebacks asked for."""
     moeq, hub, said, folder = traces

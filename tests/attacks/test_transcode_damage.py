@@ -61,6 +61,7 @@ PLACES = {
 }
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("force", [[], ["--force"]], ids=["plain", "force"])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[:20])
 def test_destinations_that_would_lose_data(place: str, force: list[str], checkpoints: Path, tmp_path: Path, capsys):

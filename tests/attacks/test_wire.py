@@ -49,6 +49,7 @@ def convert(run: Run, repo: str, tmp_path: Path, *more: str) -> Ran:
     return run("convert", repo, tmp_path / "out", "--gpu", "a100", *more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [[], STREAMED])
 def test_a_right_copy_converts(hub, run, checkpoints, tmp_path, streamed) -> None:
     repo = hub.add("org/right", checkpoints / NAME, Behaviour(cuts_first=1))
@@ -57,6 +58,7 @@ def test_a_right_copy_converts(hub, run, checkpoints, tmp_path, streamed) -> Non
     assert not list(tmp_path.glob("*partial*"))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("streamed", [[], STREAMED])
 @pytest.mark.parametrize("tensor", ["model.layers.1.mlp.experts.2.up_proj.scales", "lm_head.weight"])
 def test_a_bit_that_is_flipped_on_the_way(hub, run, checkpoints, tmp_path, tensor, streamed) -> None:
@@ -69,6 +71,7 @@ def test_a_bit_that_is_flipped_on_the_way(hub, run, checkpoints, tmp_path, tenso
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_wrong_copy_is_fetched_again(hub, run, checkpoints, tmp_path) -> None:
     repo = hub.add("org/again", checkpoints / NAME, Behaviour(flips=-1))
     assert convert(run, repo, tmp_path, *STREAMED)[0] == 4
@@ -76,6 +79,7 @@ def test_a_wrong_copy_is_fetched_again(hub, run, checkpoints, tmp_path) -> None:
     assert convert(run, repo, tmp_path, *STREAMED)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_wrong_copy_in_the_clients_cache_is_named(hub, run, checkpoints, tmp_path) -> None:
     """As it lies there, it is taken for good whenever it is asked for."""
     repo = hub.add("org/cached", checkpoints / NAME, Behaviour(flips=-1))
@@ -89,6 +93,7 @@ def test_a_wrong_copy_in_the_clients_cache_is_named(hub, run, checkpoints, tmp_p
     assert convert(run, repo, tmp_path)[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [[], STREAMED])
 def test_a_flipped_bit_in_a_header(hub, run, checkpoints, tmp_path, streamed) -> None:
     """Headers are read as ranges, before there is anything to compare them with."""
@@ -105,6 +110,7 @@ def test_a_flipped_bit_in_a_header(hub, run, checkpoints, tmp_path, streamed) ->
 KEEPS, KEPT = "ct-fp8-tensor-qwen3moe", "model.layers.0.mlp.experts.0.down_proj.input_scale"
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_range_of_a_file_that_is_gone(hub, run, checkpoints, tmp_path) -> None:
     """What `restore` needs of a streamed source is read as a range, when the file is not on disk any more."""
     entry = open_checkpoint(checkpoints / KEEPS).source.entry(KEPT)
@@ -117,6 +123,7 @@ def test_a_flipped_bit_in_a_range_of_a_file_that_is_gone(hub, run, checkpoints, 
     assert (code, KEPT in document["kept_for_restore"]) == (0, True)
 
 
+@pytest.mark.slow
 def test_shards_leave_what_ranges_are_compared_with(hub, run, checkpoints, tmp_path) -> None:
     """`finalize` reads ranges only, of files that the shards have hashed and dropped."""
     repo = hub.add("org/shards", checkpoints / KEEPS)
@@ -133,6 +140,7 @@ def test_shards_leave_what_ranges_are_compared_with(hub, run, checkpoints, tmp_p
     assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith("moeq-work")]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_exchanged_between_two_ranges(hub, run, checkpoints, tmp_path) -> None:
     repo = hub.add("org/exchanged", checkpoints / KEEPS, Behaviour(exchanges=True, lists_digests=False))
     code, document = convert(run, repo, tmp_path, *STREAMED)
@@ -140,6 +148,7 @@ def test_a_file_that_is_exchanged_between_two_ranges(hub, run, checkpoints, tmp_
     assert "ETag" in document["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repository", ["org/cut-header", "org/cut-file"])
 def test_a_connection_that_ends_half_way_is_asked_again(hub, run, checkpoints, tmp_path, repository) -> None:
     repo = hub.add(repository, checkpoints / NAME, Behaviour(cuts_first=3))
@@ -148,6 +157,7 @@ def test_a_connection_that_ends_half_way_is_asked_again(hub, run, checkpoints, t
     assert hub.behaviours[repo].cuts_first == 0
 
 
+@pytest.mark.slow
 def test_one_that_always_ends_half_way_names_what_failed(hub, run, checkpoints) -> None:
     repo = hub.add("org/always-cut", checkpoints / NAME, Behaviour(cuts_first=1000))
     code, document = run("inspect", repo)
@@ -157,6 +167,7 @@ def test_one_that_always_ends_half_way_names_what_failed(hub, run, checkpoints) 
     assert "folder" not in error["message"]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("digest", ["", "0" * 63, "../../etc/passwd", 7, "G" * 64])
 def test_a_listing_with_an_impossible_digest(hub, run, checkpoints, digest) -> None:
     repo = hub.add("org/listing", checkpoints / NAME, Behaviour(lists_sha256=digest))

@@ -68,6 +68,7 @@ def used(folder: Path) -> None:
     render(manifest, CardOptions("org/name", None, 1, None, {}))
 
 
+@pytest.mark.slow
 def test_manifest(converted, tmp_path) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "out"))
     document = json.loads((converted / "moeq.json").read_text())
@@ -98,6 +99,7 @@ def test_manifest_by_every_command(converted, checkpoints, tmp_path, moeq_comman
         moeq_command(*commands[number % len(commands)])
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("table", range(len(QUANTIZATIONS)))
 def test_quantisation_config(table, checkpoints, tmp_path, moeq_command) -> None:
     """Of every dialect: inspect, the oracle and a plan."""
@@ -116,6 +118,7 @@ def test_quantisation_config(table, checkpoints, tmp_path, moeq_command) -> None
         moeq_command(*command[number % 3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [SOURCE, "mxfp4-gptoss"])
 def test_config(name, checkpoints, tmp_path, moeq_command) -> None:
     folder = Path(shutil.copytree(checkpoints / name, tmp_path / "source"))
@@ -221,6 +224,7 @@ def test_plan_document(checkpoints, tmp_path, moeq_command) -> None:
         assert moeq_command(*argv).code in (0, 2, 4)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("depth", [70, 700, 5000, 100_000])
 @pytest.mark.parametrize("file", ["config.json", "quantize_config.json", "generation_config.json", "moeq.json"])
 def test_deep_nesting(depth, file, checkpoints, tmp_path, moeq_command) -> None:
@@ -247,6 +251,7 @@ def test_deep_journal(checkpoints, tmp_path, moeq_command) -> None:
     assert moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100").code == 0
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "dst", ["/", "", ".", "..", "/proc/self", "a/../..", "x/", "[/b]", "[red]", "\udcff", "a" * 300]
 )

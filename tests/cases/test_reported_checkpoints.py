@@ -85,6 +85,7 @@ def listed(folder: Path, names: tuple[str, ...], config: dict[str, Any], make: A
     return stored.write(folder, {**stored.QWEN, "num_hidden_layers": 1, "quantization_config": config}, [tensors])
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("names", "config", "make", "target"),
     [
@@ -212,6 +213,7 @@ def test_an_index_of_zeros_is_a_placeholder(tmp_path: Path) -> None:
     assert (tmp_path / "back/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("index", "desc_act", "said"),
     [
@@ -337,6 +339,7 @@ def test_mxfp4_of_another_padding_is_not_loaded_on_xpu(inter: int, loads: bool, 
 # ------------------------------------------------------------------------------------------------ results of transcode
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(("target", "wanted"), [("fp8", "fp8"), ("deepseek-v4", "fp8"), ("bf16", None)])
 def test_deepseek_v4_says_how_its_experts_are_written(target: str, wanted: str | None, tmp_path: Path) -> None:
     """Engines take FP4 where `expert_dtype` is missing: vllm-project/vllm#43416."""

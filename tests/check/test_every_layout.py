@@ -56,6 +56,7 @@ def test_no_layout_with_a_kernel_is_left_out() -> None:
     assert readable == {layout for layouts in LAYOUTS_OF.values() for layout in layouts}
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("name", ["ct-nvfp4-qwen3moe", "ct-fp8-block-qwen3moe", "ct-mxfp8-qwen3moe"])
 def test_loaded_experts_are_those_of_the_source(name, conversions, checkpoints) -> None:
     layout = LAYOUTS_OF[name][-1]
@@ -87,6 +88,7 @@ def test_e4m3_activations_agree_with_their_emulation(name, conversions, checkpoi
         assert all(0 < result.exceedance < 0.6 for result in report.results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"), [("ct-int4-g128-qwen3moe", "marlin-wna16/1"), ("ct-mxfp4-qwen3moe", "moeq-mxfp4/1")]
 )
@@ -120,7 +122,7 @@ def test_e4m3_activations_are_refused_where_no_kernel_has_them(conversions, chec
         run_check(conversions(name, "marlin-mxfp8/1"), checkpoints / name, options=options)
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize(("name", "layout"), PAIRS, ids=[f"{name}@{layout}" for name, layout in PAIRS])
 def test_kernels_agree_with_the_reference(name, layout, conversions, checkpoints) -> None:
     report = run_check(conversions(name, layout), checkpoints / name, options=QUICK)

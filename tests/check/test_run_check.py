@@ -124,6 +124,7 @@ def test_layers_in_processes_give_the_same_numbers(converted, checkpoints) -> No
     assert here.layers == there.layers
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_numbers(converted, checkpoints) -> None:
     first = run_check(converted[INT4], checkpoints / INT4, options=QUICK)
     again = run_check(converted[INT4], checkpoints / INT4, options=QUICK)
@@ -183,6 +184,7 @@ def test_a_nan_in_the_scales_fails(damaged, checkpoints) -> None:
     json.dumps(report.to_json(), allow_nan=False)  # infinite errors are null, not a crash
 
 
+@pytest.mark.slow
 def test_without_the_source_it_says_so(converted, checkpoints, tmp_path) -> None:
     shutil.copytree(checkpoints / INT4, tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", A100)

@@ -59,7 +59,7 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize(("name", "layout"), FIRST_LAYOUT.items(), ids=list(FIRST_LAYOUT))
 def test_every_damage_is_named(name, layout, conversions, checkpoints) -> None:
     folder = conversions(name, layout)

@@ -46,6 +46,7 @@ def test_the_estimate_grows_with_the_work(converted: Path) -> None:
     assert found[0].smallest_seconds <= one
 
 
+@pytest.mark.slow
 def test_the_smaller_check_runs(
     converted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

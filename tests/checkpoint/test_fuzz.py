@@ -173,6 +173,7 @@ def _places(document: Any) -> Any:
             yield from _places(value)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "damage", [swap_bytes, cut_or_extend, change_header, change_tensors, change_config, change_index]
 )

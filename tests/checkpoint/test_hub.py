@@ -159,6 +159,7 @@ def test_header_longer_than_the_first_range(hub: Hub, ask: Ask, tmp_path: Path) 
     assert answer["info"]["num_experts"] == 4
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("behaviour", "code", "hint"),
     [

@@ -84,6 +84,7 @@ def test_help_lists_every_command(moeq: Moeq) -> None:
         assert name in result.out
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_has_help(moeq: Moeq, name: str) -> None:
     result = moeq(name, "--help")

@@ -134,6 +134,7 @@ def test_folders_that_are_no_checkpoints(command, call, checkpoints, tmp_path) -
     assert document["error"]["message"]
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("command", [("plan",), ("convert", "OUT", "--dry-run"), ("convert", "OUT")])
 def test_a_loss_is_told_before_anything_is_written(call, checkpoints, tmp_path, command) -> None:
     """Gate and up with a scale each, for a kernel with one: `plan` and `--dry-run` end as `convert` does."""
@@ -158,6 +159,7 @@ def test_inspect_tells_a_loss(call, checkpoints) -> None:
     assert "would change 64 stored values" in document["verdict"]["no_convert"]
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(
     ("name", "where", "expected"),
     [

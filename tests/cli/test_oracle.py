@@ -68,6 +68,7 @@ def test_markdown(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[2].startswith("| A100 | MARLIN")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("required", "code"),
     [
@@ -150,6 +151,7 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "R48" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_every_code_of_a_verdict_can_be_explained() -> None:
     from moeq.cli.explanations import explain
     from moeq.deploy.deployment import Deployment

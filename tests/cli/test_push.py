@@ -183,6 +183,7 @@ def test_a_source_on_the_hub_is_named_with_its_revision(running: Hub, checkpoint
     assert "came without a model card" in card
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("repo", "token", "code", "says"),
     [
@@ -229,6 +230,7 @@ def test_a_dry_run_creates_no_repository(running: Hub, source: Path, tmp_path: P
     assert "org/dry" not in running.hub.folders
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_goes_on_where_it_was(running: Hub, source: Path, tmp_path: Path) -> None:
     out, uploads = tmp_path / "out", running.uploads
     # Other codes than the test above, so that the server does not know the files yet.
@@ -254,6 +256,7 @@ def test_a_push_that_fails_goes_on_where_it_was(running: Hub, source: Path, tmp_
     assert running.moeq("verify", "org/flaky").code == 0
 
 
+@pytest.mark.slow
 def test_another_layout_replaces_the_first(running: Hub, checkpoints: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     source = tmp_path / "source"
@@ -289,6 +292,7 @@ def test_names_that_the_hub_refuses(repo: str) -> None:
     assert caught.value.code == "usage.push-name"
 
 
+@pytest.mark.slow
 def test_finished_work_is_pushed(running: Hub, checkpoints: Path, tmp_path: Path) -> None:
     argv = ["convert", checkpoints / INT4, tmp_path / "out", "--gpu", "a100"]
     assert running.moeq(*argv).document["already_done"] is False

@@ -24,6 +24,7 @@ def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> st
     return str(out)
 
 
+@pytest.mark.slow
 def test_every_report_of_a_good_conversion(converted, tmp_path, capsys) -> None:
     files = ["--html", str(tmp_path / "r.html"), "--junit", str(tmp_path / "r.xml")]
     assert run(["run-check", converted, *QUICK, *files, "--json"]) == 0
@@ -41,6 +42,7 @@ def test_every_report_of_a_good_conversion(converted, tmp_path, capsys) -> None:
     assert ET.parse(tmp_path / "r.xml").getroot().get("failures") == "0"
 
 
+@pytest.mark.slow
 def test_a_damaged_conversion_exits_with_one(converted, tmp_path, capsys) -> None:
     entry = moeq.open(converted).source.tensors["model.layers.0.mlp.experts.w2_scale"]
     path = Path(converted) / entry.file

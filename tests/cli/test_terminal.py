@@ -42,6 +42,7 @@ def at_terminal(columns: int, *argv: object) -> tuple[int, list[str]]:
     return process.wait(), STYLES.sub("", data.decode()).replace("\r", "").splitlines()
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_lines_fit_and_wrapped_ones_are_indented(
     columns: int, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
@@ -68,6 +69,7 @@ def proof(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckR
     return run_check(out, options=CheckOptions(layers=[0], tokens=[3]))
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(("columns", "more"), [(60, False), (80, False), (140, True)])
 def test_the_proof_keeps_its_exponents(columns: int, more: bool, proof: CheckReport) -> None:
     text = StringIO()
@@ -142,6 +144,7 @@ def test_completion_is_shown() -> None:
     assert "_MOEQ_COMPLETE" in result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_a_misspelt_backend_is_usage(checkpoints: Path, tmp_path: Path) -> None:
     for argv in (["inspect"], ["oracle"], ["plan"], ["convert", "--dry-run"]):
         words = [argv[0], checkpoints / INT4, *([tmp_path / "out"] if argv[0] == "convert" else []), *argv[1:]]

@@ -101,6 +101,7 @@ def sizes(layer: PreparedLayer) -> tuple[int, int, int, bool]:
     return problem.experts, problem.intermediate, layer.max_tokens, problem.mapped
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("converted", "options", "wanted"),
     [

@@ -225,6 +225,7 @@ int cuDeviceGetName(char *name, int length, int device) {{
 """
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("name", "major", "minor", "status", "expected"),

@@ -40,6 +40,7 @@ def test_circles_are_found(graph: ModuleType) -> None:
         graph.levels({"a": {"b"}, "b": {"a"}})
 
 
+@pytest.mark.slow
 def test_the_picture_is_up_to_date(graph: ModuleType, areas: dict[str, set[str]]) -> None:
     drawn = graph.draw(areas)
     assert graph.PICTURE.read_text(encoding="utf-8") == drawn, "run: python tools/pages/import_graph.py"

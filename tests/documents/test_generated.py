@@ -26,6 +26,7 @@ def text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("path", generate.PAGES, ids=lambda path: path.name)
 def test_a_page_is_up_to_date(path: Path) -> None:
     assert text(path) == generate.PAGES[path](), RUN

@@ -123,6 +123,7 @@ def options_of(name: str) -> set[str]:
     return {flag for param in group.commands[name].params for flag in (*param.opts, *param.secondary_opts)} | {"--help"}
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_commands_are_ones_that_moeq_takes(path: Path) -> None:
     for command in commands_in(path):

@@ -100,6 +100,7 @@ def expert_weights(checkpoint: moeq.Checkpoint, layer: int, gpt_oss: bool) -> di
     }
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_source_is_packed_while_it_is_loaded(name, checkpoints) -> None:
     config = moeq.engines.transformers.packing_config(str(checkpoints / name), prove_all=True)
@@ -127,6 +128,7 @@ def test_what_convert_refuses_is_refused_while_loading(checkpoints, tmp_path) ->
         )
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, checkpoints) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.float32, output_loading_info=True)

@@ -20,7 +20,7 @@ from moeq.errors import MoeqError  # noqa: E402
 IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("family", list(make_family.FAMILIES))
 def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     wanted = write_family(tmp_path / "source", family)
@@ -61,6 +61,7 @@ def test_plain_weights_are_not_read_as_packed_ones(tmp_path: Path) -> None:
         model(IDS)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mixtral"])
 def test_what_transformers_keeps_in_float32_is_kept(family, tmp_path: Path) -> None:
     """A bias that corrects the choice of experts, rounded to bfloat16, would choose others."""

@@ -86,6 +86,7 @@ def to_the_larger(code: int, scale: float, larger: float) -> int:
     return nearest if np.isnan(number) else nearest | code & 0x80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout_id", ["trtllm-fp8-tensor/1", "flashinfer-cutlass-fp8-tensor/1"])
 def test_gate_and_up_are_requantised_to_the_larger_of_their_scales(layout_id: str) -> None:
     """All codes, as the engine computes them; scales that float16 holds, rounds, and has no normal number for."""

@@ -153,6 +153,7 @@ def test_a_kernel_decodes_the_permuted_word_with_shifts() -> None:
             assert torch.equal(code, (words.to(torch.int64) >> (8 * byte + 4 * half)) & 15)
 
 
+@pytest.mark.slow
 def test_without_numba_everything_goes_through_torch() -> None:
     """In a fresh interpreter where numba cannot be imported: same bytes, and nothing compiled is loaded."""
     program = """

@@ -139,6 +139,7 @@ def test_what_is_not_to_be_trusted_is_compiled_again_and_replaced(spoil, kept: P
     assert not run(folder)
 
 
+@pytest.mark.slow
 def test_where_nothing_can_be_kept_loops_are_compiled(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     assert run(tmp_path / "file")

@@ -45,6 +45,7 @@ def ready(layout: ArrangedLayout, matrix: QuantizedMatrix) -> ArrangedLayout:
     return calibrated
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
     layout = arranged(layout_id)
@@ -56,6 +57,7 @@ def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
             assert same(layout.unpack(bound.pack(matrix), spec), matrix), spec
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_nothing_given_is_changed(layout_id: str) -> None:
     for spec in specs(layout_id):
@@ -86,6 +88,7 @@ def test_lossy_layouts_keep_codes_and_lose_only_what_they_say(layout_id: str) ->
         assert float((back.scales - matrix.scales).abs().max()) <= largest * (0.5 / 4096 + 2**-7)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_packed_tensors_are_what_the_descriptor_says(layout_id: str) -> None:
     layout = arranged(layout_id, allow_lossy=True)
@@ -99,6 +102,7 @@ def test_packed_tensors_are_what_the_descriptor_says(layout_id: str) -> None:
             assert tensor.is_contiguous()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
     layout_id: str, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +129,7 @@ def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
 # -------------------------------------------------------------------------------------------------- slices
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_a_slice_of_the_whole_is_the_layout_of_the_slice(layout_id: str) -> None:
     layout = arranged(layout_id)
@@ -197,6 +202,7 @@ def test_illegal_slices_are_refused(layout_id: str) -> None:
             layout.slice_parts(packed, spec, n=(0, half), k=(0, spec.k // 2))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", [one for one in EXACT if one not in ("int8-w8a8/1", "mxfp4-identity/1")])
 def test_the_granularity_along_n_is_not_too_coarse_nor_too_fine(layout_id: str) -> None:
     """Taking half the stated granularity from the packed words (by their share of memory) is not the layout of it."""

@@ -26,6 +26,7 @@ def of_layer(folder: Path, layer: int = 1) -> ActivationScales | None:
     return activation_scales(checkpoint, layer_entry(checkpoint, layer))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("name", "layout", "part"),
     [
@@ -131,6 +132,7 @@ def stacked(source: Path, folder: Path, form: str) -> Path:
     return folder
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("form", ["shared", "[E]", "[E, 1]"])
 def test_those_of_stacked_experts(form: str, checkpoints: Path, tmp_path: Path) -> None:
     """The same numbers as of single experts; everything else that is done with such a source works too."""

@@ -29,6 +29,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_they_are_the_files(name: str, layout: str, checkpoints: Path, tmp_path: Path) -> None:
     folder = convert(checkpoints / name, tmp_path / "out", layout)
@@ -50,6 +51,7 @@ def test_they_are_the_files(name: str, layout: str, checkpoints: Path, tmp_path:
     assert (found.activation_scales is not None) == (name == "modelopt-nvfp4-qwen3moe")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("name", "layout"), LAYOUTS)
 def test_ranks_hold_their_experts(name: str, layout: str, checkpoints: Path, tmp_path: Path) -> None:
     folder = convert(checkpoints / name, tmp_path / "out", layout, ep=2)

@@ -45,6 +45,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, relative: float) -> bool
     return bool((actual - expected).norm() <= relative * expected.norm())
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_the_layer_is_that_of_the_source(name, converted, checkpoints, batch) -> None:
     experts = moeq.load_experts(converted[name], 1)
@@ -68,6 +69,7 @@ def test_scales_of_a_real_quantiser_lie_close_enough_to_be_folded(converted) -> 
     assert not bool((folded(experts).w13.exponent_shift > 8 * 11).any())
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "awq-int4-g32-qwen3moe", "ct-w8a8-qwen3moe"])
 def test_tensor_parallel_ranks_sum_to_the_whole(name, converted, batch) -> None:
     checkpoint = moeq.open(converted[name])

@@ -134,6 +134,7 @@ def test_four_bit_activations_are_refused_and_marlin_is_not(what: str, kind: str
     assert {part.verdict.runs_as for part in forced.parts} == {"W4A16"}
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("what", "experts", "refused"),
     [

@@ -132,6 +132,7 @@ def test_importing_needs_neither_torch_nor_triton() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_cpu_tensors_without_the_interpreter_name_the_remedy() -> None:
     done = run_python(
         "from support.cases import Recipe, make_layer, route\n"

@@ -74,6 +74,7 @@ assert library.counted_launches() > before
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 def test_first_calls_need_nothing_of_their_thread_and_spoil_no_capture(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -111,6 +112,7 @@ print(*sorted(compiled))
 """
 
 
+@pytest.mark.slow
 def test_each_gpu_loads_what_its_own_layers_need() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

@@ -24,6 +24,7 @@ def test_any_number_of_tokens(tokens: int, device: torch.device) -> None:
     check(packed, layer, route(tokens, 128, 5, 3, device=device))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("blocks", [Blocks(16, 64, 64), Blocks(32, 128, 32), Blocks(16, 64, 16), Blocks(64, 256, 128)])
 def test_every_tile_size_gives_the_same_numbers(blocks: Blocks, device: torch.device) -> None:
     packed, layer = make_layer(Recipe(experts=3, hidden=192), device)

@@ -53,6 +53,7 @@ def merged(layer: Layer, lora: LoraExperts, adapter: int) -> Layer:
     return replace(layer, w13=w13, w2=w2)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("changes", "rank", "names"),
     [
@@ -84,6 +85,7 @@ def test_adapters_equal_merged_weights(changes: dict, rank: int, names: tuple[st
     assert relative_error(y, truth) <= FACTOR * relative_error(plain, truth)
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(("order", "interleaved"), [("gate-up", False), ("gate-up", True), ("interleaved", True)])
 def test_matrices_that_gate_and_up_or_all_experts_share(order: str, interleaved: bool, device: torch.device) -> None:
     """vLLM's adapters of models whose experts are one tensor, and those of `enable_moe_shared_loras`."""

@@ -155,6 +155,7 @@ def test_round_half_even(device: torch.device) -> None:
     assert torch.equal(y.cpu(), torch.round(x))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("codes", [127, 448])
 @pytest.mark.parametrize("bits", [8, 11], ids=["bf16", "f16"])
 def test_quotients_by_an_inverse_are_those_of_divisions(bits: int, codes: int, device: torch.device) -> None:

@@ -72,6 +72,7 @@ def test_ranks_add_up_to_the_whole(device: torch.device) -> None:
     assert relative_error(total, whole) < 0.01
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize(("layout", "element"), [("marlin-wna16/1", "int4"), ("int8-w8a8/1", "int8")])
 def test_batched(layout: str, element: str, weighted: bool, device: torch.device) -> None:

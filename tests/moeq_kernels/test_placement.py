@@ -63,6 +63,7 @@ def packed_source(codes: torch.Tensor, bits: int, per: int, order: tuple[int, ..
     return (words if size == 8 else words - (words >> (size - 1) << size)).to(WORDS[size])
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_index_maps_from_random_sources(seed: int) -> None:
     draw = random.Random(seed)

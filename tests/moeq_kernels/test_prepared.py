@@ -286,6 +286,7 @@ def test_nothing_falls_back_for_its_size_on_other_gpus(name: str) -> None:
             assert all(size < 65536 for size in launch.programs[1:]), launch.kernel
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", ["H200", "A100", "L4", "MI300X"])
 def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> None:
     formats = [("marlin-wna16/1", "int4", 128), ("int8-w8a8/1", "int8", -1), *SMALL_FLOATS[:1], *SMALL_FLOATS[-2:]]
@@ -303,7 +304,7 @@ def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> No
         assert layer.workspace_bytes() == most
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize(("layout", "element", "group"), SMALL_FLOATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_stays_in_its_own_row(layout: str, element: str, group: int, value: float, device: torch.device) -> None:

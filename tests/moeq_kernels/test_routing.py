@@ -37,6 +37,7 @@ def _expected(local: torch.Tensor, experts: int, tile: int, grain: int) -> tuple
     return order, tiles
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "tile", "grain", "few", "mapped"),
     [(33, 8, 60, 8, 8, True, False), (5, 2, 6, 4, 4, True, True), (1, 2, 4, 8, 8, True, False),
@@ -171,6 +172,7 @@ def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool,
     return found
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", routing_launches.KINDS)
 @pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(10))
 def test_random_pairs_are_routed_as_by_numpy(

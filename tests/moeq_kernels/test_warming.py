@@ -113,6 +113,7 @@ print(json.dumps([wrong_parameters(family, tokens) for family in families for to
 """
 
 
+@pytest.mark.slow
 def test_every_parameter_of_every_launch_is_the_schedules(tmp_path: Path) -> None:
     found = _child(PARAMETERS, MOEQ_KERNEL_CACHE=str(tmp_path))
     assert [wrong for _, wrong in found] == [[]] * 9
@@ -129,6 +130,7 @@ print(json.dumps([found, graphs_left(2, 100), graphs_left(4, 3), wrong_after_int
 """
 
 
+@pytest.mark.slow
 def test_replayed_graphs_have_the_parameters_of_the_call(tmp_path: Path) -> None:
     found, all_kept, few_kept, interrupted = _child(REPLAYS, MOEQ_KERNEL_CACHE=str(tmp_path))
     assert [wrong for _, wrong in found] == [[]] * 9

@@ -32,6 +32,7 @@ def spec_of(role: Role, one: Scheme, shape: MoeShape, target: ConvertTarget) -> 
     return MatrixSpec(role, n, k, one.weight.dtype, group, scale, symmetric, one.act_order, bias, shape.gated)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_convert_targets_can_be_packed(device: str, engine: str) -> None:

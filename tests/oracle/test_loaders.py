@@ -94,6 +94,7 @@ class TestSglang:
         assert tuple(ast.literal_eval(assigned(folder / "marlin_utils.py", "MARLIN_SUPPORTED_GROUP_SIZES"))) == groups
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("name", "changes", "options", "loads"),
     [
@@ -124,6 +125,7 @@ def test_where_sglang_is_named(checkpoints: Path, tmp_path: Path, name, changes,
     assert ("sglang" in [loader.name for loader in found.loaders]) == loads
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout", ["trtllm-nvfp4/1", "marlin-nvfp4/1"])
 @pytest.mark.parametrize("lost", ["none", "of one expert", "all"])
 def test_what_needs_scales_of_activations_is_named_where_all_are_there(

@@ -39,6 +39,7 @@ def test_verdict_or_refusal(name: str, engine: str, gpu: str) -> None:
             assert verdict.convert.sizes.padded_intermediate >= verdict.convert.sizes.intermediate > 0
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("backend", POLICY.overrides)
 def test_every_backend_name_maps_or_is_refused_with_alternatives(backend: str) -> None:
     for one, shape in every_scheme().values():

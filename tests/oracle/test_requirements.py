@@ -308,6 +308,7 @@ def test_r28_names_that_cannot_work(name: str) -> None:
     assert "backend-never-works" in codes(verdict)
 
 
+@pytest.mark.slow
 def test_r29_reasons_are_prose() -> None:
     odd = re.compile(r"[<>{}]|\('|None\b|\w+\.\w+\(")
     for device in ("V100", "H100", "MI300X", "XPU", "CPU", "CPU-Zen"):

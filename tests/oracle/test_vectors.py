@@ -11,6 +11,7 @@ DATA = load()
 EXECUTED = [row for row in DATA["vectors"] if row["entry"].startswith(("hf:", "oracle:"))]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("row", EXECUTED, ids=[row["id"] for row in EXECUTED])
 def test_row_is_reproduced(row: dict[str, Any]) -> None:
     assert compare(row, outcome_of(row, DATA["platforms"])) == []

@@ -51,6 +51,7 @@ def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return {name: out / name for name in CONVERTIBLE}
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("name", CONVERTIBLE)
 def test_converted_weights_mean_what_the_source_meant(name, converted, expected) -> None:
     checkpoint = moeq.open(converted[name])

@@ -136,7 +136,7 @@ def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, m
     assert content(tmp_path / "fast") == content(source)
 
 
-@pytest.mark.cover(every=9)
+@pytest.mark.cover(every=18)
 @pytest.mark.parametrize("name", EXACT)
 def test_every_other_layout_is_refused_with_the_arithmetic(name, checkpoints, tmp_path) -> None:
     for layout in LAYOUTS.keys() - EXACT[name] - LOSSY.get(name, set()):
@@ -150,7 +150,7 @@ def test_every_other_layout_is_refused_with_the_arithmetic(name, checkpoints, tm
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize(("name", "layout"), LOSSY_CASES, ids=str)
 def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout, checkpoints, tmp_path) -> None:
     source, out = checkpoints / name, tmp_path / "out"

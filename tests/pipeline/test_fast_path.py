@@ -29,6 +29,7 @@ from moeq.pipeline.pack.fast.path import Digests, FastPath
 pytestmark = pytest.mark.usefixtures("fast_paths_for_small_matrices")
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", FAST_PATHS)
 def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)
@@ -145,6 +146,7 @@ def exponents_for(layout: str) -> Callable[[dict[str, Tensor]], None]:
     return edit
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, tp: int, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, kind, sizes, exponents_for(layout))
@@ -287,6 +289,7 @@ def _damage(fast_path: OnFastPath) -> int:
     return tried
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", [name for name in FAST_PATHS if FAST_PATHS[name]])
 def test_every_damaged_bit_is_seen(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)
@@ -355,6 +358,7 @@ def test_scales_of_fp8_of_every_type_and_size(dtype, layout, seed, tmp_path: Pat
                 assert seed < 3 or dtype != torch.float32 or packed.kept == set()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("name", "layout", "tp", "lossy"),
     [

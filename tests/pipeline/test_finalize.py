@@ -123,6 +123,7 @@ def test_processes_at_the_same_time(source, whole, tmp_path) -> None:
     assert content(out) == whole
 
 
+@pytest.mark.slow
 def test_the_same_shard_twice_at_once_is_refused_or_harmless(source, whole, tmp_path) -> None:
     out = tmp_path / "out"
     words = command("convert", source, out, "--gpu", "A100", "--shard", "0/2", "--workers", 1)
@@ -134,6 +135,7 @@ def test_the_same_shard_twice_at_once_is_refused_or_harmless(source, whole, tmp_
     assert content(out) == whole
 
 
+@pytest.mark.slow
 def test_overlapping_cuts_are_harmless(source, whole, tmp_path) -> None:
     """Half the work was cut in two, the other half in seven: what is done is done."""
     shard(source, tmp_path / "out", 0, 2)
@@ -184,6 +186,7 @@ def test_one_process_finishes_what_shards_have_left(source, whole, tmp_path) -> 
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_the_source_keeps_the_name_that_it_was_given(source, tmp_path, monkeypatch) -> None:
     """The shards ran in another folder than finalize, with a path relative to it."""
     monkeypatch.chdir(source.parent)
@@ -196,6 +199,7 @@ def test_the_source_keeps_the_name_that_it_was_given(source, tmp_path, monkeypat
     assert content(tmp_path / "two") == content(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_every_machine_may_have_a_copy_of_the_source(source, whole, tmp_path) -> None:
     """With other times; the first journal says which one finalize reads."""
     copy = Path(shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile))
@@ -257,6 +261,7 @@ class TestRefused:
         finalize(tmp_path / "out")
         assert content(tmp_path / "out") == whole
 
+    @pytest.mark.cover(every=4)
     @pytest.mark.parametrize(
         ("deployment", "options", "said"),
         [

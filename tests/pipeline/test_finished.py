@@ -65,6 +65,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("text", CHANGES)
 def test_a_changed_source_is_another_job(source: Path, tmp_path: Path, text: str) -> None:
     (source / "generation_config.json").write_text('{"top_p": 1}')
@@ -75,6 +76,7 @@ def test_a_changed_source_is_another_job(source: Path, tmp_path: Path, text: str
     assert caught.value.code == "usage.destination-exists"
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("options", [{"no_code": True}, {"skip_unfit": True}, {"force_layout": True}])
 def test_other_options_are_another_job(source: Path, tmp_path: Path, options: dict[str, object]) -> None:
     convert(source, tmp_path / "out", A100)

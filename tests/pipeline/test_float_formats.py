@@ -60,6 +60,7 @@ NVFP4_BACKENDS = [
 ]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("gpu", "backend", "name", "layout"), NVFP4_BACKENDS)
 def test_every_kernel_with_4_bit_activations_has_its_layout(
     checkpoints: Path, tmp_path: Path, gpu: str, backend: str, name: str, layout: str
@@ -91,6 +92,7 @@ FP8_BACKENDS: list[tuple[str, str, str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("name", "gpu", "backend", "more", "layout"), FP8_BACKENDS)
 def test_every_kernel_with_8_bit_activations_has_its_layout(
     checkpoints: Path, tmp_path: Path, name: str, gpu: str, backend: str, more: dict[str, Any], layout: str
@@ -317,6 +319,7 @@ DAMAGED: dict[str, tuple[str, Callable[[str, Tensor], Tensor], str, str]] = {
 }
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_named_with_the_arithmetic(checkpoints: Path, tmp_path: Path, name: str) -> None:
     source, change, code, text = DAMAGED[name]

@@ -54,6 +54,7 @@ def requested(hub: Hub, repo: str) -> list[str | None]:
     return [span for verb, path, span in hub.requests if verb == "GET" and repo in path and ".safetensors" in path]
 
 
+@pytest.mark.slow
 def test_every_command_tells_the_loss_of_a_repository(hub: Hub, checkpoints: Path, tmp_path: Path) -> None:
     repo = hub.add("org/lossy", checkpoints / LOSSY)
     out = str(tmp_path / "out")
@@ -98,6 +99,7 @@ print(json.dumps([float(first.double().sum()), bool((first == again).all() and (
 """
 
 
+@pytest.mark.slow
 def test_a_sample_is_read_once_and_bounded(hub: Hub, checkpoints: Path, tmp_path: Path) -> None:
     repo = hub.add("org/sampled", checkpoints / LOSSY)
     total, same, code = run_script(hub, tmp_path, SAMPLE, repo)[0]

@@ -163,6 +163,7 @@ def questions(sources: dict[str, Path], count: int, seed: int) -> list[tuple[str
     return [(rng.choice(sorted(sources)), any_ask(rng)) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_what_the_verdict_promises_the_plan_does(sources: dict[str, Path]) -> None:
     results = [check(sources[name], ask) for name, ask in questions(sources, 150, SEED)]
     assert 24 < sum(results) < 120, "the sample asks for both"

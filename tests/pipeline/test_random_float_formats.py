@@ -203,6 +203,7 @@ def rounded_either_way(kind: str, seed: int, folder: Path, monkeypatch: pytest.M
     return sum(layer["losses"] for layer in layers)
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("kind", ROUNDING)
 def test_rounding_by_either_path(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded = [rounded_either_way(kind, seed, tmp_path / str(seed), monkeypatch) for seed in range(8)]
@@ -216,6 +217,7 @@ def test_rounding_by_either_path_at_length(kind: str, tmp_path: Path, monkeypatc
     assert sum(map(bool, rounded)) > 3
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fast_path_against_reference(kind: str, tmp_path: Path) -> None:
     packed = [check(kind, seed, tmp_path / str(seed)) for seed in range(8)]

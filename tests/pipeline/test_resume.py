@@ -79,6 +79,7 @@ def resumed(events: list[Event]) -> set[str]:
 
 
 class TestInterruption:
+    @pytest.mark.cover(every=3)
     @pytest.mark.parametrize("units", [1, 3, 5])
     def test_the_same_command_continues_and_gives_the_same_bytes(self, units, source, whole, tmp_path) -> None:
         partial = interrupted(source, tmp_path / "out", units)
@@ -135,6 +136,7 @@ class TestLostWrites:
         _, events = again(source, out)
         return resumed(events)
 
+    @pytest.mark.cover(every=4)
     @pytest.mark.parametrize("keep", [0, 100, 5000, -1])
     def test_a_truncated_file(self, keep, source, whole, tmp_path) -> None:
         def truncate(partial: Path) -> None:
@@ -183,6 +185,7 @@ class TestLostWrites:
         self.damage_and_resume(source, tmp_path / "out", zero)
         assert content(tmp_path / "out") == whole
 
+    @pytest.mark.cover(every=3)
     @pytest.mark.parametrize("cut", [1, 30, 200])
     def test_a_torn_journal_line(self, cut, source, whole, tmp_path) -> None:
         def tear(partial: Path) -> None:
@@ -352,6 +355,7 @@ class TestPublishing:
         assert convert(source, tmp_path / "out", A100).already_done
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
+    @pytest.mark.cover(every=4)
     @pytest.mark.parametrize("force", [False, True])
     @pytest.mark.parametrize("step", range(4))
     def test_killed_while_publishing(self, step, force, source, whole, tmp_path, monkeypatch) -> None:

@@ -145,6 +145,7 @@ class TestTensorParallel:
                 assert_packed(rank_parts(result, "w2", rank, expert), "marlin-wna16/1", shard)
         check_round_trip(source, tmp_path / "out", tmp_path)
 
+    @pytest.mark.cover(every=4)
     @pytest.mark.parametrize(
         ("name", "layout", "tp"),
         [

@@ -29,6 +29,7 @@ def flipped(folder: Path, file: str, place: int) -> None:
         opened.write(bytes([byte ^ 1]))
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_byte_counts(checkpoints: Path, tmp_path: Path, name: str) -> None:
     left, copy = checkpoints / name, tmp_path / "copy"

@@ -155,6 +155,7 @@ def replaced(part: str, by: Callable[[torch.Tensor], torch.Tensor | None]) -> Ch
     return change
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("sample", [1, 3])
 @pytest.mark.parametrize("converted", [True, False])
 def test_equal_bytes(sample, converted, package, checkpoints, tmp_path, monkeypatch) -> None:

@@ -296,6 +296,7 @@ def test_copies_of_several_pieces_come_back(checkpoints, tmp_path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before, "every file is closed"
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "kind", ["header metadata", "config", "tokenizer", "first piece", "second piece", "last byte", "manifest"]
 )

@@ -38,6 +38,7 @@ def sum_in_order(x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, blo
     return total
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [64, 2048])
 def test_correct_sums_in_any_order_stay_far_inside(k: int, dtype: torch.dtype) -> None:

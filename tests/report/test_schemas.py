@@ -22,6 +22,7 @@ def test_every_command_has_a_schema() -> None:
         assert load_schema(name)["title"] == f"moeq.{name}/1"
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", schema_names())
 def test_schemas_are_schemas(name: str) -> None:
     Draft202012Validator.check_schema(load_schema(name))

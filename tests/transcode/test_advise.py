@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[s
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize(("name", "gpu", "tp", "dtype", "options", "proof"), REFUSED)
 @pytest.mark.parametrize("command", ["oracle", "doctor"])
 def test_what_is_suggested_works(
@@ -90,6 +90,7 @@ def test_nothing_is_suggested_where_nothing_helps(checkpoints: Path, name: str, 
     assert advise(open_checkpoint(checkpoints / name), deployment) is None
 
 
+@pytest.mark.slow
 def test_many_refusals_have_a_suggestion(checkpoints: Path) -> None:
     """Over all checkpoints and many deployments: a suggestion is made only where the engine refuses the source."""
     count = 0

@@ -120,7 +120,7 @@ def equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[bool]) -> 
     return compared
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> None:
     fast = set()

@@ -100,6 +100,7 @@ def assert_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found, expected), module
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("make", "config", "target"),
     [
@@ -261,6 +262,7 @@ def deepseek_v4(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("target", ["compressed-tensors", "fp8", "bf16", "deepseek-v4"])
 def test_deepseek_v4_in_other_spellings_and_back(tmp_path: Path, target: str) -> None:
     source = tmp_path / "source"

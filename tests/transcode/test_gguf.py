@@ -28,6 +28,7 @@ def q8_0_values(raw: bytes) -> np.ndarray:
     return blocks[:, :2].copy().view(np.float16).astype(np.float32) * blocks[:, 2:].view(np.int8)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("kind", "target", "bits"),
     [("q4_0", "compressed-tensors", 4), ("q8_0", "compressed-tensors", 8), ("q5_0", "gptq", 8), ("iq4_nl", "gptq", 8)],
@@ -109,6 +110,7 @@ def test_rotary_rows_are_turned_back(tmp_path: Path) -> None:
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k", "iq3_s"])
 def test_other_types_are_exact_in_float32(tmp_path: Path, kind: str) -> None:
     gguf = pytest.importorskip("gguf")

@@ -62,6 +62,7 @@ def test_integers_are_exact(checkpoints: Path, tmp_path: Path, name: str, target
     assert not (tmp_path / "out.moeq-partial").exists()
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("target", ["compressed-tensors", "fp8", "nvfp4", "nvfp4-compressed-tensors"])
 @pytest.mark.parametrize("name", MXFP4)
 def test_mxfp4_is_exact(checkpoints: Path, tmp_path: Path, name: str, target: str) -> None:
@@ -70,6 +71,7 @@ def test_mxfp4_is_exact(checkpoints: Path, tmp_path: Path, name: str, target: st
     assert compared.equal, compared
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("via", ["compressed-tensors", "gptq_v2"])
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "gptq-int8-g64-qwen3moe", "gptq-int4-g128-mixtral"])
 def test_gptq_comes_back_byte_for_byte(checkpoints: Path, tmp_path: Path, name: str, via: str) -> None:

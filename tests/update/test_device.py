@@ -87,6 +87,7 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
             assert places_all(layer, "w2") == (name not in APART)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("projection", "weights", "words"),
     [

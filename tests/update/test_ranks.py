@@ -39,6 +39,7 @@ def ranks_of(folder: Path, axis: str) -> list[list[WritableLayer]]:
     ]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(("name", "layout", "axis"), CASES, ids=str)
 def test_every_rank_writes_its_part(name, layout, axis, checkpoints, tmp_path) -> None:
     deployment = Deployment(gpu=parse_gpu("A100"), **{axis: 2})

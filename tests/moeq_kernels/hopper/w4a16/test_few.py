@@ -70,7 +70,7 @@ def run(
     return y, truth, moe(routed.x, layer, routed.weights, ids, dtype=recipe.dtype)
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize(
     ("recipe", "kernel", "shares"),
     [
@@ -127,6 +127,7 @@ def test_tiles_are_multiplied_at_several_heights(kernel: Queue, tokens: int) -> 
     assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("kernel", [NARROW8, QUEUE8, DIRECT])
 def test_an_infinite_token_stays_alone(kernel: Kernel) -> None:
     if not interpreter.active():

@@ -100,6 +100,7 @@ def test_products_in_different_formats_are_made_apart() -> None:
         assert [name for name, _ in found if name.startswith("expert_")] == names
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [

@@ -15,6 +15,7 @@ from moeq_kernels.gpu import H200
 INT4 = Recipe(experts=4, hidden=256, intermediate=128, group_size=64, bias=True)
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("recipe", "tokens"),
     [

@@ -252,6 +252,7 @@ def test_each_field_of_a_word_lands_in_its_register(kind: str, half: bool) -> No
         assert _value(value >> 16, half) == (high - middle) * unit
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("half", [False, True])
 def test_codes_minus_zero_points_are_exact(kind: str, half: bool) -> None:
@@ -273,6 +274,7 @@ def _scales(half: bool, number: int) -> list[int]:
     return [int(b) & 0xFFFF for b in torch.tensor(values, dtype=torch.float64).to(kind).view(torch.int16)]
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_scales_round_once(kind: str) -> None:
     unit, top = Fraction(1, 2**21), 1 << BITS[kind]
@@ -305,6 +307,7 @@ def test_float16_scales_beside_bf16_round_once(zero: int | None) -> None:
             assert _value(found, False) == _value(_bits((code - (zero or 8)) * s, False), False) * unit
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("zero", [None, 5])
 def test_float16_activations_take_weights_rounded_once(kind: str, zero: int | None) -> None:

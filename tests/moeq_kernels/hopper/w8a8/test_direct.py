@@ -125,6 +125,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "few_down_int8", Down("few_down_int8"))
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(
     ("tokens", "plan", "mapped", "bias", "epilogue", "static"),
     [

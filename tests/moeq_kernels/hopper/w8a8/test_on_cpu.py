@@ -43,7 +43,7 @@ def planned(
     return problem, schedule(family, problem, tokens, plan)
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("recipe", "tokens", "plan"),
     [
