@@ -7,6 +7,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _moved_bits(word, STEPS: tl.constexpr):
+    """Return words whose bits are permuted by `(left shift, mask)` pairs that are OR-ed; as they are without pairs."""
+    moved = word
+    for s in tl.static_range(len(STEPS)):
+        part = (word << STEPS[s][0] if STEPS[s][0] >= 0 else word >> -STEPS[s][0]) & STEPS[s][1]
+        moved = part if s == 0 else moved | part
+    return moved
+
+
+@triton.jit
 def place_words(
     source,  # elements, or words of several elements
     target,  # packed words
@@ -67,14 +77,7 @@ def place_words(
             value = found >> (((ORDER >> (4 * (k % PER))) & 15) * BITS).to(tl.uint64)
         value = ((value & ((1 << BITS) - 1)) ^ SIGN) * inside.to(tl.uint64)
         packed |= (value ^ FLIP) << (BITS * f)
-    if len(STEPS) > 0:
-        moved = tl.zeros([BLOCK], tl.uint64)
-        for s in tl.static_range(len(STEPS)):
-            if STEPS[s][0] >= 0:
-                moved |= (packed << STEPS[s][0]) & STEPS[s][1]
-            else:
-                moved |= (packed >> -STEPS[s][0]) & STEPS[s][1]
-        packed = moved
+    packed = _moved_bits(packed, STEPS)
     tl.store(target + place, packed.to(target.dtype.element_ty), live)
 
 
@@ -153,14 +156,7 @@ def place_tiles(
             if BITS < 32:
                 value &= (1 << BITS) - 1
             packed |= (value ^ FLIP) << (put * BITS).to(tl.uint32)
-    if len(STEPS) > 0:
-        moved = tl.zeros([WORDS, WITHIN], tl.uint32)
-        for s in tl.static_range(len(STEPS)):
-            if STEPS[s][0] >= 0:
-                moved |= (packed << STEPS[s][0]) & STEPS[s][1]
-            else:
-                moved |= (packed >> -STEPS[s][0]) & STEPS[s][1]
-        packed = moved
+    packed = _moved_bits(packed, STEPS)
     packed = tl.reshape(tl.permute(tl.reshape(packed, GATHERED), () + SORTED), [WORDS * WITHIN])  # noqa: RUF005
 
     number = tl.arange(0, WORDS * WITHIN)
