@@ -89,8 +89,7 @@ def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling |
         return None
     for axis, top in enumerate((row, column)):
         bits += [_Bit(axis, sizes[axis] + i, top.stride << i, weight=1 << i) for i in range(extra[axis])]
-        sizes[axis] += extra[axis]
-    return _described(placement, packing, bits, (row, column), sizes, within, extra)
+    return _described(placement, packing, bits, (row, column), extra)
 
 
 def _field_bits(fields: tuple[tuple[int, int], ...]) -> list[_Bit] | None:
@@ -147,11 +146,11 @@ def _described(
     packing: Packing,
     bits: list[_Bit],
     tops: tuple[Digit, Digit],
-    sizes: list[int],
-    within: int,
     extra: list[int],
 ) -> Tiling | None:
-    """Return the tiles as the kernel takes them."""
+    """Return the tiles as the kernel takes them; `extra` bits of the topmost digits are among the bits."""
+    sizes = [sum(one.axis == axis for one in bits) for axis in (0, 1)]
+    within = packing.per.bit_length() - 1
 
     def inner(one: _Bit) -> bool:
         return one.axis == 1 and one.number < within

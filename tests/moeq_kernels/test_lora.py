@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.cases import Recipe, make_layer, route
+from support.cases import Recipe, Routed, make_layer, route
 from support.comparison import FACTOR, random_map
 from support.reference import Layer, moe, relative_error
 
@@ -53,6 +53,19 @@ def merged(layer: Layer, lora: LoraExperts, adapter: int) -> Layer:
     return replace(layer, w13=w13, w2=w2)
 
 
+def merged_answers(
+    routed: Routed, layer: Layer, lora: LoraExperts, lora_ids: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Answers of layers that each token's adapter is merged into: exact ones, and those in `dtype`."""
+    truth, plain = (torch.empty(routed.x.shape, device=routed.x.device) for _ in range(2))
+    for adapter in (-1, 0, 1):
+        here = lora_ids == adapter
+        given = (routed.x[here], merged(layer, lora, adapter) if adapter >= 0 else layer)
+        given += (routed.weights[here], routed.ids[here])
+        truth[here], plain[here] = moe(*given), moe(*given, dtype=dtype)
+    return truth, plain
+
+
 @pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("changes", "rank", "names"),
@@ -74,12 +87,7 @@ def test_adapters_equal_merged_weights(changes: dict, rank: int, names: tuple[st
     y = fused_moe_lora(
         routed.x, packed, lora, routed.weights, routed.ids, lora_ids, activation=recipe.activation, limit=recipe.limit
     )
-    truth, plain = (torch.empty(routed.x.shape, device=device) for _ in range(2))
-    for adapter in (-1, 0, 1):
-        here = lora_ids == adapter
-        given = (routed.x[here], merged(layer, lora, adapter) if adapter >= 0 else layer)
-        given += (routed.weights[here], routed.ids[here])
-        truth[here], plain[here] = moe(*given), moe(*given, dtype=recipe.dtype)
+    truth, plain = merged_answers(routed, layer, lora, lora_ids, recipe.dtype)
     base = moe(routed.x, layer, routed.weights, routed.ids)
     assert relative_error(base, truth) > 0.05  # adapters matter
     assert relative_error(y, truth) <= FACTOR * relative_error(plain, truth)
@@ -103,12 +111,7 @@ def test_matrices_that_gate_and_up_or_all_experts_share(order: str, interleaved:
     routed = route(7, recipe.hidden, recipe.experts, 2, device=device)
     ids = torch.tensor([1, 0, -1, 1, 1, 0, 0], device=device)
     y = fused_moe_lora(routed.x, packed, shared, routed.weights, routed.ids, ids)
-    truth, plain = (torch.empty(routed.x.shape, device=device) for _ in range(2))
-    for adapter in (-1, 0, 1):
-        here = ids == adapter
-        given = (routed.x[here], merged(layer, shared, adapter) if adapter >= 0 else layer)
-        given += (routed.weights[here], routed.ids[here])
-        truth[here], plain[here] = moe(*given), moe(*given, dtype=recipe.dtype)
+    truth, plain = merged_answers(routed, layer, shared, ids, recipe.dtype)
     assert relative_error(y, truth) <= FACTOR * relative_error(plain, truth)
 
 
