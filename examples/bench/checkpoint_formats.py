@@ -162,7 +162,6 @@ class Format:
     config: dict[str, Any]
 
 
-_PLAIN = ["self_attn", "mlp.gate", "moe.gate", "shared_experts", "lm_head"]
 _PLAIN_PATTERNS = ["lm_head", "*self_attn*", "*mlp.gate*", "*moe.gate*", "*shared_experts*"]
 
 _FP8_TOKENS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": True, "strategy": "token"}
@@ -173,7 +172,6 @@ _FP8_BLOCK = {
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
-    "modules_to_not_convert": _PLAIN,
 }
 
 FORMATS = {

@@ -276,7 +276,23 @@ def write_values(file: BinaryIO, tensor: Tensor, seed: int) -> None:
         file.write(tensor.fill(bits, start).data)
 
 
+def unquantised(model: Model) -> list[str]:
+    """Return the full names of all linear modules that are no routed experts."""
+    names = ["lm_head"]
+    for layer in range(model.layers):
+        prefix = f"model.layers.{layer}"
+        moe = f"{prefix}.{model.experts.rpartition('.')[0]}"
+        dense = f"{prefix}.mlp" if layer < model.dense else f"{moe}.shared_experts" if model.shared else None
+        names += [f"{prefix}.self_attn.{name}" for name in model.attention]
+        names += [f"{dense}.{name}" for name in model.names] if dense else []
+        names += [f"{moe}.{model.router}"]
+    return names
+
+
 def config_of(model: Model, kind: Format) -> dict[str, Any]:
+    quantization = dict(kind.config)
+    if quantization["quant_method"] == "fp8":  # vLLM compares whole names here, and parts of names elsewhere
+        quantization["modules_to_not_convert"] = unquantised(model)
     return model.config | {
         "hidden_size": model.hidden,
         "intermediate_size": model.dense_intermediate or model.intermediate,
@@ -284,7 +300,7 @@ def config_of(model: Model, kind: Format) -> dict[str, Any]:
         model.experts_key: model.num_experts,
         "num_hidden_layers": model.layers,
         "vocab_size": model.vocab,
-        "quantization_config": kind.config,
+        "quantization_config": quantization,
     }
 
 
