@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`. CI adds `make test-slow`.
+# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`. `.ci/run` is what CI runs.
 
 PYTHON ?= python3
 VENV := .venv
@@ -38,9 +38,10 @@ demo: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-# What takes longer: crashes at random instants, clusters, streaming.
+# What takes longer: crashes at random instants, clusters, streaming. SHARE=2/8 runs one test of eight; CI takes another
+# share every day.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow $(if $(SHARE),--share $(SHARE))
 
 # The plug-in in vLLM's own Python, parity with its packing, transcoded checkpoints in the libraries that read them, and
 # quantisers beside the libraries' own, all without a GPU. GPTQModel would compile each of its layers with TorchDynamo.
@@ -85,6 +86,7 @@ atheris: $(STAMP)
 # Everything that takes hours: for a scheduled run.
 night: fuzz crash
 	$(BIN)/python -m pytest -q -m night tests/pipeline
+	$(MAKE) test-slow
 	$(MAKE) compile-matrix SPREAD=
 	$(MAKE) engine-tests ENGINE_TESTS="slow or not slow"
 

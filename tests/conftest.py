@@ -16,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from moeq.layouts import words
+from moeq.pipeline.run.workers import FREEZING
 from moeq_kernels import interpreter
 
 HAS_GPU = torch.cuda.is_available()
@@ -59,15 +60,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(skips.StrictSkips(), "strict-skips")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", help="'2/8' runs the second of eight shares of the tests")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    asked = str(config.getoption("-m"))
+    asked, share = str(config.getoption("-m")), config.getoption("--share")
     for item in sampling.left_for_later(items):
         item.add_marker(pytest.mark.slow)
+    left = [
+        item
+        for item in items
+        if any(item.get_closest_marker(name) and name not in asked for name in ("slow", "night"))
+        or (share and not sampling.is_in_share(item.nodeid, share))
+    ]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        away = set(left)
+        items[:] = [item for item in items if item not in away]
     for item in items:
-        for name in ("slow", "night"):
-            if item.get_closest_marker(name) and name not in asked:
-                item.add_marker(pytest.mark.skip(reason=f"{name}: pytest -m {name}"))
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
@@ -76,6 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave tests and modules out of garbage collections, here and in forks, where a collection copies them."""
     gc.collect()
     gc.freeze()
+    FREEZING.set(True)  # every conversion would count what is frozen, which takes 40 ms here
 
 
 @pytest.fixture(scope="session")

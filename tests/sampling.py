@@ -9,6 +9,7 @@ What is chosen depends on the parameters alone, so that every worker and every r
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,14 @@ import pytest
 
 #: Values of some parameters; of one that is no plain value, the object.
 Value = tuple[tuple[str, object], ...]
+
+
+def is_in_share(name: str, share: str) -> bool:
+    """Whether a test is in a share such as 2/8, the second of eight: each test is in one, by a hash of its name."""
+    number, _, of = share.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise pytest.UsageError(f"--share {share}: N/M with N from 1 to M is a share")
+    return zlib.crc32(name.encode()) % int(of) == int(number) - 1
 
 
 def left_for_later(items: Sequence[pytest.Item]) -> list[pytest.Item]:

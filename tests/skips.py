@@ -13,7 +13,6 @@ import pytest
 
 #: Patterns of whole reasons, each with why the test is not run, or with what runs it.
 ANYWHERE = {
-    r"(slow|night): pytest -m \1": "`make test-slow` and `make night` run them",
     r"needs (a|two) (GPUs?|Hopper GPU)|no NVIDIA GPU": "`make gpu-test` runs them; CI has no GPU",
     r"could not import 'flashinfer\..*": "`tests/moeq_kernels` beside the package: run by hand, see tested.md",
     r"could not import 'awq\..*": "reading by AutoAWQ, which needs data sets' packages: run by hand, see recorded.json",

@@ -94,6 +94,20 @@ def test_nothing_but_what_is_marked_is_left_for_later(inner: pytest.Pytester) ->
     inner.runpytest_inprocess("-p", "no:xdist", "-m", "slow").assert_outcomes(passed=6, deselected=12)
 
 
+def test_shares_hold_every_test_once_and_the_same_ones_every_time() -> None:
+    names = [f"tests/test_x.py::test_{number}" for number in range(800)]
+    shares = [[name for name in names if sampling.is_in_share(name, f"{number}/8")] for number in range(1, 9)]
+    assert sorted(name for share in shares for name in share) == sorted(names)
+    assert all(60 < len(share) < 140 for share in shares)
+    assert shares[1][0] == "tests/test_x.py::test_7"
+
+
+@pytest.mark.parametrize("text", ["0/8", "9/8", "8", "a/b", "1/0"])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match="is a share"):
+        sampling.is_in_share("test", text)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -57,7 +57,7 @@ def exchanged(path: Path) -> None:
     os.replace(new, path)
 
 
-@pytest.mark.cover(("change", "when"), "file")
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("change", [rewritten, edited, longer, shorter, gone, exchanged], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("file", ["config.json", "quantize_config.json", "model.safetensors.index.json", "vocab.txt"])
 @pytest.mark.parametrize("when", [Started, UnitFinished], ids=lambda kind: kind.__name__)
@@ -94,7 +94,7 @@ def test_a_source_that_changes_meanwhile(
 HUGE = [0, -1, 1 << 20, 1 << 31, 1 << 40, 1 << 62, 1 << 63, 1 << 64, 10**30]
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("ranks", [False, True])
 def test_counts_of_a_manifest_are_checked_against_bytes(converted_place: Place, value: int, ranks: bool) -> None:
@@ -112,7 +112,7 @@ def test_counts_of_a_manifest_are_checked_against_bytes(converted_place: Place, 
         assert answer.processor < 5
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("value", HUGE)
 @pytest.mark.parametrize("key", ["num_experts", "num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size"])
 def test_counts_of_a_config_are_checked_against_bytes(place: Place, key: str, value: int) -> None:
@@ -175,6 +175,7 @@ CODE = {
 }
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("no_code", [False, True])
 def test_code_is_named_and_left_out(place: Place, no_code: bool) -> None:
     for name, data in CODE.items():

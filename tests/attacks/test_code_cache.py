@@ -111,6 +111,7 @@ def test_a_planted_link_to_a_file_of_the_victim_is_not_run(compiled, tmp_path, l
     assert is_one_line(warnings)
 
 
+@pytest.mark.slow
 def test_a_planted_folder_is_not_followed(compiled, tmp_path) -> None:
     """The last folder is a link to a good one of the victim's, in a folder where all can write."""
     for variable in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):

@@ -144,7 +144,7 @@ def changes(scenes: Callable[[str], Scene]) -> Callable[[str], int]:
     return count
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=30)
 @pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("fault", FAULTS)

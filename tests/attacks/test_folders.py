@@ -44,7 +44,7 @@ RELATIONS = {
 }
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_folders_may_not_hold_each_other(place: Place, relation: str, force: bool) -> None:
@@ -83,7 +83,7 @@ def test_a_bound_folder_is_the_same_folder(place: Place, which: str) -> None:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("suffix", ["", ".moeq-partial", ".moeq-old"])
 @pytest.mark.parametrize("force", [False, True])
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class TestManifest:
         (folder / "moeq.json").write_text(json.dumps(manifest))
         return folder
 
-    @pytest.mark.cover(every=3)
+    @pytest.mark.cover(every=8)
     def test_terminal(self, folder, checkpoints, tmp_path, moeq_command) -> None:
         for argv in (
             ("inspect", folder, "-v"),
@@ -104,7 +104,7 @@ class TestManifest:
         ):
             shown(moeq_command(*argv))
 
-    @pytest.mark.cover(every=3)
+    @pytest.mark.cover(every=8)
     def test_each_value_alone(self, text, clean, tmp_path, moeq_command) -> None:
         """One value at a time gets further than all at once."""
         folder = Path(shutil.copytree(clean, tmp_path / "one"))
@@ -123,7 +123,7 @@ class TestManifest:
 class TestNames:
     """Folders, revisions, options: text that a script may pass on from somewhere."""
 
-    @pytest.mark.cover(every=3)
+    @pytest.mark.cover(every=8)
     def test_every_command_with_a_hostile_argument(self, text, moeq_command) -> None:
         name = text.replace("\x00", "").replace("/", "_")
         for command in COMMANDS:
@@ -131,7 +131,7 @@ class TestNames:
             shown(moeq_command(command, name, name, "--gpu", name))
             shown(moeq_command(command, "--no-such-" + name))
 
-    @pytest.mark.cover(every=3)
+    @pytest.mark.cover(every=8)
     def test_destination(self, text, checkpoints, tmp_path, moeq_command) -> None:
         out = tmp_path / text.replace("\x00", "").replace("/", "_")
         converted = moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100")
@@ -149,7 +149,7 @@ class TestNames:
         assert [found for found in acting(answer.err) if "::error title=moeq inspect" not in found] == []
 
 
-@pytest.mark.cover(every=24)
+@pytest.mark.slow
 @pytest.mark.parametrize("text", HOSTILE)
 def test_config_of_a_source(text, checkpoints, tmp_path, moeq_command) -> None:
     source = Path(shutil.copytree(checkpoints / SOURCE, tmp_path / "source"))

@@ -69,7 +69,7 @@ def bytes_of(name: str, document: Any, rest: bytes) -> bytes:
     return len(raw).to_bytes(8, "little") + raw + rest if name in WITH_DATA else raw
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("name", [name for name in TARGETS if name != "gguf"])
 def test_values_by_structure(name: str) -> None:
     """A real document with some values replaced by anything."""

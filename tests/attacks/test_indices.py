@@ -80,7 +80,7 @@ def folder(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.cover("part")
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("part", INDEX_PARTS)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_number_in_a_folder(part, seed, folder, checkpoints, tmp_path, moeq_command) -> None:
@@ -127,7 +127,7 @@ def test_any_number_in_a_record_of_the_kernels(part, value, place, role) -> None
         fused_moe(routed.x, damaged, routed.weights, routed.ids)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("value", [-1, -(2**31), -7, 2**31 - 1, 1 << 20])
 @pytest.mark.parametrize("part", INDEX_PARTS)
 def test_kernels_read_nothing_beyond(part, value, monkeypatch) -> None:

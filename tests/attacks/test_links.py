@@ -48,7 +48,7 @@ def folder(path: Path, victim: Path) -> None:
 PLANTS = [link, hard_link, dangling, pipe, folder]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=14)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_what_is_planted_in_a_work_folder_is_not_written_through(
@@ -70,7 +70,7 @@ def test_what_is_planted_in_a_work_folder_is_not_written_through(
         assert not place.out.exists()
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_with_a_link_and_nothing_else(place: Place, name: str, force: bool) -> None:
@@ -131,7 +131,7 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("name", ["notes.txt", "tokenizer.json", "quantize_config.json", "config.json", "README.md"])
 @pytest.mark.parametrize("target", OUTSIDE)
 def test_a_link_out_of_the_source_is_not_copied(place: Place, name: str, target: str) -> None:
@@ -215,7 +215,7 @@ READ = {
 CASES = [(name, file) for name, (where, _) in COMMANDS.items() for file in READ[where]]
 
 
-@pytest.mark.cover("name", "odd")
+@pytest.mark.cover(every=53)
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd.__name__)
 @pytest.mark.parametrize(("name", "file"), CASES, ids=lambda value: str(value))
 def test_nothing_waits_for_a_pipe_or_reads_a_device(

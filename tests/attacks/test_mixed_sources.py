@@ -73,7 +73,7 @@ class TestShards:
                 os.utime(second / path.name, ns=(state.st_atime_ns, state.st_mtime_ns))
         return second
 
-    @pytest.mark.cover(every=4)
+    @pytest.mark.cover(every=14)
     @pytest.mark.parametrize("shard", [0, 1])
     def test_the_rest_of_another_model(self, first, second, shard, tmp_path, moeq_command) -> None:
         """Either way it is refused, or what comes out is the conversion of one of them and nothing else."""
@@ -90,7 +90,7 @@ class TestShards:
             assert answer.code in (2, 4)
             assert not out.exists()
 
-    @pytest.mark.cover(every=4)
+    @pytest.mark.cover(every=7)
     def test_finalize(self, first, second, tmp_path, moeq_command) -> None:
         out = tmp_path / "out"
         assert moeq_command("convert", first, out, "--gpu", "a100", "--shard", "0/2").code == 0
@@ -143,7 +143,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "whole", "--gpu", "a100").code == 0
         return content(tmp_path / "whole")
 
-    @pytest.mark.cover
+    @pytest.mark.cover(every=12)
     @pytest.mark.parametrize("size", [8, 64, 512, 4096])
     @pytest.mark.parametrize("file", [1, 2, 3])
     def test_two_blocks_exchanged(self, size, file, first, half, whole, tmp_path, moeq_command) -> None:
@@ -158,7 +158,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
         assert content(tmp_path / "out") == whole
 
-    @pytest.mark.cover
+    @pytest.mark.cover(every=6)
     @pytest.mark.parametrize("size", [8, 512, 4096])
     @pytest.mark.parametrize("copied", [False, True])
     def test_two_blocks_of_one_unit_exchanged(self, size, copied, first, half, whole, tmp_path, moeq_command) -> None:
@@ -182,7 +182,7 @@ class TestBelief:
         assert moeq_command("convert", first, tmp_path / "out", "--gpu", "a100").code == 0
         assert content(tmp_path / "out") == whole
 
-    @pytest.mark.cover(every=6)
+    @pytest.mark.cover(every=12)
     @pytest.mark.parametrize("cut", range(12))
     def test_a_journal_cut_anywhere(self, cut, first, half, whole, tmp_path, moeq_command) -> None:
         """At every kind of place: in the first line, at its end, within lines, and within seals."""
@@ -200,7 +200,7 @@ class TestBelief:
             assert answer.code == 0
             assert content(tmp_path / "out") == whole
 
-    @pytest.mark.cover(every=4)
+    @pytest.mark.slow
     @pytest.mark.parametrize("every_line", [False, True], ids=["one line of a kind", "every line"])
     def test_every_claim_of_a_journal(self, every_line, first, half, whole, tmp_path, moeq_command) -> None:
         """Each value of each line replaced in turn: the unit is done again, or the run refuses."""

@@ -77,7 +77,7 @@ def parcel(prefix: str) -> bytes:
     return b"{}" if prefix == "text" else len(header).to_bytes(8, "little") + header
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=15)
 @pytest.mark.parametrize("prefix", ["text", "header"])
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_restore_writes_nowhere_else(converted_place: Place, prefix: str, name: str) -> None:
@@ -132,7 +132,7 @@ def test_what_the_gate_takes_stays_inside(name: str) -> None:
     assert len(os.fsencode(found)) <= 1024
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_index_leads_nowhere_else(place: Place, name: str) -> None:
     """Every tensor of the source in a file of that name."""
@@ -151,7 +151,7 @@ def test_an_index_leads_nowhere_else(place: Place, name: str) -> None:
 MANIFEST_PLACES = ["file", "files", "missing", "kept"]
 
 
-@pytest.mark.cover(every=10)
+@pytest.mark.cover(every=19)
 @pytest.mark.parametrize("where", MANIFEST_PLACES)
 @pytest.mark.parametrize("name", HOSTILE[:14], ids=range(14))
 def test_a_manifest_leads_nowhere_else(converted_place: Place, where: str, name: str) -> None:
@@ -200,7 +200,7 @@ OWN = [
 ]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize("name", RESERVED)
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"schema":"moeq.journal/1","job":"x"}\n'])
 def test_reserved_names_are_refused(place: Place, name: str, content: bytes) -> None:
@@ -211,7 +211,7 @@ def test_reserved_names_are_refused(place: Place, name: str, content: bytes) -> 
     assert tree(place.home) == before
 
 
-@pytest.mark.cover(every=10)
+@pytest.mark.cover(every=39)
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("content", [b"", b"theirs", b'{"schema":"moeq.journal/1","job":"x"}\n'])
 def test_a_source_may_hold_moeqs_names(place: Place, name: str, content: bytes) -> None:
@@ -247,7 +247,7 @@ def test_names_that_are_one_where_case_does_not_count(place: Place, name: str) -
     assert tree(place.home) == before
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize(
     "card",
     [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -200,7 +201,7 @@ def test_a_file_that_does_not_end(hub: Callable[[Lie], Hub], client: Client, ann
 STALLS = [f"{when} {what}" for when in ("before", "within") for what in ("the listing", "a file", "a range")]
 
 
-@pytest.mark.cover("stall")
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("drip", [False, True])
 @pytest.mark.parametrize("stall", STALLS)
 def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall: str, drip: bool) -> None:
@@ -241,7 +242,7 @@ def test_a_hub_that_goes_silent(hub: Callable[[Lie], Hub], client: Client, stall
 NAMES = ["../../evil.json", "/etc/cron.d/evil", "a/../../evil", "evil\x1b[2J.json", "C:\\evil", "moeq-journal.jsonl"]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], client: Client, checkpoints: Path, name: str) -> None:
     folder = checkpoints / "gptq-int4-g32-qwen3moe"
@@ -359,11 +360,16 @@ def test_listings_that_are_none(hub: Callable[[Lie], Hub], client: Client) -> No
 @cache
 def bomb(encoding: str) -> bytes:
     """Half a megabyte that unfolds to half a gigabyte."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if encoding == "gzip" else 15)
-    return b"".join([*(packer.compress(b" " * (1 << 20)) for _ in range(512)), packer.flush()])
+    blank, count, gzip = b" " * (1 << 20), 512, encoding == "gzip"
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31 if gzip else 15)
+    first, block = (packer.compress(blank) + packer.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    checksum = zlib.crc32 if gzip else zlib.adler32
+    total = reduce(lambda found, _: checksum(blank, found), range(count), checksum(b""))
+    end = struct.pack("<II", total, count << 20) if gzip else struct.pack(">I", total)
+    return first + block * (count - 1) + b"\x03\x00" + end
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("of", ["listing", "file", "range"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], client: Client, of: str, encoding: str) -> None:
@@ -440,7 +446,7 @@ def test_what_a_hub_says_in_headers_is_no_command(hub: Callable[[Lie], Hub], cli
     assert not [line for line in ended.err.splitlines() if line.lstrip().startswith("::")]
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["additional_chat_templates/default.jinja", "original/consolidated.safetensors", "a.py"]
 )

@@ -66,7 +66,7 @@ BAD = [
 ]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.__name__)
 @pytest.mark.parametrize("option", ["--plan", "--sign", "--signed-by", "finalize --sign"])
 def test_files_that_options_read(converted_place: Place, option: str, bad: Callable[[Path], None]) -> None:
@@ -139,7 +139,7 @@ READ = {
 CASES = [(name, file) for name, (where, _) in RARE.items() for file in READ[where]]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=11)
 @pytest.mark.parametrize(("name", "file"), CASES, ids=str)
 def test_commands_rarely_thought_of(converted_place: Place, name: str, file: str) -> None:
     """Pipes, devices, floods and nonsense in the place of each file that they read."""
@@ -168,6 +168,7 @@ _NEEDED = {
 } | {(name, "moeq.json") for name in ("warmup", "run-check", "push")}
 
 
+@pytest.mark.slow
 def test_a_transcoding_leaves_strangers_alone(place: Place) -> None:
     """The folders of `convert`'s attacks, for the other command that makes a folder."""
     words = ["transcode", place.source, place.out, "--to", "compressed-tensors"]

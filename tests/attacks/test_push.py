@@ -120,6 +120,7 @@ def test_nothing_else_is_pushed(
     assert SECRET.decode() not in answer.err
 
 
+@pytest.mark.slow
 def test_what_is_pushed_is_listed(running: Hub, finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(finished, out)

@@ -15,7 +15,7 @@ from attacks.running import moeq_command
 __all__ = ["moeq_command"]
 
 
-@pytest.mark.cover(every=len(SOURCES))
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_however_it_is_done(name, checkpoints, tmp_path, moeq_command) -> None:
     """Workers, shards in any order, from a copy elsewhere, with torch's packing alone."""

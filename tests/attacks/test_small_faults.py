@@ -49,6 +49,7 @@ def test_a_global_scale_that_is_not_one_number(checkpoints: Path, tmp_path: Path
             assert f"has shape [{count}], expected one number" in answer.document["error"]["message"]
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("name", ["inspect", "verify"])
 def test_a_document_that_cannot_be_written_is_no_yes(converted_place: Place, name: str) -> None:
@@ -60,7 +61,7 @@ def test_a_document_that_cannot_be_written_is_no_yes(converted_place: Place, nam
     assert "the answer could not be written to stdout: No space left on device" in result.stderr
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("spare", range(1, 12, 2))
 def test_too_few_open_files_are_the_limits_fault(place: Place, spare: int) -> None:
     """Not the source's, and not the destination's: work can go on with a higher limit."""
@@ -101,7 +102,7 @@ def units_of(folder: Path) -> int:
         return len(read_journals(opened).records)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, "seal"])
 def test_a_flipped_bit_in_the_first_line_of_the_journal(place: Place, at: float | str) -> None:
     """The command that wrote it knows what it said: finished units count, and the line is mended."""
@@ -127,7 +128,7 @@ def test_finalize_names_the_damaged_journal(place: Place) -> None:
     assert journal.name in answer.document["error"]["message"]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [b"CON", b"aux.json", b"caf\xe9.txt", b"trailing. "])
 def test_a_side_file_that_not_every_system_can_have_is_left_out(place: Place, name: bytes) -> None:
     (Path(os.fsdecode(os.fsencode(place.source) + b"/" + name))).write_bytes(b"notes")

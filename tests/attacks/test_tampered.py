@@ -40,7 +40,7 @@ def out(pair: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(pair[1], tmp_path / "out"))
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("tamper", SEALED, ids=lambda tamper: tamper.__name__)
 def test_sealed_again_with_the_source(tamper, out, source, moeq_command) -> None:
     tamper(out)
@@ -49,7 +49,7 @@ def test_sealed_again_with_the_source(tamper, out, source, moeq_command) -> None
     assert answer.document["ok"] is False
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=16)
 @pytest.mark.parametrize("slow", [False, True], ids=["fast", "slow"])
 @pytest.mark.parametrize("tamper", TAMPERING, ids=lambda tamper: tamper.__name__)
 def test_with_the_source(tamper, slow, out, source, moeq_command) -> None:
@@ -59,7 +59,7 @@ def test_with_the_source(tamper, slow, out, source, moeq_command) -> None:
     assert answer.document["ok"] is False
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("tamper", TAMPERING, ids=lambda tamper: tamper.__name__)
 def test_without_the_source(tamper, out, moeq_command) -> None:
     """What the digests in the manifest tell; what they cannot tell is said."""
@@ -71,6 +71,7 @@ def test_without_the_source(tamper, out, moeq_command) -> None:
         assert answer.code in (1, 4), answer.out
 
 
+@pytest.mark.cover(every=2)
 def test_untouched(out, source, moeq_command) -> None:
     for argv in ((), ("--source", source), ("--source", source, "--slow")):
         answer = moeq_command("verify", out, "--json", *argv)
@@ -101,6 +102,7 @@ def json_equal(one: bytes, other: bytes) -> bool:
         return False
 
 
+@pytest.mark.cover(every=2)
 def test_every_file_missing(out, source, moeq_command) -> None:
     for path in sorted(out.iterdir()):
         original = path.read_bytes()

@@ -167,7 +167,7 @@ def test_one_that_always_ends_half_way_names_what_failed(hub, run, checkpoints) 
     assert "folder" not in error["message"]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("digest", ["", "0" * 63, "../../etc/passwd", 7, "G" * 64])
 def test_a_listing_with_an_impossible_digest(hub, run, checkpoints, digest) -> None:
     repo = hub.add("org/listing", checkpoints / NAME, Behaviour(lists_sha256=digest))

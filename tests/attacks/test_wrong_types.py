@@ -81,6 +81,7 @@ def test_manifest(converted, tmp_path) -> None:
     assert refused > 2 * SAMPLE, "most are noticed"
 
 
+@pytest.mark.slow
 def test_manifest_by_every_command(converted, checkpoints, tmp_path, moeq_command) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "out"))
     document = json.loads((converted / "moeq.json").read_text())
@@ -99,7 +100,7 @@ def test_manifest_by_every_command(converted, checkpoints, tmp_path, moeq_comman
         moeq_command(*commands[number % len(commands)])
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("table", range(len(QUANTIZATIONS)))
 def test_quantisation_config(table, checkpoints, tmp_path, moeq_command) -> None:
     """Of every dialect: inspect, the oracle and a plan."""
@@ -162,6 +163,7 @@ def test_header(checkpoints, tmp_path) -> None:
         check(outcome(lambda: moeq.open(folder)), (path, value))
 
 
+@pytest.mark.slow
 def test_restore_data(converted, tmp_path, moeq_command) -> None:
     """Its own header, and every header and config kept in it."""
     folder = Path(shutil.copytree(converted, tmp_path / "out"))
@@ -190,6 +192,7 @@ def test_restore_data(converted, tmp_path, moeq_command) -> None:
             moeq_command("restore", folder, tmp_path / f"{name.replace('/', '_')}-{number}")
 
 
+@pytest.mark.slow
 def test_journal(checkpoints, tmp_path, moeq_command) -> None:
     """Lines with right seals and wrong types."""
 
@@ -251,7 +254,7 @@ def test_deep_journal(checkpoints, tmp_path, moeq_command) -> None:
     assert moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100").code == 0
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=11)
 @pytest.mark.parametrize(
     "dst", ["/", "", ".", "..", "/proc/self", "a/../..", "x/", "[/b]", "[red]", "\udcff", "a" * 300]
 )

@@ -73,7 +73,7 @@ def test_loaded_experts_are_those_of_the_source(name, conversions, checkpoints) 
     assert float((fused_moe(x, experts, weights, ids).float() - wanted).norm() / wanted.norm()) < 0.005
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ct-fp8-block-qwen3moe", "ct-fp8-channel-qwen3moe", "ct-fp8-tensor-qwen3moe"])
 def test_e4m3_activations_agree_with_their_emulation(name, conversions, checkpoints) -> None:
     options = replace(QUICK, activation_dtype="fp8")
@@ -122,7 +122,7 @@ def test_e4m3_activations_are_refused_where_no_kernel_has_them(conversions, chec
         run_check(conversions(name, "marlin-mxfp8/1"), checkpoints / name, options=options)
 
 
-@pytest.mark.cover(every=10)
+@pytest.mark.cover(every=17)
 @pytest.mark.parametrize(("name", "layout"), PAIRS, ids=[f"{name}@{layout}" for name, layout in PAIRS])
 def test_kernels_agree_with_the_reference(name, layout, conversions, checkpoints) -> None:
     report = run_check(conversions(name, layout), checkpoints / name, options=QUICK)

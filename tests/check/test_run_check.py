@@ -70,6 +70,7 @@ def test_a_whole_report(converted, checkpoints) -> None:
     assert {result.arithmetic for result in report.results if result.name != "layer"} == {"weights rounded to bfloat16"}
 
 
+@pytest.mark.slow
 def test_w8a8_is_held_against_int8_emulation(conversions, checkpoints) -> None:
     name = "ct-w8a8-qwen3moe"
     report = run_check(conversions(name, "int8-w8a8/1"), checkpoints / name, options=QUICK)
@@ -87,6 +88,7 @@ def test_experts_that_the_router_neglects_are_run_too(converted, checkpoints) ->
     assert min(one.rows for one in layer.results[0].experts) >= 5
 
 
+@pytest.mark.slow
 def test_layers_written_rank_by_rank(checkpoints, tmp_path) -> None:
     deployment = moeq.Deployment(gpu=moeq.gpu("H100"), tp=2)
     converted = convert(
@@ -160,6 +162,7 @@ def test_a_changed_scale_is_named_by_digest_and_by_kernel(damaged, checkpoints) 
     assert set(wrong) == {projection, "layer"}, "the product is localised: the others still pass"
 
 
+@pytest.mark.slow
 def test_swapped_experts_are_named_and_recognised(damaged, checkpoints) -> None:
     for part in ("w2_weight", "w2_scale"):
         name = f"model.layers.0.mlp.experts.{part}"

@@ -113,6 +113,7 @@ def with_ballast(folder: Path, size: int) -> Path:
     return folder
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(("method", "name"), [("bitsandbytes", "nf4-bfloat16"), ("hqq", "4-bit-axis1-g8-bfloat16")])
 def test_sizes_that_are_no_headers_take_few_requests(
     hub: Hub, ask: Ask, tmp_path: Path, method: str, name: str
@@ -264,6 +265,7 @@ def test_a_branch_that_moves_while_it_is_opened(hub, ask) -> None:
     assert "tensors" in ask(repo, revision=SHA)
 
 
+@pytest.mark.slow
 def test_a_repository_of_gguf_files(hub: Hub, ask: Ask, tmp_path: Path) -> None:
     """One file is named among several; its header alone is read until data is asked for."""
     folder = tmp_path / "gguf"

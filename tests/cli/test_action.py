@@ -110,7 +110,7 @@ def test_convert_verify_and_push(checkpoints: Path, tmp_path: Path) -> None:
     assert "verified" in runner.log
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [

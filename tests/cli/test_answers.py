@@ -109,7 +109,7 @@ def test_piped_output_is_not_padded(argv: tuple[str, ...], capsys: pytest.Captur
     assert [line for line in printed(capsys, *argv) if line != line.rstrip()] == []
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     ("line", "value"),
     [

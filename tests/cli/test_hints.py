@@ -310,7 +310,7 @@ class TestSituations:
         assert "finish the download" in self.hint(capsys, "inspect", tmp_path / "source")
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_examples_of_help_run(command, checkpoints, tmp_path, capsys, monkeypatch) -> None:
     """In order, in a folder that has ./checkpoint: those that need the network or another program are only parsed."""

@@ -193,6 +193,7 @@ def processes_of(session: int, words: str) -> list[int]:
     return [int(row[0]) for row in rows if not row[1].startswith("Z") and words in row[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ps of procps")
 @pytest.mark.parametrize("to_all", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["Ctrl-C", "SIGTERM"])
 def test_processes_that_check_layers_end_as_well(checkpoints: Path, tmp_path: Path, to_all: bool) -> None:

@@ -149,6 +149,7 @@ def test_the_card(running: Hub, source: Path, tmp_path: Path) -> None:
     assert "hf download org/carded" in card
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("carded", [True, False])
 def test_a_downloaded_push_leads_back_to_its_source(running: Hub, source: Path, tmp_path: Path, carded: bool) -> None:
     if not carded:
@@ -171,6 +172,7 @@ def test_a_downloaded_push_leads_back_to_its_source(running: Hub, source: Path, 
     assert [row["name"] for row in mismatches] == ["README.md"]
 
 
+@pytest.mark.slow
 def test_a_source_on_the_hub_is_named_with_its_revision(running: Hub, checkpoints: Path, tmp_path: Path) -> None:
     repo = running.hub.add("org/original", checkpoints / OSS)
     answer = running.moeq("convert", repo, tmp_path / "out", "--gpu", "h100", "--push", "tester/converted")

@@ -69,7 +69,7 @@ def proof(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> CheckR
     return run_check(out, options=CheckOptions(layers=[0], tokens=[3]))
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "more"), [(60, False), (80, False), (140, True)])
 def test_the_proof_keeps_its_exponents(columns: int, more: bool, proof: CheckReport) -> None:
     text = StringIO()
@@ -91,7 +91,7 @@ def piped(redirection: str, *argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full", ">&- 2>&-", "2>&-"])
 @pytest.mark.parametrize(("tp", "code"), [(1, 0), (16, 1)])
 def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoints: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_misspelt_backend_is_usage(checkpoints: Path, tmp_path: Path) -> None:
         assert subprocess.run(line, capture_output=True, text=True, check=False).returncode == 2
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
 def test_an_encoding_without_arrows_and_boxes(encoding: str, checkpoints: Path) -> None:
     """Nothing is left out for a character that the locale does not have."""

@@ -87,6 +87,7 @@ def test_every_target_and_checkpoint_is_in_the_matrix() -> None:
     assert len(lines) == 2 + len(names) + len(transcode_matrix.MADE)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", ["ct-mxfp4-qwen3moe", "gptq-int4-g32-actorder-qwen3moe"])
 def test_rows_of_the_matrix_are_what_the_command_says(name: str) -> None:
     found = transcode_matrix.row(f"`{name}`", transcode_matrix.CHECKPOINTS / name)

@@ -17,6 +17,7 @@ def run(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> None:
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_torch_moe_layer(converted, monkeypatch, capsys) -> None:
     run(monkeypatch, "torch_moe_layer.py", str(converted["gptq-int4-g32-qwen3moe"]), "1")
     assert "dtype=torch.bfloat16" in capsys.readouterr().out

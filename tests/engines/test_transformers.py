@@ -100,7 +100,7 @@ def expert_weights(checkpoint: moeq.Checkpoint, layer: int, gpt_oss: bool) -> di
     }
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_source_is_packed_while_it_is_loaded(name, checkpoints) -> None:
     config = moeq.engines.transformers.packing_config(str(checkpoints / name), prove_all=True)
@@ -154,6 +154,7 @@ def test_an_activation_that_engines_call_otherwise(checkpoints, tmp_path) -> Non
         torch.testing.assert_close(model(IDS).logits, source_model(source)(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
 def test_the_kernels_give_the_same_logits(name, converted) -> None:
     """What a GPU runs, here in Triton's interpreter."""

@@ -20,7 +20,7 @@ from moeq.errors import MoeqError  # noqa: E402
 IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 
 
-@pytest.mark.cover(every=8)
+@pytest.mark.cover(every=15)
 @pytest.mark.parametrize("family", list(make_family.FAMILIES))
 def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     wanted = write_family(tmp_path / "source", family)
@@ -33,6 +33,7 @@ def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
         torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("kind", ["AutoModelForImageTextToText", "AutoModelForCausalLM"])
 def test_a_model_that_sees_images_too(kind, tmp_path: Path) -> None:
     """Qwen3.5 as it is published, whole and its language model alone."""

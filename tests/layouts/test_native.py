@@ -70,6 +70,7 @@ def files(folder: Path) -> list[Path]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_in_the_cache_runs_without_numba(kept: Path) -> None:
     assert not run(kept)
     assert {path.stat().st_mode & 0o777 for path in files(kept)} == {0o600}
@@ -116,6 +117,7 @@ def of_another_user(folder: Path) -> None:
 
 
 # Compiling takes three seconds each: what is slow here is refused by the same lines as its neighbours.
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize(
     "spoil",
     [

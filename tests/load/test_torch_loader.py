@@ -81,7 +81,7 @@ def test_tensor_parallel_ranks_sum_to_the_whole(name, converted, batch) -> None:
     assert close(summed, whole, 0.03 if "w8a8" in name else 0.01)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", ["mxfp4-gptoss", "gptq-int4-g32-qwen3moe"])
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 3), (2, 2)])
 def test_expert_parallel_ranks_sum_to_the_whole(name, sizes, converted, batch) -> None:

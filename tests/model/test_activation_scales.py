@@ -118,7 +118,7 @@ def test_every_fault_is_named(what: str, kind: str, tmp_path: Path) -> None:
     assert not [row for row in found if "layer 0" in row.message and "input" in row.message]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("kind", ["nvfp4", "ct-nvfp4"])
 @pytest.mark.parametrize("what", FAULTS)
 def test_four_bit_activations_are_refused_and_marlin_is_not(what: str, kind: str, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_damaged_file_is_compiled_again(tmp_path: Path) -> None:
     assert child(KEPT, MOEQ_KERNEL_CACHE=str(tmp_path)) == ""
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(
     "worker", ["import os; os.close(0); import time; time.sleep(1); os._exit(9)", "import os; os._exit(9)"]
 )

@@ -38,7 +38,7 @@ def test_every_format_has_a_packer() -> None:
     assert set(PARTS) == set(FORMATS)
 
 
-@pytest.mark.cover(("layout", "zero_points"), ("element", "group_size"))
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("zero_points", [False, True], ids=["sym", "zp"])
 @pytest.mark.parametrize("group_size", [32, 64, 128, -1])
 @pytest.mark.parametrize(("layout", "element"), INTEGERS)
@@ -99,7 +99,7 @@ SMALL_FLOATS = [key for key, fmt in FORMATS.items() if fmt.kind == "e4m3" or fmt
 FP8 = [key for key in SMALL_FLOATS if FORMATS[key].fp8_activations]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("order", ["gate-up", "interleaved", "ungated"])
 @pytest.mark.parametrize(("layout", "element"), SMALL_FLOATS)
 def test_nvfp4_fp8_and_mxfp8(layout: str, element: str, order: W13Order, device: torch.device) -> None:
@@ -111,7 +111,7 @@ def test_nvfp4_fp8_and_mxfp8(layout: str, element: str, order: W13Order, device:
         check(dataclasses.replace(recipe, activation=activation), device)
 
 
-@pytest.mark.cover("layout")
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(("layout", "element"), FP8)
 def test_fp8_activations(layout: str, element: str, device: torch.device) -> None:
     fmt = FORMATS[layout, element]
@@ -121,6 +121,7 @@ def test_fp8_activations(layout: str, element: str, device: torch.device) -> Non
         check(dataclasses.replace(recipe, dtype=getattr(torch, fmt.dtypes[0]), bias=True), device)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("layout", ["fp8-identity/1", "fp8-block-identity/1"])
 def test_fp8_activations_equal_an_exact_emulation(layout: str, device: torch.device) -> None:
     recipe = Recipe(layout, "e4m3", hidden=256, intermediate=128, activation_dtype="fp8")
@@ -191,7 +192,7 @@ GPU_BLOCKS = (Blocks(16, 64, 64), Blocks(32, 128, 128))
 TILED = [(*key, GPU_BLOCKS[index % 2]) for index, key in enumerate(FORMATS)]
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize(("layout", "element", "blocks"), TILED)
 def test_gpu_tiles_in_every_format(layout: str, element: str, blocks: Blocks, device: torch.device) -> None:
     """Tiles of the size that GPUs get, with a partial last step along k; check_on_gpu.py runs all of them."""
@@ -206,7 +207,7 @@ COMBINATIONS = [(name, order) for name in GATED for order in ("gate-up", "interl
 COMBINATIONS += [(name, "ungated") for name in UNGATED]
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("layout", ["marlin-wna16/1", "triton-wna16/1"])
 @pytest.mark.parametrize(("activation", "order"), COMBINATIONS)
 def test_activations(activation: str, order: W13Order, layout: str, device: torch.device) -> None:

@@ -50,6 +50,7 @@ def test_choices_without_an_expert_are_skipped(device: torch.device) -> None:
     assert (y[3] == 0).all()
 
 
+@pytest.mark.slow
 def test_results_are_deterministic(device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)
     routed = route(5, 128, 4, 4, device=device)

@@ -105,7 +105,7 @@ def adds_bias(layout_id: str, spec: MatrixSpec) -> bool:
     return all(problem.code != "layout.bias" for problem in get_layout(layout_id).problems(spec))
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(("layout", "element", "zero_points"), CASES)
 def test_a_layer_packed_by_moeq(layout: str, element: str, zero_points: bool, device: torch.device) -> None:
     w13 = random_matrix((layout, element), 2 * INTERMEDIATE, HIDDEN, zero_points)

@@ -66,7 +66,7 @@ def merged_answers(
     return truth, plain
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(
     ("changes", "rank", "names"),
     [
@@ -128,6 +128,7 @@ def test_without_an_adapter_it_is_the_plain_layer(device: torch.device) -> None:
     )
 
 
+@pytest.mark.slow
 def test_experts_of_other_ranks_contribute_nothing(device: torch.device) -> None:
     packed, _ = make_layer(RECIPE, device)
     lora = adapters(RECIPE, 4, 2, ("up", "down"), device)

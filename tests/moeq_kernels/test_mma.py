@@ -100,7 +100,7 @@ DECODED = ["zeros-g32", "mxfp4-oai", "nvfp4", "nvfp4-f16", "fp8", "fp8-f16", "fp
 PLANS = {"shared k": MmaPlan(8, 3, 64, 2, 2), "halves of steps": MmaPlan(32, 3, 32)}
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", DECODED)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_code_as_it_is_gives_the_layer(name: str, plan: str, device: torch.device) -> None:

@@ -66,7 +66,7 @@ class TestInputs:
                 assert torch.equal(part.scales, part.scales.bfloat16().float())
                 assert part.blocks(problem.format.block_rows).shape[1] * problem.format.block_rows == values.shape[1]
 
-    @pytest.mark.cover(every=2)
+    @pytest.mark.cover(every=6)
     @pytest.mark.parametrize("name", list(FORMATS))
     def test_our_packing_gives_the_numbers_of_the_reference(self, name: str, tiny: None) -> None:
         """In Triton's interpreter; what the benchmark checks on a GPU before it times anything."""

@@ -93,6 +93,7 @@ def test_what_does_not_fit_is_refused_with_both_sides(device: torch.device) -> N
             call()
 
 
+@pytest.mark.slow
 def test_it_works_under_torch_compile(device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)
     layer = prepare(packed, top_k=2, max_tokens=8)
@@ -105,6 +106,7 @@ def test_it_works_under_torch_compile(device: torch.device) -> None:
     assert torch.equal(compiled(given.x), model(given.x))
 
 
+@pytest.mark.slow
 def test_it_works_where_torch_traces_without_compiling(device: torch.device) -> None:
     """Fake tensors, recorded programs, modes that watch operators, and export for any number of tokens."""
     packed, _ = make_layer(Recipe(), device)
@@ -147,6 +149,7 @@ def test_a_compiled_program_may_give_it_any_strides(device: torch.device) -> Non
     assert torch.equal(compiled(strided), layer(strided, given.weights, given.ids))
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_layer_of_its_own(device: torch.device) -> None:
     """Also in a compiled program, where a layer is a number."""
     packed, _ = make_layer(Recipe(), device)
@@ -192,6 +195,7 @@ def test_threads_that_call_a_layer_first_share_its_descriptors(device: torch.dev
     assert layer._maps == [made.address for made in layer._kept]
 
 
+@pytest.mark.slow
 def test_a_backward_pass_does_not_take_it_for_a_constant(device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)
     layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)

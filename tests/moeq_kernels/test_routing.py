@@ -172,7 +172,7 @@ def _cases(number: int) -> list[tuple[int, int, int, int, int, int | None, bool,
     return found
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("kind", routing_launches.KINDS)
 @pytest.mark.parametrize(("experts", "top_k", "tokens", "tile", "grain", "known", "on_gpu", "seed"), _cases(10))
 def test_random_pairs_are_routed_as_by_numpy(

@@ -116,7 +116,7 @@ def refused(document: dict[str, Any]) -> str | None:
     return gates[0]["text"] if gates else None
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=25)
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 @pytest.mark.parametrize("names", ["source", "mlp", "block-sparse-moe", "per-expert", "stacked"])
 @pytest.mark.parametrize(
@@ -155,6 +155,7 @@ def test_the_command_mends_the_names(name, names, version, checkpoints: Path, tm
     assert problem in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_published_names_pass(checkpoints: Path, capsys) -> None:
     """Checkpoints with their family's own names are not refused by any version."""
     for version in VERSIONS:

@@ -21,7 +21,7 @@ FORMS = [(tp, ep) for tp, ep in product((1, 2, 3, 8), (1, 2, 8, 256))]
 ALL2ALL = [None, *POLICY.all2all]
 
 
-@pytest.mark.cover(("engine", "gpu"))
+@pytest.mark.cover(every=64)
 @pytest.mark.parametrize("gpu", ["A100", "H100", "B200", "MI300X"])
 @pytest.mark.parametrize("engine", ["vllm@0.33.0", "moeq"])
 @pytest.mark.parametrize("name", list(every_scheme()))
@@ -52,6 +52,7 @@ def test_every_backend_name_maps_or_is_refused_with_alternatives(backend: str) -
                     assert verdict.error.hint
 
 
+@pytest.mark.slow
 def test_every_known_device_has_an_answer() -> None:
     for gpu in known_gpus().values():
         for one, shape in every_scheme().values():

@@ -87,6 +87,7 @@ def test_stored_tables_are_the_extracted_ones() -> None:
     assert unpacked(stored) == extracted
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_rows_left_out_follow_from_the_others(data: st.DataObject) -> None:
     factors = ("a", "b", "c", "d", "e", "f")[: data.draw(st.integers(1, 6))]

@@ -42,7 +42,7 @@ def checkpoint(folder: Path, hidden: int, intermediate: int, group: int) -> Path
     return write(folder, {**rest, **experts(hidden=hidden, intermediate=intermediate, make=make)}, document)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "group", "layout"),
     [

@@ -109,7 +109,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.cover("name")
+@pytest.mark.cover(every=23)
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=str)
 def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, monkeypatch) -> None:
     source, out = checkpoints / name, tmp_path / "out"
@@ -136,7 +136,7 @@ def test_convert_verify_restore(name, layout, checkpoints, expected, tmp_path, m
     assert content(tmp_path / "fast") == content(source)
 
 
-@pytest.mark.cover(every=18)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_every_other_layout_is_refused_with_the_arithmetic(name, checkpoints, tmp_path) -> None:
     for layout in LAYOUTS.keys() - EXACT[name] - LOSSY.get(name, set()):
@@ -150,7 +150,7 @@ def test_every_other_layout_is_refused_with_the_arithmetic(name, checkpoints, tm
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.cover(every=6)
+@pytest.mark.cover(every=17)
 @pytest.mark.parametrize(("name", "layout"), LOSSY_CASES, ids=str)
 def test_lossy_layouts_are_refused_unless_allowed_and_then_counted(name, layout, checkpoints, tmp_path) -> None:
     source, out = checkpoints / name, tmp_path / "out"

@@ -29,7 +29,7 @@ from moeq.pipeline.pack.fast.path import Digests, FastPath
 pytestmark = pytest.mark.usefixtures("fast_paths_for_small_matrices")
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", FAST_PATHS)
 def test_every_checkpoint_in_every_layout_for_every_rank(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)
@@ -159,7 +159,7 @@ def test_random_checkpoints_of_odd_sizes(kind: str, sizes: Sizes, layout: str, t
             )
 
 
-@pytest.mark.cover("kind", "layout", "tp")
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(("kind", "sizes", "layout", "tp"), ODD)
 def test_blocks_of_few_rows_give_the_same(kind, sizes, layout, tp, tmp_path, monkeypatch) -> None:
     """Matrices here fit one block; with small blocks, every part of several takes several steps, and so do digests."""
@@ -289,7 +289,7 @@ def _damage(fast_path: OnFastPath) -> int:
     return tried
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("name", [name for name in FAST_PATHS if FAST_PATHS[name]])
 def test_every_damaged_bit_is_seen(name: str, checkpoints: Path) -> None:
     checkpoint = moeq.open(checkpoints / name)

@@ -64,7 +64,7 @@ def refused(out: Path, **options: Any) -> MoeqError:
     return caught.value
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shards_in_any_order_give_the_bytes_of_one_process(count, source, whole, tmp_path) -> None:
     order = list(range(count))
@@ -88,6 +88,7 @@ def test_shards_in_any_order_give_the_bytes_of_one_process(count, source, whole,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", ["mxfp4-gptoss", "gptq-int4-g128-mixtral"])
 @pytest.mark.parametrize("deployment", [Deployment(gpu=parse_gpu("H100"), ep=2)], ids=["expert-parallel"])
 def test_ranks_written_one_by_one_in_shards(name, deployment, checkpoints, tmp_path) -> None:
@@ -170,6 +171,7 @@ def test_what_is_told(source, tmp_path) -> None:
     assert told[-1].bytes_out == plan.bytes_out
 
 
+@pytest.mark.slow
 def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
     moeq.convert(source, tmp_path / "out", A100, shard="0/2")
     monkeypatch.setenv("RANK", "1")
@@ -227,6 +229,7 @@ class TestRefused:
             "nothing is lost by asking"
         )
 
+    @pytest.mark.slow
     def test_records_that_contradict_each_other(self, source, tmp_path) -> None:
         for index in range(2):
             shard(source, tmp_path / "out", index, 2)
@@ -242,6 +245,7 @@ class TestRefused:
         assert (error.code, error.exit_code) == ("answer.units-contradict", ExitCode.NO)
         assert f"{record.unit} ({names[0]}, {names[1]})" in error.message
 
+    @pytest.mark.slow
     def test_bytes_that_were_lost(self, source, whole, tmp_path) -> None:
         """The journal has the unit, its file does not: two machines with an incoherent file system, say."""
         for index in range(2):
@@ -294,6 +298,7 @@ class TestRefused:
             shard(source, tmp_path / "out", 1, 2)
         assert "moeq 0.1.0 there, 9.0.0 here" in refused(tmp_path / "out").message
 
+    @pytest.mark.slow
     def test_journals_of_two_jobs(self, source, tmp_path) -> None:
         """As they come together when folders are copied into one."""
         shard(source, tmp_path / "out", 0, 2)
@@ -304,6 +309,7 @@ class TestRefused:
         assert error.code == "usage.other-job"
         assert "deployment.dtype 'fp16' there, 'bf16' here" in error.message
 
+    @pytest.mark.slow
     def test_a_source_that_changed_since(self, source, tmp_path) -> None:
         copy = Path(shutil.copytree(source, tmp_path / "source"))
         for index in range(2):
@@ -321,6 +327,7 @@ class TestRefused:
         assert done.already_done
         assert done.plan.digest == convert(source, tmp_path / "out", A100, shard="0/3").plan.digest
 
+    @pytest.mark.slow
     def test_an_earlier_conversion_is_replaced_only_with_force(self, source, whole, checkpoints, tmp_path) -> None:
         for index in range(2):
             shard(source, tmp_path / "out", index, 2)

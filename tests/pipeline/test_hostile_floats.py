@@ -101,7 +101,7 @@ def fast_paths_for_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(words, "COMPILED_FROM", 0)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_the_source_to_a_rank_and_back(kind: str, tmp_path: Path) -> None:
     found = [there_and_back(kind, seed, tmp_path / str(seed)) for seed in range(6)]

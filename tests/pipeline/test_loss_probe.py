@@ -70,6 +70,7 @@ def test_every_command_tells_the_loss_of_a_repository(hub: Hub, checkpoints: Pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_layout_that_rounds_nothing_reads_no_weights(hub: Hub, checkpoints: Path, tmp_path: Path) -> None:
     repo = hub.add("org/exact", checkpoints / "gptq-int4-g32-qwen3moe")
     [(code, _)] = run_script(hub, tmp_path, COMMANDS, json.dumps([["inspect", repo]]))

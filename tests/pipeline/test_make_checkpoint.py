@@ -43,6 +43,7 @@ def test_moeq_recognises_every_model_and_format(model: str, kind: str, tmp_path:
     assert {warning.code for warning in info.warnings} <= {"scheme.bias"}
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_bytes_and_the_files_do_not(tmp_path: Path) -> None:
     one, small, other = tmp_path / "one", tmp_path / "small", tmp_path / "other"
     generator.write_checkpoint(one, TINY, "gptq", seed=1)

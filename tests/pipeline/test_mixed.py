@@ -95,6 +95,7 @@ def test_layers_that_are_not_quantised_are_copied_and_recorded(half_plain, tmp_p
     assert_back(half_plain, tmp_path / "out", tmp_path)
 
 
+@pytest.mark.slow
 def test_experts_of_two_schemes_in_one_layer_are_refused_by_name(checkpoints, tmp_path) -> None:
     rules = {"dynamic": {r"+:.*layers\.1\.mlp\.experts\.3\..*": EIGHT_BITS}}
     change = with_layer_of(checkpoints / INT8, 1, experts=(3,))

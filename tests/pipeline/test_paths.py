@@ -45,7 +45,7 @@ def write(folder: Path, model: str, kind: str, experts: int = 2) -> Path:
     return folder
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(("model", "kind", "layout", "tp"), CASES)
 def test_both_ways_write_the_same(model, kind, layout, tp, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", model, kind)

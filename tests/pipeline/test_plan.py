@@ -20,7 +20,7 @@ from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertOptions
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
-from moeq.pipeline.run.workers import Executor, headers_frozen
+from moeq.pipeline.run.workers import FREEZING, Executor, headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish
 from moeq.pipeline.state.records import UnitRecord, is_intact
@@ -215,6 +215,7 @@ def test_what_was_frozen_before_stays_frozen(monkeypatch) -> None:
 
     monkeypatch.setattr(gc, "get_freeze_count", watched)
     gc.unfreeze()
+    surrounding = FREEZING.set(False)
     for before in (False, True):
         if before:
             gc.freeze()
@@ -224,7 +225,7 @@ def test_what_was_frozen_before_stays_frozen(monkeypatch) -> None:
             assert count() > 0
         assert (count() > 0) == before
     assert len(counted) == 2
-    gc.unfreeze()
+    FREEZING.reset(surrounding)
 
 
 @pytest.mark.parametrize(("tp", "code"), [(3, "usage.tp"), (4, "usage.tp"), (2, None)])

@@ -226,6 +226,7 @@ def load_problem(folder: Path, **rank: int) -> str | None:
     return None
 
 
+@pytest.mark.slow
 def test_what_is_said_to_load_is_loaded(checkpoints: Path, tmp_path: Path) -> None:
     """`moeq.load_experts` takes what it is said to take and refuses the rest, on every rank."""
     rng = random.Random(SEED)

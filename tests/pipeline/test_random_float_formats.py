@@ -203,7 +203,7 @@ def rounded_either_way(kind: str, seed: int, folder: Path, monkeypatch: pytest.M
     return sum(layer["losses"] for layer in layers)
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDING)
 def test_rounding_by_either_path(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded = [rounded_either_way(kind, seed, tmp_path / str(seed), monkeypatch) for seed in range(8)]

@@ -153,6 +153,7 @@ def test_the_command(cluster, source, whole, tmp_path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_no_cluster(source, tmp_path) -> None:
     options = ("--gpu", "A100", "--executor", "ray", "--json", "--ray-address", "127.0.0.1:1")
     ran = moeq_command("convert", source, tmp_path / "out", *options)

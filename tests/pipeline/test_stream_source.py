@@ -195,6 +195,7 @@ def test_shards_fetch_their_own_part(hub, source, whole, tmp_path) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_what_is_on_disk_cannot_be_streamed(hub, source, tmp_path) -> None:
     ran = run(hub, tmp_path, source, tmp_path / "out", "--gpu", "A100", "--stream-source", "--json")
     assert ran.returncode == ExitCode.USAGE

@@ -81,7 +81,7 @@ def ordered(*, seed: int, down: bool = True) -> Change:
     return change
 
 
-@pytest.mark.cover(("name", "target"))
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("target", ENGINE_TARGETS)
 @pytest.mark.parametrize("name", ["gptq-int4-g32-actorder-qwen3moe", "gptq-int4-g32-qwen3moe"])

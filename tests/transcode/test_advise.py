@@ -40,7 +40,7 @@ def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, dict[s
     return code, json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.cover(every=6)
+@pytest.mark.cover(every=14)
 @pytest.mark.parametrize(("name", "gpu", "tp", "dtype", "options", "proof"), REFUSED)
 @pytest.mark.parametrize("command", ["oracle", "doctor"])
 def test_what_is_suggested_works(

@@ -120,7 +120,7 @@ def equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: list[bool]) -> 
     return compared
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> None:
     fast = set()
@@ -131,7 +131,7 @@ def test_both_paths_write_the_same(name, checkpoints, tmp_path, equal, ways) -> 
     assert fast == FAST[name]
 
 
-@pytest.mark.cover(("name", "options"), "target")
+@pytest.mark.cover(every=36)
 @pytest.mark.parametrize("target", ENGINE_TARGETS)
 @pytest.mark.parametrize("options", [{"allow_lossy": True}, {"names": "stacked"}], ids=["lossy", "names"])
 @pytest.mark.parametrize("name", CHECKPOINTS)
@@ -261,6 +261,7 @@ def test_every_code_under_every_difference_of_exponents_as_fp8() -> None:
         assert recode.holds_fp8_blocks(packed, exponents, out, scales) == exact == (difference >= -14)
 
 
+@pytest.mark.slow
 def test_every_byte_is_taken_apart_as_it_decodes() -> None:
     """All 256 E4M3 bytes against all 16 codes, for every difference of exponents that is done without tables."""
     values = e4m3_values()

@@ -74,7 +74,7 @@ def test_compressed_tensors_reads_the_same_values(
     assert count >= 12
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=11)
 @pytest.mark.parametrize(
     ("name", "target", "options"),
     [

@@ -192,7 +192,7 @@ def assert_all_equal(before: list[np.ndarray], after: list[np.ndarray]) -> None:
         assert np.array_equal(one, other)
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("seed", range(12))
 def test_integers_mean_the_same_in_every_format(tmp_path: Path, seed: int) -> None:
     drawn = Drawn.of(seed)

@@ -104,7 +104,7 @@ def attempt(source: Path, out: Path, target: str, names: str) -> Transcoding | M
         return error
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_said_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     if seed % 2:

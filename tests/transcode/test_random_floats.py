@@ -127,7 +127,7 @@ def outcome(source: Path, out: Path, target: str, *, lossy: bool) -> dict[str, b
     return content(out)
 
 
-@pytest.mark.cover("kind")
+@pytest.mark.cover(every=16)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_both_paths_come_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kind: str) -> None:

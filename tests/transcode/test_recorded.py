@@ -9,7 +9,7 @@ import pytest
 from transcode.record import NAMES, RECORD, digests
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_have_been_in_the_libraries_hands(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()

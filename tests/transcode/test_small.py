@@ -119,6 +119,7 @@ def test_loops_of_the_cache_serve_small_experts(checkpoints: Path, tmp_path: Pat
     assert content(cache) == objects
 
 
+@pytest.mark.slow
 def test_the_switch_is_the_threads_own(tmp_path: Path) -> None:
     """A thread that may compile does, beside one that may not."""
     script = """

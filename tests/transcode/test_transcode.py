@@ -46,7 +46,7 @@ def assert_same_values(source: Path, result: Path) -> None:
                 assert torch.equal(left, right), (layer, expert, projection)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_are_exact(checkpoints: Path, tmp_path: Path, name: str, target: str) -> None:

@@ -27,7 +27,7 @@ CASES = {
 APART = {"mxfp4-gptoss", "modelopt-nvfp4-qwen3moe"}
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", CASES)
 def test_the_gather_kernel_writes_what_the_cpu_writes(name, checkpoints, tmp_path) -> None:
     experts = Experts.read(checkpoints / name)
@@ -59,7 +59,7 @@ def test_float_weights_are_quantised_on_the_device(checkpoints, tmp_path) -> Non
     assert 0.05 < done.loss["down"].new_scales < 0.15 < (done.loss["down"].old_scales or 0)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("name", [*CASES, "ct-int4-g128-qwen3moe", "modelopt-nvfp4-qwen3moe"])
 def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path, monkeypatch) -> None:
     """The bytes that single updates write, whether one launch does it or each expert by itself."""

@@ -41,7 +41,7 @@ def matrix_of(layout: ArrangedLayout, spec: MatrixSpec, seed: int) -> QuantizedM
     return replace(matrix, scales=scales)
 
 
-@pytest.mark.cover(every=8)
+@pytest.mark.cover(every=30)
 @pytest.mark.parametrize("layout_id", ARRANGED)
 def test_every_part_of_every_layout_is_placed(layout_id) -> None:
     layout = arranged(layout_id, allow_lossy=True)

@@ -39,7 +39,7 @@ def ranks_of(folder: Path, axis: str) -> list[list[WritableLayer]]:
     ]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize(("name", "layout", "axis"), CASES, ids=str)
 def test_every_rank_writes_its_part(name, layout, axis, checkpoints, tmp_path) -> None:
     deployment = Deployment(gpu=parse_gpu("A100"), **{axis: 2})
@@ -73,6 +73,7 @@ def test_a_writer_for_another_deployment_is_refused(checkpoints, tmp_path) -> No
     assert caught.value.code == "usage.update-target"
 
 
+@pytest.mark.slow
 def test_redundant_experts_are_written_in_every_row(converted, checkpoints) -> None:
     name = "gptq-int4-g32-qwen3moe"
     experts, layer = Experts.read(checkpoints / name), moeq.writable_layer(converted[name], 0)

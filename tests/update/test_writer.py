@@ -73,7 +73,7 @@ def run(source: Path, layout: str, tmp_path: Path, seed: int, count: int) -> tup
     return written, refused
 
 
-@pytest.mark.cover(every=24)
+@pytest.mark.cover(every=52)
 @pytest.mark.parametrize(("name", "layout"), [*CASES, *LOSSY_CASES], ids=str)
 def test_updates_equal_a_fresh_conversion(name, layout, checkpoints, tmp_path) -> None:
     written, _ = run(checkpoints / name, layout, tmp_path, seed=zlib.crc32(f"{name} {layout}".encode()), count=6)

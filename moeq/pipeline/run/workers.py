@@ -169,21 +169,21 @@ class Executor:
                 run.join()
 
 
-#: Whether this is within a block that unfreezes.
-_FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
+#: Whether a block around this one has frozen everything, and unfreezes it.
+FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 
 
 @contextmanager
 def headers_frozen() -> Iterator[None]:
     """Freeze headers for the garbage collector: they are millions of objects that live on."""
     # Counting takes longer the more is frozen: not again if the block around this one has frozen everything.
-    frozen = _FREEZING.get() or gc.get_freeze_count()
+    frozen = FREEZING.get() or gc.get_freeze_count()
     gc.freeze()
-    within = _FREEZING.set(True)
+    within = FREEZING.set(True)
     try:
         yield
     finally:
-        _FREEZING.reset(within)
+        FREEZING.reset(within)
         if not frozen:
             gc.unfreeze()
 

@@ -71,7 +71,7 @@ def test_two_threads_may_not_touch_a_place_together() -> None:
         assert (explore(made) is None) is apart
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [Int8Wide(2), Int8Narrow(8, 2), Int8Narrow(8, 3)])
 def test_the_real_code_in_every_interleaving(kernel: Any) -> None:
     """Both ways agree on the code as it is and on every mistake, also a warpgroup's that only gives stages back."""

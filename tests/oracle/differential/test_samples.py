@@ -32,7 +32,7 @@ def problems(found: Comparison, version: str) -> list[str]:
     return [f"{name}  ({len(ids)}, such as {ids[0]})" for name, ids in found.clusters.items() if name not in known]
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("version", versions("vllm"))
 def test_recorded_answers(version: str) -> None:
     head, rows = samples.load(version)
@@ -58,6 +58,7 @@ def test_recorded_answers_about_the_quantization_option() -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_recorded_answers_in_dialects() -> None:
     """Configs as exporters write them: tables per module, lists, several groups."""
     wrong: dict[str, list[int]] = {version: [] for version in versions("vllm")}

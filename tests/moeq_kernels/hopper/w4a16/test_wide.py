@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[Recipe, Wide]] = {
 QUICK = ("int4, four warpgroups", "mxfp4", "nvfp4", "fp8, float16", "mxfp8")
 
 
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYERS]
 )

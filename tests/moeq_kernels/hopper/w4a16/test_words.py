@@ -42,7 +42,7 @@ def _points(layout: object) -> dict[tuple[int, int, int], list[int]]:
     return found
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("kind", [kind for kind, bits in BITS.items() if bits >= 4])
 @pytest.mark.parametrize("wide", [False, True])
 def test_words_hold_wgmma_fragments_in_the_documented_row_order(wide: bool, kind: str) -> None:

@@ -45,6 +45,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.cover(every=14)
 @pytest.mark.parametrize(
     ("recipe", "kernel", "tokens"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
@@ -87,6 +88,7 @@ def _check(
     assert relative_error(y, quantised) <= 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "dtype"),
     [
@@ -114,6 +116,7 @@ def test_int4_scales_may_be_zero_negative_and_far_apart(group: int, dtype: torch
     _check(packed, layer, "silu", None, W4a8Wide(64, 2), 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_scales_of_the_next_expert_do_not_count(group: int) -> None:
     """k of 192 ends within a step of 128; what lies behind an expert's scales is the next one's, here NaN."""

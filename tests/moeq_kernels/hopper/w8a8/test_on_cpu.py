@@ -43,7 +43,7 @@ def planned(
     return problem, schedule(family, problem, tokens, plan)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize(
     ("recipe", "tokens", "plan"),
     [
@@ -133,6 +133,7 @@ def test_what_they_do_not_read() -> None:
     assert len(list(support.fp8_reasons(other))) == 4
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("recipe", [ROWS, BLOCKS])
 def test_tokens_may_be_narrower_than_the_packed_weights(recipe: Recipe) -> None:
     """But where weights have groups, x has to reach into the last one: its scales are read by group."""

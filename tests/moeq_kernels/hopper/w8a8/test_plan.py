@@ -52,6 +52,7 @@ def test_only_few_tiles_share_k() -> None:
     assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(
     ("recipe", "experts"),
     [
