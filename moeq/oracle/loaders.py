@@ -11,6 +11,7 @@ from typing import Any
 
 from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.layouts.registry import layout_class
+from moeq.oracle.engines.vllm.architectures import versions_with
 
 #: Model types whose FP8 layers vLLM reads by a config of the model (`DeepseekV4FP8Config`) instead of the config that
 #: the checkpoint names: the plug-in would give them plain FP8.
@@ -74,6 +75,7 @@ class PlannedLayer:
     Attributes:
         layout: layout id.
         model_type: `model_type` of the config: of the whole model, where its language model is a part.
+        architecture: name of the model's class.
         activation: activation function of the experts.
         dtype: activation dtype, `bf16` or `fp16`.
         platform: platform of the GPU.
@@ -93,6 +95,7 @@ class PlannedLayer:
 
     layout: str
     model_type: str
+    architecture: str
     activation: str
     dtype: str
     platform: str
@@ -144,9 +147,11 @@ def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
     if not planned.family or not planned.heads or planned.own_config:
         return ()
     own = _engine_runs_own_kernel(planned)
+    having = versions_with(planned.architecture)  # a class that no version registers comes from a package
+    known = tuple(version for version in VLLM_VERSIONS if having is None or version in having)
     if planned.moved:
-        return VLLM_VERSIONS if own and planned.tp == 1 and not planned.by_rank else ()
-    return tuple(version for version in VLLM_VERSIONS if own or version in _engines_own(planned))
+        return known if own and planned.tp == 1 and not planned.by_rank else ()
+    return tuple(version for version in known if own or version in _engines_own(planned))
 
 
 def _engine_runs_own_kernel(planned: PlannedLayer) -> bool:

@@ -68,6 +68,23 @@ def test_versions_whose_kernels_read_a_layout(checkpoints: Path, backend, versio
     assert [loader.title for loader in found.loaders] == [f"vLLM {versions} (moeq's plug-in)"]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "versions"),
+    [("Qwen3MoeForCausalLM", "0.26.0 to 0.33.0"), ("Qwen4ExpForCausalLM", "0.29.0 to 0.33.0"),
+     ("SomeMoeForCausalLM", "0.26.0 to 0.33.0")],
+)  # fmt: skip
+def test_versions_that_have_the_class(checkpoints: Path, tmp_path: Path, architecture, versions) -> None:
+    """Versions without a class for the model are not named, and refused; a class of no version is a package's."""
+    source = shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    old = answer(moeq.open(source), Question(moeq.Deployment(gpu=moeq.gpu("H100"), engine="vllm@0.27.0")))
+    assert f"vLLM {versions} (moeq's plug-in)" in [loader.title for loader in old.loaders]
+    refused = [gate.text for gate in old.verdict.gates if "has no class" in gate.text]
+    expected = ["vLLM 0.27.1 has no class Qwen4ExpForCausalLM, which 0.29.0 to 0.33.0 have"]
+    assert refused == (expected if architecture == "Qwen4ExpForCausalLM" else [])
+
+
 def test_versions_of_sglang() -> None:
     assert ast.literal_eval(assigned(ENGINES / "sglang" / "plugin.py", "ENGINES")) == loaders.SGLANG_VERSIONS
 

@@ -9,7 +9,9 @@ from dataclasses import replace
 from moeq.checkpoint.names import FUSED, LayerExperts
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
+from moeq.oracle.engines.vllm.architectures import versions_with
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
+from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES
 
@@ -19,7 +21,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
     A note says where the class is not known. `convert` is left as it is: what it writes, plug-ins load by themselves.
     """
-    verdict = _with_stale(checkpoint, verdict)
+    verdict = _with_stale(checkpoint, _with_class(checkpoint, verdict))
     problem = unloaded(checkpoint.experts(layer).layer) or names_problem(checkpoint, verdict.engine, layer)
     listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
     vllm = verdict.engine.startswith("vllm")
@@ -33,6 +35,17 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
     rows = tuple(replace(row, unlock=None) for row in verdict.candidates)
     return replace(verdict, gates=(*verdict.gates, gate), candidates=rows, works=None)
+
+
+def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
+    """Return the verdict, with a failed gate if only other versions of vLLM have a class for the model."""
+    name, _, version = verdict.engine.partition("@")
+    having = versions_with(checkpoint.info.architecture) if name == "vllm" else None
+    if having is None or version in having:
+        return verdict
+    text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(having)} have"
+    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", f"--engine vllm@{having[-1]}")
+    return replace(verdict, gates=(*verdict.gates, gate))
 
 
 def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
@@ -71,7 +84,7 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
 
 #: Ends of stacked tensors that no class loads: the engine puts `gate_up_proj` into `w13_weight` and keeps the rest of
 #: the name, so that scales look for `w13_weight_weight_scale` (vLLM 0.33.0, `RoutedExperts.load_weights`).
-_UNLOADED = re.compile(r"\.(\w*proj|w13|w2)_(weight_scale|weight_scale_2|input_scale)$")
+_UNLOADED = re.compile(r"\.(\w*proj|w13|w2)_(weight_(scale|scale_2|scale_inv|packed|global_scale)|input_scale)$")
 
 
 def unloaded(layer: LayerExperts) -> str | None:

@@ -40,6 +40,7 @@ def loaders_of_plan(
         PlannedLayer(
             layout=layout,
             model_type=model_type,
+            architecture=checkpoint.info.architecture,
             activation=checkpoint.info.activation,
             dtype=deployment.dtype,
             platform=deployment.gpu.platform,
