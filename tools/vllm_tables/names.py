@@ -10,6 +10,7 @@ The result is one version's part of `expert_names.json`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import sys
 import tempfile
@@ -98,6 +99,36 @@ MODELS: dict[str, tuple[str, dict[str, Any] | None]] = {
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", {}),
     "glm4v_moe": ("Glm4vMoeForConditionalGeneration", {"head_dim": 64, "use_qk_norm": False}),
     "llama4": ("Llama4ForConditionalGeneration", {}),
+    "kimi_k25": ("KimiK25ForConditionalGeneration", {}),
+    "gemma4": ("Gemma4ForConditionalGeneration", None),
+    "gemma4_text": ("Gemma4ForCausalLM", None),
+    "ernie4_5_moe_vl": ("Ernie4_5_VLMoeForConditionalGeneration", None),
+}
+
+_GEMMA4 = {
+    **{key: SMALL[key] for key in ("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers")},
+    **{key: SMALL[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim", "num_experts")},
+    "vocab_size": 64, "top_k_experts": 2, "enable_moe_block": True, "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 64, "num_kv_shared_layers": 0,
+}  # fmt: skip
+#: config.json of models whose config classes cannot be made small: Gemma-4's layers have sizes of their own, and
+#: ERNIE-4.5-VL's class in transformers has other fields than the published code that vLLM's class reads.
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "gemma4": {"text_config": _GEMMA4, "vision_config": {"num_hidden_layers": 1}, "audio_config": None},
+    "gemma4_text": _GEMMA4,
+    "ernie4_5_moe_vl": {
+        **{key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        **{key: SMALL[key] for key in ("num_key_value_heads", "head_dim", "moe_k", "vocab_size")},
+        "moe_num_experts": [4, 4], "moe_intermediate_size": [64, 64], "moe_layer_start_index": [0, 0],
+        "moe_layer_end_index": [1, 1], "im_patch_id": 1, "pixel_hidden_size": 32, "spatial_conv_size": 2,
+        "temporal_conv_size": 2, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vision_config": {},
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+#: Modules of models that hold no experts, and want a device or more of a config than is written above.
+_LEFT_OUT = {
+    "kimi_k25": ("MoonViT3dPretrainedModel", "KimiK25MultiModalProjector"),
+    "ernie45_vl": ("Ernie4_5_VisionTransformer", "VariableResolutionResamplerModel"),
 }
 
 #: Paths of experts below a layer: those of all families.
@@ -359,11 +390,14 @@ def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, me
     from vllm.transformers_utils import config as known
 
     registry = known._CONFIG_REGISTRY
-    config: Any = registry[model_type]() if model_type in registry else AutoConfig.for_model(model_type)
-    if more is not None:
-        _shrink(config.get_text_config(), more)
+    document = DOCUMENTS.get(model_type)
+    if document is None:
+        config: Any = registry[model_type]() if model_type in registry else AutoConfig.for_model(model_type)
+        if more is not None:
+            _shrink(config.get_text_config(), more)
+        document = config.to_dict()
     with tempfile.TemporaryDirectory() as folder:
-        document = {**config.to_dict(), "architectures": [architecture], "model_type": model_type}
+        document = {**document, "architectures": [architecture], "model_type": model_type}
         Path(folder, "config.json").write_text(json.dumps(document, default=str), encoding="utf-8")
         made = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
         whole = VllmConfig(model_config=made, device_config=DeviceConfig(device="cpu"))
@@ -428,11 +462,33 @@ def prepare() -> None:
     lazy.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(self.load_model_cls())
     for name in ("Attention", "MLAAttention"):
         getattr(attention, name).__init__ = lambda self, *values, **named: torch.nn.Module.__init__(self)
+    for module, classes in _LEFT_OUT.items():
+        found: Any = importlib.import_module(f"vllm.model_executor.models.{module}")
+        for name in classes:
+            setattr(found, name, without_weights(name))
+    _register_published_configs()
     make: Any = torch.library.Library
     _libraries.append(make("_C", "FRAGMENT"))
     for name in _OPERATORS:
         with contextlib.suppress(RuntimeError):  # the engine's own are here
             _libraries[-1].define(f"{name}(Tensor(a!) out, Tensor input) -> ()")
+
+
+def without_weights(name: str) -> Any:
+    """A module class of that name, which takes what it is given and has no parameters."""
+    import torch
+
+    made = type(name, (torch.nn.Module,), {"__init__": lambda self, *values, **named: torch.nn.Module.__init__(self)})
+    made.from_config = classmethod(lambda cls, *values, **named: cls())  # in place of transformers' AutoModel
+    return made
+
+
+def _register_published_configs() -> None:
+    """Make configs known whose classes come with checkpoints, as code that `trust_remote_code` runs."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    kind = type("Ernie4_5_VLMoePublishedConfig", (PreTrainedConfig,), {"model_type": "ernie4_5_moe_vl"})
+    AutoConfig.register("ernie4_5_moe_vl", kind, exist_ok=True)
 
 
 def probe_models(only: tuple[str, ...] = ()) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
