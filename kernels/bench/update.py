@@ -4,7 +4,8 @@
 
 Checked first: the bytes of the gather kernel against those of the CPU, a CUDA graph that was captured before an update
 and replayed after it, and updates on one stream beside reads on another. Then a layer and an expert are timed, written
-by the kernel alone and through `moeq.Writer`; the model's times are those of its 48 layers.
+by the kernel alone and through `moeq.Writer`, and `moeq.snapshot` of the layer; the model's times are those of its 48
+layers.
 """
 
 from __future__ import annotations
@@ -280,6 +281,7 @@ def measure(places: Places) -> dict[str, float]:
         "graph_rate_of_copy": copied / replayed,
         "one_expert_us": 1e6 * seconds(inputs.one_expert, 50),
         "one_expert_of_writer_us": 1e6 * seconds(inputs.expert_of_writer, 50),
+        "snapshot_of_layer_ms": 1e3 * seconds(lambda: moeq.snapshot(inputs.writer.layers[0]), 2),
     }
 
 
