@@ -18,7 +18,7 @@ from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
 from moeq.layouts.base import check_index_parts
 from moeq.load.rank_reading import read_experts
-from moeq.load.ranks import RankPart, plan_rank
+from moeq.load.ranks import RankPart, plan_places, plan_rank
 from moeq.load.torch_loader import layer_entry, open_converted, read_parts, uneven_unit
 from moeq.update.layers import WritableLayer, describe_layer
 from moeq.update.writer import Writer
@@ -55,8 +55,8 @@ class ReloadedMethod(Protocol):
     def served(self, layer: Any) -> RankTensors:
         """Return the packed tensors that kernels read."""
 
-    def held(self) -> tuple[int, ...]:
-        """Return the expert of every row of these tensors."""
+    def held(self, layer: Any) -> tuple[int, ...] | None:
+        """Return the expert of every row of these tensors where load balancing moves them; None: those of `part`."""
 
     def check_reload(self, layer: Any) -> None:
         """Raise MoeqError `usage.reload` if new bytes in these tensors would not be all that kernels have to read."""
@@ -162,28 +162,25 @@ class FolderReload:
     def __init__(self, layers: Iterable[Any], path: str) -> None:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
         self._folder = open_converted(path)
-        self._parts = {number: self._part(layer.quant_method) for number, layer in self._layers.items()}
+        self._parts = {number: self._plan(layer) for number, layer in self._layers.items()}
         self._missing = {
             name: number
-            for number, part in self._parts.items()
-            for matrix in part.matrices.values()
+            for number, parts in self._parts.items()
+            for matrix in parts[0].matrices.values()
             for name in matrix.stored.tensors.values()
         }
         self._begun: set[int] = set()
 
-    def _part(self, method: Any) -> RankPart:
-        """Plan what this rank reads of a layer."""
-        number = method.entry.layer
-        if method.held() != tuple(range(*method.part.experts)):
-            raise MoeqError(
-                "usage.reload",
-                f"layer {number}: experts are not where the folder has them, since the engine holds replicas or has "
-                "moved some",
-                "pass the tensors as the source checkpoint names them, or start the engine again",
-            )
+    def _plan(self, layer: Any) -> list[RankPart]:
+        """Plan what this rank reads of a layer: parts that follow each other in its tensors."""
+        method: ReloadedMethod = layer.quant_method
+        number, held = method.entry.layer, method.held(layer)
         entry = layer_entry(self._folder, number)
-        part = plan_rank(entry, method.rank, uneven_unit(self._folder, number))
-        specs, served = ([one.matrices[role].spec for role in STACKED_ROLES] for one in (part, method.part))
+        if held is None:
+            parts = [plan_rank(entry, method.rank, uneven_unit(self._folder, number))]
+        else:
+            parts = plan_places(entry, method.rank, held)
+        specs, served = ([one.matrices[role].spec for role in STACKED_ROLES] for one in (parts[0], method.part))
         if entry.layout != method.entry.layout or specs != served:
             other = entry.layout if entry.layout != method.entry.layout else "other sizes or groups"
             raise MoeqError(
@@ -192,7 +189,7 @@ class FolderReload:
                 f"in {method.entry.layout}",
                 "convert the new weights as the served folder was converted, or start the engine again",
             )
-        return part
+        return parts
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Compare a stacked tensor with the folder's, one expert at a time. Raises MoeqError `usage.reload`."""
@@ -223,15 +220,20 @@ class FolderReload:
         left = sorted(name for name, number in self._missing.items() if number in self._begun)
         if left:
             raise MoeqError("usage.reload", f"a layer's stacked tensors come together, and {left[0]} is missing")
+        written = 0
         for number in sorted(self._begun):
-            entry, part, layer = layer_entry(self._folder, number), self._parts[number], self._layers[number]
-            held = layer.quant_method.served(layer)
-            for role, matrix in part.matrices.items():
-                read = read_parts(self._folder, entry, part, matrix)
-                check_index_parts(read, matrix.spec, f"layer {number}: {role}")
-                for name, tensor in read.items():
-                    held[role][name].copy_(tensor)
-        return sum(stop - start for start, stop in (self._parts[number].experts for number in self._begun))
+            entry, layer, first = layer_entry(self._folder, number), self._layers[number], 0
+            served = layer.quant_method.served(layer)
+            for part in self._parts[number]:
+                rows = slice(first, first + part.experts[1] - part.experts[0])
+                for role, matrix in part.matrices.items():
+                    read = read_parts(self._folder, entry, part, matrix)
+                    check_index_parts(read, matrix.spec, f"layer {number}: {role}")
+                    for name, tensor in read.items():
+                        served[role][name][rows].copy_(tensor)
+                first = rows.stop
+            written += first
+        return written
 
 
 def divert(
@@ -259,4 +261,4 @@ def _writable(layer: Any) -> WritableLayer:
     method: ReloadedMethod = layer.quant_method
     method.check_reload(layer)
     checkpoint, tensors = method.experts.checkpoint, method.served(layer)
-    return describe_layer(checkpoint, method.entry, method.rank, method.part, tensors, method.held())
+    return describe_layer(checkpoint, method.entry, method.rank, method.part, tensors, method.held(layer))

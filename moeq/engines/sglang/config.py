@@ -275,7 +275,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 "would move",
                 "start without MOEQ_ACTIVATIONS=fp8, or with all experts in their places",
             )
-        held = len(self.held())
+        held = sum(stop - start for start, stop in (part.experts for part in self.parts))
         if held != num_experts:
             raise MoeqError(
                 "usage.ep",
@@ -325,9 +325,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             for role in STACKED_ROLES
         }
 
-    def held(self) -> tuple[int, ...]:
-        """Return the expert of every row of these tensors, which load balancing changes."""
-        return tuple(range(*self.part.experts)) if self.places is None else self.places()
+    def held(self, layer: Any) -> tuple[int, ...] | None:
+        """Return the expert of every row of these tensors if load balancing moves them; None: those of `part`."""
+        return None if self.places is None else self.places()
 
     def check_reload(self, layer: Any) -> None:
         """Accept any: kernels read the packed tensors and nothing else."""

@@ -21,6 +21,7 @@ from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
 from moeq.engines.choice import EngineOptions, choose, outcome
 from moeq.engines.experts_source import ExpertsSource
 from moeq.engines.vllm.backends import BACKENDS
+from moeq.engines.vllm.balancing import follow_balancers, placed_experts
 from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
 from moeq.engines.vllm.own_experts import (
     activation_format,
@@ -91,6 +92,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if not parallel.use_ep:
             self.rank = Rank(parallel.tp_rank, parallel.tp_size)
         if parallel.enable_eplb:
+            follow_balancers()
             self.parts = plan_replicas(entry, self.rank, moe.num_experts - moe.num_logical_experts)
             experts.check_parts(entry, self.parts, self.rank)
         else:
@@ -242,15 +244,24 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Return the packed tensors that kernels read, which a layerwise reload may have taken aside."""
         return self._parts_of(_read_by_kernels(layer))
 
-    def held(self) -> tuple[int, ...]:
-        """Return the expert of every row of these tensors. Raises MoeqError `usage.reload` if EPLB may move them."""
-        if self.moe.moe_parallel_config.enable_eplb:
+    def held(self, layer: Any) -> tuple[int, ...] | None:
+        """Return the expert of every row of these tensors under EPLB, whose transfers are ended first; else None.
+
+        Raises:
+            MoeqError: `usage.reload` under data parallelism, whose engines do not reload together.
+        """
+        parallel = self.moe.moe_parallel_config
+        if not parallel.enable_eplb:
+            return None
+        if parallel.dp_size > 1:
             raise MoeqError(
                 "usage.reload",
-                f"layer {self.entry.layer}: EPLB may have moved its experts, and a reload does not know where to",
+                f"layer {self.entry.layer}: data-parallel engines reload one after the other, and EPLB may copy old "
+                "experts to a rank that has new ones",
                 "start the engine again with the new weights, or without --enable-eplb",
             )
-        return tuple(range(*self.part.experts))
+        first = tuple(expert for part in self.parts for expert in range(*part.experts))
+        return placed_experts(layer) or first
 
     def check_reload(self, layer: Any) -> None:
         """Raise MoeqError `usage.reload` if the engine's kernel reads tensors that were computed from these."""
