@@ -31,7 +31,7 @@ def command(
             "--to",
             metavar="FORMAT",
             help="compressed-tensors, gptq, gptq_v2, mxfp4, deepseek-v4, fp8, modelopt, nvfp4, "
-            "nvfp4-compressed-tensors, kt-amx-int4, kt-amx-int8, bf16, fp16 or fp32.",
+            "nvfp4-compressed-tensors, kt-amx-int4, kt-amx-int8, expert-pack, bf16, fp16 or fp32.",
             autocompletion=completion.targets,
         ),
     ] = "",

@@ -24,7 +24,7 @@ from moeq.schemes.format import (
     expect_input_features,
     matrix_spec,
 )
-from moeq.schemes.gguf_blocks import CODED, FLOATS, float_values
+from moeq.schemes.gguf_blocks import CODED, FLOATS, float_values, mxfp4_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,6 +114,9 @@ class Gguf(ReadOnlyFormat):
         second = torch.ones(spec.n) if scheme.weight.scale2 else None
         shaped = scales.reshape(spec.n, spec.num_groups)
         return QuantizedMatrix(spec, codes.reshape(spec.n, spec.k), shaped, global_scale=second, bias=bias)
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        return mxfp4_blocks(matrix.codes, matrix.scales) if part == "gguf_mxfp4" else None
 
     @staticmethod
     def _part(parts: Parts) -> str:

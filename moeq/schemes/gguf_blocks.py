@@ -82,6 +82,19 @@ def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return _halves(blocks[:, 1:]), blocks[:, :1].contiguous()
 
 
+def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return rows of MXFP4 blocks, uint8 `[N, K / 32 * 17]`.
+
+    Args:
+        codes: uint8 `[N, K]`.
+        scales: exponent bytes, uint8 `[N, K / 32]`.
+    """
+    import torch
+
+    halves = codes.reshape(*scales.shape, 2, 16)
+    return torch.cat([scales.unsqueeze(-1), halves[:, :, 0] | (halves[:, :, 1] << 4)], dim=-1).flatten(1)
+
+
 def _nvfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
     import torch
 

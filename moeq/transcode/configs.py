@@ -96,6 +96,11 @@ def kt_amx(contents: Contents, method: str) -> dict[str, Any]:
     return {"quant_method": method}
 
 
+def gguf(contents: Contents) -> dict[str, Any]:
+    """Make the config by which moeq reads ggml's blocks back; it is written nowhere."""
+    return {"quant_method": "gguf"}
+
+
 _CtGroup = tuple[str, dict[str, Any], dict[str, Any] | None]
 
 _PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}

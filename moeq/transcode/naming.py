@@ -88,7 +88,7 @@ def choose_naming(
         gpt_oss: the target is gpt-oss' own format, which has one spelling.
         floats: the target holds floats, which are stacked as the family stacks them.
         stackable: the target's tools also write stacked tensors.
-        gguf: the target has GGUF's names, with a number per expert (ktransformers).
+        gguf: the target has GGUF's names, with a number per expert.
 
     Raises:
         MoeqError: `usage.names` if the target has no such spelling.
@@ -96,9 +96,7 @@ def choose_naming(
     layer, first = experts.layer, experts.kind(0)
     if gguf:
         if asked != "source":
-            raise MoeqError(
-                "usage.names", f"{option('names', asked)}: ktransformers has names of its own", "leave it out"
-            )
+            raise MoeqError("usage.names", f"{option('names', asked)}: the format has names of its own", "leave it out")
         return Naming(f"blk.{layer.layer}", _GGUF, listed=True)
     if gpt_oss:
         if asked not in ("source", "stacked"):

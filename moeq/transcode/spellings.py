@@ -183,6 +183,7 @@ SPELLINGS: dict[str, Spelling] = {
         Spelling("deepseek-fp4", "deepseek-fp4", _byte_matrix("weight", "I8", "scale", "F8_E8M0")),
         Spelling("deepseek-fp8", "fp8-block", _e4m3("scale", _blocks)),
         Spelling("gpt-oss", "mxfp4", _gpt_oss),
+        Spelling("gguf-mxfp4", "gguf", lambda spec: {"gguf_mxfp4": PartSig("U8", (spec.n, spec.num_groups * 17))}),
         Spelling("ct-nvfp4", "nvfp4", _ct_nvfp4, ("input_global_scale", (1,))),
         Spelling("ct-fp8", "fp8", _e4m3("weight_scale", lambda spec: (spec.n, 1))),
         Spelling("ct-fp8-tensor", "fp8", _e4m3("weight_scale", lambda spec: (1,)), ("input_scale", (1,))),

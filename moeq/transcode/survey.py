@@ -25,7 +25,7 @@ from moeq.spelling import option
 from moeq.transcode.activations import StaticScale, static_part
 from moeq.transcode.configs import Contents, Quantisation, weights_of
 from moeq.transcode.naming import NamesOption, Naming, choose_naming, rename
-from moeq.transcode.spellings import MAX_NUMA_NODES, SPELLINGS
+from moeq.transcode.spellings import KT_AMX, MAX_NUMA_NODES, SPELLINGS
 from moeq.transcode.target_formats import TargetFormat, kind_of
 
 #: Words in names of modules that hold a matrix but multiply nothing.
@@ -307,12 +307,12 @@ def project(
     """
     static = static_part(parts, described.scheme)
     spelling = "plain" if plain else target.spelling(described, where, static=static is not None)
-    if target.experts_only:
+    if target.experts_only and described.spec.bias_dtype is not None:
+        raise MoeqError("usage.target", f"{where} has a bias, and {option('to', target.id)} has no place for it")
+    if spelling in KT_AMX:
         if not 1 <= request.numa <= MAX_NUMA_NODES:
             detail = f"{option('numa', request.numa)}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
             raise MoeqError("usage.target", detail)
-        if described.spec.bias_dtype is not None:
-            raise MoeqError("usage.target", f"{where} has a bias, and {option('to', target.id)} has no place for it")
         spelling = f"{spelling}/{request.numa}"
     place = SPELLINGS[spelling].activation
     activation = None

@@ -32,7 +32,8 @@ class TargetFormat:
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
         bits: widths of integer codes that all readers unpack alike; empty for all.
-        experts_only: whether only routed experts are written, for a reader that takes the rest from the source.
+        experts_only: whether only routed experts are written, for a reader that takes the rest from elsewhere.
+        pack: whether experts are written as SGLang's expert pack instead of safetensors.
     """
 
     id: str
@@ -46,6 +47,7 @@ class TargetFormat:
     bits: tuple[int, ...] = ()
     static: Mapping[str, str] = field(default_factory=dict)
     experts_only: bool = False
+    pack: bool = False
 
     def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
         """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work.
@@ -243,6 +245,15 @@ TARGETS: dict[str, TargetFormat] = {
                 experts_only=True,
             )
             for format_id in KT_AMX
+        ),
+        TargetFormat(
+            "expert-pack",
+            "SGLang's expert pack: DeepSeek-V4's MXFP4 experts, one after the other, with a hash each",
+            {"mxfp4": "gguf-mxfp4"},
+            configs.gguf,
+            model_types=("deepseek_v4",),
+            experts_only=True,
+            pack=True,
         ),
         TargetFormat(
             "bf16",

@@ -45,6 +45,7 @@ from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
 from moeq.spelling import option
 from moeq.transcode.compare import Loss
+from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.naming import misplaced
 from moeq.transcode.result_check import warnings, with_expert_dtype
 from moeq.transcode.survey import Projected, TranscodeKeywords, TranscodeRequest
@@ -94,7 +95,8 @@ class TranscodeJob(OpenedJob):
     def outputs(self) -> tuple[str, ...]:
         """Names of all files of the result."""
         copied = [name for name in self.side_files.sizes if name not in SIDE_CONFIGS]
-        own = (INDEX_NAME, CONFIG_NAME, REPORT_NAME)
+        packed = self.plan.target.pack
+        own = (*((MANIFEST_NAME, LOADER_NAME) if packed else (INDEX_NAME,)), CONFIG_NAME, REPORT_NAME)
         names = (*(file.name for file in self.plan.files), *copied, *self.side_configs, *own)
         return tuple(dict.fromkeys(names))
 
@@ -372,6 +374,8 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
         for (projected, _), reader in plan.described.items()
     }
     found = list(filter(None, {misplaced(layer.naming, plan.survey.family) for layer in plan.survey.layers}))
+    if plan.target.pack:
+        found.append(f"SGLang takes the rest of the model from a GGUF file: put one beside the pack as {GGUF_NAME}")
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     before = {old.dtype for old, new in kinds if old is not None and new is None}
@@ -397,8 +401,14 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
     copy_side_files(source, job.side_files, folder.files, leave_out={*SIDE_CONFIGS, *job.side_configs})
     for name, document in job.side_configs.items():
         write_json(folder.files, name, document)
-    write_json(folder.files, INDEX_NAME, index_of(job.plan))
-    write_json(folder.files, CONFIG_NAME, written_config(job))
+    config = written_config(job)
+    write_json(folder.files, CONFIG_NAME, config)
+    if isinstance(pack := job.plan.files[0], PackPlan):
+        manifest = finish_pack(folder.files, pack, job.checkpoint, config)
+        write_json(folder.files, MANIFEST_NAME, manifest)
+        write_json(folder.files, LOADER_NAME, loader_config(manifest))
+    else:
+        write_json(folder.files, INDEX_NAME, index_of(job.plan))
     source.require_unchanged()
     document = report(job, found)
     write_json(folder.files, REPORT_NAME, {**document, "plan": job.plan.digest, "sample": folder.stamp.sample})
@@ -406,7 +416,12 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
 
 
 def written_config(job: TranscodeJob) -> dict[str, Any]:
-    """Make `config.json`: the source's, with the target's quantisation config in place of its own."""
+    """Make `config.json`: the source's, with the target's quantisation config in place of its own.
+
+    SGLang's loader of expert packs takes the source's as it is.
+    """
+    if job.plan.target.pack:
+        return dict(job.checkpoint.source.config)
     config = with_expert_dtype(without_quantization(job.checkpoint.source.config), job.plan)
     if job.plan.config is not None:
         return {**config, "quantization_config": dict(job.plan.config)}

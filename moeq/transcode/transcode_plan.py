@@ -35,6 +35,7 @@ from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import match_format, read_dialect
 from moeq.spelling import option
 from moeq.transcode.activations import static_part
+from moeq.transcode.expert_pack import PACK_NAME, plan_pack
 from moeq.transcode.naming import rename
 from moeq.transcode.spellings import SPELLINGS
 from moeq.transcode.survey import LayerSurvey, ModuleSurvey, Projected, Survey, TranscodeRequest, survey
@@ -298,6 +299,8 @@ def _files(
     copied: list[TensorForms] = [{rename(entry.name, found.renamed): (entry.shape, entry.dtype)} for entry in copies]
     modules, layers = [*map(_module_tensors, found.modules)], [dict(_layer_tensors(layer)) for layer in found.layers]
     _require_distinct(name for tensors in (*copied, *modules, *layers) for name in tensors)
+    if get_target(request.to).pack:
+        return [plan_pack(checkpoint, found.layers, layers)], {PACK_NAME: "layer"}
     groups: list[tuple[Literal["layer", "modules", "copies"], TensorForms]] = [
         *(("copies", group) for group in bounded_files(copied)),
         *(("modules", group) for group in bounded_files(modules)),
@@ -344,6 +347,11 @@ def _units(
 ) -> Iterator[Unit]:
     counts: dict[str, int] = {}
     sources = {rename(entry.name, plan.survey.renamed): entry for entry in plan.survey.copied}
+    if plan.target.pack:
+        yield from (
+            unit for layer in plan.survey.layers for unit in _layer_units(checkpoint, plan, layer, plan.files[0])
+        )
+        return
     layers, modules = iter(plan.survey.layers), iter(plan.survey.modules)
     for file in plan.files:
         if kinds[file.name] == "copies":

@@ -1,0 +1,67 @@
+"""SGLang's expert pack: its bytes, its hashes, and what is refused; `tests/engines` has SGLang's own reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transcode.test_floats import deepseek_v4
+
+from moeq.errors import MoeqError
+from moeq.transcode.expert_pack import LOADER_NAME, MANIFEST_NAME, PACK_NAME
+from moeq.transcode.transcode import check, transcode
+
+NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def test_experts_and_hashes(tmp_path: Path) -> None:
+    """Every expert is an aligned object of ggml's blocks, by the library's own numbers."""
+    values = deepseek_v4(tmp_path / "source")
+    assert transcode(tmp_path / "source", tmp_path / "out", "expert-pack").exact
+    manifest = json.loads((tmp_path / "out" / MANIFEST_NAME).read_text())
+    pack = (tmp_path / "out" / PACK_NAME).read_bytes()
+    assert len(pack) == manifest["pack_size"]
+    assert hashlib.sha256(pack).hexdigest() == manifest["pack_sha256"]
+    index = pack[manifest["header_bytes"] :][: manifest["index_count"] * manifest["index_entry_bytes"]]
+    assert hashlib.sha256(index).hexdigest() == manifest["index_sha256"]
+    size = manifest["role_bytes"]
+    for place in range(2 * 4):
+        for role, (name, short) in enumerate(NAMES.items()):
+            start = manifest["data_start"] + place * manifest["object_stride"] + role * size
+            assert (start - role * size) % 4096 == 0
+            data = pack[start : start + size]
+            blocks = np.frombuffer(data, np.uint8)
+            expected = values[f"layers.{place // 4}.ffn.experts.{place % 4}.{short}"]
+            found = gguf.quants.dequantize(blocks.reshape(expected.shape[0], -1), gguf.GGMLQuantizationType.MXFP4)
+            assert torch.equal(torch.from_numpy(found), expected), (place, name)
+            entry = index[(place * 3 + role) * manifest["index_entry_bytes"] :]
+            assert hashlib.sha256(data).digest() in entry[: manifest["index_entry_bytes"]]
+    assert (tmp_path / "out" / "config.json").read_text() == json.dumps(
+        json.loads((tmp_path / "source" / "config.json").read_text()), indent=2
+    ) + "\n"
+    told = json.loads((tmp_path / "out" / LOADER_NAME).read_text())
+    assert told["pack_path"] == PACK_NAME
+    assert told["source_sha256"] == manifest["source"]["sha256"]
+    assert transcode(tmp_path / "source", tmp_path / "out", "expert-pack").already_done
+
+
+def test_refusals(checkpoints: Path, tmp_path: Path) -> None:
+    """SGLang reads packs of one model with MXFP4 experts; Kimi-K3 has two other types of GGUF."""
+    with pytest.raises(MoeqError, match="is read by deepseek_v4 only") as caught:
+        check(checkpoints / "mxfp4-gptoss", "expert-pack")
+    assert caught.value.code == "usage.target"
+    deepseek_v4(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    config = json.loads(path.read_text())
+    del config["num_experts_per_tok"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(MoeqError, match="no num_experts_per_tok") as caught:
+        check(tmp_path / "source", "expert-pack")
+    assert caught.value.code == "source.bad-config"
+    with pytest.raises(MoeqError, match="the format has names of its own"):
+        check(tmp_path / "source", "expert-pack", names="mlp")
