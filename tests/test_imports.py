@@ -153,6 +153,7 @@ def test_nothing_heavy_is_imported_to_look(arguments: list[str]) -> None:
     assert imported(arguments) == []
 
 
+@pytest.mark.slow
 def test_nothing_heavy_is_imported_to_work(tmp_path: Path) -> None:
     """Once the loops are compiled, which the first run of each command does."""
     for turn in ("first", "second"):

@@ -126,6 +126,7 @@ def test_a_planted_folder_is_not_followed(compiled, tmp_path) -> None:
         assert is_one_line(warnings)
 
 
+@pytest.mark.slow
 def test_no_cache_is_looked_for_beside_a_checkpoint(compiled, tmp_path) -> None:
     shutil.copytree(compiled, tmp_path / "cache")
     answer, warnings = run(LOOKED_UP, cwd=tmp_path, NUMBA_CACHE_DIR="cache")
@@ -151,7 +152,7 @@ def test_builds_are_kept_in_a_folder_of_the_users_own(tmp_path) -> None:
     assert run(KERNELS, folder, MOEQ_KERNEL_CACHE=folder) == ("from the cache", "")
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("head", ["no JSON", "[]", '{"name": "kernel"}', '{"boxes": 3}', "[" * 100_000])
 def test_a_build_with_the_right_digest_and_a_wrong_head(tmp_path, head: str) -> None:
     (tmp_path / "head").write_text(head)

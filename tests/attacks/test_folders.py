@@ -215,6 +215,7 @@ def test_what_gave_way_is_removed_by_the_next_run(place: Place, pristine: Path, 
     assert contents(place.out) == wanted
 
 
+@pytest.mark.slow
 def test_two_processes_remove_what_gave_way(place: Place, pristine: Path) -> None:
     """The other one is done between this one's look at the folder and its reading of the journal there."""
     assert place.convert("--shard", "0/1").code == 0
@@ -247,7 +248,7 @@ def forged_journal(folder: Path, files: list[str]) -> bytes:
     return first + _sealed({"replaced": row}, _seal_of(first.splitlines()[0]))
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
 @pytest.mark.parametrize("argv", [["convert"], ["convert", "--force"], ["finalize"], ["restore"]], ids=" ".join)
 @pytest.mark.parametrize("mine", [False, True])
@@ -271,6 +272,7 @@ def test_a_journal_of_another_user_beside_the_work_folder(converted_place: Place
     assert journal.exists(), "it stays what it is: somebody else's"
 
 
+@pytest.mark.slow
 def test_interrupted_work_of_another_job_is_replaced_by_force(place: Place) -> None:
     interrupt(place)
     refused(place.convert("--tp", "2"))
@@ -306,6 +308,7 @@ def test_a_folder_that_is_being_worked_on(place: Place, argv: list[str]) -> None
     assert command("verify", place.out, "--source", place.source).code == 0
 
 
+@pytest.mark.slow
 def test_a_failed_second_process_leaves_the_first_its_folder(place: Place) -> None:
     """Source with a NaN: the second run fails for good and would clean up."""
     interrupt(place)
@@ -317,7 +320,7 @@ def test_a_failed_second_process_leaves_the_first_its_folder(place: Place) -> No
         assert tree(place.partial) == before
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize(
     "destination", ["/", "", ".", "..", "/proc/x", "/dev/null/x", "/dev/null", "a\x00b", "x" * 300]
 )
@@ -328,6 +331,7 @@ def test_destinations_that_cannot_be(place: Place, destination: str) -> None:
     assert command("restore", place.source, destination).code in codes
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("command_line", ["restore", "convert"])
 def test_restore_and_convert_refuse_their_own_folders(converted_place: Place, command_line: str) -> None:
     place = converted_place

@@ -232,6 +232,7 @@ def test_the_gate(text) -> None:
     assert "|" not in re.sub(r"\\\|", "", in_code(text) + in_markdown(text))
 
 
+@pytest.mark.slow
 def test_every_character(moeq_command) -> None:
     """All of Unicode through the gate: what comes out is printable, and printable text is left alone."""
     for start in range(0, 0x110000, 0x1000):

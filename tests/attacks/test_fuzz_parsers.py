@@ -107,7 +107,7 @@ def test_bytes(name: str) -> None:
     run()
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize("name", TARGETS)
 def test_nothing_known(name: str) -> None:
     @fuzzing

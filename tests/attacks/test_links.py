@@ -98,6 +98,7 @@ def test_a_link_in_the_place_of_a_folder_for_the_work(place: Place) -> None:
     assert place.strangers() == before
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a folder away")
 @pytest.mark.parametrize("argv", [["convert"], ["convert", "--force"], ["convert", "--shard", "0/2"], ["restore"]])
 def test_a_work_folder_of_another_user(converted_place: Place, argv: list[str]) -> None:

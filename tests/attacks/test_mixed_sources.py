@@ -119,6 +119,7 @@ def test_a_source_replaced_in_its_place(first, tmp_path, moeq_command) -> None:
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_true_copy_elsewhere_continues(first, tmp_path, moeq_command) -> None:
     """The same bytes at another place, with other times: another machine's disk, say."""
     out = tmp_path / "out"
@@ -225,6 +226,7 @@ class TestBelief:
                 else:
                     assert answer.code in (2, 4), (number, key)
 
+    @pytest.mark.slow
     def test_lines_of_another_journal(self, first, half, whole, tmp_path, moeq_command) -> None:
         """Units of a fine-tune, taken over line by line with their files left as they are."""
         second = fine_tune(first, tmp_path / "second", "experts")

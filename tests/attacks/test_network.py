@@ -121,7 +121,7 @@ def client(starter: Starter) -> Client:
 ETAGS = ["../../../../escaped", "/tmp/moeq-escaped", "a/b", "..", "a\\b", "x" * 5000, "%2e%2e%2fx"]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize("header", ["ETag", "X-Linked-Etag"])
 @pytest.mark.parametrize("etag", ETAGS, ids=range(len(ETAGS)))
 def test_a_hostile_etag(hub: Callable[[Lie], Hub], client: Client, header: str, etag: str) -> None:
@@ -144,7 +144,7 @@ def test_a_hostile_etag(hub: Callable[[Lie], Hub], client: Client, header: str, 
     assert not Path("/tmp/moeq-escaped").exists()
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("commit", ["../../../escaped", "/tmp/moeq-escaped", "main", "", "0" * 200, "g" * 40])
 @pytest.mark.parametrize("where", ["listing", "header"])
 def test_a_hostile_commit(hub: Callable[[Lie], Hub], client: Client, commit: str, where: str) -> None:
@@ -165,6 +165,7 @@ def test_a_hostile_commit(hub: Callable[[Lie], Hub], client: Client, commit: str
     assert not Path("/tmp/moeq-escaped").exists()
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("announced", ["true", "huge", "none", "chunked"])
 def test_a_file_that_does_not_end(hub: Callable[[Lie], Hub], client: Client, announced: str) -> None:
     """Listed with a few bytes; the disk is not filled with what comes."""
@@ -266,6 +267,7 @@ def test_a_hostile_name_in_a_listing(hub: Callable[[Lie], Hub], client: Client, 
     assert not Path("/etc/cron.d/evil").exists()
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("of", ["file", "range"])
 def test_a_redirect_to_another_host_drops_the_token(hub: Callable[[Lie], Hub], client: Client, of: str) -> None:
     """As the Hub redirects large files to other hosts. They get the request, and no token."""
@@ -369,7 +371,7 @@ def bomb(encoding: str) -> bytes:
     return first + block * (count - 1) + b"\x03\x00" + end
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("of", ["listing", "file", "range"])
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_small_answer_that_unfolds(hub: Callable[[Lie], Hub], client: Client, of: str, encoding: str) -> None:

@@ -99,7 +99,7 @@ def below_a_file(path: Path) -> None:
 UNWRITABLE = [folder, loop, full, below_a_file]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("bad", UNWRITABLE, ids=lambda bad: bad.__name__)
 @pytest.mark.parametrize("option", ["plan -o", "--events", "--html", "--junit"])
 def test_files_that_options_write(converted_place: Place, option: str, bad: Callable[[Path], None]) -> None:

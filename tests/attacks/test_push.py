@@ -101,7 +101,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_nothing_else_is_pushed(
     running: Hub, finished: Path, tmp_path: Path, plant: Callable[[Path, Path], None]

@@ -177,7 +177,7 @@ def reads(scenes: Callable[[str], Scene]) -> Callable[[str], int]:
     return count
 
 
-@pytest.mark.cover(every=15)
+@pytest.mark.cover(every=30)
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("fault", READ_FAULTS)
 def test_some_read_faults(

@@ -64,7 +64,7 @@ def test_a_manifest_changed_after_signing(signed, keys, moeq_command) -> None:
     assert moeq_command("verify", signed, "--signed-by", keys[1]).code == 1
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("damage", ["gone", "empty", "noise", "another", "truncated", "huge"])
 def test_damaged_signatures(damage, signed, keys, tmp_path, checkpoints, moeq_command) -> None:
     path = signed / "moeq.json.minisig"
@@ -105,6 +105,7 @@ def test_a_key_with_a_password(checkpoints, tmp_path, moeq_command, monkeypatch)
     assert moeq_command("verify", tmp_path / "out", "--signed-by", public).code == 0
 
 
+@pytest.mark.slow
 def test_finalize_signs(keys, checkpoints, tmp_path, moeq_command) -> None:
     out = tmp_path / "out"
     for shard in ("0/2", "1/2"):

@@ -112,6 +112,7 @@ def test_every_file_missing(out, source, moeq_command) -> None:
         path.write_bytes(original)
 
 
+@pytest.mark.cover(every=2)
 def test_what_is_not_known_is_listed(out, source, moeq_command) -> None:
     """Files that a Hub adds do no harm, and verify says that it knows nothing of them."""
     (out / ".gitattributes").write_text("* filter=lfs\n")
@@ -125,7 +126,7 @@ def test_what_is_not_known_is_listed(out, source, moeq_command) -> None:
     assert all(f"unproven  {name}" in shown for name in (".cache/", ".gitattributes"))
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("name", ["moeq.json", "config.json", "model.safetensors.index.json", "weights"])
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_folder_that_changes_while_it_is_verified(name, with_source, out, source) -> None:
@@ -162,6 +163,7 @@ def test_an_old_manifest_says_what_is_not_covered(out, moeq_command) -> None:
     assert "without --source only the experts were checked" in answer.out
 
 
+@pytest.mark.cover(every=2)
 def test_without_the_source_the_digests_are_trusted(out, source, moeq_command) -> None:
     """Digests of values that are not those of the bytes: verify says what it compared, and --slow compares these."""
     manifest = manifest_of(out)

@@ -217,6 +217,7 @@ def test_journal(checkpoints, tmp_path, moeq_command) -> None:
     assert moeq_command("convert", source, out, "--gpu", "a100").code == 0
 
 
+@pytest.mark.slow
 def test_plan_document(checkpoints, tmp_path, moeq_command) -> None:
     plan = tmp_path / "plan.json"
     assert moeq_command("plan", checkpoints / SOURCE, "--gpu", "a100", "-o", plan).code == 0
@@ -227,7 +228,7 @@ def test_plan_document(checkpoints, tmp_path, moeq_command) -> None:
         assert moeq_command(*argv).code in (0, 2, 4)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("depth", [70, 700, 5000, 100_000])
 @pytest.mark.parametrize("file", ["config.json", "quantize_config.json", "generation_config.json", "moeq.json"])
 def test_deep_nesting(depth, file, checkpoints, tmp_path, moeq_command) -> None:
@@ -244,6 +245,7 @@ def test_deep_nesting(depth, file, checkpoints, tmp_path, moeq_command) -> None:
     moeq_command("inspect", folder)
 
 
+@pytest.mark.slow
 def test_deep_journal(checkpoints, tmp_path, moeq_command) -> None:
     out = tmp_path / "out"
     assert moeq_command("convert", checkpoints / SOURCE, out, "--gpu", "a100", "--shard", "0/2").code == 0

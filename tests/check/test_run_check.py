@@ -80,6 +80,7 @@ def test_w8a8_is_held_against_int8_emulation(conversions, checkpoints) -> None:
     assert all(result.relative < 1e-7 for result in products), "the quantisation of activations is no error"
 
 
+@pytest.mark.slow
 def test_experts_that_the_router_neglects_are_run_too(converted, checkpoints) -> None:
     options = CheckOptions(tokens=[1], layers=[0], digests=False)
     (layer,) = run_check(converted[INT4], checkpoints / INT4, options=options).layers
@@ -179,6 +180,7 @@ def test_swapped_experts_are_named_and_recognised(damaged, checkpoints) -> None:
     assert {result.name for result in without.results if not result.passed} == {"down", "layer"}
 
 
+@pytest.mark.slow
 def test_a_nan_in_the_scales_fails(damaged, checkpoints) -> None:
     overwrite(damaged, "model.layers.0.mlp.experts.w2_scale", 0, b"\x00\x7e")
     report = run_check(damaged, checkpoints / INT4, options=CheckOptions(tokens=[33], layers=[0], digests=False))
@@ -236,6 +238,7 @@ def test_a_sample_of_experts(converted, checkpoints) -> None:
     assert {one.expert for result in report.results for one in result.experts} == {1, 3}
 
 
+@pytest.mark.slow
 def test_numbers_that_were_changed_on_purpose_are_no_failure(checkpoints, tmp_path) -> None:
     """FP8 scales rounded to bf16: the kernels are right about what is stored, and the report says what it is."""
     source = checkpoints / "modelopt-fp8-qwen3moe"
@@ -247,6 +250,7 @@ def test_numbers_that_were_changed_on_purpose_are_no_failure(checkpoints, tmp_pa
     assert f"allow_lossy=True changed {conversion.manifest.layer(0).losses} stored numbers" in note
 
 
+@pytest.mark.slow
 def test_damage_is_found_where_numbers_were_changed_on_purpose(checkpoints, tmp_path) -> None:
     convert(checkpoints / "modelopt-fp8-qwen3moe", tmp_path / "out", A100, allow_lossy=True)
     tensor = "model.layers.0.mlp.experts.w2_scale"

@@ -59,7 +59,7 @@ def digest_of(folder: Path) -> str:
     return found.hexdigest()
 
 
-@pytest.mark.cover(every=6)
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize(("name", "layout"), FIRST_LAYOUT.items(), ids=list(FIRST_LAYOUT))
 def test_every_damage_is_named(name, layout, conversions, checkpoints) -> None:
     folder = conversions(name, layout)
@@ -75,6 +75,7 @@ def test_every_damage_is_named(name, layout, conversions, checkpoints) -> None:
     assert report.ok
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-block"])
 def test_every_damage_to_written_formats_is_named(name: str, tmp_path: Path) -> None:
     recipe = next(one for one in RECIPES if one.name == name)
@@ -109,6 +110,7 @@ def test_the_place_is_named_from_numbers_alone(conversions, checkpoints) -> None
     assert "16 output features" in found(report, "transpose a tile")
 
 
+@pytest.mark.slow
 def test_a_damage_without_numeric_effect_is_for_the_digest(conversions, checkpoints, monkeypatch) -> None:
     """A damage that no kernel can see must not be claimed as caught by numbers."""
 

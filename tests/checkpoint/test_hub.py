@@ -225,6 +225,7 @@ def test_case_55_offline(hub: Hub, cache: Path, ask: Ask) -> None:
     next(offline, None)
 
 
+@pytest.mark.slow
 def test_case_55_no_network_and_a_cached_copy(hub: Hub, cache: Path, ask: Ask) -> None:
     """Without any setting: the cached copy is read, and that is said; what is not there whole stays a network error."""
     ask(hub.add("org/kept", CHECKPOINTS / "ct-w8a8-qwen3moe"), read=True)

@@ -252,6 +252,7 @@ class TestSituations:
         self.follow(capsys, "plan", checkpoints / self.SRC, "--gpu", "A100", "-o", tmp_path / "plan.json")
         self.follow(capsys, *argv)
 
+    @pytest.mark.slow
     def test_a_missing_shard_of_the_work(self, checkpoints, tmp_path, capsys) -> None:
         argv = ("convert", checkpoints / self.SRC, tmp_path / "out", "--gpu", "A100", "--quiet")
         assert "--shard 0/8" in self.hint(capsys, "finalize", tmp_path / "out")

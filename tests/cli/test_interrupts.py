@@ -93,7 +93,7 @@ def interrupted(body: str, *words: str, name: str = "SIGINT") -> subprocess.Comp
     return python(SCRIPT.format(body=indented, name=name), *words)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("where", DISGUISES)
 def test_an_interrupt_in_disguise(where: str, name: str) -> None:

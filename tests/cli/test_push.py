@@ -149,7 +149,7 @@ def test_the_card(running: Hub, source: Path, tmp_path: Path) -> None:
     assert "hf download org/carded" in card
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("carded", [True, False])
 def test_a_downloaded_push_leads_back_to_its_source(running: Hub, source: Path, tmp_path: Path, carded: bool) -> None:
     if not carded:
@@ -285,6 +285,7 @@ def test_what_is_not_a_conversion_is_not_pushed(running: Hub, source: Path) -> N
     assert "org/raw" not in running.hub.folders
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
     "repo", ["a--b/c", "org/x.git", "org/..", "org/-x", "org/x-", "o" * 50 + "/" + "n" * 50, "/x", ""]
 )

@@ -25,6 +25,7 @@ def test_every_format_without_any_checkpoint(capsys) -> None:
     assert len(names) == 13, "every kind of damage was possible somewhere"
 
 
+@pytest.mark.slow
 def test_on_a_conversion_of_the_user(checkpoints, tmp_path, capsys) -> None:
     source = checkpoints / "gptq-int4-g32-qwen3moe"
     convert(source, tmp_path / "out", moeq.Deployment(gpu=moeq.gpu("A100")), layout="marlin-wna16/1", force_layout=True)

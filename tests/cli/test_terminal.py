@@ -55,6 +55,7 @@ def test_lines_fit_and_wrapped_ones_are_indented(
         assert re.match(r"  \S", line) or line.startswith(" " * 13), line
 
 
+@pytest.mark.slow
 def test_a_sweep_wraps_names_of_backends(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoints)
     _, lines = at_terminal(60, "oracle", "mxfp4-gptoss", "--gpu", "H100,B200", "--tp", "1,2")
@@ -91,7 +92,7 @@ def piped(redirection: str, *argv: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.cover(every=5)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full", ">&- 2>&-", "2>&-"])
 @pytest.mark.parametrize(("tp", "code"), [(1, 0), (16, 1)])
 def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoints: Path) -> None:
@@ -102,7 +103,7 @@ def test_streams_that_end_early(redirection: str, tp: int, code: int, checkpoint
     assert "error" not in result.stderr
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=12)
 @pytest.mark.parametrize("redirection", ["| head -1", ">&-", "> /dev/full"])
 @pytest.mark.parametrize("argv", [[], ["--help"], ["convert", "--help"], ["--version"]])
 def test_help_that_nobody_reads(redirection: str, argv: list[str]) -> None:
@@ -110,6 +111,7 @@ def test_help_that_nobody_reads(redirection: str, argv: list[str]) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("loaded", ["json", "triton"])
 def test_triton_finds_its_objects_collected_at_the_end(loaded: str) -> None:
     """Frozen objects stay, and triton 3.9 (nanobind) prints 30 lines about those of its own that do."""
@@ -152,7 +154,7 @@ def test_a_misspelt_backend_is_usage(checkpoints: Path, tmp_path: Path) -> None:
         assert subprocess.run(line, capture_output=True, text=True, check=False).returncode == 2
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437"])
 def test_an_encoding_without_arrows_and_boxes(encoding: str, checkpoints: Path) -> None:
     """Nothing is left out for a character that the locale does not have."""

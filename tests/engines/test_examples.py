@@ -36,6 +36,7 @@ def test_update_weights(converted, monkeypatch, capsys) -> None:
     assert all("loss" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_transformers_generate(converted, tmp_path, monkeypatch, capsys) -> None:
     transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
     pytest.importorskip("accelerate", reason="device_map needs accelerate")

@@ -46,7 +46,7 @@ def packed(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("name", SOURCES)
 def test_the_engines_default_device_and_dtype_change_nothing(name: str, checkpoints: Path) -> None:
     """No tensor that packing makes by itself may land on the device of the model: `meta` would have no values."""

@@ -217,6 +217,7 @@ def held(model: torch.nn.Module) -> list[bool]:
     return [one.converted._prepared is not None for one in model.modules() if hasattr(one, "converted")]
 
 
+@pytest.mark.slow
 def test_weights_that_are_offloaded_are_not_held(converted) -> None:
     """accelerate puts them on the device for the time of a call: all layers' would be there otherwise."""
     accelerate = pytest.importorskip("accelerate", reason="offloading is accelerate's")

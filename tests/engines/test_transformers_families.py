@@ -62,7 +62,7 @@ def test_plain_weights_are_not_read_as_packed_ones(tmp_path: Path) -> None:
         model(IDS)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=5)
 @pytest.mark.parametrize("family", ["deepseek_v3", "ernie4_5_moe", "glm4_moe", "minimax_m2", "mixtral"])
 def test_what_transformers_keeps_in_float32_is_kept(family, tmp_path: Path) -> None:
     """A bias that corrects the choice of experts, rounded to bfloat16, would choose others."""

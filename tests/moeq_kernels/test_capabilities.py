@@ -18,7 +18,7 @@ def test_one_record_per_layout() -> None:
     assert all(dataclasses.is_dataclass(c) and hash(c) for c in CAPABILITIES)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: c.layout)
 def test_every_claimed_group_size_runs(capability, device: torch.device) -> None:
     for element in capability.elements[:1]:

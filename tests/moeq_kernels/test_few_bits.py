@@ -34,7 +34,7 @@ def test_bytes_are_the_closed_form(bits: int, group_size: int) -> None:
     assert torch.equal(layout.unpack(parts, spec).codes, codes)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("element", ["int2", "int3"])
 @pytest.mark.parametrize(
     "changes",
@@ -54,6 +54,7 @@ def test_layers(element: str, changes: dict, device: torch.device) -> None:
     assert result.passed, f"error {result.error:.3e} is {result.ratio:.2f} times that of 16-bit products"
 
 
+@pytest.mark.slow
 def test_small_steps_are_made_as_long_as_a_row_of_words(device: torch.device) -> None:
     packed, layer = make_layer(RECIPE, device)
     routed = route(5, RECIPE.hidden, RECIPE.experts, 2, device=device)

@@ -48,7 +48,7 @@ def test_integers(layout: str, element: str, group_size: int, zero_points: bool,
     check(Recipe(layout, element, zero_points=zero_points, dtype=dtype, **sizes), device)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("layout", MXFP4)
 @pytest.mark.parametrize("order", ["gate-up", "interleaved"])
 def test_mxfp4(layout: str, order: W13Order, device: torch.device) -> None:
@@ -56,6 +56,7 @@ def test_mxfp4(layout: str, order: W13Order, device: torch.device) -> None:
     check(dataclasses.replace(recipe, activation="swiglu_oai", limit=7.0), device)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(
     ("layout", "hidden", "intermediate"), [("mxfp4-identity/1", 32, 32), ("marlin-mxfp4/1", 64, 64)]
 )
@@ -81,6 +82,7 @@ def test_mxfp4_needs_bfloat16(device: torch.device) -> None:
         fused_moe(routed.x, packed, routed.weights, routed.ids)
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bf16", "f16"])
 def test_int8_activations(dtype: torch.dtype, device: torch.device) -> None:
     recipe = Recipe("int8-w8a8/1", "int8", hidden=192, intermediate=96, dtype=dtype, bias=True)

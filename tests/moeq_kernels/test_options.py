@@ -39,6 +39,7 @@ def test_router_weight_on_input(top_k: int, device: torch.device) -> None:
     assert relative_error(y, on_output.float()) > 0.05  # it is another function
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("layout", ["marlin-wna16/1", "int8-w8a8/1"])
 def test_expert_parallelism(layout: str, device: torch.device) -> None:
     element = "int8" if layout == "int8-w8a8/1" else "int4"
@@ -48,6 +49,7 @@ def test_expert_parallelism(layout: str, device: torch.device) -> None:
     assert not y.isnan().any()
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_weight_of_a_choice_without_an_expert_does_not_count(value: float, device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)

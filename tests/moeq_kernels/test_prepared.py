@@ -140,6 +140,7 @@ def test_a_layer_on_meta_gives_shapes(device: torch.device) -> None:
     assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
 
 
+@pytest.mark.slow
 def test_a_compiled_program_may_give_it_any_strides(device: torch.device) -> None:
     packed, _ = make_layer(Recipe(), device)
     layer = prepare(packed, top_k=2, max_tokens=8, hidden_size=128)
@@ -290,7 +291,7 @@ def test_nothing_falls_back_for_its_size_on_other_gpus(name: str) -> None:
             assert all(size < 65536 for size in launch.programs[1:]), launch.kernel
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["H200", "A100", "L4", "MI300X"])
 def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> None:
     formats = [("marlin-wna16/1", "int4", 128), ("int8-w8a8/1", "int8", -1), *SMALL_FLOATS[:1], *SMALL_FLOATS[-2:]]
@@ -308,7 +309,7 @@ def test_the_workspace_is_the_largest_need_of_all_shorter_calls(name: str) -> No
         assert layer.workspace_bytes() == most
 
 
-@pytest.mark.cover(every=10)
+@pytest.mark.cover(every=20)
 @pytest.mark.parametrize(("layout", "element", "group"), SMALL_FLOATS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_stays_in_its_own_row(layout: str, element: str, group: int, value: float, device: torch.device) -> None:

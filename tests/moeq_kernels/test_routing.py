@@ -37,7 +37,7 @@ def _expected(local: torch.Tensor, experts: int, tile: int, grain: int) -> tuple
     return order, tiles
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=7)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "experts", "tile", "grain", "few", "mapped"),
     [(33, 8, 60, 8, 8, True, False), (5, 2, 6, 4, 4, True, True), (1, 2, 4, 8, 8, True, False),

@@ -76,6 +76,7 @@ def runs(question: Question, prefix: str, backend: str, flag: str | None) -> boo
     return any(found.chosen is not None and found.chosen.backend == backend for found in map(verdict, tried))
 
 
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("version", ["0.33.0", "0.28.0"])
 @pytest.mark.parametrize("count", [8, pytest.param(250, marks=pytest.mark.slow)])
 def test_every_arrow_works(version: str, count: int) -> None:

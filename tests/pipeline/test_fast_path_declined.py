@@ -145,6 +145,7 @@ def test_small_matrices_are_not_worth_it(checkpoints: Path, monkeypatch: pytest.
     assert fast_paths(checkpoint, "marlin-wna16/1")[1] == {}
 
 
+@pytest.mark.slow
 def test_there_are_none_without_numba_and_looking_for_them_loads_no_torch() -> None:
     program = """
 import sys

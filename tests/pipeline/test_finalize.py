@@ -88,7 +88,7 @@ def test_shards_in_any_order_give_the_bytes_of_one_process(count, source, whole,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4-gptoss", "gptq-int4-g128-mixtral"])
 @pytest.mark.parametrize("deployment", [Deployment(gpu=parse_gpu("H100"), ep=2)], ids=["expert-parallel"])
 def test_ranks_written_one_by_one_in_shards(name, deployment, checkpoints, tmp_path) -> None:
@@ -181,6 +181,7 @@ def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
     assert content(tmp_path / "out") == whole
 
 
+@pytest.mark.slow
 def test_one_process_finishes_what_shards_have_left(source, whole, tmp_path) -> None:
     shard(source, tmp_path / "out", 1, 3)
     conversion = convert(source, tmp_path / "out", A100)
@@ -320,6 +321,7 @@ class TestRefused:
             file.write(b"\0")
         assert refused(tmp_path / "out").code == "source.changed"
 
+    @pytest.mark.slow
     def test_nothing_there_and_finished_already(self, source, tmp_path) -> None:
         assert refused(tmp_path / "out").code == "usage.nothing-to-finalize"
         convert(source, tmp_path / "out", A100)

@@ -223,6 +223,7 @@ def rescaled(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]
     return folder
 
 
+@pytest.mark.slow
 def test_every_rank_has_the_factor_of_its_own_experts(checkpoints: Path, tmp_path: Path) -> None:
     """Expert e has scales 2**-e times as large; each of three ranks holds one expert."""
 
@@ -253,6 +254,7 @@ def test_every_rank_has_the_factor_of_its_own_experts(checkpoints: Path, tmp_pat
     assert (tmp_path / "back" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_gate_and_up_with_two_global_scales(checkpoints: Path, tmp_path: Path) -> None:
     """The kernel has one for both: refused, and counted where that is allowed; the source comes back all the same."""
 

@@ -27,7 +27,7 @@ FLOATS = {
 }
 
 
-@pytest.mark.cover(every=11)
+@pytest.mark.cover(every=14)
 @pytest.mark.parametrize("where", list(WHERE))
 @pytest.mark.parametrize("name", [*LAYOUTS, *FLOATS])
 def test_bytes_are_those_of_the_converted_folder(name: str, where: str, checkpoints: Path, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def assert_back(source: Path, out: Path, tmp_path: Path) -> None:
     assert diff(source, out).equal
 
 
+@pytest.mark.slow
 def test_layers_of_two_widths(two_widths, checkpoints, tmp_path) -> None:
     conversion = convert(two_widths, tmp_path / "out", A100, layout="marlin-wna16/1", force_layout=True)
     assert [entry.matrices["w2"].spec.bits for entry in conversion.manifest.layers] == [4, 8]
@@ -65,6 +66,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_name(two_widths, tmp_path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.slow
 def test_or_copied_unchanged_when_asked(two_widths, tmp_path) -> None:
     conversion = convert(two_widths, tmp_path / "out", A100, layout="rdna3-int4/1", force_layout=True, skip_unfit=True)
     assert [entry.layer for entry in conversion.manifest.layers] == [0]

@@ -70,6 +70,7 @@ class Altered:
         return getattr(self._fast_path, name)
 
 
+@pytest.mark.slow
 def test_experts_that_the_fast_path_declines_take_the_reference_path(tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", "qwen3-30b-a3b", "gptq", 4)
     convert(source, tmp_path / "fast", deployment())
@@ -91,6 +92,7 @@ def test_experts_that_the_fast_path_declines_take_the_reference_path(tmp_path, m
     assert content(tmp_path / "fast") == content(tmp_path / "mixed")
 
 
+@pytest.mark.slow
 def test_a_ceiling_holds_for_declined_experts_too(tmp_path, monkeypatch) -> None:
     """There the reference path would need more than was planned: refused instead, and what was finished is kept."""
     source = write(tmp_path / "source", "gpt-oss-20b", "mxfp4", 2)

@@ -217,7 +217,7 @@ def test_rounding_by_either_path_at_length(kind: str, tmp_path: Path, monkeypatc
     assert sum(map(bool, rounded)) > 3
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fast_path_against_reference(kind: str, tmp_path: Path) -> None:
     packed = [check(kind, seed, tmp_path / str(seed)) for seed in range(8)]

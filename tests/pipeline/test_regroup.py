@@ -49,6 +49,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(words, "COMPILED_FROM", 0)
 
 
+@pytest.mark.cover(every=2)
 def test_random_matrices_keep_their_values_and_come_back() -> None:
     generator = torch.Generator().manual_seed(20261122)
     for group, small in ((128, 64), (128, 32), (64, 32), (96, 32), (128, 16)):
@@ -112,6 +113,7 @@ def test_a_conversion_with_smaller_groups(name: str, tp: int, checkpoints: Path,
         assert (back / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.cover(every=2)
 def test_groups_that_a_shard_would_cut(checkpoints: Path, tmp_path: Path) -> None:
     """int8 g64, I = 128, tp 4: 32 per rank cuts groups of 64, and holds whole groups of 32."""
     source = checkpoints / "gptq-int8-g64-qwen3moe"

@@ -355,7 +355,7 @@ class TestPublishing:
         assert convert(source, tmp_path / "out", A100).already_done
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
-    @pytest.mark.cover(every=4)
+    @pytest.mark.cover(every=8)
     @pytest.mark.parametrize("force", [False, True])
     @pytest.mark.parametrize("step", range(4))
     def test_killed_while_publishing(self, step, force, source, whole, tmp_path, monkeypatch) -> None:

@@ -119,6 +119,7 @@ class TestTensorParallel:
                 assert sorted(found["scale"].flatten().tolist()) == sorted(scales.flatten().tolist())
         check_round_trip(source, tmp_path / "out", tmp_path)
 
+    @pytest.mark.slow
     def test_zero_points_follow_their_groups(self, checkpoints, tmp_path) -> None:
         """AWQ g32, I = 128, tp 4: one group of 32 per rank, padded by a second group of zeros, zero points too."""
         source = checkpoints / "awq-int4-g32-qwen3moe"
@@ -179,6 +180,7 @@ class TestTensorParallel:
                 cut = packer.slice_parts(parts, stored.padded_spec, n=n, k=k)
                 assert_packed(cut, layout, shard)
 
+    @pytest.mark.slow
     def test_a_single_block_per_rank_stays_a_block(self, checkpoints, tmp_path) -> None:
         """MXFP4, I = 128, tp 4: 32 features per rank, padded to 128 in blocks of 32."""
         source = checkpoints / "ct-mxfp4-qwen3moe"

@@ -132,7 +132,7 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
 }
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize("name", CHANGES)
 def test_one_change_is_one_sentence(name: str, clean: Path, checkpoints: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(clean, tmp_path / "out"))

@@ -210,6 +210,7 @@ def test_kept_tensors_keep_the_fast_path_away_from_their_experts(checkpoints, tm
     assert {row[:2] for row in on_fast_path} == {(0, "w13"), (0, "w2"), (1, "w13"), (1, "w2")}
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_changed_expert_is_never_restored(slow, checkpoints, tmp_path, on_fast_path) -> None:
     convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", A100)
@@ -233,6 +234,7 @@ def test_other_tensors_than_this_version_would_write_take_the_reference_path(
     assert content(tmp_path / "back") == content(checkpoints / "gptq-int4-g32-qwen3moe")
 
 
+@pytest.mark.slow
 def test_the_fast_path_needs_no_torch(checkpoints, tmp_path) -> None:
     convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", A100)
     program = (
@@ -243,6 +245,7 @@ def test_the_fast_path_needs_no_torch(checkpoints, tmp_path) -> None:
     assert subprocess.run(command, check=False).returncode == 0
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("name", ["text/elsewhere.json", "text/a/b", "stray/x/y", "tensor/"])
 def test_restore_data_without_the_config_is_refused(checkpoints, tmp_path, name: str) -> None:
     """What is rebuilt would not be the source, whatever the packed experts hold."""
@@ -330,6 +333,7 @@ def test_old_conversions_without_digests_are_not_restored(checkpoints, tmp_path)
     assert caught.value.code == "source.no-keepsake"
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_second_run_compares_and_says_so(slow: bool, checkpoints, tmp_path, on_fast_path) -> None:
     source = with_rest(checkpoints, tmp_path / "source")
@@ -343,7 +347,7 @@ def test_a_second_run_compares_and_says_so(slow: bool, checkpoints, tmp_path, on
     assert content(tmp_path / "back") == content(source)
 
 
-@pytest.mark.cover(every=3)
+@pytest.mark.cover(every=9)
 @pytest.mark.parametrize(
     "damage", ["expert", "second piece", "header", "size", "tokenizer", "config", "stranger", "absent", "link"]
 )
@@ -391,6 +395,7 @@ def test_restore_data_that_become_shorter_are_not_taken_for_whole(checkpoints, t
     assert caught.value.code == "source.truncated"
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize(
     ("kind", "name"), [("header metadata", "header of model.safetensors"), ("config", "config.json")]
 )

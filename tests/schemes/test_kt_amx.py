@@ -73,6 +73,7 @@ def test_rows_too_small_for_an_inverse_become_zeros() -> None:
     assert bool((quantized(torch.zeros(32, 64), spec_of("up", 32, 64, 8, 64)).codes == 128).all())
 
 
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize(("bits", "nodes"), [(4, 1), (8, 1), (8, 2)])
 def test_whole_checkpoint(checkpoints: Path, tmp_path: Path, bits: int, nodes: int) -> None:
     """From int4 without a bfloat16 copy: experts alone, by the names that kt-kernel's loader asks for."""

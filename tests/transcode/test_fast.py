@@ -142,7 +142,7 @@ def test_both_paths_write_the_same_with_options(name, options, target, checkpoin
         assert not any(ways) if target == "fp32" else all(ways)
 
 
-@pytest.mark.cover
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq", "gptq_v2"])
 @pytest.mark.parametrize(("name", "group"), [("gptq-int4-g128-mixtral", 32), ("ct-int4-asym-g32-mixtral", 16)])
 def test_groups_are_repeated(name, group, target, checkpoints, tmp_path, monkeypatch, ways) -> None:
@@ -180,6 +180,7 @@ def test_a_scale_that_is_no_number_is_named(checkpoints, tmp_path, monkeypatch) 
         assert outcome(source, tmp_path / target, target)[0] == "source.bad-data"
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(checkpoints, tmp_path) -> None:
     program = (
         "import sys; from moeq.layouts import words; words.COMPILED_FROM = 0; "

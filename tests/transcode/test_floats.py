@@ -100,7 +100,7 @@ def assert_values(folder: Path, values: dict[str, torch.Tensor]) -> None:
         assert torch.equal(found, expected), module
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=10)
 @pytest.mark.parametrize(
     ("make", "config", "target"),
     [

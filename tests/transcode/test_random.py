@@ -216,7 +216,7 @@ def test_integers_mean_the_same_in_every_format(tmp_path: Path, seed: int) -> No
         assert diff(tmp_path / "source", tmp_path / target).equal
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=4)
 @pytest.mark.parametrize("seed", range(4))
 def test_finer_groups_mean_the_same(tmp_path: Path, seed: int) -> None:
     drawn = next(

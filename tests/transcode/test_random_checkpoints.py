@@ -167,7 +167,7 @@ BACK = {
 }
 
 
-@pytest.mark.cover(every=2)
+@pytest.mark.cover(every=6)
 @pytest.mark.parametrize("kind", BACK)
 def test_there_and_back_again_is_the_source(tmp_path: Path, kind: str) -> None:
     """Byte for byte, where what is stored follows from the values alone."""

@@ -239,6 +239,7 @@ def down_act_order(checkpoints: Path, tmp_path: Path) -> Path:
     return source
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("target", ["compressed-tensors", "gptq"])
 def test_sorted_columns_compute_the_same(down_act_order: Path, tmp_path: Path, target: str) -> None:
     found = transcode(down_act_order, tmp_path / "out", target, sort_act_order=True)

@@ -48,6 +48,7 @@ def test_recorded_answers(version: str) -> None:
     assert sum(row.decision for row in found.families.values()) >= 0.995 * len(rows)
 
 
+@pytest.mark.slow
 def test_recorded_answers_about_the_quantization_option() -> None:
     """Methods on unquantised checkpoints, and Humming's method on quantised ones."""
     wrong = []

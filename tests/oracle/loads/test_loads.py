@@ -38,6 +38,7 @@ def wrong_yeses(seed: str, outcomes: dict[int, samples.Row], scratch: Path) -> t
     return wrong, both
 
 
+@pytest.mark.slow
 def test_first_recorded_loads(tmp_path: Path) -> None:
     seed, _, engine = samples.load()
     wrong, both = wrong_yeses(seed, dict(enumerate(engine[:FIRST])), tmp_path)

@@ -346,6 +346,7 @@ def test_e2m1_times_powers_of_two_is_exact() -> None:
         assert (_value(value & 0xFFFF, False), _value(value >> 16, False)) == (E2M1[low], E2M1[high])
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("kind", ["e2m1", "nvfp4"])
 def test_permuted_words_become_what_nibbles_become(kind: str) -> None:
     """Every code in every place beside zeros and beside all ones, and random words."""
@@ -385,6 +386,7 @@ def test_e4m3_codes_are_exact_without_a_scale(half: bool) -> None:
         assert (_value(word & 0xFFFF, half), _value(word >> 16, half)) == (E4M3[low], E4M3[high])
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("half", [False, True])
 def test_e4m3_codes_times_stored_scales_round_once(half: bool) -> None:
     lift = Fraction(2) ** (8 if half else 120)
@@ -410,6 +412,7 @@ def test_e4m3_times_powers_of_two_is_exact() -> None:
         assert _value(_dequantized("mxfp8", False, "power", 0x38, factor), False) == math.inf
 
 
+@pytest.mark.cover(every=2)
 @pytest.mark.parametrize("half", [False, True])
 def test_nvfp4_codes_times_stored_scales_are_exact(half: bool) -> None:
     """Every byte that the layout can hold, and those below that it sets to 0; the global scale's unit included."""

@@ -111,7 +111,7 @@ NARROW, WIDE = Int8Narrow(8, 2), Int8Wide(2)
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=8)
 @pytest.mark.parametrize(
     ("tokens", "top_k", "plan", "mapped", "bias", "epilogue", "few"),
     [
