@@ -29,7 +29,6 @@ INSIDE_ENGINES = {
         "vllm/config",
         "vllm/experts_method",
         "vllm/own_experts",
-        "vllm/adapters",
         "vllm/backends",
         "vllm/cpu_experts",
         "vllm/float_experts",

@@ -159,29 +159,37 @@ def convert(
 
     Args:
         src: local folder or Hub repository.
-        dst: folder to create.
-        deployment: where the result is to run; keywords change it.
+        dst: folder to create. It must not exist or be this job's result, or with `force` must be an output of moeq.
+        deployment: where the result is to run; keywords change it. With `tp` or `ep` above 1 the result serves every
+            rank: one packing that loaders slice if the layout allows it, otherwise one packing per rank.
         revision: Hub revision of `src`.
         force: replace an earlier conversion at `dst`.
         dry_run: plan only; nothing is written.
         plan: result of `moeq.plan`, or a file of `moeq plan -o`: carry it out, or refuse if it no longer applies.
-        workers: threads; None takes the cores there are, at most 8.
-        max_memory: bytes that this process must not exceed, or a text such as `8GiB`.
-        shard: do only this shard of the units, `3/8`, and leave publishing to `finalize`.
-        executor: `local`, or `ray`.
-        ray_address: address of the Ray cluster.
-        stream_source: fetch the files of a repository one after the other and drop them.
-        reread: read the source's tensors twice and compare.
+        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
+        max_memory: bytes that this process must not exceed, or a text such as `8GiB`; workers are lowered to fit. None:
+            workers are lowered to stay below 1 GiB if one worker can.
+        shard: do only this shard of the units, `3/8`, and leave publishing to `finalize`. Any number of processes may
+            do shards at once if all see `dst` and the source.
+        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
+        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
+        stream_source: fetch the files of a repository one after the other and drop them, so that disk never holds
+            them all.
+        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         push: repository of the Hub to upload the result to.
         public: make a repository that is created public.
         base_model: the source's repository, for the model card.
-        sign: minisign secret key to sign the manifest with.
+        sign: minisign secret key to sign the manifest with; a shard is not signed, `finalize` takes the key.
         progress: True for a bar, or a function that takes events (`moeq.pipeline.events`).
         options: `layout`, `force_layout`, `regroup`, `skip_unfit`, `allow_lossy`, `no_code`, and deployment options.
 
     Raises:
-        MoeqError: `answer.no-backend`, `answer.lossy`, `usage.destination-exists`, `usage.other-plan`,
-            `resources.disk-full`, `resources.memory`, `environment.*`, `source.*`.
+        MoeqError: `answer.no-backend` if nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`,
+            `usage.ep`, `usage.group-cut`, `answer.lossy`; `usage.destination-exists`, `usage.destination-is-source`,
+            `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`, `usage.running`, `usage.other-plan`;
+            `usage.already-converted`; `usage.force-shard`, `usage.executor`, `usage.stream-source`;
+            `environment.ray-*`; `resources.disk-full`, `resources.memory`, `resources.ray-memory`; `source.changed`,
+            and other `source.*` for damaged input.
     """
     from moeq.pipeline import convert as pipeline
     from moeq.pipeline.plan.job import Job

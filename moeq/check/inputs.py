@@ -68,8 +68,10 @@ def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.
     ids: list[Tensor] = []
     first = 0
     for run in sample.runs:
-        if run.routing == "spread" and _covered(torch.cat(ids), sample):
-            continue
+        if run.routing == "spread":
+            tokens_of_expert = torch.cat(ids).flatten().bincount(minlength=len(sample.experts))
+            if int(tokens_of_expert.min()) >= LEAST_ROWS:
+                continue
         part = slice(first, first + run.tokens)
         routed = _ROUTINGS[run.routing](reference, sample, x[part], generator)
         runs.append((run, part))
@@ -77,11 +79,6 @@ def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.
         ids.append(routed.ids)
         first = part.stop
     return Inputs(x[:first], torch.cat(weights), torch.cat(ids), tuple(runs))
-
-
-def _covered(ids: Tensor, sample: Sample) -> bool:
-    """Return whether every sampled expert has enough tokens already."""
-    return int(torch.bincount(ids.flatten(), minlength=len(sample.experts)).min()) >= LEAST_ROWS
 
 
 def _by_router(reference: Checkpoint, sample: Sample, x: Tensor, generator: torch.Generator) -> Routed:

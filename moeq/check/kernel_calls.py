@@ -35,7 +35,7 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
     try:
         found = find_format(layout, element)
         if asked == "fp8":
-            check_e4m3(layout, element, prepared=True)
+            check_e4m3(layout, element)
         return "int8" if found.int8_activations else asked if found.fp8_activations else ""
     except KernelUnsupportedError as error:
         raise MoeqError(

@@ -119,18 +119,13 @@ def _change_bias(matrix: QuantizedMatrix, rows: slice, generator: torch.Generato
     return replace(matrix, bias=bias), f"bias of row {n} times 1.125"
 
 
-def _next_exponent(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
-    scales = matrix.scales.clone()
-    n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
-    scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < 254 else -1
-    return replace(matrix, scales=scales), f"exponent of row {n} group {g} off by one"
-
-
 def _next_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged:
-    scales = _bits(matrix.scales)
+    scales, exponents = _bits(matrix.scales), matrix.spec.scale_dtype == "e8m0"
     n, g = _pick(rows.stop - rows.start, generator), _pick(scales.shape[1], generator)
-    scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < 126 else -1  # 127 is NaN
-    return _with_scales(matrix, scales), f"e4m3 scale of row {n} group {g} one step larger"
+    largest = 254 if exponents else 126  # the next one is NaN
+    scales[rows.start + n, g] += 1 if int(scales[rows.start + n, g]) < largest else -1
+    change = "exponent of row {} group {} off by one" if exponents else "e4m3 scale of row {} group {} one step larger"
+    return _with_scales(matrix, scales), change.format(n, g)
 
 
 def _change_second_scale(matrix: QuantizedMatrix, rows: slice, generator: torch.Generator) -> Damaged | None:
@@ -167,7 +162,7 @@ SABOTAGES: tuple[Sabotage, ...] = (
     Sabotage("shift a group", "scales moved on by one", lambda spec: True, _shift_groups),
     Sabotage("change a group", "two input features in each other's group", lambda spec: spec.act_order, _change_group),
     Sabotage("change a bias", "one bias 12.5 % larger", lambda spec: spec.bias_dtype is not None, _change_bias),
-    Sabotage("e8m0 off by one", "one scale twice as large", lambda spec: spec.scale_dtype == "e8m0", _next_exponent),
+    Sabotage("e8m0 off by one", "one scale twice as large", lambda spec: spec.scale_dtype == "e8m0", _next_scale),
     Sabotage("e4m3 scale off by one", "one scale a step larger", lambda spec: spec.scale_dtype == "e4m3", _next_scale),
     Sabotage(
         "change the second scale",

@@ -204,8 +204,8 @@ def _stacked(generator: torch.Generator) -> dict[str, Tensor]:
     return tensors
 
 
-def _gptq_config(bits: int, group: int, *, symmetric: bool = True, act_order: bool = False) -> dict[str, Any]:
-    sizes = {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": act_order}
+def _gptq_config(bits: int, *, symmetric: bool = True, act_order: bool = False) -> dict[str, Any]:
+    sizes = {"bits": bits, "group_size": 32, "sym": symmetric, "desc_act": act_order}
     return {"quant_method": "gptq", "checkpoint_format": "gptq", **sizes}
 
 
@@ -248,15 +248,15 @@ _MXFP8_CONFIG = {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size"
 
 #: One checkpoint in each kind of format that the kernels read.
 RECIPES: tuple[Recipe, ...] = (
-    Recipe("gptq-int4", "marlin-wna16/1", _gptq_config(4, 32), _gptq(4, 32)),
-    Recipe("gptq-int4-asym", "marlin-wna16/1", _gptq_config(4, 32, symmetric=False), _gptq(4, 32, symmetric=False)),
+    Recipe("gptq-int4", "marlin-wna16/1", _gptq_config(4), _gptq(4, 32)),
+    Recipe("gptq-int4-asym", "marlin-wna16/1", _gptq_config(4, symmetric=False), _gptq(4, 32, symmetric=False)),
     Recipe(
         "gptq-int4-actorder",
         "marlin-act-order/1",
-        _gptq_config(4, 32, act_order=True),
+        _gptq_config(4, act_order=True),
         _gptq(4, 32, act_order=True),
     ),
-    Recipe("gptq-int8", "triton-wna16/1", _gptq_config(8, 32), _gptq(8, 32)),
+    Recipe("gptq-int8", "triton-wna16/1", _gptq_config(8), _gptq(8, 32)),
     Recipe(
         "awq-int4",
         "triton-wna16/1",

@@ -74,9 +74,9 @@ class ConversionReport:
     def summarise(self, conversion: Conversion) -> None:
         """Put a finished conversion on the page of the job."""
         if github.in_actions() and conversion.manifest is not None:
-            from moeq.report.job_summary import render
+            from moeq.report.conversion_facts import render_summary
 
-            text = render(str(conversion.destination), conversion.plan, conversion.manifest, self.seconds)
+            text = render_summary(str(conversion.destination), conversion.plan, conversion.manifest, self.seconds)
             github.append_summary(text)
 
     @property
@@ -102,7 +102,7 @@ class ConversionReport:
             details = {"code": failure.code, "message": failure.message, "hint": failure.hint}
             self.tell("failed", **details, exit_code=int(failure.exit_code))
             if github.in_actions():
-                from moeq.report.job_summary import render_failure
+                from moeq.report.conversion_facts import render_failure
 
                 github.append_summary(render_failure(f"moeq {self._title}", failure))
         self.tell("ended", exit_code=int(ExitCode.OK if error is None else failure.exit_code))

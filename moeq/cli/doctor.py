@@ -29,7 +29,7 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Show environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
-    from moeq.deploy.environment import environment
+    from moeq.deploy.detect import environment
 
     out: Output = ctx.obj
     document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None, "fit": None}

@@ -38,8 +38,7 @@ def command(
     With deployment options, the exit code is that of a refusal of `convert`; 0 where there is nothing to convert.
     """
     from moeq.model import open as open_checkpoint
-    from moeq.pipeline.plan.degrees import degrees
-    from moeq.pipeline.plan.rank_backends import rank_backends
+    from moeq.pipeline.plan.decide import degrees, rank_backends
     from moeq.report.inspect_text import Inspection, render
 
     out: Output = ctx.obj

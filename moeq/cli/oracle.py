@@ -97,9 +97,8 @@ def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool, rank: bool) -> int:
     from moeq.cli.inspect import verdict_document
     from moeq.pipeline.plan.commands import next_command
-    from moeq.pipeline.plan.decide import advised
+    from moeq.pipeline.plan.decide import advised, rank_backends
     from moeq.pipeline.plan.options import Question
-    from moeq.pipeline.plan.rank_backends import rank_backends
     from moeq.transcode.advise import advise
 
     found = advised(checkpoint, Question(deployment), explain=True)
@@ -111,9 +110,8 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
     rankings = [rank_backends(checkpoint, found, part) for part in found.parts] if rank else []
 
     def render(console: Console) -> None:
-        from moeq.report.ranking_text import render_ranking
         from moeq.report.text import line, ranges
-        from moeq.report.verdict_text import render_part
+        from moeq.report.verdict_text import render_part, render_ranking
 
         for part in found.parts:
             layers = f"  layers {ranges(part.layers)}" if len(found.parts) > 1 else ""

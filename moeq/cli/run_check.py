@@ -121,11 +121,11 @@ def _in_engine(
 ) -> None:
     """Run the engine's backends instead of moeq's kernels."""
     from moeq.api.engine_backends import run_engine_check
-    from moeq.report.engine_check_text import render
+    from moeq.report.check_text import render_backends
 
     dst, source, revision = paths
     report = run_engine_check(dst, source, engine=engine, all_backends=every, revision=revision, options=chosen)
-    out.answer(report.to_json(), lambda console: render(console, report.backends), ok=report.ok)
+    out.answer(report.to_json(), lambda console: render_backends(console, report.backends), ok=report.ok)
     if not report.ok:
         raise typer.Exit(ExitCode.NO)
 
@@ -168,7 +168,7 @@ def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path |
 def _provenance(dst: str, command: str) -> Provenance:
     """Say when, by what and from what a report was made."""
     from moeq.checkpoint.manifest import read_manifest
-    from moeq.deploy.environment import environment
+    from moeq.deploy.detect import environment
     from moeq.report.html import Provenance
 
     manifest = read_manifest(Path(dst))

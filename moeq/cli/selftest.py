@@ -36,7 +36,7 @@ def command(
     from moeq.check.run_check import prepare_device
     from moeq.check.selftest import selftest
     from moeq.cli.progress import ProgressReport
-    from moeq.report.selftest_text import render
+    from moeq.report.check_text import render_selftest
 
     out: Output = ctx.obj
     prepare_device(device)
@@ -47,7 +47,7 @@ def command(
             reports = every_format(seed, device, progress.update)
     ok = all(report.ok for report in reports)
     document = {"formats": [report.to_json() for report in reports]}
-    out.answer(document, lambda console: render(console, reports), ok=ok)
+    out.answer(document, lambda console: render_selftest(console, reports), ok=ok)
     if not ok:
         raise typer.Exit(ExitCode.NO)
 

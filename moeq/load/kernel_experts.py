@@ -26,13 +26,12 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
     return order
 
 
-def check_e4m3(layout: str, element: str, *, prepared: bool) -> None:
+def check_e4m3(layout: str, element: str) -> None:
     """Check that a kernel multiplies such weights with e4m3 activations.
 
     Args:
         layout: layout id.
         element: element type of the weights.
-        prepared: whether the layer may be prepared, which some kernels need.
 
     Raises:
         MoeqError: `answer.no-kernel` if no kernel does.
@@ -41,10 +40,10 @@ def check_e4m3(layout: str, element: str, *, prepared: bool) -> None:
     from moeq_kernels.formats import FORMATS, find_format
     from moeq_kernels.hopper.support import W4A8
 
-    if find_format(layout, element).fp8_activations or (prepared and (layout, element) in W4A8):
+    if find_format(layout, element).fp8_activations or (layout, element) in W4A8:
         return
     readable = [one.layout for one in FORMATS.values() if one.fp8_activations]
-    readable += [one for one, _ in W4A8 if prepared]
+    readable += [one for one, _ in W4A8]
     raise MoeqError(
         "answer.no-kernel",
         f"moeq has no kernel that multiplies {element} weights in layout {layout} with e4m3 activations",

@@ -83,7 +83,7 @@ def load_experts(
     if activation_dtype:
         if activation_dtype != "fp8":
             raise MoeqError("usage.dtype", f"unknown activation_dtype '{activation_dtype}'", "known: fp8, or nothing")
-        check_e4m3(entry.layout, entry.matrices["w13"].spec.element, prepared=True)
+        check_e4m3(entry.layout, entry.matrices["w13"].spec.element)
     target, rank = torch.device(device), Rank(tp_rank, tp_size, ep_rank, ep_size)
     part = checked_part(checkpoint, entry, rank, target, verify=verify, check_gpu=check_gpu)
     check_groups(entry, part)

@@ -14,8 +14,8 @@ from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, parse_ma
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.gguf.source import GgufSource, is_gguf, names_repository_file, open_gguf_repository
-from moeq.model import bitsandbytes, hqq, torchao
 from moeq.model.checkpoint import Checkpoint
+from moeq.model.missing_sizes import with_bitsandbytes_sizes, with_hqq_sizes, with_torchao_bits
 from moeq.spelling import option
 
 
@@ -40,9 +40,9 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
             raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
             return ConvertedCheckpoint(source, parse_manifest(raw, source.path(MANIFEST_NAME)))
         _check_source(source)
-        bitsandbytes.with_sizes(source)
-        hqq.with_sizes(source)
-        torchao.with_bits(source)
+        with_bitsandbytes_sizes(source)
+        with_hqq_sizes(source)
+        with_torchao_bits(source)
         return Checkpoint(source)
 
 

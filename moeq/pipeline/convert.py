@@ -27,11 +27,10 @@ from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard, is_remote, parse_shard
 from moeq.pipeline.run.workers import headers_frozen
-from moeq.pipeline.state.finished import check_destination
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.publish import finish, sign_folder
 from moeq.pipeline.state.signature import Signer
-from moeq.pipeline.state.stamps import job_stamp
+from moeq.pipeline.state.stamps import check_destination, job_stamp
 from moeq.shown import Shown
 from moeq.spelling import option
 
@@ -97,43 +96,20 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> Conversion:
-    """Convert a source checkpoint for a deployment.
+    """Convert a source checkpoint for a deployment, as `moeq.convert` does, which says what arguments mean.
 
-    Where `dst` already holds the result of the same job (`moeq.pipeline.state.finished`), nothing is done.
+    Where `dst` already holds the result of the same job (`moeq.pipeline.state.stamps`), nothing is done.
 
     Args:
-        src: local folder or Hub repository.
-        dst: output folder. It must not exist or be this job's result, or with `force` must be an output of moeq.
-        deployment: where the result is to run. With `tp` or `ep` above 1 the result serves every rank: one packing
-            that loaders slice if the layout allows it, otherwise one packing per rank.
-        backend: force a backend; `auto` takes the first supported one that has an offline layout.
-        revision: Hub revision of `src`.
-        force: replace an earlier conversion.
-        dry_run: plan only; nothing is written.
-        workers: threads that pack experts; None takes the cores there are, at most 8. The bytes are the same.
-        max_memory: bytes of memory that this process must not exceed; workers are lowered to fit. None: workers are
-            lowered to stay below 1 GiB if one worker can.
+        src, dst, deployment, revision, force, dry_run, workers, max_memory, shard, executor, ray_address,
+            stream_source, reread, sign, progress: arguments of `moeq.convert`.
+        backend: backend to force, in place of the deployment's.
         plan_digest: digest that the plan must have (`moeq plan` prints it); None takes any.
-        shard: do only this shard of the units (`3/8`, or another form that `--shard` takes), and leave publishing to
-            `finalize`. Any number of processes may do shards at once if all see `dst` and the source.
-        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
-        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
-        stream_source: fetch the files of a repository one after the other and drop them, so that disk never holds
-            them all.
-        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
-        sign: minisign secret key to sign the manifest with; a shard is not signed, `finalize` takes the key.
-        progress: told what happens, about once per expert.
-        options: fields of `moeq.pipeline.plan.options.ConvertOptions`: `layout`, `force_layout`, `regroup`,
-            `skip_unfit`, `allow_lossy`, `no_code`.
+        options: fields of `moeq.pipeline.plan.options.ConvertOptions`.
 
     Raises:
-        MoeqError: `answer.no-backend` if nothing fits; `usage.layout-does-not-fit`, `usage.mixed-experts`,
-            `usage.tp`, `usage.ep`, `usage.group-cut`, `answer.lossy`; `usage.destination-exists`,
-            `usage.destination-is-source`, `usage.foreign-folder`, `usage.foreign-files`, `usage.other-job`,
-            `usage.running`, `usage.other-plan`; `usage.already-converted`; `usage.force-shard`, `usage.executor`,
-            `usage.stream-source`; `environment.ray-*`; `resources.disk-full`, `resources.memory`,
-            `resources.ray-memory`; `source.changed`, and other `source.*` for damaged input. A failed run leaves no
-            folder DST behind; finished units are kept in `<DST>.moeq-partial`.
+        MoeqError: as `moeq.convert`. A failed run leaves no folder DST behind; finished units are kept in
+            `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     signer = None if sign is None else Signer(sign)

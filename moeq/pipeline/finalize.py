@@ -19,13 +19,12 @@ from moeq.pipeline.plan.job import Job, open_job, places
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.execution import finished_units
 from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_label
-from moeq.pipeline.state.finished import check_destination, request_of
 from moeq.pipeline.state.folder import WorkFolder, partial_of, take_back_journals, tidy
 from moeq.pipeline.state.journal import JobStamp, Journals, read_journals, require_job, shard_of
 from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
-from moeq.pipeline.state.stamps import job_stamp, reopen_job
+from moeq.pipeline.state.stamps import check_destination, job_stamp, reopen_job, request_of
 from moeq.spelling import option
 
 #: Name of finalize's own journal.

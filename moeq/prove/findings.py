@@ -1,15 +1,30 @@
-"""Findings about a conversion, and the checks that do not depend on whether its source is at hand."""
+"""Findings about a conversion, the contents of its folder, and the checks that need no source. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from moeq.checkpoint.manifest import LayerEntry
+import numpy as np
+from blake3 import blake3
+
+from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.header import TensorEntry, parse_header, raw_header
+from moeq.checkpoint.hub import HubSource
+from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
+from moeq.checkpoint.manifest import FileDigest, LayerEntry, TensorDigest
+from moeq.checkpoint.source import LocalSource
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
-from moeq.prove.folder_contents import FolderContents
+from moeq.pipeline.plan.side_files import CARD, CARD_MARK, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
+from moeq.pipeline.plan.units import CHUNK_BYTES, Piece
+from moeq.pipeline.state.records import open_file_digest, read_digest, tensor_digests
 
 #: Called with steps done, steps in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -88,13 +103,147 @@ class Findings:
         for name in sorted(names):
             self.add("file", name, f"{name} does not belong here: {why}")
 
-    def check_unpacked(self, layers: Iterable[LayerEntry], kind: str = "values") -> None:
+    def check_unpacked(self, layers: Iterable[LayerEntry]) -> None:
         """Recompute the digest of every expert from the packed tensors."""
         units, found = check_digests(self.converted, layers, self.advance, self.workers)
         self.counts["units"] += units
-        self.found += [values_mismatch(kind, row, "no longer holds the values that were converted") for row in found]
+        self.found += [
+            values_mismatch("values", row, "no longer holds the values that were converted") for row in found
+        ]
 
 
 def values_mismatch(kind: str, row: DigestDifference, text: str) -> Mismatch:
     """Describe a projection whose values differ."""
     return Mismatch(kind, row.name, f"{row.name} {text}{row.swap}")
+
+
+#: Folders that tools put beside downloaded files; no loader reads them.
+_TOOL_FOLDERS = (".git", ".cache")
+
+
+class FolderContents:
+    """Files of a conversion.
+
+    Attributes:
+        converted: the conversion.
+        names: every file, also in sub-folders; folders of tools are listed by their name with a slash.
+    """
+
+    def __init__(self, converted: ConvertedCheckpoint, workers: int) -> None:
+        self.converted = converted
+        self._source = converted.source
+        self._workers = workers
+        self.names = frozenset(self._list())
+
+    def _list(self) -> Iterator[str]:
+        if isinstance(self._source, HubSource):
+            yield from self._source.listed
+            return
+        if not isinstance(self._source, LocalSource):
+            index = [self._source.index] if self._source.index else []
+            yield from (*(file.name for file in self._source.files), *self._source.side_files(), *index)
+            return
+        top = self._source.folder
+        for folder, folders, names in os.walk(top):
+            at = Path(folder).relative_to(top)
+            if at == Path():
+                yield from (f"{name}/" for name in folders if name in _TOOL_FOLDERS)
+                folders[:] = [name for name in folders if name not in _TOOL_FOLDERS]
+            # `os.walk` does not follow a link to a folder, so the link itself is listed.
+            links = [name for name in folders if (Path(folder) / name).is_symlink()]
+            yield from ((at / name).as_posix() for name in (*names, *links))
+
+    @cached_property
+    def unproven(self) -> frozenset[str]:
+        """Files that cannot be verified and that no loader reads: the manifest's signature, and additions of tools."""
+        found = {SIGNATURE_NAME, HUB_SETTINGS, *(f"{name}/" for name in _TOOL_FOLDERS)} & self.names
+        if CARD in self.names and (SOURCE_CARD in self.names or self._is_model_card()):
+            found.add(CARD)
+        return frozenset(found)
+
+    @cached_property
+    def headers(self) -> dict[str, Mapping[str, TensorEntry]]:
+        """Tensors of every weight file that the index names, by the file's own header."""
+        return {file.name: self._header(file.name) for file in self._source.files}
+
+    def _header(self, name: str) -> Mapping[str, TensorEntry]:
+        with self.opened(name) as fd:
+            return parse_header(raw_header(fd, name)[8:], name, os.fstat(fd).st_size).tensors
+
+    @contextmanager
+    def opened(self, name: str) -> Iterator[int]:
+        """Open a file, which has to be the same one every time. Raises MoeqError `source.*`."""
+        fd = self._source.open(name)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def digest(self, name: str, size: int) -> FileDigest | None:
+        """Digest a file without weights; None if it cannot be read, or does not have that many bytes."""
+        try:
+            with self.opened(name) as fd:
+                return open_file_digest(fd) if os.fstat(fd).st_size == size else None
+        except (OSError, MoeqError) as error:
+            if isinstance(error, MoeqError) and error.code == "source.changed":
+                raise
+            return None
+
+    def header_digest(self, name: str) -> FileDigest:
+        """Return the size of a weight file, and the digest of its bytes before the data."""
+        with self.opened(name) as fd:
+            size = os.fstat(fd).st_size
+        first = min((entry.start for entry in self.headers[name].values()), default=size)
+        return FileDigest(size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
+
+    def tensor_digests(self, advance: Callable[[str], None]) -> dict[str, TensorDigest]:
+        """Digest every tensor of every weight file, read piece by piece.
+
+        Raises:
+            MoeqError: `source.truncated`, `source.unreadable`.
+        """
+        entries = [entry for tensors in self.headers.values() for entry in tensors.values()]
+        found: dict[str, TensorDigest] = {}
+        with ThreadPoolExecutor(max(self._workers, 1)) as pool:
+            for entry, digest in zip(entries, pool.map(self._digest, entries), strict=True):
+                if self._source.tensors.get(entry.name) == entry:
+                    found[entry.name] = digest
+                advance(entry.name)
+        return found
+
+    def _digest(self, entry: TensorEntry) -> TensorDigest:
+        whole = piece_bytes(entry, stacked=entry.name in self._source.expert_names)
+        buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
+        starts = range(entry.start, entry.end, whole) if whole else ()
+        try:
+            with self.opened(entry.file) as fd:
+                pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
+                found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
+        except OSError as error:
+            raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
+        return found.get(entry.name, TensorDigest(CHUNK_BYTES, blake3().hexdigest()))
+
+    def _is_model_card(self) -> bool:
+        """Return whether the card is one that moeq wrote for publishing."""
+        try:
+            text = self._source.read_file(CARD, MAX_CONFIG_BYTES).decode(errors="replace")
+        except MoeqError:
+            return False
+        return CARD_MARK in text.splitlines()
+
+    def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
+        """Find the first byte of a tensor that differs from what `other` gives for ranges of it; None if none does."""
+        with self.opened(entry.file) as fd:
+            for at in range(0, entry.nbytes, CHUNK_BYTES):
+                stop = min(at + CHUNK_BYTES, entry.nbytes)
+                ours = bytearray(stop - at)
+                read_at(fd, memoryview(ours), entry.start + at)
+                theirs = other(at, stop)
+                if ours != theirs:
+                    return at + next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+        return None
+
+
+def piece_bytes(entry: TensorEntry, *, stacked: bool) -> int:
+    """Return the bytes of a tensor that are hashed at once: one expert of a stack, else a fixed size."""
+    return entry.nbytes // entry.shape[0] if stacked and entry.shape and entry.shape[0] else CHUNK_BYTES

@@ -24,9 +24,8 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.expert_kinds import Experts
-from moeq.pipeline.pack.buffers import Buffers
 from moeq.pipeline.pack.fast.path import FastPath, Outputs
-from moeq.pipeline.pack.inputs import InputFile, blocks_of
+from moeq.pipeline.pack.inputs import Buffers, InputFile, blocks_of
 from moeq.pipeline.pack.memory import fast_path_of
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.job import Work

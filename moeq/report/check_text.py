@@ -1,8 +1,9 @@
-"""`run-check`'s report for a terminal."""
+"""Reports of `run-check` and `selftest` for a terminal: what was checked, how far results differ, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -15,7 +16,9 @@ from moeq.spelling import option
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moeq.check.results import CheckReport, LayerReport, ProjectionResult, Sample
+    from moeq.check.engine_check import BackendResult
+    from moeq.check.results import CheckReport, LayerReport, ProjectionResult, SabotageResult, Sample, SelftestReport
+
 
 #: Upper bound of lines of one kind, before "and N more".
 MOST_LINES = 20
@@ -169,3 +172,76 @@ def _repeats(layers: tuple[LayerReport, ...]) -> str:
     repeated = sum(layer.repeated for layer in layers)
     equal = repeated - sum(len(layer.unequal) for layer in layers)
     return f"{equal} of {repeated} repeated runs equal bit for bit"
+
+
+def render_backends(console: Console, rows: Sequence[BackendResult]) -> None:
+    """Print the table of backends."""
+    from rich.table import Table
+
+    from moeq.check.engine_check import FACTOR
+
+    tokens = list(dict.fromkeys(count for row in rows for count in row.microseconds or ()))
+    table = Table()
+    for name in ("layer", "backend", "experts", "answer", "error", "allowed", *(f"{count} tokens" for count in tokens)):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        name = f"{row.backend} (selected)" if row.selected else row.backend
+        answer = "refused" if row.refused else "WRONG" if row.wrong else "right" if row.allowed else "not judged"
+        figures = [f"{one:.2e}" if one is not None else "-" for one in (row.error, row.allowed)]
+        times = [f"{row.microseconds[count]:.0f} us" if row.microseconds else "-" for count in tokens]
+        table.add_row(str(row.layer), name, row.experts or "-", answer, *figures, *times)
+    console.print(table)
+    for row in rows:
+        if row.refused:
+            console.print(f"  layer {row.layer}  {row.backend}: {row.refused}", markup=False, soft_wrap=True)
+        elif row.wrong and row.expert is not None:
+            expert, quotient = row.expert
+            console.print(f"  layer {row.layer}  {row.backend}: expert {expert} has {quotient:.3g} x its allowed error")
+    console.print(
+        f"  errors are relative to the layer in float32 on dequantised weights; {FACTOR:.0f} x that of torch is allowed"
+    )
+
+
+def render_selftest(console: Console, reports: Sequence[SelftestReport]) -> None:
+    """Print a table per converted checkpoint, and the counts as the last line."""
+    for report in reports:
+        _render_one(console, report)
+    damages = [result for report in reports for result in report.results]
+    of_data = [one for one in damages if one.data]
+    by_digest = sum(one.digest is not None for one in of_data)
+    by_kernel = sum(one.numeric is not None for one in of_data)
+    refused = sum(one.caught for one in damages if not one.data)
+    alarms = sum(len(report.false_alarms) for report in reports)
+    counts = (
+        f"{len(of_data)} damages: {by_digest} caught by digest, {by_kernel} by the kernels' numbers alone; "
+        f"{refused} of {len(damages) - len(of_data)} swapped calls refused; {alarms} false alarms"
+    )
+    verdict = Text("ok", "green") if all(report.ok for report in reports) else Text("FAILED", "red")
+    console.print(Text.assemble(verdict, f"  {counts}"))
+
+
+def _render_one(console: Console, report: SelftestReport) -> None:
+    name = PurePath(report.destination).name
+    console.print(Text.assemble((name, "bold"), f"  {report.scheme}, layout {report.layout}, {report.device}"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 2))
+    for title in ("damage", "where", "what", "digest", "numbers alone"):
+        table.add_column(title, overflow="fold")
+    for result in report.results:
+        table.add_row(result.sabotage, result.place, result.damage, _digest(result), _numeric(result))
+    console.print(table)
+    for alarm in report.false_alarms:
+        console.print(Text(f"  false alarm: {alarm}", "red"))
+
+
+def _digest(result: SabotageResult) -> Text:
+    if not result.data:
+        return Text("")
+    return Text("caught", "green") if result.digest else Text("missed", "red")
+
+
+def _numeric(result: SabotageResult) -> Text:
+    if result.numeric is None:
+        if not result.data:
+            return Text("accepted", "red")
+        return Text(f"below the bound ({result.exceedance:.2g} of it)", "yellow")
+    return Text(result.numeric, "green")

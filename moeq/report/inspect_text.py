@@ -12,9 +12,8 @@ from rich.text import Text
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.plan.commands import next_command, next_of_converted, serve_source
 from moeq.report.conversion_facts import conversion_facts
-from moeq.report.ranking_text import ranking_line
 from moeq.report.text import counted, hanging, human_bytes, line, ranges
-from moeq.report.verdict_text import answer_text, render_candidates, render_conversion
+from moeq.report.verdict_text import answer_text, ranking_line, render_candidates, render_conversion
 from moeq.schemes.gguf_blocks import CODED, exactness
 
 if TYPE_CHECKING:
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint
     from moeq.model.info import CheckpointInfo, SchemeUse
     from moeq.oracle.ranking import Ranking
-    from moeq.pipeline.plan.decide import Answer
-    from moeq.pipeline.plan.degrees import Degree
+    from moeq.pipeline.plan.decide import Answer, Degree
 
 _ZERO_POINTS = {
     "none": "no zero points stored",

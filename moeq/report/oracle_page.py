@@ -79,17 +79,10 @@ def _rows(tables: Sequence[BackendMatrix]) -> list[tuple[str, list[tuple[int, Ma
     """Return every backend with the number of the GPU and the cell of every column; those that run come first."""
     by_name = [dict(table.rows) for table in tables]
     names = list(dict.fromkeys(name for table in tables for name, _ in table.rows))
-    absent = MatrixCell("absent", "not considered")
+    absent, width = MatrixCell("absent", "not considered"), len(tables[0].sizes)
+    states = ("chosen", "works", "no", "absent")
     rows = [
-        (name, [(gpu, cell) for gpu, rows in enumerate(by_name) for cell in rows.get(name, [absent] * _width(tables))])
+        (name, [(gpu, cell) for gpu, rows in enumerate(by_name) for cell in rows.get(name, [absent] * width)])
         for name in names
     ]
-    return sorted(rows, key=lambda row: _best([cell.state for _, cell in row[1]]))
-
-
-def _width(tables: Sequence[BackendMatrix]) -> int:
-    return len(tables[0].sizes)
-
-
-def _best(states: Sequence[str]) -> int:
-    return min(["chosen", "works", "no", "absent"].index(state) for state in states)
+    return sorted(rows, key=lambda row: min(states.index(cell.state) for _, cell in row[1]))

@@ -1,18 +1,22 @@
-"""Push a conversion to the Hub with the model card that describes it."""
+"""Push a conversion to the Hub with a model card: front matter that the Hub reads, and what a person has to know."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from moeq.foreign import in_code, in_data, in_markdown
 from moeq.pipeline.plan.side_files import CARD, SIGNATURE_NAME, SOURCE_CARD
 from moeq.pipeline.push import base_model_of, check_name, gather, open_target, published_manifest, push
 from moeq.pipeline.state.signature import Signer
-from moeq.report import model_card
+from moeq.report.conversion_facts import conversion_facts, proof, table
+from moeq.report.text import human_bytes
 
 if TYPE_CHECKING:
+    from moeq.checkpoint.manifest import Manifest
     from moeq.pipeline.push import Pushed, PushTarget
 
 
@@ -49,14 +53,14 @@ def push_with_card(
     base = base_model or base_model_of(manifest)
     upload = gather(folder, manifest)
     own = upload.card
-    card = model_card.CardOptions(
+    card = CardOptions(
         repo=target.repo,
         base_model=base,
         size=upload.size,
         source_card=None if own is None else SOURCE_CARD,
-        source_fields={} if own is None else model_card.read_front_matter(own),
+        source_fields={} if own is None else read_front_matter(own),
     )
-    replaced = {CARD: model_card.render(manifest, card).encode()}
+    replaced = {CARD: render_card(manifest, card).encode()}
     if own is not None:
         replaced[SOURCE_CARD] = own
     replaced[MANIFEST_NAME] = published_manifest(manifest, base, replaced)
@@ -67,3 +71,167 @@ def push_with_card(
     layouts = ", ".join(sorted({layer.layout for layer in manifest.layers}))
     message = f"{layouts} of {base or 'a local checkpoint'}, by moeq {manifest.moeq_version}"
     return push(upload, target, replaced, message=message, progress=progress)
+
+
+#: Fields of the source's card that stay true of its conversion.
+KEPT_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+
+#: Longest front matter that is read; real ones have a few kilobytes.
+_FRONT_MATTER_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class CardOptions:
+    """Facts that the manifest does not hold.
+
+    Attributes:
+        repo: repository the conversion is pushed to.
+        base_model: repository of the source, or None where it has none.
+        size: bytes of all files.
+        source_card: name that the source's own card has in the repository, or None where it had none.
+        source_fields: front matter of the source's card.
+    """
+
+    repo: str
+    base_model: str | None
+    size: int
+    source_card: str | None
+    source_fields: Mapping[str, Any]
+
+
+def read_front_matter(card: bytes) -> dict[str, Any]:
+    """Read the YAML block at the top of a card; empty where there is none, or none that can be read."""
+    import yaml  # type: ignore[import-untyped]  # a dependency of huggingface_hub
+
+    lines = card[:_FRONT_MATTER_BYTES].decode("utf-8", "replace").removeprefix("\ufeff").splitlines()
+    if not lines or lines[0].rstrip() != "---":
+        return {}
+    end = next((number for number, line in enumerate(lines[1:], 1) if line.rstrip() == "---"), None)
+    try:
+        found = yaml.safe_load("\n".join(lines[1:end])) if end else None
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def render_card(manifest: Manifest, options: CardOptions) -> str:
+    """Write the whole README."""
+    import yaml
+
+    front = yaml.safe_dump(in_data(_front_matter(manifest, options)), sort_keys=False, allow_unicode=True, width=1000)
+    return f"---\n{front}---\n\n{_text(manifest, options)}"
+
+
+def _front_matter(manifest: Manifest, options: CardOptions) -> dict[str, Any]:
+    kept = {name: options.source_fields[name] for name in KEPT_FIELDS if _plain(options.source_fields.get(name))}
+    based = {"base_model": options.base_model, "base_model_relation": "quantized"} if options.base_model else {}
+    method = manifest.model.get("quant_method")
+    tags = ["moeq", "mixture-of-experts", *([str(method)] if method else []), *conversion_facts(manifest).layouts]
+    return {**kept, **based, "library_name": "moeq", "tags": tags}
+
+
+def _plain(value: Any) -> bool:
+    """Return whether a value is a string or a list of them, the only valid values of these fields."""
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value))
+
+
+def _text(manifest: Manifest, options: CardOptions) -> str:
+    facts = conversion_facts(manifest)
+    named = (
+        f"[{options.base_model}](https://huggingface.co/{options.base_model})" if options.base_model else "its source"
+    )
+    revision = f" at revision {in_code(manifest.source.revision)}" if manifest.source.revision else ""
+    rows = [
+        ("source", f"{options.base_model or 'not on the Hub'}{revision}"),
+        ("quantisation", f"{in_markdown(facts.scheme)}, unchanged"),
+        ("layout", f"{', '.join(map(in_code, facts.layouts))} for {in_markdown(manifest.backend)}"),
+        ("converted for", in_markdown(facts.deployment)),
+        ("loads in", in_markdown(", ".join(manifest.loads_in) or "nothing yet")),
+        ("layers", f"{facts.layers}, {facts.experts} experts each; copied unchanged: {facts.copied}"),
+        ("size", human_bytes(options.size)),
+        ("written by", f"moeq {in_markdown(manifest.moeq_version)}"),
+    ]
+    proofs = [
+        ("packed matrices", proof(facts.packed, facts.losses)),
+        ("digests", f"{facts.digests} in `moeq.json`, one per expert and projection ({in_markdown(manifest.digest)})"),
+        ("all digests", f"`{facts.digest}`"),
+        ("source identity", in_code(manifest.source.identity)),
+    ]
+    return "\n".join(
+        [
+            f"# {options.repo.rpartition('/')[2]}",
+            "",
+            f"The expert weights of {named}{revision}, repacked once, offline, into the kernel layout",
+            f"{in_code(facts.layouts[0])}, so that a serving engine reads them as they lie. {_promise(facts.losses)}",
+            "Everything that is not an expert is unchanged.",
+            "",
+            *table(rows),
+            "",
+            "## Load it",
+            "",
+            *_how_to_load(options.repo, manifest),
+            "",
+            "## How it is known to be right",
+            "",
+            *table(proofs),
+            "",
+            *_how_to_check(options),
+            "",
+            *_about_source(options),
+        ]
+    )
+
+
+def _promise(losses: int) -> str:
+    if losses:
+        return f"{losses} stored numbers were changed by the layout, as was allowed; all others are the source's."
+    return "No number was changed: every packed matrix was unpacked again and compared with the source."
+
+
+def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
+    """Say how each loader that takes it is called; moeq itself is installed from its source tree."""
+    names = ", ".join(manifest.loads_in)
+    ways = [
+        ("vLLM", "`vllm serve model`: vLLM finds moeq's plug-in by itself"),
+        ("SGLang", "`python -m sglang.launch_server --model-path model`: SGLang finds moeq's plug-in by itself"),
+        ("transformers", "transformers: `import moeq.engines.transformers` first, then `from_pretrained('model')`"),
+        (
+            "load_experts",
+            "plain torch: `moeq.load_experts('model', 0, device='cuda')`, one layer for `moeq_kernels.fused_moe`",
+        ),
+    ]
+    shown = [f"* {text}" for name, text in ways if name in names]
+    return [
+        "```console",
+        "pip install .                       # in a checkout of moeq",
+        f"hf download {repo} --local-dir model",
+        "moeq inspect model",
+        "```",
+        "",
+        *(shown or ["Nothing loads this layout yet."]),
+        "",
+        "What each loader takes is in `docs/how-to` of moeq's repository. A loader refuses another GPU, engine version",
+        "or number of ranks than this was converted for.",
+    ]
+
+
+def _how_to_check(options: CardOptions) -> list[str]:
+    compared = f" --source {options.base_model}" if options.base_model else ""
+    return [
+        "```console",
+        f"moeq verify model{compared}        # recompute every digest from the packed tensors",
+        "moeq restore model back        # the source's files again, byte for byte",
+        "```",
+    ]
+
+
+def _about_source(options: CardOptions) -> list[str]:
+    if options.source_card is None:
+        return ["The source came without a model card.", ""]
+    return [
+        "## About the model",
+        "",
+        f"Training, evaluation, intended use and licence: the source's own card, kept as [{options.source_card}]"
+        f"({options.source_card}).",
+        "",
+    ]

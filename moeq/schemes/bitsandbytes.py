@@ -4,7 +4,7 @@
 `blocksize` codes, counted through all rows; `weight.quant_map` F32 `[16]`; a JSON text of sizes in
 `weight.quant_state.bitsandbytes__nf4` (or `__fp4`). With double quantisation `weight.absmax` is U8, an index into
 `weight.nested_quant_map` under `weight.nested_absmax` per 256, and an offset. Files store `weight` as `[N K / 2, 1]`;
-`moeq.model.bitsandbytes` gives it its sizes, `[N, K / 2]`.
+`moeq.model.missing_sizes` gives it its sizes, `[N, K / 2]`.
 
 8 bits: `weight` I8 `[N, K]` and `SCB` F32 `[N]`, the largest magnitude of a row. Checked against bitsandbytes 0.50.
 """

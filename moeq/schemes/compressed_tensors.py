@@ -76,7 +76,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         origin=origin,
         default=groups[0].declared if groups else None,
         resolve=resolve,
-        per_expert=any(target.mentions("expert") for target, _ in targets) or ignored.mentions("expert"),
+        per_expert=any(target.names_experts() for target, _ in targets) or ignored.names_experts(),
         refusal=_refusal(fields),
         raw=table,
     )
@@ -95,15 +95,15 @@ class _Targets:
         """Return whether an entry names the module."""
         return module in self._exact or any(self._patterns.matches(pattern, module) for pattern in self._compiled)
 
-    def mentions(self, word: str) -> bool:
-        """Return whether an entry has the word in it, so that experts may be treated one by one."""
-        single = any(word in entry for entry in self._exact)
-        return single or any(_singles_out(pattern.pattern, word) for pattern in self._compiled)
+    def names_experts(self) -> bool:
+        """Return whether an entry has `expert` in it, so that experts may be treated one by one."""
+        single = any("expert" in entry for entry in self._exact)
+        return single or any(_singles_out(pattern.pattern) for pattern in self._compiled)
 
 
-def _singles_out(pattern: str, word: str) -> bool:
+def _singles_out(pattern: str) -> bool:
     """Return whether a pattern about experts has a digit or class in it that could pick some and leave others."""
-    _, found, rest = pattern.partition(word)
+    _, found, rest = pattern.partition("expert")
     return bool(found) and any(character.isdigit() or character in "[(\\|" for character in rest.replace("\\.", "."))
 
 

@@ -5,7 +5,7 @@ Per projection, as `HQQLinear.state_dict` writes it: `W_q`, `scale`, `zero`, and
 many runs as codes fit a byte (ten of 3 bits an int32), the first in the highest bits. `W_q` may be stored as floats.
 A value is `(code - zero) * scale`, rounded after each step to the dtype of the scales.
 
-`moeq.model.hqq` adds `hqq_sizes`, a tensor without bytes whose shape has the sizes. Checked against hqq 0.2.8.
+`moeq.model.missing_sizes` adds `hqq_sizes`, a tensor without bytes whose shape has the sizes. Checked with hqq 0.2.8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 METHOD = "hqq"
 
-#: Part that `moeq.model.hqq` adds.
+#: Part that `moeq.model.missing_sizes` adds.
 SIZES = "hqq_sizes"
 
 #: Bits of a code, by the name that the library gives the packing.

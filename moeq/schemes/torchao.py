@@ -2,8 +2,8 @@
 
 Per weight, as `flatten_tensor_state_dict` writes an `Int8Tensor` or `IntxUnpackedToInt8Tensor`: `_weight_qdata` I8
 `[N, K]`, `_weight_scale` and `_weight_zero_point` I8, `[N, K / group]`, or `[1, 1]` for the whole matrix.
-`moeq.model.torchao` adds `_weight_bits`, a tensor without bytes whose shape is `(0, bits)`, from the file's metadata.
-Checked against torchao 0.18.
+`moeq.model.missing_sizes` adds `_weight_bits`, a tensor without bytes whose shape is `(0, bits)`, from the file's
+metadata. Checked against torchao 0.18.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 METHOD = "torchao"
 
-#: Part that `moeq.model.torchao` adds.
+#: Part that `moeq.model.missing_sizes` adds.
 BITS = "_weight_bits"
 
 #: Parts of other kinds of matrices, which change what the layer computes.

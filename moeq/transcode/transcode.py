@@ -303,7 +303,7 @@ def transcode_stamp(job: TranscodeJob) -> JobStamp:
 def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | None:
     """Check the destination of a job; return its result if it is finished already.
 
-    As for a conversion (`moeq.pipeline.state.finished`), weights are compared by sample: this does not see every
+    As for a conversion (`moeq.pipeline.state.stamps`), weights are compared by sample: this does not see every
     change of the source. Raises as `WorkFolder.check`.
     """
     try:

@@ -21,8 +21,7 @@ from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS
 from moeq.model.quantized_modules import read_module
 from moeq.model.regroup import repeat_groups
-from moeq.pipeline.pack.buffers import Buffers, Writes
-from moeq.pipeline.pack.inputs import InputFile, read_places
+from moeq.pipeline.pack.inputs import Buffers, InputFile, Writes, read_places
 from moeq.pipeline.pack.memory import Need, SpareMemory, Way
 from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work

@@ -20,7 +20,8 @@ from moeq.checkpoint.manifest import read_manifest
 from moeq.cli.app import COMMANDS, run
 from moeq.errors import MoeqError
 from moeq.foreign import in_code, in_html, in_markdown, plain
-from moeq.report import job_summary, model_card
+from moeq.report.conversion_facts import render_failure
+from moeq.report.publishing import CardOptions, render_card
 
 __all__ = ["moeq_command"]
 
@@ -207,13 +208,13 @@ def test_job_summary_and_model_card(text, clean, free) -> None:
     document["source"]["revision"] = text
     (folder / "moeq.json").write_text(json.dumps(document))
     manifest = read_manifest(folder)
-    options = model_card.CardOptions("org/name", None, 1, None, {"license": text, "language": ["en", text]})
-    card = model_card.render(manifest, options)
+    options = CardOptions("org/name", None, 1, None, {"license": text, "language": ["en", text]})
+    card = render_card(manifest, options)
     _, front, body = card.split("---\n", 2)
     fields = yaml.safe_load(front)
     assert fields["library_name"] == "moeq"
     assert set(fields) <= {"license", "language", "library_name", "tags"}
-    failure = job_summary.render_failure("moeq convert", MoeqError("source.x", f"a {text} b", f"c {text} d"))
+    failure = render_failure("moeq convert", MoeqError("source.x", f"a {text} b", f"c {text} d"))
     for page in (body, failure):
         assert list(acting(page)) == []
         assert not re.search(r"<(script|img|svg)", re.sub(r"`[^`\n]*`", "", page))

@@ -20,7 +20,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import EXIT_CODES, ExitCode, MoeqError, as_moeq_error
 from moeq.pipeline.state import journal
 from moeq.report.conversion_facts import conversion_facts
-from moeq.report.model_card import CardOptions, render
+from moeq.report.publishing import CardOptions, render_card
 
 __all__ = ["moeq_command"]
 
@@ -65,7 +65,7 @@ def used(folder: Path) -> None:
     manifest = checkpoint.manifest
     Deployment.from_json(manifest.deployment)
     conversion_facts(manifest)
-    render(manifest, CardOptions("org/name", None, 1, None, {}))
+    render_card(manifest, CardOptions("org/name", None, 1, None, {}))
 
 
 @pytest.mark.slow

@@ -16,8 +16,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 
 import moeq
-from moeq.engines.vllm.adapters import adapters_of_tokens, check_adapters
-from moeq.engines.vllm.own_experts import MoeqExperts
+from moeq.engines.vllm.own_experts import MoeqExperts, adapters_of_tokens, check_adapters
 from moeq.errors import MoeqError
 
 pytestmark = pytest.mark.usefixtures("buffers")

@@ -243,7 +243,7 @@ def wrappers() -> list[Path]:
     found = [
         path.with_name(path.name.replace("_loops", "")) for path in (ROOT / "moeq/layouts/loops").glob("*_loops.py")
     ]
-    return [*found, ROOT / "moeq/pipeline/pack/fast/loops.py"]
+    return [*found, ROOT / "moeq/pipeline/pack/fast/formats.py"]
 
 
 @pytest.mark.parametrize("path", wrappers(), ids=lambda path: path.stem)

@@ -25,7 +25,7 @@ from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.oracle import loaders
 from moeq.pipeline.plan.decide import answer
 from moeq.pipeline.plan.options import Question
-from moeq.report.model_card import CardOptions, render
+from moeq.report.publishing import CardOptions, render_card
 
 ENGINES = Path(loaders.__file__).parents[1] / "engines"
 
@@ -221,6 +221,6 @@ def test_the_same_words_before_and_after(checkpoints: Path, tmp_path: Path, caps
     assert said("convert", source, out, "--gpu", "H100")["loads_in"] == words
     assert json.loads((out / "moeq.json").read_text())["loads_in"] == words
     assert said("inspect", out)["conversion"]["loads_in"] == words
-    card = render(read_manifest(out), CardOptions("a/b", None, 1, None, {}))
+    card = render_card(read_manifest(out), CardOptions("a/b", None, 1, None, {}))
     assert in_markdown(", ".join(words)) in card
     assert "python -m sglang.launch_server" in card

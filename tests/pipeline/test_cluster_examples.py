@@ -16,7 +16,7 @@ import yaml
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.convert import convert
-from moeq.pipeline.run.launchers import LAUNCHERS
+from moeq.pipeline.run.work_shards import LAUNCHERS
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 NAME = "gptq-int4-g32-qwen3moe"

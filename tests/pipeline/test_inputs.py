@@ -12,8 +12,7 @@ import pytest
 from moeq.checkpoint.writer import BLOCK
 from moeq.errors import MoeqError
 from moeq.pipeline.pack import inputs
-from moeq.pipeline.pack.buffers import ALIGNMENT, Buffers, bytes_for
-from moeq.pipeline.pack.inputs import WORD, InputFile, blocks_of
+from moeq.pipeline.pack.inputs import ALIGNMENT, WORD, Buffers, InputFile, blocks_of, bytes_for
 
 SIZE = 600_001
 

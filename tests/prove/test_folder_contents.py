@@ -15,7 +15,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.convert import convert
 from moeq.pipeline.plan.units import CHUNK_BYTES
-from moeq.prove.folder_contents import FolderContents, piece_bytes
+from moeq.prove.findings import FolderContents, piece_bytes
 
 NAME = "model.embed_tokens.weight"
 SIZE = CHUNK_BYTES + 100

@@ -25,10 +25,10 @@ from moeq.check.results import (
 from moeq.check.tile_picture import tile_picture
 from moeq.digest import DigestDifference
 from moeq.matrix import MatrixSpec
-from moeq.report import check_text, html, junit, selftest_text
+from moeq.report import check_text, html, junit
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell
-from moeq.report.drawings import heat_drawing, heat_legend, tile_drawing
 from moeq.report.heat import LIMITS, heat_map, heat_maps
+from moeq.report.html import heat_drawing, heat_legend, tile_drawing
 
 INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
 
@@ -254,10 +254,10 @@ def test_selftest_report_counts_levels_apart() -> None:
         SabotageResult("swap topk arguments", "the call", "ids", None, "refused: topk_weights is int64", data=False),
     )
     one = SelftestReport("some/where", "gptq", "marlin-wna16/1", "cpu", 0, results)
-    text = text_of(selftest_text.render, [one])
+    text = text_of(check_text.render_selftest, [one])
     assert "2 damages: 2 caught by digest, 1 by the kernels' numbers alone; 1 of 1 swapped calls refused" in text
     assert "below the bound (0.02 of it)" in text
     assert text.splitlines()[-1].startswith("ok")
     alarmed = replace(one, false_alarms=("layer 0 expert 3 gate: not the values recorded",))
     assert not alarmed.ok
-    assert "false alarm: layer 0 expert 3" in text_of(selftest_text.render, [alarmed])
+    assert "false alarm: layer 0 expert 3" in text_of(check_text.render_selftest, [alarmed])

@@ -13,10 +13,10 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import Conversion, convert
-from moeq.report import job_summary, model_card
-from moeq.report.conversion_facts import conversion_facts
+from moeq.report.conversion_facts import conversion_facts, render_failure, render_summary
+from moeq.report.publishing import KEPT_FIELDS, CardOptions, read_front_matter, render_card
 
-OPTIONS = model_card.CardOptions("org/name", "org/source", 1 << 20, None, {})
+OPTIONS = CardOptions("org/name", "org/source", 1 << 20, None, {})
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def test_the_digest_of_all_digests_does_not_depend_on_the_layout(
 
 
 def test_job_summary(by_rank: Conversion, manifest: Manifest) -> None:
-    text = job_summary.render("/secret/home/out", by_rank.plan, manifest, 2.0)
+    text = render_summary("/secret/home/out", by_rank.plan, manifest, 2.0)
     assert text.startswith("### moeq convert: out\n")
     assert "secret" not in text
     assert "| source | mxfp4-gptoss |" in text
@@ -64,9 +64,9 @@ def test_job_summary(by_rank: Conversion, manifest: Manifest) -> None:
 
 def test_a_name_stays_in_its_cell(by_rank: Conversion, manifest: Manifest) -> None:
     odd = replace(manifest, source=replace(manifest.source, name="a|b\n<img src=x>"))
-    text = job_summary.render("out", by_rank.plan, odd, 1.0)
+    text = render_summary("out", by_rank.plan, odd, 1.0)
     assert "| source | a\\|b\\\\n&lt;img src=x> |" in text
-    failed = job_summary.render_failure("moeq convert", MoeqError("source.x", "a\nb | c", None))
+    failed = render_failure("moeq convert", MoeqError("source.x", "a\nb | c", None))
     assert "| what | a b \\| c |" in failed
 
 
@@ -90,10 +90,10 @@ def test_a_name_stays_in_its_cell(by_rank: Conversion, manifest: Manifest) -> No
     ],
 )
 def test_fields_of_the_source_card(manifest: Manifest, card: bytes, fields: dict[str, object] | None) -> None:
-    found = model_card.read_front_matter(card)
-    text = model_card.render(manifest, replace(OPTIONS, source_fields=found))
+    found = read_front_matter(card)
+    text = render_card(manifest, replace(OPTIONS, source_fields=found))
     front = yaml.safe_load(text.split("---\n")[1])
-    kept = {name: value for name, value in front.items() if name in model_card.KEPT_FIELDS}
+    kept = {name: value for name, value in front.items() if name in KEPT_FIELDS}
     assert kept == (found if fields is None else fields)
     assert front["base_model"] == "org/source"
     assert front["base_model_relation"] == "quantized"
@@ -101,14 +101,14 @@ def test_fields_of_the_source_card(manifest: Manifest, card: bytes, fields: dict
 
 def test_a_lossy_conversion_says_so(manifest: Manifest) -> None:
     lossy = replace(manifest, layers=(replace(manifest.layers[0], losses=7), manifest.layers[1]))
-    text = model_card.render(lossy, OPTIONS)
+    text = render_card(lossy, OPTIONS)
     assert "7 stored numbers were changed by the layout" in text
     assert "No number was changed" not in text
-    assert "No number was changed" in model_card.render(manifest, OPTIONS)
+    assert "No number was changed" in render_card(manifest, OPTIONS)
 
 
 def test_a_source_that_is_not_on_the_hub(manifest: Manifest) -> None:
-    text = model_card.render(manifest, replace(OPTIONS, base_model=None))
+    text = render_card(manifest, replace(OPTIONS, base_model=None))
     assert "base_model" not in text
     assert "| source | not on the Hub |" in text
     assert "moeq verify model  " in text

@@ -15,9 +15,16 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.judge import judge_config
 from moeq.oracle.ranking import DECODE, PREFILL, RankedBackend, Ranking
 from moeq.oracle.records import CandidateReport, MoeShape, Reason
-from moeq.report.ranking_text import ranking_line, render_ranking
 from moeq.report.text import counted, hanging, human_bytes, human_seconds, line, ranges
-from moeq.report.verdict_text import answer_text, deployment_text, engine_text, reasons_text, render_candidates
+from moeq.report.verdict_text import (
+    answer_text,
+    deployment_text,
+    engine_text,
+    ranking_line,
+    reasons_text,
+    render_candidates,
+    render_ranking,
+)
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 

@@ -1,11 +1,14 @@
 """Quantisation config `moeq` in vLLM: moeq's method for packed experts, the source's own for other layers.
 
 Experts come from a converted checkpoint, or with `--quantization moeq` from a source, which is packed while it is
-loaded. `moeq.engines.vllm.plugin` registers the config.
+loaded. `moeq.engines.vllm.plugin` registers the config. Packed experts are kept away from vLLM's model classes, which
+would look for the source's tensors: a class gets all other tensors of the checkpoint.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +21,16 @@ from vllm.model_executor.layers.quantization import (
     register_quantization_config,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.model_executor.models.utils import PPMissingLayer
 
 from moeq.deploy.deployment import Deployment
 from moeq.engines.choice import EngineOptions, engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
+from moeq.engines.reload import ExpertReload, divert
 from moeq.engines.vllm.engine_experts import RELEASE
 from moeq.engines.vllm.experts_method import MoeqMoEMethod
-from moeq.engines.vllm.model_classes import leave_experts_out
 from moeq.engines.vllm.own_experts import logger
 from moeq.engines.vllm.this_device import this_device
 from moeq.errors import MoeqError
@@ -34,8 +39,12 @@ from moeq.oracle.versions import BUILTIN
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from moeq.model import Checkpoint
+
+    Weights = Iterable[tuple[str, Tensor]]
+    Load = Callable[[Any, Weights], set[str] | None]
 
 
 def register_config() -> None:
@@ -203,3 +212,60 @@ def method_of(original: dict[str, Any]) -> str:
     alike = [get_quantization_config(name) for name in QUANTIZATION_METHODS if name.startswith(method)]
     answers = (config.override_quantization_method(original, None, hf_config=None) for config in alike)
     return next((name for name in answers if name is not None), method)
+
+
+#: Names of all tensors with experts that moeq's method fills, in checkpoints of a model class.
+_STACKED: dict[type, set[str]] = {}
+
+
+def leave_experts_out(model_config: Any, names: frozenset[str]) -> None:
+    """Hide experts, by the names of their tensors, from the class of the model that is about to be built.
+
+    Other checkpoints of that class still load in the same process. Further calls have no effect.
+    """
+    if model_config is None:  # a layer without a model
+        return
+    kind = get_model_architecture(model_config)[0]
+    if kind not in _STACKED:
+        _STACKED[kind] = set()
+        kind.load_weights = _without_experts(kind)
+    _STACKED[kind] |= names
+
+
+def _without_experts(kind: Any) -> Load:
+    engines: Load = kind.load_weights
+
+    @wraps(engines)
+    def load_weights(model: Any, weights: Weights) -> set[str] | None:
+        own = {
+            name: layer
+            for name, layer in model.named_modules()
+            if isinstance(layer, RoutedExperts) and hasattr(layer.quant_method, "entry")
+        }
+        running = next((layer for layer in own.values() if layer.quant_method.moe_kernel is not None), None)
+        if running is not None:  # `reload_weights`, or a weight update from training
+            path = running.quant_method.model_config.model  # `reload_weights` sets it to its `weights_path`
+            weights = divert(weights, ExpertReload(own.values(), path), _STACKED[kind])
+        # With pipeline parallelism a rank may hold no layer with experts.
+        homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
+
+        def others() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                if name not in _STACKED[kind]:
+                    yield name, tensor
+                elif homeless:
+                    raise MoeqError(
+                        "usage.unsupported-model",
+                        f"{kind.__name__} does not run its experts through vLLM's RoutedExperts, and nothing else "
+                        f"takes {name}",
+                        "serve the source checkpoint instead",
+                    )
+
+        loaded = engines(model, others())
+        if loaded is None:
+            return None
+        return loaded | {
+            f"{name}.{parameter}" for name, layer in own.items() for parameter, _ in layer.named_parameters()
+        }
+
+    return load_weights

@@ -18,8 +18,16 @@ from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
-from moeq.pipeline.pack.buffers import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, Writes, bytes_for
-from moeq.pipeline.pack.inputs import InputFile, Place, read_places
+from moeq.pipeline.pack.inputs import (
+    INPUT_BUFFERS,
+    OUTPUT_BUFFERS,
+    Buffers,
+    InputFile,
+    Place,
+    Writes,
+    bytes_for,
+    read_places,
+)
 from moeq.pipeline.pack.memory import Need, SpareMemory, Way, fast_path_of, reference_bytes
 from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work

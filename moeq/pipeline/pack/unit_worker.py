@@ -1,33 +1,26 @@
-"""The protocol of a unit of work: items are read, packed and proven, and written; then the unit is recorded."""
+"""The protocol of a unit of work (items are read, packed, proven, written), and the simplest worker, which copies."""
 
 from __future__ import annotations
 
+import errno
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Generic, TypeVar
 
-from moeq.checkpoint.writer import Sink
-from moeq.pipeline.pack.buffers import Buffers, Writes
-from moeq.pipeline.pack.inputs import InputFile
+import numpy as np
+
+from moeq.checkpoint.writer import BLOCK, Sink
+from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, InputFile, Writes, blocks_of, bytes_for
 from moeq.pipeline.pack.memory import Need, SpareMemory, Way
 from moeq.pipeline.plan.job import Work
-from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.state.records import UnitRecord, tensor_digests
+from moeq.pipeline.plan.units import CHUNK_BYTES, Chunk, CopyUnit, Unit
+from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, tensor_digests
 
 U = TypeVar("U", bound=Unit)
 Item = TypeVar("Item")
-
-
-class ItemResult(Protocol):
-    """The result of one item, as far as every kind of unit has it."""
-
-    @property
-    def written(self) -> int:
-        """Bytes written."""
-
-    @property
-    def hashes(self) -> tuple[bytes, ...]:
-        """BLAKE3 of every piece, in order (`Plan.pieces`)."""
 
 
 class UnitWorker(ABC, Generic[U, Item]):
@@ -92,7 +85,8 @@ class UnitWorker(ABC, Generic[U, Item]):
             slot: number of the free output buffer.
 
         Returns:
-            The result, and what is left to write; nothing if the reference path packed it, which writes by itself.
+            The result, which has `written` (bytes) and `hashes` (BLAKE3 of every piece, in the order of `Plan.pieces`),
+            and what is left to write; nothing if the reference path packed it, which writes by itself.
 
         Raises:
             MoeqError: the item cannot be packed, or the packed bytes do not mean what the source means.
@@ -112,3 +106,75 @@ class UnitWorker(ABC, Generic[U, Item]):
     def _findings(self, results: Sequence[Any]) -> dict[str, Any]:
         """Return the fields of the record that only this kind of unit has."""
         return {}
+
+
+#: Errors that say that the kernel cannot copy between two files: unsupported, other file systems, alignment, forbidden.
+_CANNOT = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EPERM, errno.ETXTBSY}
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """The result of copying one chunk."""
+
+    written: int
+    hashes: tuple[bytes, ...]
+
+
+class Copier(UnitWorker[CopyUnit, Chunk]):
+    """Executes one `CopyUnit`, chunk by chunk."""
+
+    @classmethod
+    def way(cls, work: Work, unit: CopyUnit) -> Way:
+        return "copy"
+
+    @classmethod
+    def need(cls, work: Work, unit: CopyUnit) -> Need:
+        chunk = bytes_for([CHUNK_BYTES])
+        return Need("copy", input=INPUT_BUFFERS * chunk, output=OUTPUT_BUFFERS * chunk)
+
+    @property
+    def items(self) -> Sequence[Chunk]:
+        return tuple(self._unit.chunks())
+
+    def label(self, chunk: Chunk) -> str:
+        return f"copy of {self._unit.source_file}"
+
+    def read(self, chunk: Chunk, buffers: Buffers, slot: int) -> Bytes:
+        stop = chunk.source + chunk.size
+        memory = buffers.take(f"input {slot}", blocks_of(chunk.source, stop))
+        return self._inputs[self._unit.source_file].read(memory, chunk.source, stop)
+
+    def pack(self, chunk: Chunk, data: Bytes, buffers: Buffers, slot: int) -> tuple[CopyResult, Writes]:
+        """Hash one chunk. The caller writes it, unless the kernel copies it by itself."""
+        ends = list(accumulate(size for _, size in chunk.pieces))
+        parts = (data[start:stop] for start, stop in pairwise([0, *ends]))
+        result = CopyResult(data.nbytes, tuple(map(piece_digest, parts)))
+        source = self._inputs[self._unit.source_file]
+        if _can_share(chunk, self._output) and _by_kernel(source.fd, self._output.fd, chunk):
+            return result, ()
+        (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
+        np.copyto(buffer, data)
+        return result, ((buffer, chunk.output),)
+
+
+def _can_share(chunk: Chunk, output: Sink) -> bool:
+    """Return whether blocks line up, so that a file system could share them between both files."""
+    return output.fd >= 0 and (chunk.source - chunk.output) % BLOCK == 0
+
+
+def _by_kernel(source: int, target: int, chunk: Chunk) -> bool:
+    """Let the kernel copy, sharing blocks if the file system can. Return False if it cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return False
+    done = 0
+    while done < chunk.size:
+        try:
+            got = os.copy_file_range(source, target, chunk.size - done, chunk.source + done, chunk.output + done)
+        except OSError as error:
+            if error.errno in _CANNOT:
+                return False
+            raise
+        if got == 0:  # the source ends here, or this kind of file cannot be copied so: reading tells which
+            return False
+        done += got
+    return True

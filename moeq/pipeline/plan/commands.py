@@ -51,7 +51,7 @@ def loaders_of_manifest(manifest: Manifest) -> list[str]:
     return [_LOADERS[word] for word in words if word in _LOADERS]
 
 
-def convert_command(src: str, answer: Answer, dst: str = "DST") -> str:
+def convert_command(src: str, answer: Answer) -> str:
     """Return the command that converts a checkpoint as answered."""
     deployment, options = answer.question.deployment, answer.question.options
     flags = [f"--gpu {shlex.quote(deployment.gpu.name)}"]
@@ -60,7 +60,7 @@ def convert_command(src: str, answer: Answer, dst: str = "DST") -> str:
     flags += [f"--engine {deployment.engine}"] if deployment.engine == BUILTIN else []
     flags += [f"--backend {deployment.backend}"] if deployment.backend != "auto" else []
     flags += [f"--layout {options.layout}"] if options.layout else []
-    return " ".join(["moeq convert", src, dst, *flags])
+    return " ".join(["moeq convert", src, "DST", *flags])
 
 
 def serve_converted(dst: str, dtype: str | None, deployment: Deployment, loaders: list[str]) -> str | None:

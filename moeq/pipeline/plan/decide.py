@@ -14,11 +14,14 @@ from moeq.checkpoint.manifest import CopiedLayer
 from moeq.checkpoint.source import LocalSource
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
 from moeq.model import Checkpoint
+from moeq.model.division import UNEVEN_FORMATS, split_intermediate
 from moeq.oracle.loaders import Loader, common
+from moeq.oracle.ranking import Ranking, rank
 from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.loss_probe import find_loss
@@ -29,6 +32,7 @@ from moeq.pipeline.plan.layer_loaders import loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.layer_verdict import (
     first_layer,
+    heads_problem,
     is_quantised,
     judge_checkpoint,
     layer_method,
@@ -371,3 +375,64 @@ def _rank_bytes(plan: LayerPlan, ranks: Ranks) -> int:
     """Return bytes of a layer's experts on the fullest rank: what is written for it, or its part of what serves all."""
     sizes = [sum(tensor_bytes(*row) for row in shard.tensors().values()) for shard in plan.shards]
     return max(sizes) if plan.entry.ranks else sizes[0] // (ranks.ep if ranks.ep > 1 else ranks.tp)
+
+
+def rank_backends(checkpoint: Checkpoint, answer: Answer, part: LayerGroup) -> Ranking:
+    """Rank the backends that layers which are encoded alike can run in, by measured times."""
+    deployment, layer = answer.question.deployment, part.layers[0]
+    own_layout = None
+    if deployment.engine == OWN_ENGINE or any(loader.name in ("vllm", "sglang") for loader in answer.loaders):
+        where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
+        own = judge_checkpoint(checkpoint, where, layer, explain=False).convert
+        own_layout = own.layout if own is not None else None
+    return rank(part.verdict, checkpoint.scheme_of(layer), own_layout)
+
+
+#: Degrees that engines are run with.
+DEGREES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Degree:
+    """One tensor-parallel degree.
+
+    Attributes:
+        tp: ranks.
+        intermediate: intermediate features of the fullest rank, or None if they cannot be divided.
+        fits: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide).
+        layout: layout that it writes, if a deployment was named.
+        why: why it does not fit, or None.
+    """
+
+    tp: int
+    intermediate: int | None
+    fits: bool
+    layout: str | None = None
+    why: str | None = None
+
+
+def degrees(
+    checkpoint: Checkpoint, deployment: Deployment | None, tps: tuple[int, ...] = DEGREES
+) -> tuple[Degree, ...]:
+    """Judge every degree; without a deployment by the sizes of experts and attention heads alone."""
+    return tuple(_degree(checkpoint, deployment, tp) for tp in tps)
+
+
+def _degree(checkpoint: Checkpoint, deployment: Deployment | None, tp: int) -> Degree:
+    layer = first_layer(checkpoint)
+    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
+    why, size = None, None
+    try:
+        parts = split_intermediate(f"layer {layer}", checkpoint.spec(layer, "w2"), tp, unit)
+    except MoeqError as error:
+        why = error.message.partition(": ")[2] or error.message
+    else:
+        size = max(part.size for part in parts)
+    if deployment is None:
+        # Only the number of ranks matters here.
+        why = why or heads_problem(checkpoint, Deployment(parse_gpu("H100"), tp=tp))
+        return Degree(tp, size, why is None, None, why)
+    found = answer(checkpoint, Question(replace(deployment, tp=tp, ep=1, dp=1)), brief=True)
+    if found.error is None:
+        return Degree(tp, size, True, found.first.layout)
+    return Degree(tp, size, False, None, why or found.error.message)

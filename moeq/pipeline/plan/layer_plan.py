@@ -115,7 +115,6 @@ def plan_layer_on_rank(
     layout_id: str,
     ranks: Ranks,
     number: int,
-    options: ConvertOptions = DEFAULTS,
 ) -> LayerPlan:
     """Plan the packing of one rank alone: the bytes that it would read of the layer that `plan_layer` plans.
 
@@ -125,13 +124,12 @@ def plan_layer_on_rank(
         layout_id: layout to pack to.
         ranks: ranks that experts are divided among.
         number: number of the rank, within tensor or expert parallelism.
-        options: options of the conversion.
 
     Raises:
         MoeqError: as `make_plan`.
     """
-    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
-    specs, group = _written_specs(checkpoint, layer, options)
+    layout = get_layout(layout_id)
+    specs, group = _written_specs(checkpoint, layer, DEFAULTS)
     division = _division(checkpoint, layer, specs, layout, ranks)
     prefix = checkpoint.expert_prefix(layer)
     if division.written == "ranks":
@@ -140,7 +138,7 @@ def plan_layer_on_rank(
         plan = _plan_shard(layer, prefix, layout, specs, division.shards[number])
     wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
     entry = LayerEntry(layer, prefix, checkpoint.num_experts(layer), layout.id, wholes, source_group=group)
-    return LayerPlan(entry, (plan,), options.allow_lossy)
+    return LayerPlan(entry, (plan,))
 
 
 def _written_specs(checkpoint: Checkpoint, layer: int, options: ConvertOptions) -> tuple[Specs, int | None]:

@@ -131,77 +131,41 @@ def run_units(
         batches: cuts units into lists that are executed one after the other.
 
     Raises:
-        MoeqError: as `Executor.execute` and `executor`. What was finished until then is
-            recorded.
+        MoeqError: as `Executor.execute` and `executor`. What was finished until then is recorded.
     """
-    driver = Driver(job, folder, units, where.workers, progress)
-    if driver.todo:
+    records = finished_units(job, folder, units, where.workers, progress)
+    resumed = tuple(records)
+    finished = [unit for unit in units if unit.id in records]
+    todo = [unit for unit in units if unit.id not in records]
+    written, total = (sum(unit.bytes_out for unit in some) for some in (finished, units))
+    bytes_in = sum(unit.bytes_in for unit in units)
+    progress(Started(job.plan.digest, len(units), bytes_in, total, len(finished), written))
+    for unit in finished:
+        progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
+
+    def record(done: Executed) -> None:
+        folder.record([done.record])
+        records[done.unit.id] = done.record
+
+    def handle(outcome: Outcome) -> None:
+        nonlocal written
+        if isinstance(outcome, UnitStarted):
+            progress(outcome)
+        elif isinstance(outcome, Executed):
+            record(outcome)
+            unit = outcome.unit
+            progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, outcome.seconds))
+        else:
+            written += outcome.bytes
+            progress(Advanced(written, total, outcome.label))
+
+    if todo:
         folder.reopen()
     with executor(where, job, folder.files, lambda code, message: progress(Warned(code, message))) as found:
         found.prepare(units)  # those of finished units too: their headers may have been lost
-        for batch in batches(driver.todo):
-            found.run(batch, driver.handle, driver.record_finished)
-    return driver.result()
-
-
-class Driver:
-    """Bookkeeper of a run, for any executor: this process's threads or a cluster.
-
-    Making one reads the journals, checks finished units, and says `Started`.
-
-    Attributes:
-        todo: the units that are left to execute.
-
-    Args:
-        job, folder, units, workers, progress: arguments of `run_units`.
-    """
-
-    def __init__(self, job: Work, folder: WorkFolder, units: Sequence[Unit], workers: int, progress: Progress) -> None:
-        self._job = job
-        self._folder = folder
-        self._progress = progress
-        self._units = tuple(units)
-        self._total = sum(unit.bytes_out for unit in units)
-        self._records = finished_units(job, folder, units, workers, progress)
-        self._resumed = tuple(self._records)
-        self.todo = tuple(unit for unit in units if unit.id not in self._records)
-        done = [unit for unit in units if unit.id in self._records]
-        self._done = sum(unit.bytes_out for unit in done)
-        bytes_in = sum(unit.bytes_in for unit in units)
-        progress(Started(job.plan.digest, len(self._units), bytes_in, self._total, len(done), self._done))
-        for unit in done:
-            progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, 0.0, resumed=True))
-
-    def handle(self, outcome: Outcome) -> None:
-        """Handle an event of an `Executor`."""
-        if isinstance(outcome, UnitStarted):
-            self._progress(outcome)
-        elif isinstance(outcome, Executed):
-            self.finished(outcome.unit, outcome.record, outcome.seconds)
-        else:
-            self.advanced(outcome.bytes, outcome.label)
-
-    def record_finished(self, done: Executed) -> None:
-        """Record a unit that was finished although the run has ended."""
-        self._record(done.record)
-
-    def advanced(self, count: int, label: str) -> None:
-        """Report bytes that were written."""
-        self._done += count
-        self._progress(Advanced(self._done, self._total, label))
-
-    def finished(self, unit: Unit, record: UnitRecord, seconds: float) -> None:
-        """Record a unit that is on disk, then report it."""
-        self._record(record)
-        self._progress(UnitFinished(unit.id, unit.what, unit.bytes_in, unit.bytes_out, seconds))
-
-    def result(self) -> RunResult:
-        """Return the records of the run."""
-        return RunResult(self._records, self._resumed)
-
-    def _record(self, record: UnitRecord) -> None:
-        self._folder.record([record])
-        self._records[record.unit] = record
+        for batch in batches(todo):
+            found.run(batch, handle, record)
+    return RunResult(records, resumed)
 
 
 def finished_units(

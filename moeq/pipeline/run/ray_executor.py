@@ -162,7 +162,7 @@ def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
 def _execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     results: Results = []
     try:
-        worker, check = _worker(remote), _Check(remote.token)
+        worker, check = _worker(remote), _stop_when_removed(remote.token)
         for unit in units:
             begun = time.monotonic()
             results.append((worker.execute(unit, check), time.monotonic() - begun))
@@ -177,18 +177,18 @@ class _Stopped(Exception):
     """The driver no longer waits for the result."""
 
 
-class _Check:
-    """Checks from time to time whether the driver still waits for the result."""
+def _stop_when_removed(token: Token) -> Callable[[int, str], None]:
+    """Make a callback that raises `_Stopped` once the driver no longer waits, which it looks up from time to time."""
+    due = time.monotonic()
 
-    def __init__(self, token: Token) -> None:
-        self._token = token
-        self._next = time.monotonic()
-
-    def __call__(self, count: int, label: str) -> None:
-        if time.monotonic() >= self._next:
-            if self._token.is_removed():
+    def check(count: int, label: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            if token.is_removed():
                 raise _Stopped
-            self._next = time.monotonic() + _CHECK_SECONDS
+            due = time.monotonic() + _CHECK_SECONDS
+
+    return check
 
 
 @lru_cache(maxsize=1)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.pipeline.pack.memory import MIB, Need, SpareMemory, Way, mebibytes
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.unit_kinds import worker_of
+from moeq.pipeline.run.workers import worker_of
 from moeq.spelling import option
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import NoOutput, OutputFile, Sink, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
-from moeq.pipeline.pack.buffers import Buffers
-from moeq.pipeline.pack.inputs import InputFile
+from moeq.pipeline.pack.experts import Packer
+from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, InputFile, Writes
 from moeq.pipeline.pack.memory import SpareMemory
+from moeq.pipeline.pack.unit_worker import Copier, UnitWorker
 from moeq.pipeline.plan.job import Work
-from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.unit_kinds import worker_of
-from moeq.pipeline.run.work_queue import OpenUnit, WorkerQueues, WorkItem
+from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
 from moeq.pipeline.state.records import UnitRecord
 
 
@@ -387,3 +386,74 @@ def _restore_torch_threads(before: int | None) -> None:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(before or torch.get_num_threads())
+
+
+@dataclass(frozen=True)
+class WorkItem:
+    """One expert or chunk of an open unit."""
+
+    opened: OpenUnit
+    number: int
+    payload: Any
+
+
+@dataclass
+class OpenUnit:
+    """A unit being executed, with its open files."""
+
+    unit: Unit
+    worker: UnitWorker[Any, Any]
+    inputs: Sequence[InputFile]
+    output: Sink
+    begun: float
+    items: Sequence[Any]
+    results: list[Any] = field(default_factory=list)
+    left: int = 0
+
+    @property
+    def in_page_cache(self) -> bool:
+        """Whether the page cache holds all inputs: reading ahead would gain nothing and cost a copy."""
+        return all(file.cached is True for file in self.inputs)
+
+    def close(self) -> None:
+        """Close its files."""
+        self.output.close()
+        for file in self.inputs:
+            file.close()
+
+
+class WorkerQueues:
+    """The queues between a worker and the threads that read and write for it.
+
+    Attributes:
+        buffers: the worker's buffers.
+        helpers: threads that read for it, and as many that write.
+        empty: which of the input buffers may be read into.
+        fetched: items to work on, with what was read and its buffer; None from each reader when no more will come.
+        free: which of the output buffers may be filled.
+        packed: items to write, with their results and buffers; None for each writer when no more will come.
+    """
+
+    def __init__(self, buffers: Buffers, helpers: int) -> None:
+        self.buffers = buffers
+        self.helpers = helpers
+        self.empty: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.fetched: queue.SimpleQueue[tuple[WorkItem, Any, int] | None] = queue.SimpleQueue()
+        self.free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.packed: queue.SimpleQueue[tuple[WorkItem, Any, Writes, int] | None] = queue.SimpleQueue()
+        for slot in range(OUTPUT_BUFFERS * self.helpers):
+            self.free.put(slot)
+        self.empty_all()
+
+    def empty_all(self) -> None:
+        """Free all input buffers, before the first item and when no work is left."""
+        for slot in range(INPUT_BUFFERS * self.helpers):
+            self.empty.put(slot)
+
+
+_WORKERS: Mapping[type[Unit], type[UnitWorker[Any, Any]]] = {PackUnit: Packer, CopyUnit: Copier}
+
+
+def worker_of(work: Work, unit: Unit) -> type[UnitWorker[Any, Any]]:
+    """Return the class that executes a unit."""
+    return {**_WORKERS, **work.workers}[type(unit)]

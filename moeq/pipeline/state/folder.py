@@ -329,7 +329,7 @@ class WorkFolder:
 
 
 def partial_of(destination: Path) -> Path:
-    """Open the folder in which a destination is made. Raises MoeqError `usage.no-parent` if it cannot name a folder."""
+    """Return the folder in which a destination is made. Raises MoeqError `usage.no-parent` if it cannot be named."""
     longest = len(os.fsencode(destination.name)) + len(PARTIAL_SUFFIX)
     if destination.name in ("", "..") or "\0" in str(destination) or longest > _LONGEST_NAME:
         raise MoeqError(

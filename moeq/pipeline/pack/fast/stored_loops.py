@@ -1,4 +1,4 @@
-"""The loops of `moeq.pipeline.pack.fast.loops`."""
+"""The loops of `moeq.pipeline.pack.fast.formats`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,133 @@
+"""Sizes that headers lack: of HQQ and bitsandbytes, read from the parts beside them; of torchao, from metadata."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.source import Source
+from moeq.errors import MoeqError
+from moeq.schemes.bitsandbytes import MAX_STATE_BYTES, STATES, FourBitSizes, read_state
+from moeq.schemes.hqq import PACKINGS, SIZES, HqqSizes
+
+#: Most bytes of a tensor that holds a setting; the longest is a text of 14.
+_MAX_SETTING_BYTES = 64
+
+
+def with_hqq_sizes(source: Source) -> None:
+    """Add to every HQQ matrix of a source the part `hqq_sizes`: no bytes, shape `(0, *HqqSizes)`.
+
+    A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
+
+    Raises:
+        MoeqError: `source.inconsistent` if settings are missing or not what the library writes.
+    """
+    added: dict[str, TensorEntry] = {}
+    known: dict[object, HqqSizes] = {}
+    for name, codes in source.tensors.items():
+        module = name.removesuffix(".W_q")
+        # Older writers pickled all settings into one tensor; `moeq.schemes.foreign` refuses those by name.
+        if module == name or f"{module}.packing" not in source.tensors:
+            continue
+        scale = source.tensors.get(f"{module}.scale")
+        key = (module.rpartition(".")[2], codes.dtype, codes.shape, scale and scale.shape) if source.remote else name
+        if key not in known:
+            known[key] = _read_sizes(source, module)
+        added[f"{module}.{SIZES}"] = codes._replace(
+            name=f"{module}.{SIZES}", dtype="U8", shape=(0, *known[key]), end=codes.start
+        )
+    if added:
+        source.tensors = {**source.tensors, **added}
+
+
+def _read_sizes(source: Source, module: str) -> HqqSizes:
+    packing = _setting(source, module, "packing", "U8").decode("ascii", "replace")
+    shape = _setting(source, module, "shape", "I64")
+    if packing not in PACKINGS or len(shape) != 16:
+        detail = f"packing {packing!a} and a shape of {len(shape)} bytes are no settings of an HQQ matrix"
+        raise MoeqError("source.inconsistent", f"{module}: {detail}", f"known packings: {', '.join(PACKINGS)}")
+    group, axis = (int.from_bytes(_setting(source, module, part, "I32"), "little") for part in ("group_size", "axis"))
+    rows, columns = int.from_bytes(shape[:8], "little"), int.from_bytes(shape[8:], "little")
+    sizes = HqqSizes(rows, columns, PACKINGS[packing], group, axis)
+    if problem := sizes.problem():
+        raise MoeqError("source.inconsistent", f"{module}: {problem}: no HQQ matrix has such sizes")
+    return sizes
+
+
+def _setting(source: Source, module: str, part: str, dtype: str) -> bytes:
+    entry = source.tensors.get(f"{module}.{part}")
+    if entry is None or entry.dtype != dtype or not 0 < entry.nbytes <= _MAX_SETTING_BYTES:
+        found = "is missing" if entry is None else f"is {entry.dtype}{list(entry.shape)}, expected a small {dtype}"
+        raise MoeqError("source.inconsistent", f"{module}.{part} {found}")
+    return source.peek(entry)
+
+
+def with_bitsandbytes_sizes(source: Source) -> None:
+    """Give every 4-bit matrix of a source its shape `[N, K / 2]` instead of `[N K / 2, 1]`.
+
+    A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
+
+    Raises:
+        MoeqError: `source.bad-data` if a text is none, `source.inconsistent` if it does not fit its matrix.
+    """
+    suffixes = tuple(f".{state}" for state in STATES)
+    found = {}
+    known: dict[object, FourBitSizes] = {}
+    for name, entry in source.tensors.items():
+        if not name.endswith(suffixes):
+            continue
+        weight_name = name[: name.index(".weight.quant_state.")] + ".weight"
+        weight = source.tensors.get(weight_name)
+        if weight is None or weight.dtype != "U8" or entry.nbytes > MAX_STATE_BYTES:
+            raise MoeqError("source.inconsistent", f"{name} describes no matrix of bytes called {weight_name}")
+        module = weight_name.removesuffix(".weight")
+        key = (module.rpartition(".")[2], weight.shape) if source.remote else name
+        if key not in known:
+            known[key] = read_state(source.peek(entry), name)
+        state = known[key]
+        if 2 * weight.nbytes != state.rows * state.columns:
+            detail = f"{weight_name} has {weight.nbytes:,} bytes for {state.rows} x {state.columns} codes of 4 bits"
+            raise MoeqError("source.inconsistent", detail)
+        found[weight_name] = weight._replace(shape=(state.rows, state.columns // 2))
+    if found:
+        source.tensors = {**source.tensors, **found}
+
+
+#: Classes of matrices that are read.
+_READ_CLASSES = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
+
+_CODES_SUFFIX = "_qdata"
+
+
+def with_torchao_bits(source: Source) -> None:
+    """Add to every integer matrix of torchao the part `_weight_bits`: no bytes, shape `(0, bits)`.
+
+    Matrices of other classes, and those that no metadata describe, get none and are no format that moeq reads.
+    """
+    added: dict[str, TensorEntry] = {}
+    for name, codes in source.tensors.items():
+        module, _, parameter = name.removesuffix(_CODES_SUFFIX).rpartition(".")
+        if not name.endswith(_CODES_SUFFIX) or not parameter.startswith("_"):
+            continue
+        bits = _torchao_bits(source.metadata.get(f"{module}.{parameter[1:]}"))
+        if bits is not None:
+            stacked = codes.shape[:1] if len(codes.shape) == 3 else ()
+            found = f"{module}.{parameter}_bits"
+            added[found] = TensorEntry(found, "U8", (*stacked, 0, bits), codes.file, codes.start, codes.start)
+    if added:
+        source.tensors = {**source.tensors, **added}
+
+
+def _torchao_bits(text: str | None) -> int | None:
+    """Return the bits of a code by the description of a matrix, or None if it is none that moeq reads."""
+    try:
+        table = json.loads(text or "")
+        if table["_type"] not in _READ_CLASSES:
+            return None
+        if table["_type"] == "Int8Tensor":
+            return 8
+        found = re.fullmatch("int([1-8])", table["_data"]["target_dtype"]["_data"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return int(found[1]) if found else None
