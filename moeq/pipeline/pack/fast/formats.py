@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -326,8 +325,6 @@ def stored_projection(
     found = StoredProjection(sigs, spec, scheme, view, names, any_order)
     return found if found.fits() else None
 
-
-Array = np.ndarray[Any, Any]
 
 _loops = Loops("moeq.pipeline.pack.fast.stored_loops")
 
