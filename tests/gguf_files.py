@@ -126,8 +126,9 @@ def moe_tensors(
     down_type: str | None = None,
     other_type: str = "q8_0",
     small: bool = True,
+    biases: bool = False,
 ) -> dict[str, Tensor]:
-    """Make the tensors of a model with the usual names."""
+    """Make the tensors of a model with the usual names; `biases` are those of experts."""
 
     def tensor(kind: str, *shape: int) -> Tensor:
         return random_tensor(rng, kind, shape, small=small)
@@ -151,6 +152,9 @@ def moe_tensors(
             f"{block}ffn_up_exps.weight": tensor(expert_type, experts, inner, hidden),
             f"{block}ffn_down_exps.weight": tensor(down_type or expert_type, experts, hidden, inner),
         }
+        if biases:
+            sizes = {"gate": inner, "up": inner, "down": hidden}
+            found |= {f"{block}ffn_{name}_exps.bias": tensor("f32", experts, size) for name, size in sizes.items()}
     return found
 
 

@@ -89,8 +89,13 @@ def cached_share(source: Path) -> float:
 
 
 def make_source(source: Path, model: str, kind: str, layers: int, experts: int | None) -> None:
-    """Write a random checkpoint (`make_checkpoint.py`) and bring it to disk."""
-    make = [sys.executable, str(HERE / "make_checkpoint.py"), str(source), "--model", model, "--format", kind]
+    """Write a random checkpoint (`make_checkpoint.py`, or `make_gguf.py` for `gguf-TYPE`) and bring it to disk."""
+    if kind.startswith("gguf-"):
+        source.mkdir()
+        script, out, named = "make_gguf.py", source / "model.gguf", ["--type", kind.removeprefix("gguf-")]
+    else:
+        script, out, named = "make_checkpoint.py", source, ["--format", kind]
+    make = [sys.executable, str(HERE / script), str(out), "--model", model, *named]
     make += ["--layers", str(layers), *(["--experts", str(experts)] if experts else [])]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
     subprocess.run(["sync", *map(str, source.iterdir())], check=True)

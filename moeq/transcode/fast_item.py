@@ -20,7 +20,7 @@ from moeq.layouts.loops import floats, transpose
 from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
-from moeq.pipeline.pack.fast.path import Inputs, ProjectionReader, StoredMatrix
+from moeq.pipeline.pack.fast.path import Inputs, MatrixReader, ProjectionReader, StoredMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.transcode.act_order_fast import Sorting
 from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
@@ -29,7 +29,7 @@ from moeq.transcode.transcode_plan import WrittenProjection
 
 @dataclass(frozen=True)
 class StoredFloats:
-    """A projection that is not quantised: `values`, uint16 `[N, K]`, and a bias if there is one.
+    """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one.
 
     Attributes:
         spec: its sizes.
@@ -44,7 +44,7 @@ class StoredFloats:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch for the transpose."""
-        return Region(0, 2 * self.spec.n * self.spec.k).stop if self.transposed else 0
+        return Region(0, self.spec.n * self.spec.k * self.spec.bits // 8).stop if self.transposed else 0
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return `values`, and `bias` if there is one."""
@@ -57,7 +57,7 @@ class StoredFloats:
         """Return memory for `values`, and `bias` if there is one."""
         shape = self.spec.n, self.spec.k
         region = Region(0, self.scratch_bytes)
-        fields = {"values": region.array(scratch, shape, "u2") if self.transposed else self._weight(stored)}
+        fields = {"values": region.array(scratch, shape, self._dtype) if self.transposed else self._weight(stored)}
         if "bias" in stored:
             width = len(stored["bias"]) // self.spec.n
             fields["bias"] = stored["bias"].view(f"u{width}").reshape(-1, 1)
@@ -78,9 +78,13 @@ class StoredFloats:
         """Return no parts: floats are rebuilt from what was read."""
         return ()
 
+    @property
+    def _dtype(self) -> str:
+        return f"u{self.spec.bits // 8}"
+
     def _weight(self, stored: Stored) -> Array:
         n, k = self.spec.n, self.spec.k
-        return stored["weight"].view("u2").reshape((k, n) if self.transposed else (n, k))
+        return stored["weight"].view(self._dtype).reshape((k, n) if self.transposed else (n, k))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class FastItem:
         sorting: sorts columns into groups first, if asked for.
     """
 
-    readers: tuple[ProjectionReader, ...]
+    readers: tuple[MatrixReader, ...]
     writers: tuple[ProjectionReader, ...]
     recoders: tuple[Recoder, ...]
     sorting: Sorting | None
@@ -184,7 +188,7 @@ class CachedItem:
 
 
 def bind(
-    readers: tuple[ProjectionReader, ...],
+    readers: tuple[MatrixReader, ...],
     written: Mapping[StoredName, WrittenProjection],
     *,
     interleaved: bool,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.header import TensorEntry
@@ -12,16 +13,24 @@ from moeq.checkpoint.writer import FileForm
 from moeq.layouts.words import use_cached, use_compiled
 from moeq.model import Checkpoint
 from moeq.pipeline.pack.inputs import Place
-from moeq.pipeline.plan.units import place_of, signature_of
+from moeq.pipeline.plan.units import Span, place_of, signature_of
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.transcode.transcode_plan import ExpertItem, Item, ModuleItem, TranscodePlan
 
 if TYPE_CHECKING:
-    from moeq.pipeline.pack.fast.path import ProjectionReader
+    from moeq.pipeline.pack.fast.path import MatrixReader
     from moeq.transcode.fast_item import CachedItem, FastItem
 
 _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
+
+
+def rows_of(entry: TensorEntry, rows: Span | None) -> Span:
+    """Return the span of some rows of a stored tensor; None stands for all."""
+    if rows is None:
+        return entry.start, entry.end
+    size = entry.nbytes // entry.shape[0]
+    return entry.start + rows[0] * size, entry.start + rows[1] * size
 
 
 class FastPaths:
@@ -42,8 +51,6 @@ class FastPaths:
 
     def of(self, item: Item) -> FastItem | CachedItem | None:
         """Return the fast path of an item; None leaves it to the reference path."""
-        if isinstance(item, ModuleItem) and item.rows is not None:
-            return None
         signatures = self._signatures(item)
         key = self._key(item, signatures)
         with self._lock:
@@ -56,7 +63,8 @@ class FastPaths:
         """Return the places of an item's parts in the source; gate and up may be stored together."""
         entries = self._entries(item)
         if not isinstance(item, ExpertItem):
-            return [(entry.file, entry.start, entry.end) for entry in (entries[name][part] for name, part in reads)]
+            parts = (entries[name][part] for name, part in reads)
+            return [(entry.file, *rows_of(entry, item.rows)) for entry in parts]
         experts = self._checkpoint.experts(item.layer)
         found = [(part, (entries.get(name) or entries["gate_up"])[part]) for name, part in reads]
         return [(entry.file, *place_of(entry, part, experts, item.expert)) for part, entry in found]
@@ -68,6 +76,12 @@ class FastPaths:
 
     def _signatures(self, item: Item) -> _Signatures:
         """Return dtype and shape of every stored part of one expert, with all its roles, or of a module."""
+        if isinstance(item, ModuleItem) and item.rows is not None:
+            count = item.rows[1] - item.rows[0]
+            return {
+                name: {part: PartSig(entry.dtype, (count, *entry.shape[1:])) for part, entry in parts.items()}
+                for name, parts in self._entries(item).items()
+            }
         fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
         return {
             name: {part: signature_of(entry, part, fused=fused) for part, entry in parts.items()}
@@ -108,13 +122,19 @@ class FastPaths:
         names = [part for part in signatures["down"] if roles.get(part) == "index"]
         return ("down", names[0], down.spec.group_size) if names else None
 
-    def _readers(self, item: Item, signatures: _Signatures) -> tuple[ProjectionReader, ...] | None:
+    def _readers(self, item: Item, signatures: _Signatures) -> tuple[MatrixReader, ...] | None:
         from moeq.pipeline.pack.fast.find import module_reader, projection_readers
+        from moeq.transcode.block_matrix import block_reader, block_readers
 
-        if isinstance(item, ExpertItem):
-            if self._checkpoint.experts(item.layer).flat:
-                return None
-            return projection_readers(
-                self._checkpoint.kind_of(item.layer, item.expert), item.role, signatures, any_order=True
-            )
-        return module_reader(self._plan.modules_by_name[item.name].source.described, signatures["down"])
+        if not isinstance(item, ExpertItem):
+            described = self._plan.modules_by_name[item.name].source.described
+            if item.rows is not None:
+                described = replace(described, spec=described.spec.with_sizes(n=item.rows[1] - item.rows[0]))
+            found = block_reader(described, signatures["down"])
+            return (found,) if found is not None else module_reader(described, signatures["down"])
+        if self._checkpoint.experts(item.layer).flat:
+            return None
+        kind = self._checkpoint.kind_of(item.layer, item.expert)
+        return block_readers(kind, item.role, signatures) or projection_readers(
+            kind, item.role, signatures, any_order=True
+        )

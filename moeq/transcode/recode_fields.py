@@ -7,13 +7,15 @@ all values are equal, or, number by number, how they differ.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from moeq.layouts.float_bits import BIAS, bits_of, numbers_of
 from moeq.layouts.loops import floats, recode, transpose
+from moeq.layouts.loops.blocks import NUMBERS
+from moeq.layouts.loops.blocks import numbers as block_numbers
 from moeq.layouts.loops.columns import repeat_columns, repeats_columns
 from moeq.layouts.loops.compare import same
 from moeq.matrix import MatrixSpec
@@ -244,7 +246,7 @@ class ToFp8Blocks(Rounded):
 
 
 class ToFloats(Rounded):
-    """Recodes a matrix as bfloat16 or binary16."""
+    """Recodes a matrix as floats."""
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):
@@ -257,6 +259,59 @@ class ToFloats(Rounded):
     @property
     def _binary16(self) -> bool:
         return self.after.element == "f16"
+
+
+@dataclass(frozen=True)
+class FromBlocks(Rounded):
+    """Recodes GGUF blocks that are no codes under scales, as floats or FP8 blocks.
+
+    Attributes:
+        type: name of the blocks' type.
+    """
+
+    type: str
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in _pairs(source, target):
+            for start, numbers in self._numbers(one):
+                rows = slice(start, start + len(numbers))
+                if "values" in other:
+                    floats.write_numbers(numbers, other["values"][rows], binary16=self.after.element == "f16")
+                    continue
+                powers = floats.write_fp8_strip(numbers, _bytes(other)[rows])
+                if powers is not None:  # else a value is not finite, and the comparison says so
+                    scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
+                    other["scales"][rows] = bits_of(scales, self.after.scale_dtype)
+
+    def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
+        rows = ((start, numbers, self._found(other, start, len(numbers))) for start, numbers in self._numbers(one))
+        return floats.measure_numbers(rows, self.before.k, self._block)
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        return (BLOCK, BLOCK) if self.after.element == "e4m3" else (1, self.before.group_size)
+
+    def _numbers(self, fields: Fields) -> Iterator[tuple[int, Array]]:
+        """Yield the first of some rows and their numbers, float32, in memory that the next ones take."""
+        blocks = fields["blocks"]
+        buffer = np.empty((min(BLOCK, len(blocks)), self.before.k), np.float32)
+        for start in range(0, len(blocks), BLOCK):
+            rows = blocks[start : start + BLOCK]
+            numbers = buffer[: len(rows)]
+            if self.type in NUMBERS:
+                block_numbers(self.type, rows, numbers)
+            else:
+                np.copyto(numbers, numbers_of(rows.view(f"u{self.before.bits // 8}"), self.type))
+            yield start, numbers
+
+    def _found(self, fields: Fields, start: int, count: int) -> Array:
+        """Return some rows of what was written, as contiguous float32 numbers."""
+        rows = slice(start, start + count)
+        if "values" in fields:
+            return numbers_of(fields["values"][rows], self.after.element)
+        scales = numbers_of(fields["scales"][rows], self.after.scale_dtype)
+        values = numbers_of(_bytes(fields)[rows], "e4m3")
+        return values * scales.repeat(self.after.group_size, axis=1)[:, : self.after.k]
 
 
 def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
@@ -289,13 +344,14 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     if before.bias_dtype != after.bias_dtype:
         return ()
     spelling = one.projected.spelling
-    if after.element == "f32":
-        return ()  # Loops write floats of 16 bits only.
     found = [_of_mxfp4(spelling, before, after), _copied(one, before, after)]
-    if before.element in floats.ELEMENTS and (spelling in PLAIN or (spelling in FP8_BLOCKS and not halved)):
+    if spelling in PLAIN or (spelling in FP8_BLOCKS and not halved):
         # Gate and up are one item, and have the same recoders.
         specs = [replace(spec, role="w2", gated=False) for spec in (before, after)]
-        found.append(ToFloats(*specs) if spelling in PLAIN else ToFp8Blocks(*specs))
+        if before.bits > 8:
+            found.append(FromBlocks(specs[0], specs[1], one.projected.source.scheme.checkpoint_format))
+        elif before.element in floats.ELEMENTS:
+            found.append(ToFloats(*specs) if spelling in PLAIN else ToFp8Blocks(*specs))
     return tuple(recoder for recoder in found if recoder is not None)
 
 

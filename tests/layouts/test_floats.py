@@ -83,6 +83,11 @@ def test_fp8_blocks_are_rounded_once_and_measured(seed: int, element: str) -> No
             assert largest > 224 or power == -126 or (largest == 0 and power == 0)
     wanted = scaled.float().to(torch.float8_e4m3fn)
     assert np.array_equal(out, wanted.view(torch.uint8).numpy())
+    for row in range(0, n, 128):  # from numbers, the same
+        strip, again = values[row : row + 128].contiguous().numpy().copy(), np.empty_like(out[row : row + 128])
+        exponents = floats.write_fp8_strip(strip, again)
+        assert np.array_equal(exponents, powers[row // 128])
+        assert np.array_equal(again, out[row : row + 128])
     # Some codes are made wrong: the comparison finds what torch finds.
     draw = np.random.default_rng(seed)
     for _ in range(seed % 4):
@@ -103,20 +108,25 @@ def test_fp8_blocks_need_finite_values() -> None:
 
 
 @pytest.mark.cover(("element", "dtype"))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_values_are_rounded_once_and_measured(seed: int, element: str, dtype: torch.dtype) -> None:
     matrix, values = drawn(element, seed)
     wanted, binary16 = values.to(dtype), dtype == torch.float16
-    out = np.full(values.shape, 0x5A5A, np.uint16)
+    word, signed = (np.uint32, np.int32) if dtype == torch.float32 else (np.uint16, np.int16)
+    out = np.full(values.shape, 0x5A5A, word)
     floats.write(matrix, out, binary16=binary16)
-    assert np.array_equal(out, wanted.view(torch.int16).numpy().view(np.uint16))
+    expected = wanted.view(torch.int32 if dtype == torch.float32 else torch.int16).numpy().view(word)
+    assert np.array_equal(out, expected)
+    again = np.full(values.shape, 0xA5A5, word)
+    floats.write_numbers(values.contiguous().numpy(), again, binary16=binary16)
+    assert np.array_equal(again, expected)
     # Some numbers are made wrong: the comparison finds what torch finds.
     draw = np.random.default_rng(seed)
     for _ in range(seed % 4):
-        out[draw.integers(out.shape[0]), draw.integers(out.shape[1])] ^= np.uint16(1 << draw.integers(10))
-    found = torch.from_numpy(out.view(np.int16)).view(dtype)
+        out[draw.integers(out.shape[0]), draw.integers(out.shape[1])] ^= word(1 << draw.integers(10))
+    found = torch.from_numpy(out.view(signed)).view(dtype)
     block = 1 + seed % 5, 1 + 16 * (seed % 3)
     rounding = floats.measure(matrix, out, block, binary16=binary16)
     assert_measured(rounding, values, found.double(), block)

@@ -102,9 +102,25 @@ def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> M
 
 
 def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
-    """Fill `out`, uint16 `[N, K]`, rows contiguous, with the numbers nearest to the values."""
+    """Fill `out` with the numbers nearest to the values.
+
+    Args:
+        matrix: the values.
+        out: rows of floats: uint16 `[N, K]`, or uint32 for float32; each row contiguous.
+        binary16: floats of 16 bits are binary16, not bfloat16.
+    """
     numbers = np.empty((1, len(matrix.index)), np.float32)
-    _loops.round_rows(*_by_table(matrix), int(binary16), numbers, numbers.view(np.uint32), out)
+    _loops.round_rows(*_by_table(matrix), _kind(out, binary16), numbers, numbers.view(np.uint32), out)
+
+
+def write_numbers(numbers: Array, out: Array, *, binary16: bool) -> None:
+    """Fill `out` as `write` does, with the numbers nearest to contiguous float32 numbers `[N, K]`."""
+    _loops.round_numbers(numbers.view(np.uint32), _kind(out, binary16), out)
+
+
+def _kind(floats: Array, binary16: bool) -> int:
+    """Return the number that loops have for a type of floats."""
+    return 2 if floats.itemsize == 4 else int(binary16)
 
 
 def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
@@ -122,19 +138,33 @@ def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
     return powers if finite else None
 
 
+def write_fp8_strip(numbers: Array, out: Array) -> Array | None:
+    """Fill at most 128 rows of FP8 blocks as `write_fp8_blocks` does.
+
+    Args:
+        numbers: float32 `[rows, K]`, contiguous, which change.
+        out: uint8 `[rows, K]`, rows contiguous.
+
+    Returns:
+        int64 `[ceil(K / 128)]`, the exponents of the powers; None where a number is not finite.
+    """
+    powers = np.zeros(-(-out.shape[1] // BLOCK), np.int64)
+    return powers if _loops.round_strip(numbers, numbers.view(np.uint32), out, powers) else None
+
+
 def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bool) -> Measured | None:
     """Compare floats with the matrix, number by number.
 
     Args:
         matrix: the numbers that they should be.
-        found: uint16 `[N, K]`, rows contiguous.
+        found: rows of floats, as for `write`.
         block: rows and columns that count as a block.
-        binary16: the floats are binary16, not bfloat16.
+        binary16: floats of 16 bits are binary16, not bfloat16.
 
     Returns:
         The change, with 0 numbers where all are equal (0.0 equals -0.0). None where a number is not finite.
     """
-    return _measured(_loops.measure_rows, (*_by_bits(matrix), int(binary16), found), len(matrix.index), block)
+    return _measured(_loops.measure_rows, (*_by_bits(matrix), _kind(found, binary16), found), len(matrix.index), block)
 
 
 def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:

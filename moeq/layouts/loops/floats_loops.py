@@ -23,16 +23,27 @@ _STEP8, _STEP8_BITS = np.float32(2.0**14), np.uint32(0x46800000)
 #: Least float32 bits without the sign that are no finite number.
 _NOT_FINITE = np.uint32(0x7F800000)
 
+#: Stands for the exponent of a block with such a number.
+_NO_POWER = 1 << 20
+
 
 @loop
-def round_rows(codes, bits, table, zeros, index, ends, scales, binary16, numbers, bits_of, out):  # type: ignore[no-untyped-def]
+def round_rows(codes, bits, table, zeros, index, ends, scales, kind, numbers, bits_of, out):  # type: ignore[no-untyped-def]
     """Fill rows: values by a table of codes, rounded to nearest even. Columns up to `ends[k]` have the group of k.
 
-    `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is the same memory as uint32.
+    `kind` is 0 for bfloat16, 1 for binary16, 2 for float32. `numbers`, float32 `[1, K]`, holds a row, and `bits_of` is
+    the same memory as uint32.
     """
     for n in range(out.shape[0]):
         _look_up(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
-        _round(bits_of[0], binary16, out[n])
+        _round(bits_of[0], kind, out[n])
+
+
+@loop
+def round_numbers(bits_of, kind, out):  # type: ignore[no-untyped-def]
+    """Fill rows with float32 numbers, rounded to nearest even; `kind` is that of `round_rows`."""
+    for n in range(out.shape[0]):
+        _round(bits_of[n], kind, out[n])
 
 
 @loop
@@ -61,7 +72,6 @@ def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_o
         height = min(BLOCK, out.shape[0] - row)
         for column in range(0, out.shape[1], BLOCK):
             width = min(BLOCK, out.shape[1] - column)
-            top = np.uint32(0)
             for n in range(height):
                 _look_up(
                     codes[row + n],
@@ -74,17 +84,41 @@ def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_o
                     column,
                     numbers[n, :width],
                 )
-                for k in range(width):
-                    top = max(top, np.uint32(bits_of[n, k] & _REST))
-            if top >= _NOT_FINITE:
+            block = out[row : row + height, column : column + width]
+            power = _round_block(numbers[:height, :width], bits_of[:height, :width], block)
+            if power == _NO_POWER:
                 return False
-            power = _power(top)
             powers[row // BLOCK, column // BLOCK] = power
-            factor = np.uint32((127 - power) << 23)
-            for n in range(height):
-                _scale(numbers[n, :width], np.uint32(factor).view(np.float32))
-                _round_e4m3(bits_of[n, :width], out[row + n, column : column + width])
     return True
+
+
+@loop
+def round_strip(numbers, bits_of, out, powers):  # type: ignore[no-untyped-def]
+    """Fill a row of FP8 blocks from float32 numbers, which change; otherwise as `round_blocks`."""
+    for column in range(0, out.shape[1], BLOCK):
+        stop = min(column + BLOCK, out.shape[1])
+        power = _round_block(numbers[:, column:stop], bits_of[:, column:stop], out[:, column:stop])
+        if power == _NO_POWER:
+            return False
+        powers[column // BLOCK] = power
+    return True
+
+
+@loop
+def _round_block(numbers, bits_of, out):  # type: ignore[no-untyped-def]
+    """Fill an FP8 block from numbers, which change; return its scale's exponent, `_NO_POWER` if one is not finite."""
+    top = np.uint32(0)
+    for n in range(out.shape[0]):
+        for k in range(out.shape[1]):
+            top = max(top, np.uint32(bits_of[n, k] & _REST))
+    if top >= _NOT_FINITE:
+        return _NO_POWER
+    power = _power(top)
+    factor = np.uint32((127 - power) << 23)
+    for n in range(out.shape[0]):
+        _scale(numbers[n], np.uint32(factor).view(np.float32))
+        _round_e4m3(bits_of[n], out[n])
+    return power
 
 
 @loop
@@ -113,8 +147,12 @@ def _round_e4m3(numbers, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _round(numbers, binary16, out):  # type: ignore[no-untyped-def]
-    if not binary16:
+def _round(numbers, kind, out):  # type: ignore[no-untyped-def]
+    if kind == 2:
+        for k in range(len(out)):
+            out[k] = numbers[k]
+        return
+    if kind == 0:
         for k in range(len(out)):
             number = numbers[k]
             out[k] = (number + np.uint32(0x7FFF) + (number >> _16 & _1)) >> _16
@@ -132,11 +170,12 @@ def _round(numbers, binary16, out):  # type: ignore[no-untyped-def]
 
 @loop
 def measure_rows(  # type: ignore[no-untyped-def]
-    codes, element, zeros, index, run, scales, binary16, found, block, numbers, bits_of, sums, counts, touched
+    codes, element, zeros, index, run, scales, kind, found, block, numbers, bits_of, sums, counts, touched
 ):
     """Compare rows of floats with values that are computed from bits of codes, without the table.
 
     Args:
+        kind: that of `round_rows`.
         block: int64 `[2]`, rows and columns of a block.
         numbers: float32 `[2, K]`, room for a row of each side.
         bits_of: the same as uint32.
@@ -154,7 +193,7 @@ def measure_rows(  # type: ignore[no-untyped-def]
         touched[:] = 0
         for n in range(start, min(start + block[0], found.shape[0])):
             _decode(codes[n], element, zeros[n], index, run, scales[n], numbers[0])
-            _widen(found[n], binary16, bits_of[1], numbers[1])
+            _widen(found[n], kind, bits_of[1], numbers[1])
             top = max(top, _compare_row(n, block[1], numbers, bits_of, sums, counts, touched))
         start += block[0]
     return top < _NOT_FINITE
@@ -305,8 +344,12 @@ def _e4m3(code, scale):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _widen(found, binary16, bits, read):  # type: ignore[no-untyped-def]
-    if not binary16:
+def _widen(found, kind, bits, read):  # type: ignore[no-untyped-def]
+    if kind == 2:
+        for k in range(len(found)):
+            bits[k] = found[k]
+        return
+    if kind == 0:
         for k in range(len(found)):
             bits[k] = np.uint32(found[k]) << _16
         return

@@ -93,7 +93,7 @@ def projection_readers(
     for name in (name for name in names if name in kind.projections):
         described = kind.projections[name]
         stored = stored_projection(sigs[name], described.spec, described.scheme, any_order=any_order)
-        holds = _held(name, kind.spec(role))
+        holds = held_projections(name, kind.spec(role))
         if stored is None or (name == "gate_up" and kind.interleaved is None):
             return None
         region = Region(start, stored.scratch_bytes)
@@ -112,7 +112,7 @@ def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[Pr
     return (ProjectionReader("down", stored, (held,), False, Region(0, stored.scratch_bytes)),)
 
 
-def _held(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
+def held_projections(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
     """Return the logical projections in a stored one, with the specs that their digests are made with."""
     held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
     return tuple((projection, projection_spec(spec, projection)) for projection in held)

@@ -54,8 +54,8 @@ Outputs = Sequence[Mapping[str, Array]]
 Digests = tuple[tuple[Projection, str], ...]
 
 
-class StoredMatrix(Protocol):
-    """A stored projection as matrices that are read or filled (`moeq.pipeline.pack.fast.formats`)."""
+class ReadMatrix(Protocol):
+    """A stored projection as matrices that are read (`moeq.pipeline.pack.fast.formats`)."""
 
     @property
     def spec(self) -> MatrixSpec:
@@ -71,6 +71,10 @@ class StoredMatrix(Protocol):
 
     def read(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
         """Return the matrices, or None if a value needs the reference path."""
+
+
+class StoredMatrix(ReadMatrix, Protocol):
+    """A stored projection as matrices that are read or filled."""
 
     def blank(self, stored: Mapping[str, Array], scratch: Array) -> Fields:
         """Return the matrices to be filled."""
@@ -90,8 +94,8 @@ class StoredMatrix(Protocol):
 
 
 @dataclass(frozen=True)
-class ProjectionReader:
-    """Reads one stored projection, or fills it.
+class MatrixReader:
+    """Reads one stored projection.
 
     Attributes:
         name: the projection, as stored.
@@ -102,7 +106,7 @@ class ProjectionReader:
     """
 
     name: StoredName
-    stored: StoredMatrix
+    stored: ReadMatrix
     holds: tuple[tuple[Projection, MatrixSpec], ...]
     interleaved: bool
     region: Region
@@ -112,6 +116,20 @@ class ProjectionReader:
         parts = {part: inputs[self.name, part] for part in self.stored.reads}
         fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
         return None if fields is None else self._split(fields)
+
+    def _split(self, fields: Fields) -> list[Fields]:
+        if len(self.holds) == 1:
+            return [fields]
+        half = self.stored.spec.n // 2
+        rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
+        return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
+
+
+@dataclass(frozen=True)
+class ProjectionReader(MatrixReader):
+    """Reads one stored projection, or fills it."""
+
+    stored: StoredMatrix
 
     def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
         """Return the fields of each logical projection, to be filled; `finish` does the rest."""
@@ -133,13 +151,6 @@ class ProjectionReader:
         parts = {part: inputs[self.name, part] for part in self.stored.scale_parts}
         fields = self.stored.scales(parts, scratch[self.region.start : self.region.stop])
         return None if fields is None else self._split(fields)
-
-    def _split(self, fields: Fields) -> list[Fields]:
-        if len(self.holds) == 1:
-            return [fields]
-        half = self.stored.spec.n // 2
-        rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
-        return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,178 @@
+"""Loops of `moeq.layouts.loops.blocks`, a block at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moeq.layouts.loops.compiler import loop
+
+_LOW, _HIGH, _SIGN = np.uint8(15), np.uint8(0xF0), np.uint8(128)
+_1, _2, _3, _4, _12, _48, _192 = (np.uint8(n) for n in (1, 2, 3, 4, 12, 48, 192))
+
+
+@loop
+def _pack(source, half, out):  # type: ignore[no-untyped-def]
+    """Pack `2 * half` codes, all low nibbles of `half` bytes and then all high ones, in pairs of neighbours."""
+    for i in range(half // 2):
+        first, second = source[2 * i], source[2 * i + 1]
+        out[i] = (first & _LOW) | (second << _4)
+        out[half // 2 + i] = (first >> _4) | (second & _HIGH)
+
+
+@loop
+def split_q4_0(rows, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 16):
+            source = row[18 * block :]
+            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            _pack(source[2:], 16, filled[16 * block :])
+
+
+@loop
+def split_mxfp4(rows, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 16):
+            heads[block] = row[17 * block]
+            _pack(row[17 * block + 1 :], 16, filled[16 * block :])
+
+
+@loop
+def split_nvfp4(rows, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 32):
+            start = 36 * block
+            for i in range(4):
+                heads[4 * block + i] = row[start + i]
+                _pack(row[start + 4 + 8 * i :], 8, filled[32 * block + 8 * i :])
+
+
+@loop
+def split_q8_0(rows, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 32):
+            source, out = row[34 * block :], filled[32 * block :]
+            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            for i in range(32):
+                out[i] = source[2 + i] ^ _SIGN
+
+
+@loop
+def split_q5_0(rows, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 32):
+            source, out = row[22 * block :], filled[32 * block :]
+            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            fifth = _word(source, 2)
+            for i in range(16):
+                low, high = (fifth >> np.uint32(i)) & np.uint32(1), (fifth >> np.uint32(i + 16)) & np.uint32(1)
+                # int5 counts from -16, int8 from -128.
+                out[i] = (source[6 + i] & _LOW) + np.uint8(low << np.uint32(4)) + np.uint8(112)
+                out[16 + i] = (source[6 + i] >> _4) + np.uint8(high << np.uint32(4)) + np.uint8(112)
+
+
+@loop
+def split_iq4_nl(rows, table, codes, scales):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        row, filled, heads = rows[n], codes[n], scales[n]
+        for block in range(len(filled) // 32):
+            source, out = row[18 * block :], filled[32 * block :]
+            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
+            for i in range(16):
+                out[i], out[16 + i] = table[source[2 + i] & _LOW], table[source[2 + i] >> _4]
+
+
+@loop
+def _word(source, start):  # type: ignore[no-untyped-def]
+    word = np.uint32(0)
+    for i in range(4):
+        word |= np.uint32(source[start + i]) << np.uint32(8 * i)
+    return word
+
+
+@loop
+def _half(source, start, values):  # type: ignore[no-untyped-def]
+    return values[np.int64(source[start]) | np.int64(source[start + 1]) << 8]
+
+
+@loop
+def _six_bits(packed, group):  # type: ignore[no-untyped-def]
+    """Return scale and minimum of one of eight groups: 6 bits each, the last four groups' high bits apart."""
+    if group < 4:
+        return packed[group] & np.uint8(63), packed[group + 4] & np.uint8(63)
+    scale = (packed[group + 4] & _LOW) | ((packed[group - 4] >> np.uint8(2)) & np.uint8(48))
+    return scale, (packed[group + 4] >> _4) | ((packed[group] >> np.uint8(2)) & np.uint8(48))
+
+
+@loop
+def q4_k(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 144 * block :], out[n, 256 * block :]
+            step, offset = _half(source, 0, halves), _half(source, 2, halves)
+            for pair in range(4):
+                low, least = _scaled(source[4:], 2 * pair, step, offset)
+                high, most = _scaled(source[4:], 2 * pair + 1, step, offset)
+                codes, numbers = source[16 + 32 * pair :], filled[64 * pair :]
+                for i in range(32):
+                    numbers[i] = np.float32(np.float32(codes[i] & _LOW) * low) - least
+                    numbers[32 + i] = np.float32(np.float32(codes[i] >> _4) * high) - most
+
+
+@loop
+def q5_k(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 176 * block :], out[n, 256 * block :]
+            step, offset = _half(source, 0, halves), _half(source, 2, halves)
+            fifth = source[16:]
+            for pair in range(4):
+                low, least = _scaled(source[4:], 2 * pair, step, offset)
+                high, most = _scaled(source[4:], 2 * pair + 1, step, offset)
+                codes, numbers, bit = source[48 + 32 * pair :], filled[64 * pair :], np.uint8(2 * pair)
+                for i in range(32):
+                    bits = fifth[i] >> bit
+                    numbers[i] = np.float32(np.float32((codes[i] & _LOW) | (bits & _1) << _4) * low) - least
+                    numbers[32 + i] = np.float32(np.float32((codes[i] >> _4) | (bits & _2) << _3) * high) - most
+
+
+@loop
+def q6_k(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 210 * block :], out[n, 256 * block :]
+            step = _half(source, 208, halves)
+            for half in range(2):
+                # Four runs of 32 numbers share bytes of low and high bits.
+                low, high, numbers = source[64 * half :], source[128 + 32 * half :], filled[128 * half :]
+                for part in range(2):
+                    first, scales = 16 * part, source[192 + 8 * half + part :]
+                    scale_0, scale_1 = _signed(scales[0], step), _signed(scales[2], step)
+                    scale_2, scale_3 = _signed(scales[4], step), _signed(scales[6], step)
+                    for i in range(first, first + 16):
+                        bits = high[i]
+                        numbers[i] = _centred((low[i] & _LOW) | (bits & _3) << _4) * scale_0
+                        numbers[32 + i] = _centred((low[32 + i] & _LOW) | (bits & _12) << _2) * scale_1
+                        numbers[64 + i] = _centred((low[i] >> _4) | (bits & _48)) * scale_2
+                        numbers[96 + i] = _centred((low[32 + i] >> _4) | (bits & _192) >> _2) * scale_3
+
+
+@loop
+def _scaled(packed, group, step, offset):  # type: ignore[no-untyped-def]
+    """Return scale and minimum of one of eight groups, as float32."""
+    factor, minus = _six_bits(packed, group)
+    return np.float32(step * np.float32(factor)), np.float32(offset * np.float32(minus))
+
+
+@loop
+def _signed(octet, step):  # type: ignore[no-untyped-def]
+    return np.float32(step * np.float32(np.int8(octet)))
+
+
+@loop
+def _centred(code):  # type: ignore[no-untyped-def]
+    return np.float32(np.int32(code) - np.int32(32))

@@ -1,0 +1,126 @@
+"""GGUF's blocks as the fast path of transcoding reads them: codes and scales, or the blocks themselves.
+
+Types that are codes under scales give the fields of `moeq.pipeline.pack.fast.formats`. Types of other numbers give
+`blocks`, uint8 `[N, bytes of a row]`, whose numbers are computed some rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from moeq.checkpoint.manifest import Projection, StackedRole
+from moeq.checkpoint.names import StoredName
+from moeq.layouts.loops import blocks
+from moeq.layouts.loops.compare import any_all_ones
+from moeq.matrix import MatrixSpec
+from moeq.model.expert_kinds import ExpertKind
+from moeq.pipeline.pack.fast.find import held_projections
+from moeq.pipeline.pack.fast.formats import Fields, Stored
+from moeq.pipeline.pack.fast.path import MatrixReader
+from moeq.pipeline.pack.fast.scales import EXPONENT, WIDTH
+from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.schemes.format import Described, PartSig
+from moeq.schemes.gguf import METHOD, part_of
+from moeq.schemes.gguf_blocks import CODED
+
+#: Types of floats that are stored as they are.
+PLAIN_TYPES = ("f32", "f16", "bf16")
+
+#: Least bits of an E4M3 scale that is negative or NaN.
+_NEGATIVE_E4M3 = 0x7F
+
+
+@dataclass(frozen=True)
+class StoredBlocks:
+    """A projection in blocks of one type.
+
+    Attributes:
+        type: name of the type.
+        spec: its sizes and types.
+        reads: its parts.
+    """
+
+    type: str
+    spec: MatrixSpec
+    reads: tuple[str, ...]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch for codes and scales."""
+        return self._global_region.stop if self.type in CODED else 0
+
+    @cached_property
+    def _code_region(self) -> Region:
+        return Region(0, self.spec.n * self.spec.k * self.spec.bits // 8)
+
+    @cached_property
+    def _scale_region(self) -> Region:
+        width = np.dtype(WIDTH[self.spec.scale_dtype]).itemsize
+        return Region(self._code_region.stop, self.spec.n * self.spec.num_groups * width)
+
+    @cached_property
+    def _global_region(self) -> Region:
+        return Region(self._scale_region.stop, 4 * self.spec.n if self.type == "nvfp4" else 0)
+
+    def read(self, stored: Stored, scratch: Array) -> Fields | None:
+        """Return the fields; None if a scale is no number that its type has."""
+        n = self.spec.n
+        fields: Fields = {}
+        if "bias" in stored:
+            bias = stored["bias"]
+            fields["bias"] = bias.view(f"u{len(bias) // n}").reshape(-1, 1)
+        rows = stored[part_of(self.type)].reshape(n, -1)
+        if self.type not in CODED:
+            return {"blocks": rows, **fields}
+        codes = self._code_region.array(scratch, (n, self.spec.k * self.spec.bits // 32), "u4")
+        scales = self._scale_region.array(scratch, (n, self.spec.num_groups), WIDTH[self.spec.scale_dtype])
+        blocks.split(self.type, rows, codes.view(np.uint8), scales.view(np.uint8))
+        if any_all_ones(scales, EXPONENT[self.spec.scale_dtype]):
+            return None
+        if self.type == "nvfp4":
+            if scales.max() >= _NEGATIVE_E4M3:
+                return None
+            shared = self._global_region.array(scratch, (n, 1), "u4")
+            shared.view(np.float32).fill(1)
+            fields["global_scale"] = shared
+        return {"codes": codes, "scales": scales, **fields}
+
+
+def block_readers(
+    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
+) -> tuple[MatrixReader, ...]:
+    """Return readers of the stored projections of a role; none unless all are blocks that loops can read."""
+    names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
+    readers: list[MatrixReader] = []
+    for name in (name for name in names if name in kind.projections):
+        described = kind.projections[name]
+        held = held_projections(name, kind.spec(role))
+        reader = _reader(name, described, sigs[name], held, readers[-1].region.stop if readers else 0)
+        if reader is None or (name == "gate_up" and kind.interleaved is not False):
+            return ()
+        readers.append(reader)
+    return tuple(readers)
+
+
+def block_reader(described: Described, sigs: Mapping[str, PartSig]) -> MatrixReader | None:
+    """Return the reader of a module outside the experts; None unless it is blocks that loops can read."""
+    return _reader("down", described, sigs, (("down", described.spec),), 0)
+
+
+def _reader(
+    name: StoredName,
+    described: Described,
+    sigs: Mapping[str, PartSig],
+    held: tuple[tuple[Projection, MatrixSpec], ...],
+    start: int,
+) -> MatrixReader | None:
+    block_type = described.scheme.checkpoint_format
+    known = block_type in (*blocks.SCALE_BYTES, *blocks.NUMBERS, *PLAIN_TYPES)
+    if described.scheme.format != METHOD or not known:
+        return None
+    stored = StoredBlocks(block_type, described.spec, tuple(sigs))
+    return MatrixReader(name, stored, held, False, Region(start, stored.scratch_bytes))
