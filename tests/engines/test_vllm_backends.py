@@ -144,3 +144,21 @@ def test_from_python_a_report_says_what_ran(checkpoints, tmp_path, monkeypatch) 
     assert len(report.backends) > 2
     assert report.ok == (not any(row.wrong for row in report.backends))
     assert report.to_json()["engine"] == "vllm"
+
+
+def test_rows_are_padded_to_the_width_that_the_engine_allocated() -> None:
+    """Marlin's MXFP4 weights are wider than gpt-oss's activations; the engine's runner pads those and cuts results."""
+
+    def forward(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        assert x.shape == (2, 128)
+        assert not x[:, 96:].any()
+        return x * 2
+
+    method = SimpleNamespace(
+        skip_forward_padding=False, is_monolithic=False, process_weights_after_loading=lambda layer: None
+    )
+    layer = SimpleNamespace(quant_method=method, moe_config=SimpleNamespace(hidden_dim=128), forward_modular=forward)
+    x = torch.randn(2, 96)
+    with engine(CPU):
+        found = one_layer.ready(layer).run(x, torch.ones(2, 1), torch.zeros(2, 1))
+    torch.testing.assert_close(found, x * 2, rtol=0, atol=0)

@@ -120,13 +120,8 @@ def filled_layer(
     Raises:
         MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
     """
-    config = get_current_vllm_config()
-    before = config.model_config
-    config.model_config = SimpleNamespace(quantization_config=None)  # MXFP4 asks for a user's kind of activations
-    try:
+    with _activations_by_method():
         built = empty_layer(checkpoint, layer, method, backend, device, dtype)
-    finally:
-        config.model_config = before
     prefix, read = f"{checkpoint.expert_prefix(layer)}.", read or checkpoint.source.read
     names = [one for one in checkpoint.source.tensors if one.startswith(prefix)]
     if not hasattr(built, "w13_g_idx"):  # newer versions read no order of columns
@@ -137,6 +132,18 @@ def filled_layer(
     if taken != len(names):
         raise MoeqError("answer.engine-layer", f"the engine took {taken} of {len(names)} tensors of layer {layer}")
     return built
+
+
+@contextmanager
+def _activations_by_method() -> Iterator[None]:
+    """Answer MXFP4's methods, which ask the model's config whether the user wants other activations, that none does."""
+    config = get_current_vllm_config()
+    before = config.model_config
+    config.model_config = SimpleNamespace(quantization_config=None)
+    try:
+        yield
+    finally:
+        config.model_config = before
 
 
 def empty_layer(
@@ -194,15 +201,19 @@ def _load_gpt_oss(layer: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator
 def ready(layer: Any) -> OneLayer:
     """Let the engine prepare a filled layer."""
     method = layer.quant_method
-    method.process_weights_after_loading(layer)
+    with _activations_by_method():
+        method.process_weights_after_loading(layer)
+    padded = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim
 
     def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        hidden = x.shape[1]
+        x = torch.nn.functional.pad(x, (0, max(0, padded - hidden)))  # as the engine's runner does
         if method.is_monolithic:  # it routes by itself, to the same experts by these logits
             logits = x.new_full((len(x), layer.global_num_experts), _NOT_CHOSEN)
             found: Tensor = layer.forward_monolithic(x, logits.scatter(1, ids.long(), weights.log().to(x.dtype)))
         else:
             found = layer.forward_modular(x, weights, ids.int())
-        return found
+        return found[:, :hidden]
 
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
     return OneLayer(type(experts).__name__, run)
