@@ -9,6 +9,8 @@ import pytest
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.engines.vllm.outcome import resolve
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
@@ -53,6 +55,25 @@ def test_sglang_refuses_presets_too() -> None:
 
 def test_an_empty_sparsity_config_is_accepted() -> None:
     assert judged({**MXFP4, "sparsity_config": {}}).ok
+
+
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [
+        ("RoutedExperts", "CompressedTensorsW4A4Mxfp4MoEMethod"),
+        ("experts", "CompressedTensorsW4A4Mxfp4MoEMethod"),  # a part of the class's name
+        ("re:Routed", "CompressedTensorsW4A4Mxfp4MoEMethod"),
+        ("Attention", "CompressedTensorsWNA16MoEMethod"),
+    ],
+)
+def test_a_group_that_names_the_class_of_experts_comes_before_linear(target: str, method: str) -> None:
+    """The engine looks for the class's name before it counts experts as linear layers."""
+    int4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    linear = {"targets": ["Linear"], "weights": int4, "input_activations": None, "format": "pack-quantized"}
+    other = {**MXFP4["config_groups"]["group_0"], "targets": [target], "format": "mxfp4-pack-quantized"}
+    config = {**MXFP4, "config_groups": {"group_0": linear, "group_1": other}}
+    found = resolve(load_policy("vllm@0.33.0"), config, SHAPE, Deployment(parse_gpu("H100")))
+    assert found.case.method.name == method
 
 
 @pytest.mark.parametrize("value", ["", "yes", "true", "1.0"])

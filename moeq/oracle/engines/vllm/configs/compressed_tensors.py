@@ -109,6 +109,9 @@ def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
 
 Group = tuple[str, Mapping[str, Any]]
 
+#: Class of the experts' module in the engine. It counts as a linear layer unless a target names it.
+_EXPERTS_CLASS = "RoutedExperts"
+
 
 def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
     """Collect target -> (name, group) in order. Every group is validated; groups of attention alone do not count."""
@@ -141,9 +144,15 @@ def _group_of(targets: Mapping[str, Group], question: ConfigQuestion, name: str)
     names = name, question.engine_path(name)
     if any(_entry_matches(entry, *names) for entry in question.config.get("ignore") or ()):
         return None
-    found = next((group for target, group in targets.items() if _entry_matches(target, *names)), None)
-    # The experts' module counts as a linear layer.
-    return found or next((group for target, group in targets.items() if target in ("Linear", "RoutedExperts")), None)
+    named = next((group for target, group in targets.items() if _entry_matches(target, *names)), None)
+    return named or next((group for target, group in targets.items() if _names_experts(target)), targets.get("Linear"))
+
+
+def _names_experts(target: str) -> bool:
+    """Tell whether a target is the class of the experts' module, or a part of its name."""
+    if target.startswith("re:"):
+        return re.match(target[3:], _EXPERTS_CLASS) is not None
+    return target.lower() in _EXPERTS_CLASS.lower()
 
 
 def _scheme(group: Mapping[str, Any]) -> tuple[Any, ...]:
