@@ -112,10 +112,10 @@ def _wna16(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
         return unquantised(name, layer)
     if group == 0:
         raise Refused("layer", "ZeroDivisionError", "groups of 0 weights")
-    while layer.shard % group or layer.hidden % group:
+    while layer.allocated_shard % group or layer.hidden % group:
         group //= 2
         if group < 32:
-            text = f"no group size from 32 divides {layer.shard} per rank and hidden size {layer.hidden}"
+            text = f"no group size from 32 divides {layer.allocated_shard} per rank and hidden size {layer.hidden}"
             raise Refused("layer", "AssertionError", text, "another tp, or expert parallelism")
     _positive_groups(group)
     return SglangChoice(name, "MoeWNA16Method", "triton", "triton-wna16/1")

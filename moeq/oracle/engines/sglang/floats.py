@@ -71,10 +71,10 @@ def _check_cutlass(layer: SglangLayer, blocks: bool) -> None:
 
 
 def _check_blocks(layer: SglangLayer, block: Any) -> None:
-    """Check that a rank's shard divides into blocks. Runners of TensorRT-LLM pad the shard to a multiple of 128."""
+    """Check that a rank's allocated shard divides into blocks."""
     if block is None:
         return
-    shard = -(-layer.shard // 128) * 128 if layer.runner.startswith("flashinfer_trtllm") else layer.shard
+    shard = layer.allocated_shard
     for size in block if layer.tp > 1 and not layer.ep else block[:1]:
         if shard % size:
             text = f"the shard of {shard} does not divide into blocks of {block[0]} x {block[1]}"

@@ -60,6 +60,11 @@ class SglangLayer:
         return self.inter if self.ep else self.inter // self.tp
 
     @property
+    def allocated_shard(self) -> int:
+        """Intermediate size per rank with the padding of TensorRT-LLM's runners; NVFP4 pads in another way."""
+        return -(-self.shard // 128) * 128 if self.runner.startswith("flashinfer_trtllm") else self.shard
+
+    @property
     def ampere(self) -> bool:
         """Whether Marlin's kernels exist for the device."""
         return self.capability >= (8, 0)
