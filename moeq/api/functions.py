@@ -33,12 +33,14 @@ class Where(TypedDict, total=False):
     tp: int
     ep: int
     dp: int
+    pcp: int
     dtype: str
     backend: str
     engine: str
     batched: bool
     lora: bool
     eplb: bool
+    redundant_experts: int
     all2all: str
     quantization: str
     package: Mapping[str, bool]

@@ -120,6 +120,7 @@ DEPLOYMENT: dict[str, Any] = {
     "tp": _option(int, "--tp", "Tensor-parallel size (default: 1).", **_SIZE),
     "ep": _option(int, "--ep", "Expert-parallel size (default: 1).", **_SIZE),
     "dp": _option(int, "--dp", "Data-parallel size (default: 1).", **_SIZE),
+    "pcp": _option(int, "--pcp", "Prefill-context-parallel size (default: 1).", **_SIZE),
     "dtype": _option(str, "--dtype", "Activation dtype: bf16 or fp16 (default: bf16)."),
     "backend": _option(
         str,
@@ -136,6 +137,7 @@ DEPLOYMENT: dict[str, Any] = {
     "batched": _option(bool, "--batched/--standard", "Activations as \\[E, max_tokens, K]."),
     "lora": _option(bool, "--lora/--no-lora", "LoRA adapters on the experts."),
     "eplb": _option(bool, "--eplb/--no-eplb", "Expert load balancing."),
+    "redundant_experts": _option(int, "--redundant-experts", "Replicas that load balancing adds to a layer.", min=0),
     "all2all": _option(str, "--all2all", "All-to-all kind of the engine."),
     "quantization": _option(str, "--quantization", "Method named to the engine (moe_wna16)."),
     "package": _option(list[str], "--package", "humming=no, aiter=yes ...: what the engine has installed."),

@@ -47,7 +47,8 @@ def command(
     found = warm_up(
         checkpoint,
         gpu=kernel_gpu(deployment.gpu) if "gpu" in named else None,
-        tp=1 if deployment.ep > 1 else deployment.tp * deployment.dp,  # ranks that share an expert
+        # Ranks that share an expert.
+        tp=1 if deployment.ep > 1 else deployment.tp * deployment.dp * deployment.pcp,
         ep=deployment.ep,
         dtype=deployment.dtype,
         max_tokens=max_tokens * deployment.dp,  # engines gather the tokens of all data-parallel ranks

@@ -39,10 +39,12 @@ class Deployment:
         tp: tensor-parallel size.
         ep: expert-parallel size; 1 is off. With expert parallelism every rank holds whole experts.
         dp: data-parallel size.
+        pcp: prefill-context-parallel size. Experts are spread over these ranks as over data-parallel ones.
         all2all: all-to-all kind of the engine (`deepep_low_latency`, ...), or None for its default.
         batched: whether experts get activations as `[E, max_tokens, K]` instead of `[tokens, K]`.
         lora: whether LoRA adapters are applied to the experts.
         eplb: whether expert load balancing is on.
+        redundant_experts: replicas that load balancing adds to the experts of a layer, over all ranks.
         dtype: activation dtype.
         backend: name of the requested backend, or `auto`.
         engine: engine that decides, `vllm@0.33.0`, `sglang` or `moeq`.
@@ -55,10 +57,12 @@ class Deployment:
     tp: int = 1
     ep: int = 1
     dp: int = 1
+    pcp: int = 1
     all2all: str | None = None
     batched: bool = False
     lora: bool = False
     eplb: bool = False
+    redundant_experts: int = 0
     dtype: Literal["bf16", "fp16"] = "bf16"
     backend: str = "auto"
     engine: str = "vllm@0.33.0"
@@ -71,10 +75,10 @@ class Deployment:
         if not isinstance(self.gpu, Gpu):
             hint = "moeq.gpu(NAME) gives one: Deployment(gpu=moeq.gpu('H100'))"
             raise MoeqError("usage.deployment", f"gpu is {self.gpu!r}, it has to be a Gpu", hint)
-        for name in ("tp", "ep", "dp"):
+        for name, least in (("tp", 1), ("ep", 1), ("dp", 1), ("pcp", 1), ("redundant_experts", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise MoeqError("usage.deployment", f"{name} is {value!r}, it has to be an integer of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise MoeqError("usage.deployment", f"{name} is {value!r}, it has to be an integer of at least {least}")
         if self.dtype not in ("bf16", "fp16"):
             raise MoeqError("usage.deployment", f"dtype is {self.dtype!r}, it has to be bf16 or fp16")
 

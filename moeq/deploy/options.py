@@ -21,7 +21,7 @@ DTYPES = {
     "float16": "fp16",
     "half": "fp16",
 }
-_COUNTS = ("tp", "ep", "dp")
+_COUNTS = ("tp", "ep", "dp", "pcp", "redundant_experts")
 _SWITCHES = ("batched", "lora", "eplb")
 _TEXTS = ("backend", "engine", "all2all", "quantization")
 _KEYS = ("gpu", "dtype", "env", "packages", *_COUNTS, *_SWITCHES, *_TEXTS)
@@ -49,8 +49,8 @@ def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, det
     """Build the deployment that options and file describe. Options win; an option that is None is not given.
 
     Args:
-        options: any of `gpu`, `tp`, `ep`, `dp`, `batched`, `lora`, `eplb`, `dtype`, `backend`, `engine`, `all2all`,
-            `quantization`, `env`, `packages`.
+        options: any of `gpu`, `tp`, `ep`, `dp`, `pcp`, `batched`, `lora`, `eplb`, `redundant_experts`, `dtype`,
+            `backend`, `engine`, `all2all`, `quantization`, `env`, `packages`.
         file: a `--deploy` file.
         detect: look for a local GPU if none is named.
 

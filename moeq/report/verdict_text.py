@@ -122,7 +122,12 @@ def deployment_text(deployment: Deployment) -> str:
     """Describe a deployment, as in `H100, TP 2, EP 8, batched, bf16`."""
     sizes = [
         f"{label} {size}"
-        for label, size in (("TP", deployment.tp), ("EP", deployment.ep), ("DP", deployment.dp))
+        for label, size in (
+            ("TP", deployment.tp),
+            ("EP", deployment.ep),
+            ("DP", deployment.dp),
+            ("PCP", deployment.pcp),
+        )
         if size != 1 or label == "TP"
     ]
     switches = [name for name in ("batched", "lora", "eplb") if getattr(deployment, name)]

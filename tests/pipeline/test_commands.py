@@ -36,6 +36,13 @@ def on(**fields: Any) -> Deployment:
             ALL,
             f"{VLLM} --tensor-parallel-size 2 --enable-expert-parallel --enable-eplb",
         ),
+        (
+            on(ep=4, pcp=2, eplb=True, redundant_experts=8),
+            "bfloat16",
+            ALL,
+            f"{VLLM} --tensor-parallel-size 2 --prefill-context-parallel-size 2 --enable-expert-parallel --enable-eplb"
+            " --eplb-config.num_redundant_experts 8",
+        ),
         (on(ep=4, dp=4), "bfloat16", ALL, f"{VLLM} --data-parallel-size 4 --enable-expert-parallel"),
         (
             on(ep=4, dp=2),

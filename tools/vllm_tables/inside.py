@@ -2,22 +2,26 @@
 
 For the extractor and the differential test, after `sandbox.install`. A question is a plain dict: `hidden`, `inter`,
 `experts`, `topk`, `act`, `routing`, `router_fp32`, `hash_routing`, `bias`, `swiglu_limit`, `tp`, `dp`, `ep`, `a2a`,
-`eplb`,
-`lora`, `dtype`, `override`, `model_type`, `prefix`, `qcfg` (the checkpoint's config), `user_quant` and `entry`.
+`eplb`, `lora`, `dtype`, `override`, `model_type`, `prefix`, `qcfg` (the checkpoint's config), `user_quant` and
+`entry`; `pcp` and `redundant` (experts) where they are not 1 and 0.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import os
 import tempfile
 import traceback
 import types
+import typing
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 Question = Mapping[str, Any]
@@ -85,6 +89,15 @@ def prepare() -> None:
         marlin.get__quant_fp8_method = lambda: None
 
 
+#: What `ParallelConfig` checks beside the sizes of a question.
+_ONE_HOST = {
+    "_api_process_rank": 0,
+    "_api_process_count": 1,
+    "data_parallel_size_local": 1,
+    "decode_context_parallel_size": 1,
+}
+
+
 def set_config(question: Question) -> Any:
     """Make a question vLLM's current config. Returns the torch dtype of activations."""
     import torch
@@ -110,8 +123,11 @@ def set_config(question: Question) -> Any:
             data_parallel_size=question["dp"],
             enable_expert_parallel=question["ep"],
             all2all_backend=question["a2a"],
+            prefill_context_parallel_size=question.get("pcp", 1),
             enable_eplb=question["eplb"],
+            eplb_config=Loose(num_redundant_experts=question.get("redundant", 0)),
             enable_dbo=False,
+            **_ONE_HOST,
         ),
         compilation_config=Loose(max_cudagraph_capture_size=512),
         device_config=Loose(device="cpu"),
@@ -135,11 +151,46 @@ def parallel_config(question: Question) -> Any:
     state._TP = Loose(world_size=question["tp"], rank_in_group=0)
     return config.FusedMoEParallelConfig.make(
         tp_size_=question["tp"],
-        pcp_size_=1,
+        pcp_size_=question.get("pcp", 1),
         dp_size_=question["dp"],
-        sp_size_=1,
+        sp_size_=question["tp"] if _splits_sequences(question["model_type"]) else 1,
         vllm_parallel_config=CONFIG.parallel_config,
     )
+
+
+#: Model types whose class lies in the module of another one.
+_MODULES = {"deepseek_v3": "deepseek_v2", "kimi_k2": "deepseek_v2"}
+
+
+def _splits_sequences(model_type: str) -> bool:
+    """Whether the deployment splits sequences over tensor-parallel ranks, and the model's class tells its experts."""
+    config: Any = importlib.import_module("vllm.config.parallel").ParallelConfig
+    if not config.use_sequence_parallel_moe.fget(CONFIG.parallel_config):
+        return False
+    folder = importlib.import_module("vllm.model_executor.models").__path__[0]
+    source = Path(folder, f"{_MODULES.get(model_type, model_type)}.py")
+    return source.exists() and "use_sequence_parallel_moe" in source.read_text(encoding="utf-8")
+
+
+def check_ranks(question: Question) -> None:
+    """Run the checks of `ParallelConfig`, and the one about even shares in `FusedMoE`.
+
+    Raises:
+        ValueError: what the engine raises.
+    """
+    module: Any = importlib.import_module("vllm.config.parallel")
+    config = module.ParallelConfig
+    if question["a2a"] not in typing.get_args(module.All2AllBackend):
+        raise ValueError(f"all2all_backend {question['a2a']}")  # pydantic's check
+    config.__pydantic_decorators__.model_validators["_validate_parallel_config"].func(CONFIG.parallel_config)
+    parallel, source = parallel_config(question), inspect.getsource(importlib.import_module(f"{_MOE}.layer"))
+    total = question["experts"] + question.get("redundant", 0)
+    names = {"enable_eplb": question["eplb"], "global_num_experts": total, "moe_parallel_config": parallel}
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "enable_eplb":
+            statement.body = [part for part in statement.body if "EplbLayerState" not in ast.unparse(part)]
+            statement.orelse = []
+            exec(compile(ast.Module([statement], []), "layer.py", "exec"), names)
 
 
 def moe_config(question: Question, dtype: Any) -> Any:
@@ -148,14 +199,14 @@ def moe_config(question: Question, dtype: Any) -> Any:
 
     config, activation, _ = _layer_modules()
     parallel = parallel_config(question)
-    experts = question["experts"]
+    experts = question["experts"] + question.get("redundant", 0)
     fields = {
         "num_experts": experts,
         "experts_per_token": question["topk"],
         "hidden_dim": question["hidden"],
         "intermediate_size": question["inter"],
         "num_local_experts": -(-experts // parallel.ep_size),
-        "num_logical_experts": experts,
+        "num_logical_experts": question["experts"],
         "activation": activation.from_str(question["act"]),
         "device": "cpu",
         "routing_method": getattr(config.RoutingMethodType, question["routing"]),
@@ -232,6 +283,13 @@ def attempt(step: Callable[..., Any], *args: Any) -> tuple[Any, dict[str, Any] |
         return None, failure(error)
 
 
+def _read_variables() -> None:
+    """Read the variables that are set, as `envs.enable_envs_cache` does when the engine starts."""
+    envs: Any = importlib.import_module("vllm.envs")
+    for name in set(os.environ) & set(envs.environment_variables):
+        envs.environment_variables[name]()
+
+
 def _verify() -> Any:
     from vllm.config.model import ModelConfig
 
@@ -295,6 +353,8 @@ def _decide(question: Question, out: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
 
     dtype = set_config(question)
+    out["variables"] = attempt(_read_variables)[1]
+    out["ranks"] = attempt(check_ranks, question)[1]
     name, out["verify"] = attempt(_verify)
     name = out["name"] = name or question["entry"]
     capability = current_platform.get_device_capability()

@@ -124,10 +124,12 @@ def _sglang_ranks(deployment: Deployment) -> list[str]:
 
 
 def _vllm_ranks(deployment: Deployment) -> list[str]:
-    """Return vLLM's options: experts are spread over all ranks of tensor and data parallelism."""
-    ep, dp = deployment.ep, deployment.dp
-    tp = max(1, ep // dp) if ep > 1 else deployment.tp
-    sizes = {"--tensor-parallel-size": tp, "--data-parallel-size": dp}
+    """Return vLLM's options: experts are spread over all ranks of tensor, data and context parallelism."""
+    ep, dp, pcp = deployment.ep, deployment.dp, deployment.pcp
+    tp = max(1, ep // (dp * pcp)) if ep > 1 else deployment.tp
+    sizes = {"--tensor-parallel-size": tp, "--data-parallel-size": dp, "--prefill-context-parallel-size": pcp}
     flags = [f"{option} {size}" for option, size in sizes.items() if size > 1]
     flags += ["--enable-expert-parallel"] if ep > 1 else []
-    return [*flags, *(["--enable-eplb"] if deployment.eplb else [])]
+    flags += ["--enable-eplb"] if deployment.eplb else []
+    replicas = deployment.redundant_experts
+    return [*flags, *([f"--eplb-config.num_redundant_experts {replicas}"] if replicas else [])]

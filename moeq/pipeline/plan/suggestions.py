@@ -113,7 +113,7 @@ def _switches(question: Question) -> Iterator[Suggestion]:
     if deployment.lora:
         yield _with(question, option("lora", False), lora=False)
     if deployment.eplb:
-        yield _with(question, option("eplb", False), eplb=False)
+        yield _with(question, option("eplb", False), eplb=False, redundant_experts=0)
     if deployment.batched:
         yield _with(question, option("batched", False), batched=False)
     if question.options.regroup is not None:

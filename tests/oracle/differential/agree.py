@@ -95,8 +95,9 @@ These cases were drawn once, for the last comparison. Four differences that they
 act-order before 0.30.0, and two of NVFP4's groups. Half of the cases are of the families above; the other half is in
 the dialects that exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors
 groups and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists,
-rules and lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects'
-answers.
+rules and lists of module names, paths of multimodal models, and spellings of variables, numbers or not. Their ranks
+have prefill context parallelism, sequence parallelism, redundant experts, and more ranks than experts. CI compares the
+dialects' answers.
 
 | vLLM | cases | seed | decision | exact | dialects, decision |
 | --- | --- | --- | --- | --- | --- |"""
@@ -123,7 +124,7 @@ _NOT_MODELLED = """
 * Kernels: nothing here runs one. Compiled predicates answer as the shipped binaries do on each capability, package
   probes answer as the case says.
 * `maybe_update_config` of quantisation methods, which reads tensors' names from the files.
-* Prefill context parallelism and sequence parallelism; redundant experts; TPUs and platforms that are plug-ins.
+* What prefill context parallelism asks of the attention; TPUs and platforms that are plug-ins.
 * Converters and prepare/finalize objects: gates G8 and G9 know the failures that were found by reading and running
   them, not all of them.
 * Sizes that Marlin pads when weights are converted are computed by moeq and not compared with the engine's.
@@ -153,11 +154,11 @@ without a GPU.
 """
 
 _SGLANG_LEFT = """
-The difference: with `--moe-runner-backend flashinfer_trtllm` the engine widens a rank's shard before MoeWNA16 looks for
-groups that divide it. Not modelled: other devices, mixed ModelOpt tables, Quark, AutoRound, data parallelism and
-all-to-all kinds, LoRA, speculative decoding, and packages: the runners' kernels are assumed to be installed. Runners
-that a model's class chooses for `auto` are read from the code of the server's arguments, for some models; for others
-the verdict says that they are not known.
+The two differences of the earlier seeds are mended: with `--moe-runner-backend flashinfer_trtllm` the engine widens a
+rank's shard before MoeWNA16 looks for groups that divide it. Not modelled: other devices, mixed ModelOpt tables, Quark,
+AutoRound, data parallelism and all-to-all kinds, LoRA, speculative decoding, and packages: the runners' kernels are
+assumed to be installed. Runners that a model's class chooses for `auto` are read from the code of the server's
+arguments, for some models; for others the verdict says that they are not known.
 """
 
 

@@ -229,17 +229,25 @@ def case(rng: Random, number: int, world: Row, *, options: bool = False) -> Row:
     return row
 
 
-#: Variables as people set them. Texts that `int` does not read are left out: the engine stops at them before a model.
+#: Values of variables as people set them.
+_SPELLINGS = (*("1", " 1", "01", "2", "0", "00") * 2, "", "true", "True", "TRUE", "yes", "on", "false", "off", "1.0")
 _SPELLED = {
-    **dict.fromkeys(
-        ("cuda", "xpu"), (("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM"), ("1", " 1", "01", "2", "0", "00"))
-    ),
-    "rocm": (
-        ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE"),
-        ("True", "TRUE", "true", "yes", "on", "false", "", " 1"),
-    ),
-    "cpu": (("VLLM_CPU_INT4_W4A8",), ("1", " 1", "2", "0", "00")),
+    "cuda": (*_VARIABLES["cuda"], "VLLM_DEEPEPLL_NVFP4_DISPATCH"),
+    "xpu": ("VLLM_USE_DEEP_GEMM", "VLLM_MOE_USE_DEEP_GEMM", "VLLM_BATCH_INVARIANT"),
+    "rocm": ("VLLM_ROCM_USE_AITER", "VLLM_ROCM_USE_AITER_MOE", "VLLM_BATCH_INVARIANT"),
+    "cpu": ("VLLM_CPU_INT4_W4A8", "VLLM_BATCH_INVARIANT"),
 }
+
+
+def _ranks(rng: Random, row: Row) -> Row:
+    """More of the ranks: prefill-context parallelism, more ranks than experts, redundant experts."""
+    more: Row = {"pcp": rng.choice((1,) * 12 + (2, 4)), "redundant": 0}
+    if rng.random() < 0.05:
+        more.update(experts=rng.choice((4, 6, 8, 16)), topk=2, ep=True, tp=rng.choice((4, 8)), dp=rng.choice((1, 2, 4)))
+    if rng.random() < 0.12:
+        more.update(eplb=rng.random() < 0.85, redundant=rng.choice((0, 1, 8, 16, 32, 64, 256, 1024)))
+        more["ep"] = rng.random() < 0.8
+    return {**row, **more}
 
 
 def dialect(rng: Random, number: int, world: Row) -> Row:
@@ -252,6 +260,7 @@ def dialect(rng: Random, number: int, world: Row) -> Row:
         **_layer(rng),
         **_deployment(rng, world),
     }
+    row = _ranks(rng, row)
     row["entry"], row["qcfg"], row["user_quant"] = DIALECTS[family][0](rng, row["prefix"])
     if family == "deepseek-v4":
         row["model_type"] = rng.choice(("deepseek_v4",) * 4 + ("deepseek_v4_text", "deepseek_v41", "deepseek_v3"))
@@ -269,8 +278,7 @@ def jobs(
         for world in worlds(rng, device, extra_worlds):
             if dialects:
                 if not world["plain"] and rng.random() < 0.3:
-                    names, values = _SPELLED[world["kind"]]
-                    world["env"][rng.choice(names)] = rng.choice(values)
+                    world["env"][rng.choice(_SPELLED[world["kind"]])] = rng.choice(_SPELLINGS)
                 cases = [dialect(rng, number + offset, world) for offset in range(per_world)]
             else:
                 cases = [case(rng, number + offset, world, options=options) for offset in range(per_world)]

@@ -56,6 +56,8 @@ def _kind(error: Row, stage: str) -> str:
 
 def engine_answer(found: Row) -> Answer:
     """What the engine decided, from `inside.decide`'s row."""
+    if found.get("variables"):
+        return Answer("error", found["variables"]["error"], "CONFIG")
     if found.get("verify"):
         return Answer("error", found["verify"]["error"], "METHOD")
     for stage in ("shape", "config", "select"):
@@ -71,13 +73,15 @@ def short(found: Row) -> Row:
     """What is compared of `inside.decide`'s row: the answer, the text of an error, the stages around it."""
     answer = engine_answer(found)
     row: Row = {"answer": [answer.outcome, answer.first, answer.second]}
-    error = next((found[stage] for stage in ("verify", "shape", "config", "select") if found.get(stage)), None)
+    error = next(
+        (found[stage] for stage in ("variables", "verify", "shape", "config", "select") if found.get(stage)), None
+    )
     if error is not None and error["msg"]:
         row["text"] = re.sub(r"\d+", "#", error["msg"])[:80]
     row.update({name: found[name] for name in ("capability", "dtype", "eplb") if isinstance(found.get(name), bool)})
     if isinstance(found.get("sizes"), list):
         row["sizes"] = found["sizes"]
-    row.update({name: found[name] is None for name in ("create", "validate") if name in found})
+    row.update({name: found[name] is None for name in ("ranks", "create", "validate") if name in found})
     if (found.get("create") or {}).get("msg") in _NO_DEVICE:
         del row["create"]
     return row
@@ -107,15 +111,18 @@ def gpu_of(world: Row) -> Gpu:
 
 def question_of(world: Row, case: Row) -> tuple[Row, MoeShape, Deployment]:
     """Config, layer and deployment of a case."""
-    ranks = case["tp"] * case["dp"]
+    pcp = case.get("pcp", 1)
+    ranks = case["tp"] * case["dp"] * pcp
     deployment = Deployment(
         gpu=gpu_of(world),
         tp=case["tp"],
         ep=ranks if case["ep"] else 1,
         dp=case["dp"],
+        pcp=pcp,
         all2all=case["a2a"],
         lora=case["lora"],
         eplb=case["eplb"],
+        redundant_experts=case.get("redundant", 0),
         dtype=case["dtype"],
         backend=case["override"],
         env=tuple(sorted(world["env"].items())),
@@ -176,6 +183,8 @@ def stages(found: Row, outcome: Outcome) -> dict[str, bool]:
     if "capability" in found:
         out["capability"] = found["capability"] == ("G2" not in failed)
         out["dtype"] = found["dtype"] == (not dtype)
+    if "ranks" in found:
+        out["ranks"] = found["ranks"] == ("G10" not in failed)
     chosen = outcome.selection.selected
     if chosen is None:
         return out

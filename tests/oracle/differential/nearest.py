@@ -49,8 +49,10 @@ def changed(world: Row, case: Row, change: Change) -> tuple[Row, Row]:
     return (
         {**world, "flags": dict(d.packages), "env": dict(d.env)},
         {
-            **case, "tp": d.tp, "dp": d.dp, "ep": d.ep > 1, "a2a": d.all2all or DEFAULT_ALL2ALL, "lora": d.lora,
-            "eplb": d.eplb, "dtype": d.dtype, "override": d.backend, "user_quant": d.quantization,
+            **case, "tp": d.tp, "dp": d.dp, "pcp": d.pcp,
+            "ep": d.ep > 1, "a2a": d.all2all or DEFAULT_ALL2ALL, "lora": d.lora,
+            "eplb": d.eplb, "redundant": d.redundant_experts,
+            "dtype": d.dtype, "override": d.backend, "user_quant": d.quantization,
             "qcfg": dict(change.config) or None, "bias": change.shape.has_bias,
             "router_fp32": change.shape.router_dtype == "fp32", "change": change.text,
         },

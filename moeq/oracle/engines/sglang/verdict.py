@@ -109,6 +109,9 @@ def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deploy
     if deployment.dp > 1 or deployment.ep not in (1, deployment.tp):
         text = f"dp {deployment.dp} and ep {deployment.ep} with tp {deployment.tp} are not followed"
         return EngineError("none", "NOT_FOLLOWED", text, "dp 1, and ep 1 or ep equal to tp")
+    if deployment.pcp > 1 or deployment.redundant_experts:
+        text = f"pcp {deployment.pcp} with {deployment.redundant_experts} redundant experts is not followed"
+        return EngineError("none", "NOT_FOLLOWED", text, "pcp 1 and no redundant experts")
     return _own_default(config, shape, deployment) if _is_float(config) else None
 
 

@@ -23,6 +23,14 @@ INTEGER_VARIABLES = (
 #: All-to-all kinds that deliver activations as `[E, max_tokens, K]`.
 BATCHED_ALL2ALL = ("deepep_low_latency", "nixl_ep")
 DEFAULT_ALL2ALL = "allgather_reducescatter"
+#: Model types whose classes split tokens over tensor-parallel ranks before the experts.
+SEQUENCE_PARALLEL_MODELS = frozenset(
+    (
+        *("deepseek", "deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm_moe_dsa", "gpt_oss", "granitemoe"),
+        *("llama4", "llama4_text", "mimo_v2", "mimo_v2_flash", "nemotron_h", "qwen3_moe", "qwen3_vl_moe_text"),
+        *("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"),
+    )
+)
 
 
 def is_integer(text: str) -> bool:
@@ -121,8 +129,13 @@ class Case:
 
     @property
     def moe_tp(self) -> int:
-        """Number of ranks that share one expert: tp x dp, or 1 with expert parallelism."""
-        return 1 if self.use_ep else self.deployment.tp * self.deployment.dp
+        """Number of ranks that share one expert: all ranks, or 1 with expert parallelism."""
+        return 1 if self.use_ep else self.ranks
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that a layer's experts are spread over: tp x dp x pcp."""
+        return self.deployment.tp * self.deployment.dp * self.deployment.pcp
 
     @property
     def intermediate(self) -> int:
@@ -131,8 +144,8 @@ class Case:
 
     @property
     def uses_all2all(self) -> bool:
-        """Whether all-to-all kernels run: expert parallelism over more than one data-parallel rank."""
-        return self.use_ep and self.deployment.dp > 1
+        """Whether all-to-all kernels run: expert parallelism over more than one data- or context-parallel rank."""
+        return self.use_ep and (self.deployment.dp > 1 or self.deployment.pcp > 1)
 
     @property
     def all2all(self) -> str | None:
@@ -147,7 +160,7 @@ class Case:
             # A kind that this version does not know sets none of its switches; gate G10 refuses it.
             name = f"ep:{self.all2all if self.all2all in self.policy.all2all else DEFAULT_ALL2ALL}"
         else:
-            name = "ep" if self.use_ep else "dp" if d.dp > 1 else "tp" if d.tp > 1 else "single"
+            name = "ep" if self.use_ep else "dp" if d.dp > 1 else "tp" if self.ranks > 1 else "single"
         return name + ("+eplb" if d.eplb else "")
 
     @property
@@ -160,8 +173,23 @@ class Case:
 
     @property
     def local_experts(self) -> int:
-        """Number of experts on the fullest rank."""
-        return -(-self.shape.num_experts // self.deployment.ep)
+        """Number of experts on the fullest rank, replicas of load balancing included."""
+        return -(-self.physical_experts // self.deployment.ep)
+
+    @property
+    def physical_experts(self) -> int:
+        """Number of experts that all ranks hold: those of the layer and the replicas of load balancing."""
+        return self.shape.num_experts + self.deployment.redundant_experts
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether the model's class splits tokens over tensor-parallel ranks before the experts, with the default kind.
+
+        Source: `ParallelConfig.use_sequence_parallel_moe`, and the classes that pass it on, vLLM 0.26.0 to 0.33.0.
+        """
+        d = self.deployment
+        spread = self.use_ep and d.tp > 1 and d.dp > 1 and self.all2all == DEFAULT_ALL2ALL
+        return spread and self.shape.model_type in SEQUENCE_PARALLEL_MODELS
 
     @cached_property
     def variants(self) -> dict[tuple[str, str], Variant]:

@@ -95,7 +95,12 @@ def _deployments(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
     if d.lora:
         yield "no LoRA on experts", replace(d, lora=False)
     if d.eplb:
-        yield "no expert load balancing", replace(d, eplb=False)
+        yield "no expert load balancing", replace(d, eplb=False, redundant_experts=0)
+        replicas = d.redundant_experts + -case.physical_experts % d.ep
+        yield f"{replicas} redundant experts", replace(d, redundant_experts=replicas)
+    elif d.redundant_experts:
+        yield option("eplb", True), replace(d, eplb=True)
+        yield "no redundant experts", replace(d, redundant_experts=0)
     yield ("dtype fp16", replace(d, dtype="fp16")) if d.dtype == "bf16" else ("dtype bf16", replace(d, dtype="bf16"))
     yield from _switches(case, d)
 

@@ -121,12 +121,16 @@ def _sizes(stage: Stage) -> Iterator[Failed]:
     if total % tp:
         text = f"intermediate size {total} does not divide by tp {tp} (remainder {total % tp})"
         yield Failed("AssertionError", text, nearest_tp(case, lambda size: True))
-    d = case.deployment
-    if d.ep > 1 and d.ep != d.tp * d.dp:
-        text = f"expert parallelism takes every rank: ep is tp x dp = {d.tp} x {d.dp} = {d.tp * d.dp}, not {d.ep}"
-        yield Failed("ValueError", text, f"ep {d.tp * d.dp}, or tp {d.ep}")
-    if d.ep > case.shape.num_experts:
-        yield Failed("ValueError", f"ep {d.ep} is more than {case.shape.num_experts} experts", "a smaller ep")
+    d, experts = case.deployment, case.physical_experts
+    if d.ep > 1 and d.ep != case.ranks:
+        sizes = [("tp", d.tp), ("dp", d.dp), *([("pcp", d.pcp)] if d.pcp > 1 else [])]
+        names, counts = (" x ".join(str(part) for part in parts) for parts in zip(*sizes, strict=True))
+        text = f"expert parallelism takes every rank: ep is {names} = {counts} = {case.ranks}, not {d.ep}"
+        yield Failed("ValueError", text, f"ep {case.ranks}, or tp {d.ep}")
+    if d.ep > experts:
+        text = f"ep {d.ep} is more than {experts} experts: {d.ep - experts} of {d.ep} ranks would hold none"
+        remedy = f"ep {experts}, or eplb with {d.ep - experts} more redundant experts"
+        yield Failed("ValueError", text, remedy)
 
 
 def _aiter(case: Case) -> bool:
@@ -336,10 +340,35 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
 
 
 def _options(stage: Stage) -> Iterator[Failed]:
-    policy, kind = stage.case.policy, stage.case.deployment.all2all
+    case = stage.case
+    policy, deployment = case.policy, case.deployment
+    kind, replicas = deployment.all2all, deployment.redundant_experts
     if kind is not None and kind not in policy.all2all:
         text = f"{policy.name} has no all-to-all {kind}"
         yield Failed("ValueError", text, f"one of {', '.join(policy.all2all)}", "OPTION")
+    if deployment.eplb:
+        yield from _balancing(case)
+    elif replicas:
+        text = f"{replicas} redundant experts need expert load balancing, which is off"
+        yield Failed("ValueError", text, f"{option('eplb', True)}, or no redundant experts", "OPTION")
+
+
+def _balancing(case: Case) -> Iterator[Failed]:
+    """Check where experts may be balanced. Source: `ParallelConfig` and `FusedMoE`, vLLM 0.26.0 to 0.33.0."""
+    platforms = ("cuda", "rocm", "xpu") if case.policy.since("0.31.0") else ("cuda", "rocm")
+    if case.gpu.platform not in platforms:
+        text = f"expert load balancing exists on {', '.join(platforms)}, not on {case.gpu.platform}"
+        yield Failed("ValueError", text, "no expert load balancing", "OPTION")
+    if not case.use_ep:
+        text = "expert load balancing needs expert parallelism over more than one rank"
+        ranks = f"ep {case.ranks}" if case.ranks > 1 else "ep above 1"
+        yield Failed("ValueError", text, f"{ranks}, or no expert load balancing", "OPTION")
+    elif rest := case.physical_experts % case.deployment.ep:
+        more, replicas = case.deployment.ep - rest, case.deployment.redundant_experts
+        text = (
+            f"load balancing spreads experts evenly: {case.physical_experts} do not divide by ep {case.deployment.ep}"
+        )
+        yield Failed("ValueError", text, f"{replicas + more} redundant experts", "OPTION")
 
 
 #: Experts classes for x86 CPUs with AMX, with the activation dtypes that their kernels take.

@@ -80,8 +80,9 @@ class Outcome:
 
 def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
     """Fill in `dp` from `ep` and `tp`: expert parallelism takes every rank in this engine."""
-    if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % deployment.tp == 0:
-        dp = deployment.ep // deployment.tp
+    inner = deployment.tp * deployment.pcp
+    if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % inner == 0:
+        dp = deployment.ep // inner
         if dp > 1 and notes is not None:
             notes.append(f"ep {deployment.ep} with tp {deployment.tp} means dp {dp}: ep is tp x dp in this engine")
         return replace(deployment, dp=dp)

@@ -99,6 +99,8 @@ _FORM_WORDS = {
 def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted, form, d = variant_of(case, row, activation).parallel, case.parallel_form, case.deployment
     if form in accepted:
+        if case.sequence_parallel and row.whole_sequences:
+            yield "each tensor-parallel rank has its own tokens (sequence parallelism: tp, dp and ep above 1)", "dp 1"
         return
     plain = form.removesuffix("+eplb")
     if plain in accepted:
@@ -172,8 +174,10 @@ def _gemm_type(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failu
 
 def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     most = variant_of(case, row, activation).max_experts
-    if most is not None and case.shape.num_experts > most:
-        yield f"{case.shape.num_experts} experts, at most {most}", f"at most {most} experts"
+    count, replicas = case.physical_experts, case.deployment.redundant_experts
+    if most is not None and count > most:
+        remedy = "fewer redundant experts" if count - replicas <= most else f"at most {most} experts"
+        yield f"{count} experts{f' ({replicas} redundant)' if replicas else ''}, at most {most}", remedy
 
 
 def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from moeq.layouts.readers import Only
 from moeq.oracle.devices import device_term
-from moeq.oracle.engines.vllm.case import Case
+from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
 from moeq.oracle.engines.vllm.filters import filter_reasons
 from moeq.oracle.engines.vllm.policy import Backend, Family
 from moeq.oracle.engines.vllm.rules import RULES, class_reasons
@@ -42,7 +42,7 @@ def factor_value(case: Case, factor: str) -> str:
         return case.flag(factor) or ""
     values = {
         "keys": f"{method.weight_key}|{method.activation_key or 'none'}",
-        "form": case.parallel_form,
+        "form": _search_form(case),
         "activation": shape.activation,
         "routing": shape.routing,
         "lora": "1" if case.deployment.lora else "",
@@ -57,6 +57,12 @@ def factor_value(case: Case, factor: str) -> str:
         "aiter": "" if case.package("aiter") else "0",
     }
     return values[factor]
+
+
+def _search_form(case: Case) -> str:
+    """Return the parallel form that decides the order: context-parallel ranks do not count as data-parallel ones."""
+    form = case.parallel_form
+    return form if case.deployment.dp > 1 else form.replace(f"ep:{DEFAULT_ALL2ALL}", "ep")
 
 
 def search_of(case: Case, family: Family, asked: str) -> Search:

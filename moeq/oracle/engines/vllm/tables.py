@@ -168,6 +168,7 @@ class ExpertsClass:
         drops_scaling: whether the routed scaling factor and the clamp are silently dropped.
         asserted_dtypes: dtypes that are asserted when the kernel is made.
         shard_multiple: divisor of a rank's intermediate size that selection itself asks for.
+        whole_sequences: whether it refuses tokens that the model's class has split over tensor-parallel ranks.
     """
 
     name: str
@@ -181,6 +182,7 @@ class ExpertsClass:
     drops_scaling: bool = False
     asserted_dtypes: tuple[str, ...] | None = None
     shard_multiple: int = 1
+    whole_sequences: bool = False
 
     @property
     def short(self) -> str:
