@@ -6,7 +6,7 @@ it does not convert, those of the models' own configs. What no metadata tells is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import isfinite
 from typing import Any
 
@@ -71,6 +71,8 @@ def config_of(
     model_type, model_class = architecture.model_type, architecture.model_class
     if name == "deepseek2" and metadata.get("deepseek2.expert_gating_func", 1) == 1:
         model_type, model_class = "deepseek_v2", "DeepseekV2ForCausalLM"
+    if name == "granitemoe" and metadata.get("granitemoe.expert_shared_feed_forward_length"):
+        model_type, model_class = "granitemoeshared", "GraniteMoeSharedForCausalLM"
     config: dict[str, Any] = {"architectures": [model_class], "model_type": model_type, "dtype": "bfloat16"}
     config |= architecture.defaults
     for key, target in {**_CONFIG, **architecture.config}.items():
@@ -83,13 +85,16 @@ def config_of(
         config["scoring_func"] = _SCORING[scoring]
     if name == "deepseek2":
         config |= _latent_heads(config, metadata)
-    if name == "qwen35moe":
-        config |= _linear_attention(config, metadata, where)
+    names = tuple(tensors)
+    if name in ("qwen35moe", "qwen3next"):
+        config |= _linear_attention(config, metadata, name, where)
+    if name == "jamba":
+        config |= _state_space(config, metadata, names, where)
     config |= dict(_token_ids(metadata, where))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     if isinstance(vocabulary, list):
         config["vocab_size"] = len(vocabulary)
-    config.setdefault("tie_word_embeddings", "output.weight" not in set(tensors))
+    config.setdefault("tie_word_embeddings", "output.weight" not in names)
     scaling = dict(_rope_scaling(metadata, name, where))
     if scaling:
         config["rope_scaling"] = scaling
@@ -127,20 +132,53 @@ def _latent_heads(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dic
     return {**heads, "qk_nope_head_dim": keys - rope, "v_head_dim": values}
 
 
-def _linear_attention(config: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what Qwen3.5 says of its value heads and positions."""
-    heads, inner = config.get("linear_num_value_heads"), metadata.get("qwen35moe.ssm.inner_size")
+def _linear_attention(config: Mapping[str, Any], metadata: Mapping[str, Any], name: str, where: str) -> dict[str, Any]:
+    """Return what Qwen3-Next and Qwen3.5 say of their value heads and positions."""
+    heads, inner = config.get("linear_num_value_heads"), metadata.get(f"{name}.ssm.inner_size")
     if type(heads) is not int or type(inner) is not int or heads <= 0 or inner % heads:
         raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no {heads} value heads")
     found: dict[str, Any] = {"linear_value_head_dim": inner // heads}
-    sections, width = metadata.get("qwen35moe.rope.dimension_sections"), metadata.get("qwen35moe.rope.dimension_count")
-    if isinstance(sections, memoryview) and type(width) is int and config.get("head_dim"):
+    sections, width = metadata.get(f"{name}.rope.dimension_sections"), metadata.get(f"{name}.rope.dimension_count")
+    if type(width) is not int or not config.get("head_dim"):
+        return found
+    rotary = width / config["head_dim"]
+    if name == "qwen3next":
+        return found | {"partial_rotary_factor": rotary}
+    if isinstance(sections, memoryview):
         found["rope_parameters"] = {
             "rope_theta": config.get("rope_theta"),
             "mrope_section": [section for section in sections.tolist() if section],
             "mrope_interleaved": True,
-            "partial_rotary_factor": width / config["head_dim"],
+            "partial_rotary_factor": rotary,
         }
+    return found
+
+
+def _state_space(
+    config: Mapping[str, Any], metadata: Mapping[str, Any], tensors: Collection[str], where: str
+) -> dict[str, Any]:
+    """Return what Jamba says of its state-space layers, and which layers have attention and experts."""
+    inner, hidden, heads = (
+        metadata.get("jamba.ssm.inner_size"),
+        config.get("hidden_size"),
+        config.get("num_key_value_heads"),
+    )
+    if type(inner) is not int or type(hidden) is not int or hidden <= 0 or inner % hidden:
+        raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no multiple of {hidden}")
+    present, layers = frozenset(tensors), config["num_hidden_layers"]
+    found: dict[str, Any] = {
+        "mamba_expand": inner // hidden,
+        "mamba_conv_bias": any(name.endswith(".ssm_conv1d.bias") for name in present),
+        "mamba_proj_bias": any(name.endswith(".ssm_in.bias") for name in present),
+    }
+    if isinstance(heads := config.get("num_key_value_heads"), list):
+        found["num_key_value_heads"] = max(heads)
+    for key, tensor in (("attn", "attn_q"), ("expert", "ffn_gate_exps")):
+        having = [layer for layer in range(layers) if f"blk.{layer}.{tensor}.weight" in present]
+        period = having[1] - having[0] if len(having) > 1 else layers
+        if not having or having != list(range(having[0], layers, period)):
+            raise MoeqError("source.inconsistent", f"{where}: layers {having[:8]} of {layers} have {tensor}")
+        found |= {f"{key}_layer_period": period, f"{key}_layer_offset": having[0]}
     return found
 
 

@@ -51,7 +51,7 @@ class UnpermutedTensor:
 
 @dataclass(frozen=True)
 class ReorderedTensor:
-    """A tensor of Qwen3.5's linear attention, or one of its norms, as the model has it.
+    """A tensor of Qwen3.5's linear attention, as the model has it.
 
     Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
     (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
@@ -86,14 +86,71 @@ class ReorderedTensor:
         rows = octets.reshape(self.stored.shape[0] if len(self.stored.shape) > 1 or self.moves_bytes else 1, -1)
         if not self.moves_bytes:
             rows = dequantized(self.stored.type, rows)
-            if self.change == "minus-one":
-                return (rows - 1).numpy().data.cast("B")
-            rows = (torch.log(-rows) if self.change == "logarithm" else rows).T
+            rows = (_logarithm(rows, self.file) if self.change == "value-logarithm" else rows).T
         keys, per_key, size = self.heads
         tail = rows[rows.shape[0] - self.reordered :].reshape(per_key, keys, size, -1).transpose(0, 1)
         found = torch.cat([rows[: rows.shape[0] - self.reordered], tail.reshape(self.reordered, -1)])
         found = found.T if self.change == "value-columns" else found
         return found.contiguous().numpy().data.cast("B")
+
+
+@dataclass(frozen=True)
+class ChangedNumbers:
+    """A tensor whose every number llama.cpp changes, float32.
+
+    Attributes:
+        file: its file.
+        stored: the tensor as it is stored.
+        logarithm: numbers are `-exp(x)` of the model's; otherwise 1 was added.
+    """
+
+    file: str
+    stored: GgufTensor
+    logarithm: bool
+
+    def content(self, read: Reader) -> memoryview:
+        rows = numbers_in(read, self.file, self.stored)
+        return (_logarithm(rows, self.file) if self.logarithm else rows - 1).numpy().data.cast("B")
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """A projection whose rows llama.cpp keeps in two tensors: their bytes if both have one type, else float32.
+
+    Attributes:
+        file: file of both tensors.
+        tensors: both tensors, `[rows, K]`.
+        heads: groups of rows; each takes the next rows of every run.
+        runs: per run, the tensor and how many of its rows.
+    """
+
+    file: str
+    tensors: tuple[GgufTensor, GgufTensor]
+    heads: int
+    runs: tuple[tuple[int, int], ...]
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether rows keep their bytes."""
+        return self.tensors[0].type == self.tensors[1].type
+
+    def content(self, read: Reader) -> memoryview:
+        import torch
+
+        found = [self._rows(read, tensor) for tensor in self.tensors]
+        starts, cut = [0, 0], list[torch.Tensor]()
+        for which, count in self.runs:
+            rows = found[which][starts[which] : starts[which] + count]
+            cut.append(rows.reshape(self.heads, count // self.heads, -1))
+            starts[which] += count
+        return torch.cat(cut, dim=1).contiguous().numpy().data.cast("B")
+
+    def _rows(self, read: Reader, tensor: GgufTensor) -> Tensor:
+        import torch
+
+        if not self.keeps_bytes:
+            return numbers_in(read, self.file, tensor)
+        return torch.frombuffer(read(self.file, tensor.start, tensor.end), dtype=torch.uint8).view(tensor.shape[0], -1)
 
 
 @dataclass(frozen=True)
@@ -119,16 +176,26 @@ class LatentProjection:
     def content(self, read: Reader) -> memoryview:
         import torch
 
-        keys, values = (self._numbers(read, tensor) for tensor in (self.keys, self.values))
+        keys, values = (numbers_in(read, self.file, one).reshape(one.shape) for one in (self.keys, self.values))
         joined = torch.cat([keys.transpose(1, 2), values], dim=1).contiguous()
         return joined.numpy().data.cast("B")
 
-    def _numbers(self, read: Reader, tensor: GgufTensor) -> Tensor:
-        import torch
 
-        octets = torch.frombuffer(read(self.file, tensor.start, tensor.end), dtype=torch.uint8)
-        rows = tensor.shape[0] * tensor.shape[1]
-        return dequantized(tensor.type, octets.reshape(rows, -1)).reshape(tensor.shape)
+def numbers_in(read: Reader, file: str, tensor: GgufTensor) -> Tensor:
+    """Return the numbers of a tensor, float32 `[rows, K]`. Raises MoeqError as `read`, and `source.bad-data`."""
+    import torch
+
+    octets = torch.frombuffer(read(file, tensor.start, tensor.end), dtype=torch.uint8)
+    return dequantized(tensor.type, octets.reshape(prod(tensor.shape[:-1]), -1))
+
+
+def _logarithm(numbers: Tensor, file: str) -> Tensor:
+    """Return `log(-x)` of numbers. Raises MoeqError `source.bad-data` if one is not negative."""
+    import torch
+
+    if not bool((numbers < 0).all()):
+        raise MoeqError("source.bad-data", f"{file}: a decay (ssm_a) is not negative", "the file is damaged")
+    return torch.log(-numbers)
 
 
 def open_made(content: memoryview) -> int:
@@ -156,6 +223,13 @@ def derive(
     """
     if change == "row":
         return entry._replace(shape=(1, *entry.shape)) if len(entry.shape) == 1 else entry, None
+    if change == "channels":
+        rows, *rest = entry.shape or (0,)
+        return entry._replace(shape=(rows, 1, *rest)) if len(rest) == 1 else entry, None
+    if change in ("minus-one", "logarithm"):
+        file = f"{where} of {entry.file}"
+        changed = TensorEntry(entry.name, "F32", stored.shape, file, 0, 4 * prod(stored.shape))
+        return changed, ChangedNumbers(entry.file, stored, change == "logarithm")
     if change != "rotary":
         return _reordered(change, entry, stored, config, where)
     heads = config.get("num_key_value_heads" if "attn_k" in where else "num_attention_heads")
@@ -175,10 +249,10 @@ def _reordered(
     if len(counts) < len(names) or counts[1] % counts[0]:
         raise MoeqError("source.inconsistent", f"{where}: {', '.join(names)} are {counts}, which do not fit")
     keys, values, size = counts
-    single = change in ("value-heads", "logarithm")
+    single = change in ("value-heads", "value-logarithm")
     made = ReorderedTensor(entry.file, stored, change, (keys, values // keys, 1 if single else size))
     axis = len(stored.shape) - 1 if change == "value-columns" else 0
-    if change != "minus-one" and (not stored.shape or stored.shape[axis] < made.reordered):
+    if not stored.shape or stored.shape[axis] < made.reordered:
         detail = f"{where}: shape {list(stored.shape)} has no {made.reordered} rows of value heads"
         raise MoeqError("source.inconsistent", detail)
     file = f"{where} of {entry.file}"
@@ -190,6 +264,35 @@ def _reordered(
         name = entry.name.rpartition(".")[0] + "." + part_of("f32")
         return TensorEntry(name, "U8", (stored.shape[0], 4 * stored.shape[1]), file, 0, nbytes), made
     return TensorEntry(entry.name, "F32", stored.shape, file, 0, nbytes), made
+
+
+def join(
+    file: str, first: GgufTensor, second: GgufTensor, config: Mapping[str, Any], where: str
+) -> tuple[JoinedRows, GgufTensor]:
+    """Return a projection whose rows are in two tensors, and the tensor that it would be stored as.
+
+    Shared experts' gate and up follow each other. Qwen3-Next has, for each key head, its rows of queries, keys, values
+    (all in the first tensor, in this order) and gates (the second).
+
+    Raises:
+        MoeqError: `source.inconsistent` if shapes, or shapes and config, do not fit.
+    """
+    (rows, columns), (more, others) = (
+        tensor.shape if len(tensor.shape) == 2 else (0, -1) for tensor in (first, second)
+    )
+    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))
+    heads = 1
+    if first.name.endswith("attn_qkv.weight"):
+        heads, size = config.get("linear_num_key_heads", 0), config.get("linear_key_head_dim", 0)
+        queries = heads * size if type(heads) is type(size) is int else 0
+        runs = ((0, queries), (0, queries), (0, rows - 2 * queries), (1, more))
+    if columns != others or columns <= 0 or heads <= 0 or any(count <= 0 or count % heads for _, count in runs):
+        detail = f"{where}: {first.name} {list(first.shape)} and {second.name} {list(second.shape)} do not fit together"
+        raise MoeqError("source.inconsistent", detail)
+    made = JoinedRows(file, (first, second), heads, runs)
+    kind = first.type if made.keeps_bytes else "f32"
+    nbytes = first.end - first.start + second.end - second.start if made.keeps_bytes else 4 * (rows + more) * columns
+    return made, GgufTensor(where, kind, (rows + more, columns), 0, nbytes)
 
 
 def latent_entry(name: str, made: LatentProjection, where: str) -> TensorEntry:

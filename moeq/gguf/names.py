@@ -14,9 +14,19 @@ from typing import Literal
 #: What a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of length 1
 #: goes in front. `minus-one`: norms are stored with 1 added. `values`: rows of value heads are in another order (with
 #: `head` one row per head, with `tail` after queries and keys), or columns are (`value-columns`). `logarithm`: stored
-#: as `-exp(x)`, one number per value head.
+#: as `-exp(x)`; `value-logarithm` as well, one number per value head. `channels`: an axis of length 1 goes between.
 Change = Literal[
-    "rotary", "row", "minus-one", "values", "value-heads", "value-tail", "conv-tail", "value-columns", "logarithm"
+    "rotary",
+    "row",
+    "channels",
+    "minus-one",
+    "logarithm",
+    "values",
+    "value-heads",
+    "value-tail",
+    "conv-tail",
+    "value-columns",
+    "value-logarithm",
 ]
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+?)\.(weight|bias)")
@@ -48,32 +58,54 @@ _LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
 }
 
-#: Names that are parameters of a module, not its weight.
-_PARAMETERS = {
-    "attn_sinks": "self_attn.sinks",
-    "ssm_a": "linear_attn.A_log",
-    "ssm_dt": "linear_attn.dt_bias",
-}
-
-_LINEAR_ATTENTION = {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_beta": "linear_attn.in_proj_b",
+_GATED_DELTA = {
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
 
+_LINEAR_ATTENTION = _GATED_DELTA | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+}
+
+_LINEAR_PARAMETERS = {"ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias"}
+
+_STATE_SPACE = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_x": "mamba.x_proj",
+    "ssm_dt": "mamba.dt_proj",
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+    "ssm_out": "mamba.out_proj",
+}
+
+_OFFSET_NORMS: dict[str, Change] = dict.fromkeys(
+    ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"), "minus-one"
+)
+
 _LINEAR_CHANGES: Mapping[str, Change] = {
-    **dict.fromkeys(("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"), "minus-one"),
+    **_OFFSET_NORMS,
     **dict.fromkeys(("ssm_alpha", "ssm_beta", "ssm_dt"), "value-heads"),
     "attn_gate": "values",
     "attn_qkv": "value-tail",
     "ssm_conv1d": "conv-tail",
     "ssm_out": "value-columns",
-    "ssm_a": "logarithm",
+    "ssm_a": "value-logarithm",
     "ffn_gate_inp_shexp": "row",
+}
+
+_LINEAR_CONFIG = {
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
 }
 
 _NEXT = {
@@ -111,9 +143,10 @@ class GgufArchitecture:
         experts: path of the experts under a layer.
         correction: name under a layer of the bias that takes part in choosing experts.
         changes: names within a block to what their tensors need.
+        parameters: names within a block that are parameters of a module under a layer, not its weight.
+        joined: names within a block to the name of the tensor whose rows follow theirs, and the whole tensor's name.
         config: keys of metadata (without the architecture) to keys of `config.json` that only this model has.
         defaults: entries of `config.json` that no metadata tells.
-        refusal: why its tensors cannot be turned back, or None.
     """
 
     model_type: str
@@ -124,16 +157,17 @@ class GgufArchitecture:
     experts: str = "mlp.experts"
     correction: str = "mlp.gate.e_score_correction_bias"
     changes: Mapping[str, Change] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
-    refusal: str | None = None
 
     def name(self, stored: str) -> tuple[str, Change | None] | None:
         """Return a tensor's Hugging Face name and what it needs; None if there is no such tensor in the model."""
         head, _, part = stored.rpartition(".")
         if head in self.top:
             return f"{self.top[head]}.{part}", self.changes.get(head)
-        match = _BLOCK.fullmatch(f"{stored}.weight" if stored.endswith(".ssm_a") else stored)
+        match = _BLOCK.fullmatch(f"{stored}.weight" if stored.endswith((".ssm_a", ".ssm_d")) else stored)
         if match is None:
             return None
         number, inner, part = match.groups()
@@ -143,8 +177,8 @@ class GgufArchitecture:
             return f"{layer}.{self.experts}.{expert[1]}_proj.{part}", None
         if inner == "exp_probs_b":
             return f"{layer}.{self.correction}", self.changes.get(inner)
-        if inner in _PARAMETERS:
-            return f"{layer}.{_PARAMETERS[inner]}", self.changes.get(inner)
+        if inner in self.parameters:
+            return f"{layer}.{self.parameters[inner]}", self.changes.get(inner)
         if inner not in self.blocks:
             return None
         return f"{layer}.{self.blocks[inner]}.{part}", self.changes.get(inner)
@@ -152,6 +186,7 @@ class GgufArchitecture:
 
 _ROTARY: Mapping[str, Change] = {"attn_q": "rotary", "attn_k": "rotary"}
 _MLP = _ATTENTION | _feed_forward("mlp", "gate")
+_SHARED_EXPERT = _feed_forward("mlp", "gate", "shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts"}
 _ROUTED_EXPERTS = {
     "expert_count": "n_routed_experts",
@@ -187,7 +222,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen2moe": GgufArchitecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        _ATTENTION | _feed_forward("mlp", "gate", "shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        _ATTENTION | _SHARED_EXPERT,
         changes={"ffn_gate_inp_shexp": "row"},
         config={"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
@@ -195,26 +230,23 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3next": GgufArchitecture(
         "qwen3_next",
         "Qwen3NextForCausalLM",
-        _MLP,
+        _ATTENTION
+        | _SHARED_EXPERT
+        | _GATED_DELTA
+        | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+        changes={**_OFFSET_NORMS, "ssm_a": "logarithm", "ssm_conv1d": "channels", "ffn_gate_inp_shexp": "row"},
+        parameters=_LINEAR_PARAMETERS,
+        joined={"attn_qkv": ("attn_gate", "linear_attn.in_proj_qkvz")},
+        config=_LINEAR_CONFIG,
         defaults={"norm_topk_prob": True},
-        refusal="its linear attention is stored in other tensors and orders, which moeq does not turn back",
     ),
     "qwen35moe": GgufArchitecture(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        _ATTENTION
-        | _feed_forward("mlp", "gate", "shared_expert")
-        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
-        | _LINEAR_ATTENTION,
+        _ATTENTION | _SHARED_EXPERT | _LINEAR_ATTENTION,
         changes=_LINEAR_CHANGES,
-        config={
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-            "full_attention_interval": "full_attention_interval",
-            "ssm.conv_kernel": "linear_conv_kernel_dim",
-            "ssm.state_size": "linear_key_head_dim",
-            "ssm.group_count": "linear_num_key_heads",
-            "ssm.time_step_rank": "linear_num_value_heads",
-        },
+        parameters=_LINEAR_PARAMETERS,
+        config=_LINEAR_CONFIG,
         defaults={"norm_topk_prob": True},
     ),
     "deepseek2": GgufArchitecture(
@@ -240,6 +272,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "gpt_oss",
         "GptOssForCausalLM",
         _ATTENTION | {"ffn_gate_inp": "mlp.router"},
+        parameters={"attn_sinks": "self_attn.sinks"},
         config=_LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
         defaults={"attention_bias": True, "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False},
     ),
@@ -278,11 +311,13 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "granitemoe": GgufArchitecture(
         "granitemoe",
         "GraniteMoeForCausalLM",
-        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        _ATTENTION | {"ffn_gate_inp": "block_sparse_moe.router.layer", "ffn_down_shexp": "shared_mlp.output_linear"},
         experts="block_sparse_moe.experts",
         changes=_ROTARY,
+        joined={"ffn_gate_shexp": ("ffn_up_shexp", "shared_mlp.input_linear")},
         config=_LOCAL_EXPERTS
         | {
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
             "attention.scale": "attention_multiplier",
             "embedding_scale": "embedding_multiplier",
             "residual_scale": "residual_multiplier",
@@ -301,10 +336,16 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "jamba": GgufArchitecture(
         "jamba",
         "JambaForCausalLM",
-        _ATTENTION | _feed_forward("feed_forward", "router") | {"ffn_norm": "pre_ff_layernorm"},
+        _ATTENTION | _feed_forward("feed_forward", "router") | {"ffn_norm": "pre_ff_layernorm"} | _STATE_SPACE,
         top=_TOP | {"output_norm": "model.final_layernorm"},
         experts="feed_forward.experts",
-        refusal="its state-space layers are stored as -exp(A_log) in float32, which has no exact inverse",
+        changes={"ssm_a": "logarithm", "ssm_conv1d": "channels"},
+        parameters={"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"},
+        config={
+            "ssm.conv_kernel": "mamba_d_conv",
+            "ssm.state_size": "mamba_d_state",
+            "ssm.time_step_rank": "mamba_dt_rank",
+        },
     ),
     "bailingmoe2": GgufArchitecture(
         "bailing_moe_v2",

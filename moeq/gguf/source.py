@@ -23,7 +23,7 @@ from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.gguf.config import architecture_of, config_of
-from moeq.gguf.derived import LatentProjection, MadeFile, derive, latent_entry, open_made
+from moeq.gguf.derived import LatentProjection, MadeFile, derive, join, latent_entry, open_made
 from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from moeq.gguf.names import GgufArchitecture
 from moeq.gguf.tokenizer import TOKENIZER_FILES, can_convert, tokenizer_files
@@ -126,7 +126,7 @@ class _GgufFiles(Source):
         Source.__init__(self, name, found, {}, self.revision)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
         self.tensors = dict(self._entries(stored, architecture))
-        refusal = self._refusal(stored, architecture, title)
+        refusal = self._refusal(stored, architecture)
         experts, others = _counts(stored)
         table = {"quant_method": METHOD, "experts": experts, "others": others}
         found["quantization_config"] = table | ({"refusal": refusal} if refusal else {})
@@ -187,6 +187,7 @@ class _GgufFiles(Source):
             known = architecture.name(source_name)
             if known is None:
                 yield from self._joined_half(source_name, stored, architecture)
+                yield from self._joined_rows(source_name, stored, architecture)
                 continue
             name, change = known
             if name in found:
@@ -214,17 +215,29 @@ class _GgufFiles(Source):
         self._joined |= {name, other}
         yield entry.name, entry
 
-    def _refusal(
-        self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture, title: str
-    ) -> str | None:
+    def _joined_rows(
+        self, name: str, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
+    ) -> Iterator[tuple[str, TensorEntry]]:
+        """Yield the whole projection if a tensor holds the first rows of one."""
+        block, _, inner = name.removesuffix(".weight").rpartition(".")
+        second, module = architecture.joined.get(inner, ("", ""))
+        other = f"{block}.{second}.weight"
+        if not name.endswith(".weight") or other not in stored or stored[name][0] != stored[other][0]:
+            return
+        file, place = stored[name][0], f"{block}.{inner} of {stored[name][0]}"
+        made, whole = join(file, stored[name][1], stored[other][1], self._facts, place)
+        entry = entry_of(f"{architecture.layers}.{block.removeprefix('blk.')}.{module}.weight", whole, place)
+        self._made[place] = made
+        self._joined |= {name, other}
+        yield entry.name, entry
+
+    def _refusal(self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture) -> str | None:
         """Return why the file cannot be written as another checkpoint, and warn about what is left out."""
         unknown = [name for name in stored if architecture.name(name) is None and name not in self._joined]
         for name in [name for name in unknown if name in _COMPUTED]:
             unknown.remove(name)
             text = f"{name} is left out: engines compute it from rope_scaling, which GGUF does not keep in full"
             self.warnings.append(CheckpointWarning("gguf.computed", text))
-        if architecture.refusal:
-            return f"{title}: {architecture.refusal}"
         if unknown:
             shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4:,} more" if len(unknown) > 4 else "")
             return f"moeq knows no Hugging Face names of {len(unknown):,} of its tensors: {shown}"

@@ -21,6 +21,9 @@ _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}
 _GGUF: dict[StoredName, str] = {"gate": "ffn_gate_exps", "up": "ffn_up_exps", "down": "ffn_down_exps"}
 _STACKED: dict[StoredName, str] = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
+#: Modules of all experts of a Granite-MoE layer, gate rows before up rows.
+_GRANITE = ("input_linear", "input_linear", "output_linear")
+
 #: Modules that hold experts and router, by the option that asks for them.
 _CONTAINERS: dict[NamesOption, str] = {"mlp": "mlp", "block-sparse-moe": "block_sparse_moe"}
 
@@ -40,6 +43,7 @@ class Naming:
         transposed: whether stacked tensors of floats have rows and columns exchanged.
         renamed: source prefix and target prefix of the module that holds experts and router, if they differ.
         listed: whether each projection is a list of experts, `ffn_up_exps.0`, instead of the other way round.
+        modules: whether stacked tensors are weights of modules, `input_linear.weight`, not parameters.
     """
 
     prefix: str
@@ -49,6 +53,7 @@ class Naming:
     transposed: bool = False
     renamed: tuple[str, str] | None = None
     listed: bool = False
+    modules: bool = False
 
     def module(self, projection: StoredName, expert: int) -> str:
         """Return module name of a projection, as configs name it."""
@@ -59,7 +64,7 @@ class Naming:
 
     def tensor(self, projection: StoredName, expert: int, part: str) -> str:
         """Name of the tensor that holds a part."""
-        if not self.stacked:
+        if not self.stacked or self.modules:
             return f"{self.module(projection, expert)}.{part}"
         suffix = part.removeprefix("weight").removeprefix("_")
         return f"{self.prefix}.{self.spelled[projection]}" + (f"_{suffix}" if suffix else "")
@@ -154,6 +159,8 @@ def family_naming(experts: Experts, family: ModelFamily | None) -> Naming | None
         return None
     head = f"{layer.stack}.{layer.layer}"
     prefix = f"{head}.{family.experts}"
+    if family.projections == _GRANITE:
+        return Naming(prefix, {"gate_up": _GRANITE[0], "down": _GRANITE[2]}, stacked=True, modules=True)
     before, after = (path.rpartition(".")[0] for path in (layer.prefix, prefix))
     if before != after and head in (before, after):  # the router does not lie in a container of its own
         return None
