@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -140,3 +141,39 @@ def test_records_are_one_line(checkpoints: Path, tmp_path: Path) -> None:
         assert "<table>" in page
     assert repr(records[1]) == "<Verdict A100, TP 1, bf16: vLLM 0.33.0 runs MARLIN (W4A16)>"
     assert "&lt;b&gt;out" in done._repr_html_()
+
+
+def test_a_conversion_says_what_it_wrote_and_what_it_lost(checkpoints: Path, tmp_path: Path) -> None:
+    source, out = checkpoints / NAME, tmp_path / "out"
+    would = moeq.convert(source, out, gpu="A100", dry_run=True)
+    done, again = moeq.convert(source, out, gpu="A100"), moeq.convert(source, out, gpu="A100")
+    for conversion, verb in ((would, "would write"), (done, "wrote"), (again, "already done,")):
+        assert repr(conversion).startswith(f"<Conversion {verb} {out}: {len(done.plan.files)} files, ")
+        assert "stored numbers were changed" not in conversion._repr_html_()
+    assert done.manifest is not None
+    layers = tuple(replace(layer, losses=600) for layer in done.manifest.layers)
+    lossy = replace(done, manifest=replace(done.manifest, layers=layers))
+    assert f"{600 * len(layers):,} stored numbers were changed, as was allowed" in lossy._repr_html_()
+
+
+def test_a_verdict_lists_the_other_backends(checkpoints: Path) -> None:
+    verdict = moeq.decide(checkpoints / NAME, gpu="A100")
+    page = verdict._repr_html_()
+    assert verdict.chosen is not None
+    assert f"<th>{verdict.chosen.backend}</th>" not in page
+    others = [row.backend for row in verdict.candidates if row.backend != verdict.chosen.backend]
+    assert len(others) > 3
+    assert all(f"<th>{name}</th>" in page for name in others)
+
+
+@pytest.mark.parametrize("name", [name for name in moeq.__all__ if inspect.isfunction(getattr(moeq, name))])
+def test_options_are_off_unless_asked_for(name: str) -> None:
+    """Nothing is replaced, pushed, or left out of a check by default; only the check of the GPU is on."""
+    defaults = {key: one.default for key, one in inspect.signature(getattr(moeq, name)).parameters.items()}
+    assert {key for key, value in defaults.items() if value is True} <= {"check_gpu"}
+
+
+def test_a_deployment_from_a_file(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "deploy.toml").write_text('gpu = "a100"\ntp = 2\n')
+    verdict = moeq.decide(checkpoints / NAME, deploy=tmp_path / "deploy.toml")
+    assert (verdict.deployment.gpu.name, verdict.deployment.tp) == ("A100", 2)

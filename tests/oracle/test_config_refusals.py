@@ -11,6 +11,7 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.engines.vllm.outcome import resolve
 from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.rules import nearest_tp
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
@@ -45,6 +46,25 @@ def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> N
     verdict = judged(config)
     assert not verdict.ok
     assert said in verdict.refusal
+
+
+def test_projections_of_different_schemes_are_named() -> None:
+    for ignored in ("gate", "up", "down"):
+        config = {**MXFP4, "ignore": [f"re:.*{ignored}_proj"]}
+        named = ", ".join(f"{one}_proj: {'ignored' if one == ignored else 'group_0'}" for one in ("gate", "up", "down"))
+        assert judged(config).refusal == f"the projections of an expert resolve to different schemes ({named})"
+
+
+@pytest.mark.parametrize(
+    ("tp", "remedy"),
+    [(4, "tp 2 (384 per rank), or ep 4 (whole experts, 768 wide)"), (1, "tp 2 (384 per rank)")],
+)
+def test_the_nearest_size_of_a_shard_is_named(tp: int, remedy: str) -> None:
+    """Whole experts are no other choice where one rank has them already."""
+    where = Deployment(parse_gpu("H100"), tp=tp)
+    case = resolve(load_policy("vllm@0.33.0"), GPTQ, SHAPE, where).case
+    assert nearest_tp(case, lambda size: size in (768, 384) if tp == 4 else size == 384) == remedy
+    assert nearest_tp(replace(case, brief=True), lambda size: True) is None
 
 
 def test_sglang_refuses_presets_too() -> None:

@@ -12,6 +12,9 @@ from oracle.asking import ct, gptq
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.engines.vllm.case import Method
+from moeq.oracle.engines.vllm.outcome import method_of
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.judge import judge_config
 from moeq.oracle.records import MoeShape, Verdict
 
@@ -141,3 +144,64 @@ def test_humming_runs_16_bits_beside_groups(gpu: str) -> None:
     config = ct()
     config["config_groups"]["group_0"]["input_activations"] = _FP8_TOKENS
     assert judged("humming", config, gpu).runs_as == ("W4A8" if gpu == "A100" else "W4A16")
+
+
+def read(name: str, gpu: str = "H100", version: str = "0.33.0", **deployment: Any) -> Method | str:
+    where = Deployment(parse_gpu(gpu), engine=f"vllm@{version}", quantization=name, **deployment)
+    return method_of(load_policy(where.engine), {}, SHAPE, where, "model.layers.0.mlp.experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "group", "block", "cutlass"),
+    [
+        ("fp8_per_tensor", 8, -1, None, False),
+        ("fp8_per_block", 8, 128, (128, 128), False),
+        ("fp8_per_channel", 8, -1, None, True),
+        ("int8_per_channel_weight_only", 8, -1, None, True),
+        ("mxfp8", 8, 32, None, True),
+        ("mxfp4", 4, 32, None, True),
+    ],
+)
+def test_each_name_has_its_scales(
+    name: str, bits: int, group: int, block: tuple[int, int] | None, cutlass: bool
+) -> None:
+    method = read(name)
+    assert isinstance(method, Method)
+    assert (method.bits, method.group_size, method.block, method.vllm_cutlass) == (bits, group, block, cutlass)
+
+
+def test_two_names_of_one_method() -> None:
+    assert read("fp8") == read("fp8_per_tensor")
+    assert read("experts_int8") == read("int8_per_channel_weight_only")
+
+
+def test_batch_invariance_gives_fp8_a_scale_per_token_since_0_33() -> None:
+    keys = {
+        (version, on): method.activation_key
+        for version in ("0.32.0", "0.33.0")
+        for on in "01"
+        if isinstance(method := read("fp8_per_tensor", version=version, env=(("VLLM_BATCH_INVARIANT", on),)), Method)
+    }
+    tensor, token = "kFp8DynamicTensorSym", "kFp8DynamicTokenSym"
+    assert keys == {("0.32.0", "0"): tensor, ("0.32.0", "1"): tensor, ("0.33.0", "0"): tensor, ("0.33.0", "1"): token}
+
+
+def test_mxfp4_names_the_method_of_quantised_checkpoints_before_0_28() -> None:
+    for version, online in (("0.27.1", False), ("0.28.0", True)):
+        method = read("mxfp4", version=version)
+        assert isinstance(method, Method)
+        assert (method.name == "Mxfp4OnlineMoEMethod") is online
+
+
+def test_nvfp4_has_a_scale_per_token_since_0_31() -> None:
+    for version, key in (("0.30.0", "kNvfp4Dynamic"), ("0.31.0", "kNvfp4DynamicToken")):
+        method = read("nvfp4_per_token", "B200", version)
+        assert isinstance(method, Method)
+        assert (method.activation_key, method.bits, method.group_size) == (key, 4, 16)
+
+
+def test_names_without_a_config_end_as_the_engine_ends() -> None:
+    for name, error in (("deepseek_v4_fp8", "ValueError"), ("gpt_oss", "TypeError")):
+        verdict = judged(name, {}, "H100")
+        assert verdict.error is not None
+        assert verdict.error.error == error

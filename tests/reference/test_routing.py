@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moeq.reference.routing import RoutingRule, route
+from moeq.reference.routing import RoutingRule, known_scoring, route
 
 
 def test_softmax_top_k_renormalised() -> None:
@@ -47,3 +47,8 @@ def test_the_third_best_of_a_group_does_not_count() -> None:
 def test_sqrtsoftplus() -> None:
     routed = route(torch.tensor([[1.0, 3.0]]), RoutingRule(top_k=1, scoring="sqrtsoftplus", renormalize=False))
     assert routed.weights.item() == pytest.approx(math.sqrt(math.log1p(math.exp(3.0))))
+
+
+def test_a_scoring_that_is_not_known_is_run_as_softmax() -> None:
+    names = ("softmax", "sigmoid", "sqrtsoftplus", "another")
+    assert [known_scoring(name) for name in names] == ["softmax", "sigmoid", "sqrtsoftplus", "softmax"]
