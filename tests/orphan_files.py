@@ -83,7 +83,9 @@ def write_torchao_stacks(folder: Path, vector: dict[str, Any]) -> Path:
         name = f"model.layers.0.mlp.experts.{parameter}"
         metadata[name] = vector["metadata"]
         for part, table in vector["parts"].items():
-            rows = torch.cat([stored(table)] * copies)
+            # Scales of packed int4 have a column per row of the matrix.
+            across = vector["name"].startswith("int4tensor") and not part.endswith("qdata")
+            rows = torch.cat([stored(table)] * copies, dim=int(across))
             tensors[name.replace(parameter, f"_{parameter}{part.removeprefix('_weight')}")] = torch.stack([rows, rows])
     table = {"quant_method": "torchao", "quant_type": {"default": vector["config"]}}
     return save(folder, vector, tensors, table, metadata)

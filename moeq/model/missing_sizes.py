@@ -94,40 +94,41 @@ def with_bitsandbytes_sizes(source: Source) -> None:
         source.tensors = {**source.tensors, **found}
 
 
-#: Classes of matrices that are read.
-_READ_CLASSES = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
-
 _CODES_SUFFIX = "_qdata"
 
 
 def with_torchao_bits(source: Source) -> None:
-    """Add to every integer matrix of torchao the part `_weight_bits`: no bytes, shape `(0, bits)`.
+    """Add to every integer matrix of torchao a part without bytes: `_weight_bits`, or `_weight_int4` if it is packed.
 
-    Matrices of other classes, and those that no metadata describe, get none and are no format that moeq reads.
+    Their shapes are `(0, bits)` and `(0, 1)`, or `(0, 0)` for zero points in floats. Matrices of other classes, and
+    those that no metadata describe, get none and are no format that moeq reads, except FP8.
     """
     added: dict[str, TensorEntry] = {}
     for name, codes in source.tensors.items():
         module, _, parameter = name.removesuffix(_CODES_SUFFIX).rpartition(".")
         if not name.endswith(_CODES_SUFFIX) or not parameter.startswith("_"):
             continue
-        bits = _torchao_bits(source.metadata.get(f"{module}.{parameter[1:]}"))
-        if bits is not None:
+        told = _torchao_part(source.metadata.get(f"{module}.{parameter[1:]}"))
+        if told is not None:
             stacked = codes.shape[:1] if len(codes.shape) == 3 else ()
-            found = f"{module}.{parameter}_bits"
-            added[found] = TensorEntry(found, "U8", (*stacked, 0, bits), codes.file, codes.start, codes.start)
+            found = f"{module}.{parameter}_{told[0]}"
+            added[found] = TensorEntry(found, "U8", (*stacked, 0, told[1]), codes.file, codes.start, codes.start)
     if added:
         source.tensors = {**source.tensors, **added}
 
 
-def _torchao_bits(text: str | None) -> int | None:
-    """Return the bits of a code by the description of a matrix, or None if it is none that moeq reads."""
+def _torchao_part(text: str | None) -> tuple[str, int] | None:
+    """Return the name and the last size of the added part by the description of a matrix; None for other classes."""
     try:
         table = json.loads(text or "")
-        if table["_type"] not in _READ_CLASSES:
-            return None
         if table["_type"] == "Int8Tensor":
-            return 8
+            return "bits", 8
+        if table["_type"] == "Int4Tensor":
+            activation = table["_data"].get("activation_dtype") or {}
+            return "int4", int(activation.get("_data") == "float8_e4m3fn")
+        if table["_type"] != "IntxUnpackedToInt8Tensor":
+            return None
         found = re.fullmatch("int([1-8])", table["_data"]["target_dtype"]["_data"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    return int(found[1]) if found else None
+    return ("bits", int(found[1])) if found else None

@@ -35,6 +35,8 @@ FORMATS: dict[str, str] = {
     "bitsandbytes-8bit": "moeq.schemes.bitsandbytes:BitsAndBytes8",
     "hqq": "moeq.schemes.hqq:Hqq",
     "torchao-int": "moeq.schemes.torchao:TorchAoInt",
+    "torchao-int4": "moeq.schemes.torchao:TorchAoInt4",
+    "torchao-float8": "moeq.schemes.torchao:TorchAoFloat8",
     "kt-amx-int4": "moeq.schemes.kt_amx:KtAmxInt4",
     "kt-amx-int8": "moeq.schemes.kt_amx:KtAmxInt8",
     "unquantized": "moeq.schemes.unquantized:Unquantized",

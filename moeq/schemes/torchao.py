@@ -1,20 +1,28 @@
-"""torchao: integers of 1 to 8 bits, each in a signed byte, under scales and integer zero points.
+"""torchao: integers in bytes, packed int4, and float8, as `flatten_tensor_state_dict` writes them.
 
-Per weight, as `flatten_tensor_state_dict` writes an `Int8Tensor` or `IntxUnpackedToInt8Tensor`: `_weight_qdata` I8
-`[N, K]`, `_weight_scale` and `_weight_zero_point` I8, `[N, K / group]`, or `[1, 1]` for the whole matrix.
-`moeq.model.missing_sizes` adds `_weight_bits`, a tensor without bytes whose shape is `(0, bits)`, from the file's
-metadata. Checked against torchao 0.18.
+`Int8Tensor`, `IntxUnpackedToInt8Tensor`: `_weight_qdata` I8 `[N, K]`, `_weight_scale` and `_weight_zero_point` I8,
+`[N, K / group]`, or `[1, 1]` for the whole matrix. `moeq.model.missing_sizes` adds `_weight_bits`, a tensor without
+bytes whose shape is `(0, bits)`, from the file's metadata.
+
+`Int4Tensor`: `_weight_qdata` `[N, K / 2]` bytes, low half first, two's complement, `_weight_scale` and
+`_weight_zero_point` `[K / group, N]`. A number is `code * scale + zero_point`. Zero points are 0 where activations are
+float8; `_weight_int4`, of shape `(0, 1)` there and `(0, 0)` elsewhere, is added likewise.
+
+`Float8Tensor`: `_weight_qdata` F8_E4M3 `[N, K]`, `_weight_scale` F32 `[N, 1]`, `[1, 1]`, or one per block.
+
+Checked against torchao 0.18; packing of `Int4Tensor` is that of FBGEMM 1.9 (`pack_int4`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Granularity, QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, names_module
 from moeq.schemes.format import (
     Context,
@@ -28,6 +36,7 @@ from moeq.schemes.format import (
     float_name,
     matrix_spec,
 )
+from moeq.schemes.fp8 import Fp8, Fp8Block
 from moeq.schemes.patterns import Patterns
 
 if TYPE_CHECKING:
@@ -38,8 +47,13 @@ METHOD = "torchao"
 #: Part that `moeq.model.missing_sizes` adds.
 BITS = "_weight_bits"
 
+#: Part that it adds to packed int4; the last size says whether zero points are 0.
+INT4 = "_weight_int4"
+
 #: Parts of other kinds of matrices, which change what the layer computes.
 _UNREAD = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
+
+_DYNAMIC_FP8 = QuantKey("e4m3", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 
 _DYNAMIC = QuantKey("int8", "i8", ScaleKey("f32", "token", (1, -1), dynamic=True))
 
@@ -82,6 +96,8 @@ def _declared(config: object, origin: str) -> Declared:
     if kind.startswith("Int8DynamicActivation"):
         asymmetric = "Intx" in kind or _data_name(data, "act_mapping_type") == "ASYMMETRIC"
         activation = replace(_DYNAMIC, symmetric=not asymmetric)
+    elif kind.startswith("Float8DynamicActivation"):
+        activation = _DYNAMIC_FP8
     return Declared(METHOD, variant=kind, symmetric=symmetric, activation=activation, rule=origin)
 
 
@@ -161,3 +177,114 @@ class TorchAoInt(ReadOnlyFormat):
             zeros = (stored.to(torch.int16) + half).expand(shape).contiguous()
         scales = parts["_weight_scale"].expand(shape).contiguous()
         return QuantizedMatrix(spec, codes.to(torch.uint8), scales, zeros, bias=parts.get("bias"))
+
+
+class TorchAoInt4(ReadOnlyFormat):
+    """Packed int4 for one kernel on a GPU; zero points are floats, unless all are 0."""
+
+    id = "torchao-int4"
+    title = "torchao: packed int4 (`Int4Tensor`)"
+    parts: ClassVar[PartRoles] = {
+        "_weight_qdata": "codes",
+        "_weight_scale": "scale",
+        "_weight_zero_point": "zeros",
+        INT4: "other",
+        "_weight_act_pre_scale": "other",
+        "bias": "bias",
+    }
+    refusal = "engines read its numbers in another spelling: `moeq transcode` writes one"
+
+    def title_of(self, scheme: Scheme) -> str:
+        return f"torchao Int4Tensor, {scheme.checkpoint_format}"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        codes = parts.get("_weight_qdata")
+        return INT4 in parts and codes is not None and codes.dtype in ("I8", "U8") and len(codes.shape) == 2
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["_weight_qdata"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        n, octets = parts["_weight_qdata"].shape
+        k = 2 * octets
+        expect_input_features(k, context)
+        if "_weight_act_pre_scale" in parts:
+            context.refuse("_weight_act_pre_scale changes what the layer computes, and moeq does not apply it")
+        scale = parts["_weight_scale"].shape if "_weight_scale" in parts else ()
+        if len(scale) != 2 or scale[1] != n or scale[0] == 0 or k % scale[0] or "_weight_zero_point" not in parts:
+            context.refuse(f"_weight_scale is {list(scale)}, expected ['K / group', {n}], with zero points")
+        expect_shape(parts, "_weight_zero_point", scale, context)
+        dtype = float_name(parts, "_weight_scale", context)
+        float_name(parts, "_weight_zero_point", context)
+        group = k // scale[0]
+        if parts[INT4].shape[1]:
+            spec = matrix_spec(parts, context, n, k, "int4", group, dtype)
+            variant = f"groups of {group}"
+        else:
+            spec = matrix_spec(parts, context, n, k, "f32", k, "f32")
+            variant = f"groups of {group}, zero points in floats"
+        encoding = Encoding("u8-packed", "two codes per byte along K, low half first", group_shape=(1, spec.group_size))
+        declared = replace(context.declared, variant=variant)
+        return self._described(spec, declared, encoding)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        codes = nibble_codes(parts["_weight_qdata"]) ^ 8
+        scales, zeros = (parts[part].t().contiguous() for part in ("_weight_scale", "_weight_zero_point"))
+        if spec.integer:
+            if bool(zeros.any()):
+                raise MoeqError("source.bad-data", "some zero points are not 0, and activations are float8")
+            return QuantizedMatrix(spec, codes, scales, bias=parts.get("bias"))
+        numbers = (codes.float() - 8).reshape(spec.n, scales.shape[1], -1)
+        values = (numbers * scales.float().unsqueeze(2) + zeros.float().unsqueeze(2)).reshape(spec.n, spec.k)
+        if not bool(torch.isfinite(values).all()):
+            raise MoeqError("source.bad-data", "some numbers are not finite", "the checkpoint is damaged")
+        return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=parts.get("bias"))
+
+
+class TorchAoFloat8(ReadOnlyFormat):
+    """FP8 under scales of rows, of the matrix, or of blocks."""
+
+    id = "torchao-float8"
+    title = "torchao: FP8 (`Float8Tensor`)"
+    parts: ClassVar[PartRoles] = {"_weight_qdata": "codes", "_weight_scale": "scale", "bias": "bias"}
+    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
+
+    def title_of(self, scheme: Scheme) -> str:
+        return f"torchao float8 {scheme.weight.scale.granularity}"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        codes, scale = parts.get("_weight_qdata"), parts.get("_weight_scale")
+        if codes is None or scale is None or codes.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16", "F16"):
+            return False
+        return len(codes.shape) == 2 and len(scale.shape) in (0, 2)
+
+    def out_features(self, parts: Parts) -> int:
+        return parts["_weight_qdata"].shape[0]
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        plain = _plain(parts)
+        n, k = plain["weight"].shape
+        scale = plain["weight_scale"].shape
+        if scale in ((n, 1), (1, 1), ()):
+            found = Fp8().describe(plain, context)
+        elif scale[0] == 0 or scale[1] == 0 or n % scale[0] or k % scale[1] or n == scale[0]:
+            context.refuse(f"_weight_scale is {list(scale)}, expected {[n, 1]}, [1, 1] or one per block of rows")
+        else:
+            block = (n // scale[0], k // scale[1])
+            found = Fp8Block().describe(plain, replace(context, declared=replace(context.declared, block=block)))
+        return Described(replace(found.scheme, format=self.id), found.spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        blocks = scheme.weight.scale.granularity == "block"
+        return (Fp8Block() if blocks else Fp8()).unpack(_plain(parts), spec, scheme)
+
+
+_Part = TypeVar("_Part")
+
+
+def _plain(parts: Mapping[str, _Part]) -> dict[str, _Part]:
+    """Return the parts of a float8 matrix by the names of `moeq.schemes.fp8`."""
+    names = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "bias": "bias"}
+    return {names[part]: found for part, found in parts.items() if part in names}

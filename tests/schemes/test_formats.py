@@ -231,7 +231,9 @@ ELSEWHERE = {
     "kt-amx-int8",
     "marlin-v1",
     "mxfp4",
+    "torchao-float8",
     "torchao-int",
+    "torchao-int4",
     "unquantized",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from orphan_files import stored, vectors, write_torchao, write_torchao_stacks
+from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
@@ -32,6 +33,7 @@ def test_the_numbers_of_the_library(make: Any, name: str, tmp_path: Path) -> Non
         assert torch.equal(checkpoint.dequantize(0, 1, projection).to(expected.dtype), expected)
     scheme = checkpoint.scheme_of(0)
     assert scheme.weight.symmetric == ("asym" not in name)
+    assert scheme.format == f"torchao-{name.split('-')[0].replace('int4tensor', 'int4')}" or name.startswith("int")
     assert (scheme.activation is not None) == ("a8" in name)
 
 
@@ -91,7 +93,66 @@ def test_parts_that_do_not_fit(tmp_path: Path, part: str, tensor: torch.Tensor, 
     assert caught.value.code.startswith("source.")
 
 
-@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4Tensor", "NVFP4Tensor", "", "["])
+@pytest.mark.parametrize(
+    ("target", "name", "exact"),
+    [
+        ("compressed-tensors", "float8-row", True),
+        ("compressed-tensors", "float8-tensor", True),
+        ("compressed-tensors", "float8-row-a8", True),
+        ("compressed-tensors", "int4tensor-g16-a8", True),
+        ("fp32", "int4tensor-g16", True),
+        ("bf16", "int4tensor-g16", False),
+    ],
+)
+def test_packed_int4_and_float8(target: str, name: str, exact: bool, tmp_path: Path) -> None:
+    """Symmetric codes and FP8 stay what they are; zero points in floats make floats."""
+    source = write_torchao(tmp_path / "model", VECTORS[name])
+    found = transcode(source, tmp_path / "out", target, allow_lossy=not exact)
+    assert found.exact == exact
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    if target in ("fp32", "bf16"):
+        tensors = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+        written = tensors["model.layers.0.self_attn.o_proj.weight"]
+    else:
+        written = after.dequantize(0, 0, "down")
+    assert torch.equal(before.dequantize(0, 0, "down").to(written.dtype), written)
+
+
+def test_blocks_of_float8(tmp_path: Path) -> None:
+    """One scale per 128 x 128, as `PerBlock` makes them; of a few rows, blocks are as small as the shapes say."""
+    vector = VECTORS["float8-row"]
+    scales = torch.tensor([[0.5, 0.25], [2.0, 1.0]])
+    source = write_torchao(tmp_path / "model", vector, _weight_scale=scales)
+    codes = stored(vector["parts"]["_weight_qdata"]).float()
+    expected = codes * scales.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    assert torch.equal(open_checkpoint(source).dequantize(0, 0, "up"), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "tensor", "words"),
+    [
+        ("int4tensor-g16", "_weight_scale", torch.ones(2, 16), "_weight_scale is"),
+        ("int4tensor-g16", "_weight_scale", torch.ones(3, 32), "_weight_scale is"),
+        ("int4tensor-g16", "_weight_zero_point", None, "with zero points"),
+        ("int4tensor-g16", "_weight_zero_point", torch.zeros(1, 32), "_weight_zero_point is"),
+        ("int4tensor-g16", "_weight_zero_point", torch.full((2, 32), float("inf")), "not finite"),
+        ("int4tensor-g16-a8", "_weight_zero_point", torch.ones(2, 32), "not 0"),
+        ("int4tensor-g16", "_weight_act_pre_scale", torch.ones(32), "act_pre_scale changes"),
+        ("float8-row", "_weight_scale", torch.ones(3, 1), "_weight_scale is"),
+        ("float8-row", "_weight_scale", torch.ones(16, 2), "_weight_scale is"),
+        ("float8-row", "_weight_scale", torch.full((16, 1), float("nan")), "not finite"),
+    ],
+)
+def test_packed_parts_that_do_not_fit(
+    tmp_path: Path, name: str, part: str, tensor: torch.Tensor | None, words: str
+) -> None:
+    source = write_torchao(tmp_path / "model", VECTORS[name], **{part: tensor})
+    with pytest.raises(MoeqError, match=words) as caught:
+        open_checkpoint(source).dequantize(0, 0, "gate")
+    assert caught.value.code.startswith("source.")
+
+
+@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "NVFP4Tensor", "", "["])
 def test_other_classes_are_refused(tmp_path: Path, kind: str) -> None:
     vector = VECTORS["int8"] | {"metadata": json.dumps({"_type": kind, "_data": {}}) if kind != "[" else "[" * 5000}
     (use,) = open_checkpoint(write_torchao(tmp_path / "model", vector)).info.schemes
