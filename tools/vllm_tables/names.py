@@ -478,7 +478,9 @@ def without_weights(name: str) -> Any:
     """A module class of that name, which takes what it is given and has no parameters."""
     import torch
 
-    made = type(name, (torch.nn.Module,), {"__init__": lambda self, *values, **named: torch.nn.Module.__init__(self)})
+    made: Any = type(
+        name, (torch.nn.Module,), {"__init__": lambda self, *values, **named: torch.nn.Module.__init__(self)}
+    )
     made.from_config = classmethod(lambda cls, *values, **named: cls())  # in place of transformers' AutoModel
     return made
 
