@@ -115,7 +115,7 @@ def test_after_the_answer_there_is_no_second_document() -> None:
 
 def test_the_line_imports_nothing() -> None:
     """What was being imported may be left in a state that cannot be imported again, or only with a warning."""
-    done = interrupted('sys.modules["rich.text"] = sys.modules["moeq.cli.out"] = None; interrupt()')
+    done = interrupted('sys.modules["rich.text"] = sys.modules["moeq.cli.screen"] = None; interrupt()')
     assert (done.returncode, done.stderr) == (130, TOLD)
 
 

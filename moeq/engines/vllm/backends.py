@@ -1,10 +1,6 @@
 """Set up vLLM's own experts for each layout that they read.
 
 The engine's constructors get tensors that are already in the order of its kernels; this module changes no tensor.
-
-vLLM 0.26.0 has Triton WNA16 experts, but its oracle does not know them: they do not say what they support, and no
-function builds their kernel. They run through a function (`FunctionalKernel`), and so do the W8A8 experts of 0.26 and
-0.27, which assert that activations are floating-point. Up to 0.29.0 Marlin experts read act-order.
 """
 
 from __future__ import annotations
@@ -13,12 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import vllm
-from vllm.model_executor.layers.fused_moe import modular_kernel
-from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
-from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
-from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 from vllm.model_executor.layers.fused_moe.oracle import int8, int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
@@ -26,9 +17,7 @@ from moeq.engines.vllm.cpu_experts import CPUS
 from moeq.engines.vllm.engine_experts import RELEASE, VERSION, Clamp, Constructor, EngineExperts, RankWeights, Tensors
 from moeq.engines.vllm.float_experts import FLOATS
 from moeq.engines.vllm.mxfp4_experts import MXFP4S
-from moeq.errors import MoeqError
-from moeq.indices import check_indices
-from moeq.layouts.readers import VLLM, VLLM_VERSIONS
+from moeq.layouts.readers import VLLM
 from moeq.layouts.registry import LAYOUTS
 from moeq.matrix import MatrixSpec
 
@@ -90,7 +79,7 @@ def _triton_wna16(reader: VLLM) -> EngineExperts:
     """Make Triton's experts through the engine's oracle, if that knows them in this version."""
     if hasattr(int_wna16.WNA16MoEBackend, "TRITON"):
         return replace(_wna16(reader), quant_config=_triton_config)
-    from moeq.engines.vllm.backends import AskableWNA16Experts, triton_kernel
+    from moeq.engines.vllm.older_versions import AskableWNA16Experts, triton_kernel
 
     return EngineExperts(
         title=reader.backend,
@@ -103,14 +92,14 @@ def _triton_wna16(reader: VLLM) -> EngineExperts:
 
 
 def _act_order(reader: VLLM) -> EngineExperts:
-    from moeq.engines.vllm.backends import act_order_kernel
+    from moeq.engines.vllm.older_versions import act_order_kernel
 
     return replace(_wna16(reader), kernel=act_order_kernel)
 
 
 def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
     if VERSION < (0, 28):  # its expert class asserts that activations are floating-point
-        from moeq.engines.vllm.backends import triton_kernel
+        from moeq.engines.vllm.older_versions import triton_kernel
 
         return triton_kernel(config, moe, kind, tables, tensors)
     return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
@@ -118,7 +107,7 @@ def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors
 
 def _int8_classes() -> Any:
     if VERSION < (0, 28):
-        from moeq.engines.vllm.backends import FunctionalExperts
+        from moeq.engines.vllm.older_versions import FunctionalExperts
 
         return [FunctionalExperts]
     return int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON)
@@ -167,105 +156,3 @@ def _backends() -> Iterator[tuple[str, EngineExperts]]:
 
 #: Experts of this version by the id of the layout that they read.
 BACKENDS: dict[str, EngineExperts] = dict(_backends())
-
-
-class FunctionalExperts(TritonExperts):  # type: ignore[misc]
-    """Triton experts that run through a function, which would leave out adapters."""
-
-    @staticmethod
-    def supports_lora() -> bool:
-        """Return False: the function leaves out adapters."""
-        return False
-
-
-class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
-    """Triton WNA16 experts that say what they support: the same as `TritonExperts`, whose tiles they share."""
-
-    _supports_current_device = staticmethod(TritonExperts._supports_current_device)
-    _supports_no_act_and_mul = staticmethod(TritonExperts._supports_no_act_and_mul)
-    _supports_activation = staticmethod(TritonExperts._supports_activation)
-    _supports_parallel_config = staticmethod(TritonExperts._supports_parallel_config)
-    supports_lora = staticmethod(FunctionalExperts.supports_lora)
-
-    @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
-        known = (quant_utils.kInt4Static, quant_utils.kInt4StaticAsym, quant_utils.kInt8Static)
-        return activation_key is None and weight_key in known
-
-
-class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
-    """Kernel that calls the engine's function `fused_experts`, as its own WNA16 method does.
-
-    The expert classes fail here: those of WNA16 (0.26.0) get no order of blocks for int4 and few tokens, those of W8A8
-    refuse int8 activations.
-    """
-
-    def apply(
-        self,
-        hidden_states: Any,
-        w1: Any,
-        w2: Any,
-        topk_weights: Any,
-        topk_ids: Any,
-        activation: Any,
-        global_num_experts: int,
-        expert_map: Any,
-        apply_router_weight_on_input: bool,
-        shared_experts: Any = None,
-        shared_experts_input: Any = None,
-    ) -> Any:
-        """Run the engine's Triton kernels on tensors of this rank; the caller runs shared experts."""
-        return fused_experts(
-            hidden_states,
-            w1,
-            w2,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            activation=activation,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            global_num_experts=global_num_experts,
-            expert_map=expert_map,
-            quant_config=self.fused_experts.quant_config,
-        )
-
-
-def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """Make the kernel. Raises MoeqError `answer.no-backend` if tokens would have to be sent to other ranks first."""
-    if moe.moe_parallel_config.use_all2all_kernels:
-        raise MoeqError(
-            "answer.no-backend",
-            f"moeq runs the Triton experts of vLLM {vllm.__version__} without its all-to-all kernels, and this "
-            "deployment needs them",
-            f"pip install vllm=={VLLM_VERSIONS[0]}, or start without data parallelism",
-        )
-    prepare = maybe_make_prepare_finalize(
-        moe=moe, quant_config=config, routing_tables=tables, allow_new_interface=True, use_monolithic=False
-    )
-    return FunctionalKernel(prepare, kind(moe_config=moe, quant_config=config))
-
-
-def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """Make Marlin's kernel with the groups and the order of columns, and all of K on this rank."""
-    return int_wna16.make_wna16_moe_kernel(
-        moe_quant_config=config,
-        moe_config=moe,
-        experts_cls=kind,
-        backend=int_wna16.WNA16MoEBackend.MARLIN,
-        is_k_full=True,
-        **_order(tensors, "w13"),
-        **_order(tensors, "w2"),
-        routing_tables=tables,
-    )
-
-
-def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
-    """Return the kernel's arguments for the order of a matrix's columns, without an order for a single group.
-
-    The kernel refuses that (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
-    """
-    if tensors[f"{role}_scale"].shape[1] == 1:
-        return {f"{role}_g_idx": None, f"{role}_g_idx_sort_indices": None}
-    index, order = tensors[f"{role}_group_index"], tensors[f"{role}_permutation"]
-    check_indices(order, order.shape[-1], f"{role}_permutation", each_once=True)
-    check_indices(index, tensors[f"{role}_scale"].shape[1], f"{role}_group_index")
-    return {f"{role}_g_idx": index, f"{role}_g_idx_sort_indices": order}
