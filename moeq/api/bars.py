@@ -13,12 +13,10 @@ from importlib import import_module
 from typing import Any
 
 from moeq.pipeline import events
+from moeq.pipeline.events import Advance
 
 #: Least seconds between two updates of a bar in a notebook.
 UPDATE_SECONDS = 0.1
-
-#: Takes steps or bytes done, all of them, and a label.
-Advance = Callable[[int, int, str], None]
 
 
 @contextmanager

@@ -10,9 +10,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from moeq.api.bars import Advance, events_shown, shown
+from moeq.api.bars import events_shown, shown
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.deploy.options import make_deployment
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
 
 if TYPE_CHECKING:

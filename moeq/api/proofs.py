@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moeq.api.bars import Advance, shown
+from moeq.api.bars import shown
+from moeq.pipeline.events import Advance
 
 if TYPE_CHECKING:
     from moeq.check.results import CheckReport

@@ -37,6 +37,15 @@ def libc() -> ctypes.CDLL | _NoCalls:
     return library if hasattr(library, "fallocate") and hasattr(library, "sync_file_range") else _NoCalls()
 
 
+@contextmanager
+def closing_fd(fd: int) -> Iterator[int]:
+    """Close an open file at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def allocate(fd: int, size: int) -> None:
     """Reserve the first `size` bytes of a file and make it at least as long. Bytes in it stay as they are.
 

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.disk import closing_fd, read_at
 from moeq.errors import MoeqError, limit_error
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -107,11 +107,8 @@ def read_regular(path: Path, where: str, limit: int) -> bytes:
     Raises:
         MoeqError: as `open_regular`, and `source.too-large` for more than `limit` bytes, which are never held.
     """
-    fd = open_regular(path, where)
-    try:
+    with closing_fd(open_regular(path, where)) as fd:
         return read_whole(fd, where, limit)
-    finally:
-        os.close(fd)
 
 
 def read_whole(fd: int, where: str, limit: int) -> bytes:
@@ -232,11 +229,8 @@ class SeenFiles:
 
     def read(self, file: str, limit: int) -> bytes:
         """Read all bytes of a file, the same every time. Raises as `open`, and `source.too-large`."""
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             raw = read_whole(fd, file, limit)
-        finally:
-            os.close(fd)
         digest = hashlib.sha256(raw).digest()
         with self._lock:
             if self._digests.setdefault(file, digest) != digest:
@@ -245,11 +239,8 @@ class SeenFiles:
 
     def require_inside(self, file: str) -> None:
         """Refuse a link that leads out of the folder. Raises MoeqError `source.link`, and as `open`."""
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             require_inside(self._folder / file, self._folder, file, fd)
-        finally:
-            os.close(fd)
 
     def require_unchanged(self) -> None:
         """Look at every file again. Raises MoeqError `source.changed`."""

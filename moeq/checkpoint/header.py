@@ -14,6 +14,7 @@ from operator import itemgetter, lt
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import open_regular, read_exactly
 from moeq.checkpoint.jsonfile import parse_object
 from moeq.errors import MoeqError
@@ -106,11 +107,8 @@ class Header:
 
 def read_header(path: Path, file: str) -> Header:
     """Read and validate the header of a local file. Raises MoeqError (`source.*`) naming `file`."""
-    fd = open_regular(path, file)
-    try:
+    with closing_fd(open_regular(path, file)) as fd:
         return parse_header(raw_header(fd, file)[8:], file, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
 
 
 def raw_header(fd: int, file: str) -> bytes:

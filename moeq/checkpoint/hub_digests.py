@@ -17,6 +17,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import FileState, open_regular, read_regular, state_of
 from moeq.errors import MoeqError
 
@@ -70,8 +71,7 @@ class ListedDigests:
         """
         if file not in self._sha256:
             return
-        with self._locks[file]:
-            fd = open_regular(path, file)
+        with self._locks[file], closing_fd(open_regular(path, file)) as fd:
             try:
                 state = state_of(fd)
                 if self._checked.get(file) != state:
@@ -79,8 +79,6 @@ class ListedDigests:
                     self._checked[file] = state
             except OSError as error:
                 raise MoeqError("source.unreadable", f"{file}: {error.strerror or error}") from error
-            finally:
-                os.close(fd)
 
     def _compare(self, fd: int, path: Path, file: str, pieces: Path | None) -> None:
         digest, found, position = hashlib.sha256(), bytearray(), 0

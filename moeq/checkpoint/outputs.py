@@ -16,12 +16,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from moeq.checkpoint.disk import disk_errors, write_at
+from moeq.checkpoint.disk import closing_fd, disk_errors, write_at
 from moeq.checkpoint.files import read_part
 from moeq.errors import MoeqError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_REPLACE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
 _CHUNK = 16 * 2**20
 
 
@@ -93,8 +94,7 @@ class OutputFolder:
         *folders, last = parts = name.split("/")
         if any(part in ("", ".", "..") for part in parts):
             raise MoeqError("source.unsafe-path", f"{ascii(name)[:200]} leads out of {self.path}")
-        fd = os.dup(self.fd)
-        try:
+        with closing_fd(os.dup(self.fd)) as fd:
             for folder in folders:
                 if make:
                     with suppress(FileExistsError):
@@ -107,8 +107,6 @@ class OutputFolder:
                 fd, outer = inner, fd
                 os.close(outer)
             yield fd, last
-        finally:
-            os.close(fd)
 
     def _planted(self, name: str, what: str) -> MoeqError:
         return MoeqError(
@@ -123,13 +121,9 @@ class OutputFolder:
         Raises:
             MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
         """
-        with disk_errors(self.path / name, len(data)):
-            fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                write_at(fd, data, 0)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with disk_errors(self.path / name, len(data)), closing_fd(self.open(name, _REPLACE)) as fd:
+            write_at(fd, data, 0)
+            os.fsync(fd)
 
     def copy_file(self, source: int, name: str) -> None:
         """Write what an open file holds and sync it: as many bytes as it has now, whatever is added to it.
@@ -138,16 +132,12 @@ class OutputFolder:
             MoeqError: as `write_file`; `source.truncated` where the source became shorter meanwhile.
         """
         size, done = os.fstat(source).st_size, 0
-        with disk_errors(self.path / name, size):
-            fd = self.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                while done < size:
-                    chunk = read_part(source, done, min(_CHUNK, size - done), name)
-                    write_at(fd, chunk, done)
-                    done += len(chunk)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+        with disk_errors(self.path / name, size), closing_fd(self.open(name, _REPLACE)) as fd:
+            while done < size:
+                chunk = read_part(source, done, min(_CHUNK, size - done), name)
+                write_at(fd, chunk, done)
+                done += len(chunk)
+            os.fsync(fd)
 
     def read_file(self, name: str) -> bytes:
         """Read a whole file. Raises as `open`."""
@@ -157,11 +147,8 @@ class OutputFolder:
 
     def sync_file(self, name: str) -> None:
         """Sync a file. Raises as `open`."""
-        fd = self.open(name, os.O_RDONLY)
-        try:
+        with closing_fd(self.open(name, os.O_RDONLY)) as fd:
             os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def sync(self) -> None:
         """Sync the names of its files. Raises OSError."""
@@ -228,9 +215,6 @@ def _names(fd: int, prefix: str) -> Iterator[str]:
     for name, is_folder in found:
         inside: list[str] = []
         if is_folder:
-            inner = os.open(name, _FOLDER, dir_fd=fd)
-            try:
+            with closing_fd(os.open(name, _FOLDER, dir_fd=fd)) as inner:
                 inside = list(_names(inner, f"{prefix}{name}/"))
-            finally:
-                os.close(inner)
         yield from inside or [prefix + name]

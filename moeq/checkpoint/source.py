@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import SeenFiles, missing_folder, open_regular, read_exactly, read_whole, two_reads
 from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
 from moeq.checkpoint.index import choose_weights, merge_headers
@@ -96,19 +97,13 @@ class Source(ABC):
 
     def read_file(self, file: str, limit: int) -> bytes:
         """Read all bytes of a file, the same every time. Raises as `open`, and `source.too-large`."""
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             return read_whole(fd, file, limit)
-        finally:
-            os.close(fd)
 
     def size_of(self, file: str) -> int:
         """Return the bytes of a file other than a weight file. Raises as `open`."""
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             return os.fstat(fd).st_size
-        finally:
-            os.close(fd)
 
     def require_unchanged(self) -> None:
         """Look again at everything that was read so far. Raises MoeqError `source.changed`."""
@@ -153,11 +148,8 @@ class Source(ABC):
             MoeqError: `source.truncated` where the file has become shorter than its header said.
         """
         buffer = bytearray(end - start)
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             self.read_into(fd, memoryview(buffer), start, file)
-        finally:
-            os.close(fd)
         return buffer
 
     def sampled(self) -> AbstractContextManager[None]:
@@ -293,11 +285,8 @@ class LocalSource(Source):
         raise MoeqError("source.no-config", f"{name} has no {CONFIG_NAME}", hint)
 
     def _header(self, file: str) -> Header:
-        fd = self.open(file)
-        try:
+        with closing_fd(self.open(file)) as fd:
             return parse_header(raw_header(fd, file)[8:], file, os.fstat(fd).st_size)
-        finally:
-            os.close(fd)
 
 
 _NO_GGUF = "moeq reads safetensors checkpoints; look for the GPTQ, AWQ or compressed-tensors one"

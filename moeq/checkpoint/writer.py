@@ -17,7 +17,7 @@ from math import prod
 from types import TracebackType
 from typing import Protocol
 
-from moeq.checkpoint.disk import allocate, disk_errors, reopen_direct, start_write_back, write_at
+from moeq.checkpoint.disk import allocate, closing_fd, disk_errors, reopen_direct, start_write_back, write_at
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
@@ -114,18 +114,14 @@ def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> N
         MoeqError: `resources.disk-full` where the file system cannot hold the file, `environment.write`,
             `environment.planted`.
     """
-    with disk_errors(folder.path / name, size):
-        fd = folder.open(name, os.O_RDWR | os.O_CREAT)
-        try:
-            found = os.fstat(fd).st_size
-            if found != size:
-                allocate(fd, size)
-            if found > size:
-                os.ftruncate(fd, size)
-            if os.pread(fd, len(header), 0) != header:
-                write_at(fd, header, 0)
-        finally:
-            os.close(fd)
+    with disk_errors(folder.path / name, size), closing_fd(folder.open(name, os.O_RDWR | os.O_CREAT)) as fd:
+        found = os.fstat(fd).st_size
+        if found != size:
+            allocate(fd, size)
+        if found > size:
+            os.ftruncate(fd, size)
+        if os.pread(fd, len(header), 0) != header:
+            write_at(fd, header, 0)
 
 
 class OutputFile:

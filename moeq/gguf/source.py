@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.disk import closing_fd, read_at
 from moeq.checkpoint.files import SeenFiles
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.hub import HubSource, looks_like_repository
@@ -269,8 +269,7 @@ class GgufSource(_GgufFiles, LocalSource):
         self._present(headers, name, sides, config)
 
     def _gguf_header(self, file: str) -> GgufHeader:
-        fd = LocalSource.open(self, file)
-        try:
+        with closing_fd(LocalSource.open(self, file)) as fd:
             size = os.fstat(fd).st_size
 
             def read(count: int) -> bytes:
@@ -279,8 +278,6 @@ class GgufSource(_GgufFiles, LocalSource):
                 return bytes(found)
 
             return read_gguf_header(read, file, size)
-        finally:
-            os.close(fd)
 
     @property
     def roots(self) -> tuple[Path, ...]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
     import torch
     from torch import Tensor
@@ -259,7 +256,7 @@ def _fill(
 
     def carry(mine: range) -> None:
         buffer = torch.empty(min(stage, len(out)), dtype=torch.uint8, pin_memory=stream is not None) if staged else None
-        with torch.cuda.stream(stream), _opened(source, file) as fd:
+        with torch.cuda.stream(stream), closing_fd(source.open(file)) as fd:
             read = reader(fd)
             for start in mine:
                 piece = out[start : start + stage]
@@ -295,15 +292,6 @@ def _read_row(
             # All positions are in bounds; the mode "raise" would go through a buffer.
             np.take(np.frombuffer(window, dtype=unit), span.chosen, out=target.view(unit), mode="clip")
         done += span.kept
-
-
-@contextmanager
-def _opened(source: Source, file: str) -> Iterator[int]:
-    fd = source.open(file)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def _stored(dtype: str) -> str:

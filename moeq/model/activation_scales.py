@@ -5,11 +5,11 @@ Experts that no token reached while a model was calibrated have no scale, or one
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import isinf, isnan, prod
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import read_exactly
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import FUSED, StoredName
@@ -168,13 +168,10 @@ def _read(opened: Open, entries: list[TensorEntry]) -> dict[str, list[float]]:
     for entry in entries:
         by_file.setdefault(entry.file, []).append(entry)
     for file, group in by_file.items():
-        fd = opened(file)
-        try:
+        with closing_fd(opened(file)) as fd:
             for entry in sorted(group, key=lambda one: one.start):
                 data = bytearray(entry.nbytes)
                 read_exactly(fd, memoryview(data), entry.start, file)
                 bits = np.frombuffer(data, _DTYPES[entry.dtype])
                 found[entry.name] = numbers_of(bits, FLOAT_NAMES[entry.dtype]).tolist()
-        finally:
-            os.close(fd)
     return found

@@ -129,3 +129,6 @@ class Finished:
 Event = Started | Checking | UnitStarted | Advanced | UnitFinished | Fetching | Warned | Finished
 
 Progress = Callable[[Event], None]
+
+#: Takes steps or bytes done, all of them, and a label: the progress of everything but conversions.
+Advance = Callable[[int, int, str], None]

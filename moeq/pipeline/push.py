@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import SeenFiles
 from moeq.checkpoint.header import raw_header
 from moeq.checkpoint.hub import looks_like_repository, without_bars
@@ -24,15 +25,13 @@ from moeq.checkpoint.hub_errors import transport_errors
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.side_files import CARD, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
 from moeq.pipeline.state.records import open_file_digest
 from moeq.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-#: Takes bytes uploaded, bytes in all, and the name of the file.
-PushProgress = Callable[[int, int, str], None]
 
 _WEIGHTS = (".safetensors", ".data")
 _MAX_NAME = 96  # of the Hub
@@ -184,8 +183,7 @@ def _require_files(folder: Path, names: Sequence[str], recorded: Mapping[str, Fi
 def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, FileDigest] | None) -> Path | bytes:
     """Return a file as it is pushed, after a comparison with the manifest: weights by header and size."""
     wanted = (recorded or {}).get(name)
-    fd = seen.open(name)
-    try:
+    with closing_fd(seen.open(name)) as fd:
         size = os.fstat(fd).st_size
         if wanted is not None and size != wanted.bytes and name not in _CARDS:
             raise _other(name)
@@ -201,8 +199,6 @@ def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, Fi
                 found = FileDigest(size, blake3(raw_header(fd, name)).hexdigest(), wanted.tensors)
             else:
                 found = open_file_digest(fd)
-    finally:
-        os.close(fd)
     if wanted is not None and found != wanted and name not in _CARDS:
         raise _other(name)
     return content
@@ -224,7 +220,7 @@ def push(
     replaced: Mapping[str, bytes],
     *,
     message: str,
-    progress: PushProgress | None = None,
+    progress: Advance | None = None,
 ) -> Pushed:
     """Upload a conversion.
 

@@ -19,15 +19,12 @@ from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules, read_module
+from moeq.pipeline.events import Advance
 from moeq.prove.diff_bytes import equal_bytes, same_layer
 from moeq.typed import spell_floats
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-#: Called with steps done, steps in all, and a label.
-Advance = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

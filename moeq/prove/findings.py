@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.disk import closing_fd, read_at
 from moeq.checkpoint.header import TensorEntry, parse_header, raw_header
 from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
@@ -22,12 +21,10 @@ from moeq.checkpoint.source import LocalSource
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.side_files import CARD, CARD_MARK, HUB_SETTINGS, SIGNATURE_NAME, SOURCE_CARD
 from moeq.pipeline.plan.units import CHUNK_BYTES, Piece
 from moeq.pipeline.state.records import open_file_digest, read_digest, tensor_digests
-
-#: Called with steps done, steps in all, and a label.
-Advance = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -167,22 +164,13 @@ class FolderContents:
         return {file.name: self._header(file.name) for file in self._source.files}
 
     def _header(self, name: str) -> Mapping[str, TensorEntry]:
-        with self.opened(name) as fd:
+        with closing_fd(self._source.open(name)) as fd:
             return parse_header(raw_header(fd, name)[8:], name, os.fstat(fd).st_size).tensors
-
-    @contextmanager
-    def opened(self, name: str) -> Iterator[int]:
-        """Open a file, which has to be the same one every time. Raises MoeqError `source.*`."""
-        fd = self._source.open(name)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
 
     def digest(self, name: str, size: int) -> FileDigest | None:
         """Digest a file without weights; None if it cannot be read, or does not have that many bytes."""
         try:
-            with self.opened(name) as fd:
+            with closing_fd(self._source.open(name)) as fd:
                 return open_file_digest(fd) if os.fstat(fd).st_size == size else None
         except (OSError, MoeqError) as error:
             if isinstance(error, MoeqError) and error.code == "source.changed":
@@ -191,7 +179,7 @@ class FolderContents:
 
     def header_digest(self, name: str) -> FileDigest:
         """Return the size of a weight file, and the digest of its bytes before the data."""
-        with self.opened(name) as fd:
+        with closing_fd(self._source.open(name)) as fd:
             size = os.fstat(fd).st_size
         first = min((entry.start for entry in self.headers[name].values()), default=size)
         return FileDigest(size, blake3(self._source.read_bytes(name, 0, first)).hexdigest())
@@ -216,7 +204,7 @@ class FolderContents:
         buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
         starts = range(entry.start, entry.end, whole) if whole else ()
         try:
-            with self.opened(entry.file) as fd:
+            with closing_fd(self._source.open(entry.file)) as fd:
                 pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
                 found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
         except OSError as error:
@@ -233,7 +221,7 @@ class FolderContents:
 
     def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
         """Find the first byte of a tensor that differs from what `other` gives for ranges of it; None if none does."""
-        with self.opened(entry.file) as fd:
+        with closing_fd(self._source.open(entry.file)) as fd:
             for at in range(0, entry.nbytes, CHUNK_BYTES):
                 stop = min(at + CHUNK_BYTES, entry.nbytes)
                 ours = bytearray(stop - at)

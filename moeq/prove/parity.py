@@ -18,6 +18,7 @@ from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint, written_padding
 from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensor_bytes import flat_bytes, same_matrix
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.layer_plan import plan_layer
 from moeq.pipeline.plan.options import Ranks
 from moeq.prove.engine_code import EngineCode, find_engine
@@ -25,9 +26,6 @@ from moeq.prove.parity_vllm import PACKERS, ParityExperts
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-#: Called with steps done, steps in all, and a label.
-Advance = Callable[[int, int, str], None]
 
 _NOTE = (
     "Marlin's repacking is a CUDA operation in vLLM; the Python packer that vLLM ships beside it "

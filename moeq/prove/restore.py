@@ -9,14 +9,14 @@ the folder gets its name: experts with those of their values, copies and restore
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
 
-from moeq.checkpoint.disk import disk_errors, read_at
+from moeq.checkpoint.disk import closing_fd, disk_errors, read_at
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -36,6 +36,7 @@ from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.stored_parts import StoredPart, stored_parts
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.job import places
 from moeq.pipeline.plan.units import CHUNK_BYTES
 from moeq.pipeline.state.folder import WorkFolder
@@ -44,9 +45,6 @@ from moeq.pipeline.state.records import open_file_digest, piece_digest
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
 from moeq.prove.rebuild import Rebuilding
 from moeq.prove.restore_outputs import HeldFiles, NewFiles, WeightFiles, changed
-
-#: Called with bytes done, bytes in all, and a label.
-Advance = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -148,13 +146,11 @@ def _recorded_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData) 
             f"{MANIFEST_NAME} is of a version that kept no digests of files, so that copies cannot be compared",
             "restore it with the version of moeq that converted it",
         )
-    fd = checkpoint.source.open(name)
-    try:
-        found = open_file_digest(fd)
-    except OSError as error:
-        raise _unreadable(name, error) from error
-    finally:
-        os.close(fd)
+    with closing_fd(checkpoint.source.open(name)) as fd:
+        try:
+            found = open_file_digest(fd)
+        except OSError as error:
+            raise _unreadable(name, error) from error
     if found != manifest.files.get(name):
         raise changed(f"{name} is not the file that was written")
     return manifest.files
@@ -254,11 +250,8 @@ class _Restorer:
             require_free_space(self.outputs.folder, {name: converted.size_of(name) for name in data.copied})
         for name in data.copied:
             converted.require_inside(name)
-            fd = converted.open(name)
-            try:
+            with closing_fd(converted.open(name)) as fd:
                 self.outputs.put_copy(name, fd, self.recorded.get(name))
-            finally:
-                os.close(fd)
         for name, text in data.texts.items():
             self.outputs.put_text(name, text)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from moeq.checkpoint.disk import disk_errors, read_at
+from moeq.checkpoint.disk import closing_fd, disk_errors, read_at
 from moeq.checkpoint.manifest import FileDigest
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import OutputFile, prepare_file, require_free_space
@@ -164,9 +164,5 @@ def changed(what: str) -> MoeqError:
 
 
 def _digest(folder: OutputFolder, name: str) -> FileDigest:
-    with disk_errors(folder.path / name):
-        fd = folder.open(name, os.O_RDONLY)
-        try:
-            return open_file_digest(fd)
-        finally:
-            os.close(fd)
+    with disk_errors(folder.path / name), closing_fd(folder.open(name, os.O_RDONLY)) as fd:
+        return open_file_digest(fd)

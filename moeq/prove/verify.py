@@ -25,10 +25,11 @@ from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.side_files import SIGNATURE_NAME
 from moeq.pipeline.state.signature import check_signature
 from moeq.prove.against_source import AgainstSource
-from moeq.prove.findings import Advance, Findings, Mismatch
+from moeq.prove.findings import Findings, Mismatch
 from moeq.spelling import option
 
 __all__ = ["Mismatch", "Verification", "verify"]

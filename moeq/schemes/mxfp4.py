@@ -93,7 +93,8 @@ class Mxfp4Blocks(Format):
         return repack_fp4(matrix, self.parts.get(part), sig)
 
 
-def _weight(names: Mapping[str, object]) -> str:
+def weight_part(names: Mapping[str, object]) -> str:
+    """Return the name of the part with the codes."""
     return "weight_packed" if "weight_packed" in names else "weight"
 
 
@@ -107,21 +108,21 @@ class Mxfp4Packed(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
+        weight, scale = parts.get(weight_part(parts)), parts.get("weight_scale")
         if weight is None or scale is None or weight.dtype != "U8" or scale.dtype not in ("U8", "F8_E8M0"):
             return False
         return len(weight.shape) == 2 and len(scale.shape) == 2
 
     def out_features(self, parts: Parts) -> int:
-        return parts[_weight(parts)].shape[0]
+        return parts[weight_part(parts)].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
-        spec = fp4_spec(parts, context, _weight(parts), "weight_scale", 32, "e8m0")
+        spec = fp4_spec(parts, context, weight_part(parts), "weight_scale", 32, "e8m0")
         encoding = Encoding("u8-packed", "two codes per byte along K, low nibble first", group_shape=(1, 32))
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        codes = nibble_codes(parts[_weight(parts)])
+        codes = nibble_codes(parts[weight_part(parts)])
         return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:

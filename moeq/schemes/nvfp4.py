@@ -22,7 +22,7 @@ from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
-from moeq.schemes.mxfp4 import fp4_spec
+from moeq.schemes.mxfp4 import fp4_spec, weight_part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 #: Places of codes in the two forms, for people; a scheme keeps one of them as `packing`.
 _BY_ROWS = "two codes per byte along K, low nibble first"
 _BY_COLUMNS = "two codes per byte along K, low nibble first, rows and columns exchanged"
-
-
-def _weight(names: Mapping[str, object]) -> str:
-    return "weight_packed" if "weight_packed" in names else "weight"
 
 
 class Nvfp4(Format):
@@ -56,13 +52,13 @@ class Nvfp4(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get(_weight(parts)), parts.get("weight_scale")
+        weight, scale = parts.get(weight_part(parts)), parts.get("weight_scale")
         if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
             return False
         return weight.dtype == "U8" and scale.dtype == "F8_E4M3" and not parts.keys().isdisjoint(_GLOBAL)
 
     def out_features(self, parts: Parts) -> int:
-        return parts[_weight(parts)].shape[1 if _is_transposed(parts) else 0]
+        return parts[weight_part(parts)].shape[1 if _is_transposed(parts) else 0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         for part in parts.keys() & set(_GLOBAL):
@@ -73,7 +69,7 @@ class Nvfp4(Format):
             part: sig._replace(shape=sig.shape[::-1]) if transposed and part in _MATRICES else sig
             for part, sig in parts.items()
         }
-        spec = fp4_spec(upright, context, _weight(parts), "weight_scale", 16, "e4m3")
+        spec = fp4_spec(upright, context, weight_part(parts), "weight_scale", 16, "e4m3")
         encoding = Encoding(
             "u8-packed",
             _BY_COLUMNS if transposed else _BY_ROWS,
@@ -83,7 +79,7 @@ class Nvfp4(Format):
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        weight, scales = parts[_weight(parts)], parts["weight_scale"]
+        weight, scales = parts[weight_part(parts)], parts["weight_scale"]
         if scheme.packing == _BY_COLUMNS:
             weight, scales = _transposed(weight), _transposed(scales)
         return QuantizedMatrix(
@@ -121,7 +117,7 @@ _MATRICES = ("weight_packed", "weight", "weight_scale")
 
 def _is_transposed(parts: Parts) -> bool:
     """Return whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only."""
-    weight, scale = parts[_weight(parts)].shape, parts["weight_scale"].shape
+    weight, scale = parts[weight_part(parts)].shape, parts["weight_scale"].shape
     return scale == (weight[0] // 8, weight[1])
 
 

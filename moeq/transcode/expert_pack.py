@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from moeq.checkpoint.disk import disk_errors, read_at, write_at
+from moeq.checkpoint.disk import closing_fd, disk_errors, read_at, write_at
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import BLOCK, FileForm, tensor_bytes
@@ -150,18 +150,14 @@ def finish_pack(
     digests = source.hexdigest(), hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
     model.update(":".join(("sglang-deepseek-expert-pack-v1", *digests)).encode())
     identity = model.hexdigest()
-    with disk_errors(folder.path):
-        fd = folder.open(pack.name, os.O_RDWR)
-        try:
-            with ThreadPoolExecutor(default_workers()) as threads:
-                hashes = list(threads.map(lambda place: _sha256(fd, *place), pack.form.ranges.values()))
-            index = b"".join(_entries(pack, hashes, identity, digests[0]))
-            header = _header(pack, identity, *digests)
-            write_at(fd, header + index + bytes(pack.data_start - len(header) - len(index)), 0)
-            whole = _sha256(fd, 0, pack.form.size).hex()
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with disk_errors(folder.path), closing_fd(folder.open(pack.name, os.O_RDWR)) as fd:
+        with ThreadPoolExecutor(default_workers()) as threads:
+            hashes = list(threads.map(lambda place: _sha256(fd, *place), pack.form.ranges.values()))
+        index = b"".join(_entries(pack, hashes, identity, digests[0]))
+        header = _header(pack, identity, *digests)
+        write_at(fd, header + index + bytes(pack.data_start - len(header) - len(index)), 0)
+        whole = _sha256(fd, 0, pack.form.size).hex()
+        os.fsync(fd)
     objects = pack.num_layers * pack.num_experts
     payload = len(_ROLES) * pack.matrix_bytes
     return {

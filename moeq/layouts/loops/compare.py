@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from moeq.layouts.loops.native import Loops
-
-Array = np.ndarray[Any, Any]
+from moeq.layouts.loops.native import Array, Loops
 
 _loops = Loops("moeq.layouts.loops.compare_loops")
 

@@ -15,10 +15,8 @@ import numpy as np
 
 from moeq.indices import check_indices
 from moeq.layouts.float_bits import e4m3_values
-from moeq.layouts.loops.native import Loop, Loops
+from moeq.layouts.loops.native import Array, Loop, Loops
 from moeq.layouts.loops.recode import BLOCK, E2M1
-
-Array = np.ndarray[Any, Any]
 
 _loops = Loops("moeq.layouts.loops.floats_loops")
 

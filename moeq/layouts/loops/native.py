@@ -30,6 +30,8 @@ from blake3 import blake3
 from moeq.layouts.loops.target import Kind, processor, target_machine
 from moeq_kernels.code_cache import CodeCache, user_cache
 
+Array = np.ndarray[Any, Any]
+
 _DIGEST_BYTES = 32
 
 #: Bits of numpy's `ndarray.flags.num`: C order, Fortran's order, aligned, writeable.

@@ -13,14 +13,11 @@ whatever is the number of no code is seen. The tables of the proof are made by d
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from moeq.layouts.float_bits import BIAS, e4m3_values
-from moeq.layouts.loops.native import Loops
-
-Array = np.ndarray[Any, Any]
+from moeq.layouts.loops.native import Array, Loops
 
 _loops = Loops("moeq.layouts.loops.recode_loops")
 

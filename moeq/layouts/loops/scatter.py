@@ -11,9 +11,7 @@ import numpy as np
 
 from moeq.layouts.arrangement import Arrangement, Digit
 from moeq.layouts.loops import nibbles
-from moeq.layouts.loops.native import Loops
-
-Array = np.ndarray[Any, Any]
+from moeq.layouts.loops.native import Array, Loops
 
 _loops = Loops("moeq.layouts.loops.scatter_loops")
 #: Packing loops by fields of a word; `pack_fields` packs any other number.

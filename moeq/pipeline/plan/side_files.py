@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import read_part
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_json
 from moeq.checkpoint.manifest import MANIFEST_NAME
@@ -135,11 +136,8 @@ def limit_of(name: str) -> int:
 
 
 def _is_pickle(source: Source, name: str) -> bool:
-    fd = source.open(name)
-    try:
+    with closing_fd(source.open(name)) as fd:
         return read_part(fd, 0, min(2, os.fstat(fd).st_size), name) in _PICKLE
-    finally:
-        os.close(fd)
 
 
 def _has_auto_map(source: Source, name: str, size: int) -> bool:

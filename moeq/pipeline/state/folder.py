@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.disk import closing_fd, disk_errors
 from moeq.checkpoint.files import PARTIAL_SUFFIX
 from moeq.checkpoint.manifest import MANIFEST_NAME
 from moeq.checkpoint.outputs import OutputFolder
@@ -209,11 +209,8 @@ class WorkFolder:
         for name in journal_files(self.files):
             if self._journal is not None and name == self._journal.name:
                 continue
-            fd = self.files.open(name, os.O_RDWR)
-            try:
+            with closing_fd(self.files.open(name, os.O_RDWR)) as fd:
                 require_lock(fd, self.path)
-            finally:
-                os.close(fd)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

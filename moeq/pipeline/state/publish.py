@@ -11,7 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from moeq.checkpoint.disk import disk_errors
+from moeq.checkpoint.disk import closing_fd, disk_errors
 from moeq.checkpoint.header import parse_header, raw_header
 from moeq.checkpoint.index import INDEX_NAME
 from moeq.checkpoint.manifest import (
@@ -97,12 +97,9 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
 
 def _read_kept_scales(checkpoint: Checkpoint, files: OutputFolder) -> None:
     """Read the activation scales from the restore data, if they were not read in the source: a Hub may be far away."""
-    fd = files.open(RESTORE_DATA_NAME, os.O_RDONLY)
-    try:
+    with closing_fd(files.open(RESTORE_DATA_NAME, os.O_RDONLY)) as fd:
         size = os.fstat(fd).st_size
         kept = parse_header(raw_header(fd, RESTORE_DATA_NAME)[8:], RESTORE_DATA_NAME, size).tensors
-    finally:
-        os.close(fd)
     checkpoint.read_activation_scales(
         lambda entry: kept.get(f"tensor/{entry.name}"), lambda name: files.open(name, os.O_RDONLY)
     )
@@ -183,11 +180,8 @@ def copy_side_files(
     sizes = {name: size for name, size in side_files.sizes.items() if name not in leave_out}
     require_free_space(folder, sizes)
     for name in sizes:
-        fd = source.open(name)
-        try:
+        with closing_fd(source.open(name)) as fd:
             folder.copy_file(fd, name)
-        finally:
-            os.close(fd)
     for name in side_files.stripped:
         folder.write_file(name, stripped_file(source, name))
 
@@ -201,11 +195,8 @@ def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFol
         found[file.name] = FileDigest(file.form.size, blake3(file.form.header).hexdigest(), held)
     with disk_errors(folder.path):
         for name in sorted({*job.outputs} - {MANIFEST_NAME, SIGNATURE_NAME, *found}):
-            fd = folder.open(name, os.O_RDONLY)
-            try:
+            with closing_fd(folder.open(name, os.O_RDONLY)) as fd:
                 found[name] = open_file_digest(fd)
-            finally:
-                os.close(fd)
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.disk import closing_fd, read_at
 from moeq.checkpoint.files import open_regular
 from moeq.checkpoint.manifest import FileDigest, Projection, TensorDigest
 from moeq.checkpoint.outputs import OutputFolder
@@ -79,11 +79,8 @@ def piece_digest(data: Bytes | memoryview) -> bytes:
 
 def file_digest(path: Path) -> FileDigest:
     """Return digests that cover a whole file. Raises OSError, and MoeqError if it is not a regular file."""
-    fd = open_regular(path, path.name)
-    try:
+    with closing_fd(open_regular(path, path.name)) as fd:
         return open_file_digest(fd)
-    finally:
-        os.close(fd)
 
 
 def open_file_digest(fd: int) -> FileDigest:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeq.checkpoint.disk import read_at
+from moeq.checkpoint.disk import closing_fd, read_at
 from moeq.checkpoint.files import open_regular, read_part
 from moeq.checkpoint.header import MAX_HEADER_BYTES, Header, TensorEntry, header_length, parse_header, read_header
 from moeq.checkpoint.index import choose_weights, merge_headers
@@ -173,11 +173,8 @@ class RestoreData:
 
     def first_bytes(self, count: int) -> bytes:
         """Read the first bytes of the file."""
-        fd = open_regular(self.path, self.path.name)
-        try:
+        with closing_fd(open_regular(self.path, self.path.name)) as fd:
             return read_part(fd, 0, min(count, os.fstat(fd).st_size), self.path.name)
-        finally:
-            os.close(fd)
 
     def size_of(self, name: str) -> int:
         """Return the bytes of a kept tensor."""

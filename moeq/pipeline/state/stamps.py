@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 from blake3 import blake3
 
+from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import stat_regular
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from moeq.checkpoint.source import LocalSource, Source
@@ -183,12 +184,9 @@ def _changed_files(job: Job, destination: Path, manifest: Manifest) -> Iterator[
         yield "other files beside the weights"
     source = job.checkpoint.source
     for name in job.side_files.sizes if isinstance(source, LocalSource) and source.revision is None else ():
-        fd = source.open(name)
-        try:
+        with closing_fd(source.open(name)) as fd:
             if name in files and open_file_digest(fd).blake3 != files[name].blake3:
                 yield f"the source's {name} is not what it was"
-        finally:
-            os.close(fd)
 
 
 def _size(path: Path) -> int:
