@@ -94,7 +94,8 @@ class OutputFolder:
         *folders, last = parts = name.split("/")
         if any(part in ("", ".", "..") for part in parts):
             raise MoeqError("source.unsafe-path", f"{ascii(name)[:200]} leads out of {self.path}")
-        with closing_fd(os.dup(self.fd)) as fd:
+        fd = os.dup(self.fd)
+        try:
             for folder in folders:
                 if make:
                     with suppress(FileExistsError):
@@ -107,6 +108,8 @@ class OutputFolder:
                 fd, outer = inner, fd
                 os.close(outer)
             yield fd, last
+        finally:
+            os.close(fd)
 
     def _planted(self, name: str, what: str) -> MoeqError:
         return MoeqError(

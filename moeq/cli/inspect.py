@@ -49,7 +49,7 @@ def command(
     deployment = asked_deployment(given)
     if html is not None:
         write_text(html, _page(checkpoint, deployment))
-    scanned_ = scanned(out, checkpoint) if scan else None
+    findings = scan_experts(out, checkpoint) if scan else None
     found, no_verdict = decided(checkpoint, deployment)
     sizes = () if checkpoint.kind == "converted" else degrees(checkpoint, deployment)
     ranking = rank_backends(checkpoint, found, found.parts[0]) if found is not None else None
@@ -58,7 +58,7 @@ def command(
         "kind": checkpoint.kind,
         "conversion": _conversion(checkpoint),
         "shards": [asdict(degree) for degree in sizes],
-        "scan": None if scanned_ is None else [asdict(warning) for warning in scanned_],
+        "scan": None if findings is None else [asdict(warning) for warning in findings],
         "verdict": None if found is None else verdict_document(found, found.parts[0]),
         "no_verdict": no_verdict,
         "converts": None if found is None else found.ok,
@@ -67,7 +67,7 @@ def command(
         "fit": fit,
     }
     inspection = Inspection(
-        checkpoint, found, no_verdict, sizes, scanned_ or (), fit_lines(fit) if fit else (), ranking
+        checkpoint, found, no_verdict, sizes, findings or (), fit_lines(fit) if fit else (), ranking
     )
     code = _exit_code(given, found, fit)
     out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=code == ExitCode.OK)
@@ -105,7 +105,7 @@ def _page(checkpoint: Checkpoint, deployment: Deployment | None) -> str:
     return render(checkpoint, base, list(gpus.values()), TP_SIZES)
 
 
-def scanned(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
+def scan_experts(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
     """Read the data of the experts and return what it shows beyond the headers."""
     from moeq.cli.progress import ProgressReport
     from moeq.model.scan import scan

@@ -90,11 +90,11 @@ def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     return make_plan(source, layouts, manifest.copied, Ranks.of(sizes.tp, sizes.ep), options)
 
 
-def derive(source: Checkpoint, plan: Plan, workers: int, moved: Callable[[int, str], None]) -> Derived:
+def derive(source: Checkpoint, plan: Plan, workers: int, advance: Callable[[int, str], None]) -> Derived:
     """Pack everything again, in memory. Raises MoeqError as `recompute`."""
     work = Work(source, plan)
     memory = plan_memory(work, plan.units, workers)
-    records = recompute(work, plan.units, memory.workers, moved, memory.spare())
+    records = recompute(work, plan.units, memory.workers, advance, memory.spare())
     kept = sorted({name for record in records.values() for name in record.kept})
     layers = tuple(layer_entry(plan, layer, records) for layer in plan.layers)
     return Derived(source, plan, records, layers, tensors_of(plan, records), tuple(kept))

@@ -29,7 +29,7 @@ from moeq.pipeline.state.records import open_file_digest, read_digest, tensor_di
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Thing that is not as it was, or not as it has to be.
+    """Difference between a conversion and what was written, or what its source gives.
 
     Attributes:
         kind: `values` (packed experts), `source-values` (the manifest's digests are not the source's), `tensor`,

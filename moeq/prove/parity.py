@@ -21,8 +21,7 @@ from moeq.model.tensor_bytes import flat_bytes, same_matrix
 from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.layer_plan import plan_layer
 from moeq.pipeline.plan.options import Ranks
-from moeq.prove.engine_code import EngineCode, find_engine
-from moeq.prove.parity_vllm import PACKERS, ParityExperts
+from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -221,7 +221,7 @@ class _Rebuilder:
         return self._known[largest]
 
     def _put_kept(self, target: _Target, data: Bytes) -> bool:
-        """Fill in a part that the conversion kept, since it does not follow from the packed bytes; return if it did."""
+        """Fill in a part that the conversion kept, since it does not follow from the packed bytes; return whether."""
         kept = self._whole.kept(target.name)
         if kept is None:
             return False

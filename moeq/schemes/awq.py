@@ -33,6 +33,7 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -95,16 +96,11 @@ class Awq(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scales = parts.get("qweight"), parts.get("scales")
-        if weight is None or scales is None or weight.dtype != "I32":
+        found = matrices(parts, qweight=("I32",), scales=())
+        if found is None or (declared and declared.variant == "gemv"):
             return False
-        if len(weight.shape) != 2 or len(scales.shape) != 2:
-            return False
-        if declared and declared.variant == "gemv":
-            return False
-        return any(weight.shape[1] * (32 // bits) == scales.shape[1] for bits in (2, 4, 8)) and (
-            weight.shape[0] >= scales.shape[0]
-        )
+        weight, scales = (sig.shape for sig in found)
+        return any(weight[1] * (32 // bits) == scales[1] for bits in (2, 4, 8)) and weight[0] >= scales[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         k, words = parts["qweight"].shape
@@ -205,12 +201,10 @@ class AwqGemv(Format):
     padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, zeros, scales = parts.get("qweight"), parts.get("qzeros"), parts.get("scales")
-        if weight is None or zeros is None or scales is None or weight.dtype != "I32":
+        found = matrices(parts, qweight=("I32",), qzeros=(), scales=())
+        if found is None or len({sig.shape[0] for sig in found}) != 1:
             return False
-        shapes = (weight.shape, zeros.shape, scales.shape)
-        if any(len(shape) != 2 for shape in shapes) or len({shape[0] for shape in shapes}) != 1:
-            return False
+        _, zeros, scales = found
         return scales.shape[1] == 8 * zeros.shape[1]
 
     def describe(self, parts: Parts, context: Context) -> Described:
@@ -273,8 +267,7 @@ class AwqGemvFast(Format):
     padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scales = parts.get("qweight"), parts.get("scales")
-        return bool(weight and scales and weight.dtype == "I16" and len(weight.shape) == len(scales.shape) == 2)
+        return matrices(parts, qweight=("I16",), scales=()) is not None
 
     def describe(self, parts: Parts, context: Context) -> Described:
         rows, k = parts["qweight"].shape

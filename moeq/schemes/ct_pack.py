@@ -32,6 +32,7 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -59,10 +60,8 @@ class CtPack(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        packed, scale = parts.get("weight_packed"), parts.get("weight_scale")
-        if packed is None or scale is None or packed.dtype != "I32" or len(packed.shape) != 2:
-            return False
-        return len(scale.shape) == 2 and scale.shape[0] == packed.shape[0]
+        found = matrices(parts, weight_packed=("I32",), weight_scale=())
+        return found is not None and found[0].shape[0] == found[1].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["weight_packed"].shape

@@ -229,6 +229,13 @@ class ReadOnlyFormat(Format):
         return None
 
 
+def matrices(parts: Parts, **wanted: tuple[str, ...]) -> tuple[PartSig, ...] | None:
+    """Return parts by name, if all have two axes and one of their dtypes (empty: any); otherwise None."""
+    found = tuple(sig for name in wanted if (sig := parts.get(name)) is not None and len(sig.shape) == 2)
+    fits = all(not dtypes or sig.dtype in dtypes for sig, dtypes in zip(found, wanted.values(), strict=False))
+    return found if fits and len(found) == len(wanted) else None
+
+
 def group_encoding(
     context: Context, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none"
 ) -> Encoding:

@@ -32,6 +32,7 @@ from moeq.schemes.format import (
     PartSig,
     expect_input_features,
     float_name,
+    matrices,
     matrix_spec,
 )
 
@@ -181,10 +182,8 @@ class Mxfp8(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get("weight"), parts.get("weight_scale")
-        if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
-            return False
-        return weight.dtype == "F8_E4M3" and scale.dtype in ("U8", "F8_E8M0") and weight.shape[0] == scale.shape[0]
+        found = matrices(parts, weight=("F8_E4M3",), weight_scale=("U8", "F8_E8M0"))
+        return found is not None and found[0].shape[0] == found[1].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape

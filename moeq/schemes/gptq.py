@@ -33,6 +33,7 @@ from moeq.schemes.format import (
     expect_shape,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -179,12 +180,10 @@ class Gptq(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scales = parts.get("qweight"), parts.get("scales")
-        if weight is None or scales is None or weight.dtype != "I32" or len(weight.shape) != 2:
+        found = matrices(parts, qweight=("I32",), scales=())
+        if found is None or (declared and declared.method == "awq" and declared.variant == "gemv"):
             return False
-        if declared and declared.method == "awq" and declared.variant == "gemv":
-            return False
-        return len(scales.shape) == 2 and weight.shape[1] == scales.shape[1]
+        return found[0].shape[1] == found[1].shape[1]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         words, n = parts["qweight"].shape

@@ -20,6 +20,7 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -45,10 +46,8 @@ class MarlinV1(ReadOnlyFormat):
     refusal = "serialised Marlin v1 is already one kernel's layout; start from the GPTQ checkpoint it was made from"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get(_weight(parts)), parts.get(_scale(parts))
-        if weight is None or scale is None or weight.dtype != "I32":
-            return False
-        return len(weight.shape) == len(scale.shape) == 2 and weight.shape[1] == 2 * scale.shape[1]
+        found = matrices(parts, **{_weight(parts): ("I32",), _scale(parts): ()})
+        return found is not None and found[0].shape[1] == 2 * found[1].shape[1]
 
     def out_features(self, parts: Parts) -> int:
         return parts[_scale(parts)].shape[1]

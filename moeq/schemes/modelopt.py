@@ -23,6 +23,7 @@ from moeq.schemes.format import (
     expect_input_features,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -117,10 +118,8 @@ class ModelOptInt4(ReadOnlyFormat):
     refusal = "ModelOpt's int4 AWQ scales activations per channel (pre_quant_scale), which no layout of moeq carries"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get("weight"), parts.get("weight_scale")
-        if weight is None or scale is None or weight.dtype != "U8" or scale.dtype not in ("F32", "F16", "BF16"):
-            return False
-        return len(weight.shape) == len(scale.shape) == 2 and scale.shape[0] == 2 * weight.shape[0]
+        found = matrices(parts, weight=("U8",), weight_scale=("F32", "F16", "BF16"))
+        return found is not None and found[1].shape[0] == 2 * found[0].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, groups = parts["weight_scale"].shape

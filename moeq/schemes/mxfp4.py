@@ -31,6 +31,7 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     PartSig,
+    matrices,
     matrix_spec,
 )
 
@@ -108,10 +109,7 @@ class Mxfp4Packed(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get(weight_part(parts)), parts.get("weight_scale")
-        if weight is None or scale is None or weight.dtype != "U8" or scale.dtype not in ("U8", "F8_E8M0"):
-            return False
-        return len(weight.shape) == 2 and len(scale.shape) == 2
+        return matrices(parts, **{weight_part(parts): ("U8",), "weight_scale": ("U8", "F8_E8M0")}) is not None
 
     def out_features(self, parts: Parts) -> int:
         return parts[weight_part(parts)].shape[0]

@@ -21,7 +21,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, matrices
 from moeq.schemes.mxfp4 import fp4_spec, weight_part
 
 if TYPE_CHECKING:
@@ -52,10 +52,8 @@ class Nvfp4(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get(weight_part(parts)), parts.get("weight_scale")
-        if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
-            return False
-        return weight.dtype == "U8" and scale.dtype == "F8_E4M3" and not parts.keys().isdisjoint(_GLOBAL)
+        found = matrices(parts, **{weight_part(parts): ("U8",), "weight_scale": ("F8_E4M3",)})
+        return found is not None and not parts.keys().isdisjoint(_GLOBAL)
 
     def out_features(self, parts: Parts) -> int:
         return parts[weight_part(parts)].shape[1 if _is_transposed(parts) else 0]

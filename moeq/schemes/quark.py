@@ -24,6 +24,7 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     float_name,
     group_encoding,
+    matrices,
     matrix_spec,
     resolve_groups,
 )
@@ -118,8 +119,7 @@ class QuarkInt4(ReadOnlyFormat):
     refusal = "Quark's int4 export has never been seen on a served MoE checkpoint, so its reading has not been proven"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get("weight"), parts.get("weight_scale")
-        return bool(weight and scale and weight.dtype == "I32" and len(weight.shape) == len(scale.shape) == 2)
+        return matrices(parts, weight=("I32",), weight_scale=()) is not None
 
     def out_features(self, parts: Parts) -> int:
         return parts["weight"].shape[0] if _per_channel(parts) else parts["weight_scale"].shape[1]

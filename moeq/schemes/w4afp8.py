@@ -26,6 +26,7 @@ from moeq.schemes.format import (
     PartSig,
     expect_input_features,
     float_name,
+    matrices,
     matrix_spec,
 )
 
@@ -56,11 +57,9 @@ class W4AFp8(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get("weight"), parts.get("weight_scale_inv")
-        if weight is None or scale is None or weight.dtype != "I8" or len(weight.shape) != 2 or len(scale.shape) != 2:
-            return False
+        found = matrices(parts, weight=("I8",), weight_scale_inv=())
         # Bytes in blocks (`fp8-block`) have a row of scales per block of rows.
-        return scale.shape[0] == weight.shape[0] > 1
+        return found is not None and found[1].shape[0] == found[0].shape[0] > 1
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["weight"].shape

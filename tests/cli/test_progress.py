@@ -14,8 +14,7 @@ import pytest
 
 from moeq.cli import github, progress
 from moeq.cli.app import run
-from moeq.cli.conversion_report import ConversionReport
-from moeq.cli.events import EventLog
+from moeq.cli.conversion_report import ConversionReport, EventLog
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode

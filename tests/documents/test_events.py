@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from moeq.cli.events import SCHEMA
+from moeq.cli.conversion_report import SCHEMA
 from moeq.pipeline import events
 from moeq.pipeline.push import Pushed
 

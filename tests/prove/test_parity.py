@@ -20,13 +20,12 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model.tensor_bytes import flat_bytes
 from moeq.pipeline.convert import convert
-from moeq.prove.engine_code import EngineCode, find_engine
 from moeq.prove.parity import _compare as compare
 from moeq.prove.parity import _converted_units as converted_units
 from moeq.prove.parity import _sampled as sampled
 from moeq.prove.parity import _source_units as source_units
 from moeq.prove.parity import parity
-from moeq.prove.parity_vllm import PACKERS, ParityExperts
+from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
 
 SITE = os.environ.get("MOEQ_TEST_VLLM")
 with_vllm = pytest.mark.skipif(SITE is None, reason="needs MOEQ_TEST_VLLM=<folder with vllm/>")

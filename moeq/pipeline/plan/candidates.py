@@ -105,8 +105,7 @@ def _fastest(
     if deployment.engine == OWN_ENGINE or deployment.lora:
         return None  # layers with adapters run in moeq's kernels for any GPU, and inside SGLang not at all
     encoded, engines = scheme or checkpoint.scheme_of(layer), verdict.convert and verdict.convert.layout
-    where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
-    own = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).convert
+    own = own_target(checkpoint, deployment, layer, scheme)
     if own is None or own.layout == engines or not is_fastest(encoded, deployment, own.layout):
         return None
     why = f"moeq's kernels, which run inside the engine, are the fastest measured on {deployment.gpu.name}"
@@ -114,6 +113,14 @@ def _fastest(
     if deployment.backend == "auto" and engines and chosen is not None and chosen.flag:
         why += f"; {option('backend', chosen.flag)} writes for the engine's {chosen.backend}, which is slower there"
     return replace(_named(own), why=why)
+
+
+def own_target(
+    checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None = None
+) -> ConvertTarget | None:
+    """Return what would be written for moeq's own kernels on a deployment of any engine; None if none of them fits."""
+    where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
+    return judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).convert
 
 
 def _is_chosen(row: CandidateReport, verdict: Verdict) -> bool:
@@ -168,8 +175,7 @@ def _asked_layout(
     against = [heads] if (heads := heads_problem(checkpoint, deployment)) else []
     reasons = []
     for row in rows:
-        chosen = verdict.chosen is not None and row.backend == verdict.chosen.backend
-        if row.supported and (chosen or deployment.engine == OWN_ENGINE):
+        if row.supported and (_is_chosen(row, verdict) or deployment.engine == OWN_ENGINE):
             return _with_force(question, LayoutChoice(layout, row.backend), against)
         forced = _forced(checkpoint, deployment, layer, scheme, row.flag) if row.flag else None
         if forced is not None and _reads(forced, row, layout):
@@ -177,8 +183,7 @@ def _asked_layout(
             return _with_force(question, LayoutChoice(layout, row.backend, flag), against)
         texts = [reason.text for reason in row.reasons] or [forced.refusal if forced else "it cannot be asked for"]
         reasons.append(f"{row.backend}: {'; '.join(texts)}")
-    where = f"{deployment.gpu.name}"
-    nobody = f"no backend of {deployment.engine} reads {layout} for this checkpoint on {where}"
+    nobody = f"no backend of {deployment.engine} reads {layout} for this checkpoint on {deployment.gpu.name}"
     detail = f": {' | '.join(reasons)}" if reasons else f" (it is for {layout_class(layout).arch})"
     against.append(nobody + detail)
     return _with_force(question, LayoutChoice(layout, rows[0].backend if rows else layout), against)
@@ -201,7 +206,7 @@ def tried(checkpoint: Checkpoint, verdict: Verdict, layer: int | None = None, sc
     """Return the verdict in which a backend works only if asking for it by name makes the engine run it."""
     rows = []
     for row in verdict.candidates:
-        if row.supported and not (verdict.chosen and row.backend == verdict.chosen.backend):
+        if row.supported and not _is_chosen(row, verdict):
             row = _tried(checkpoint, verdict.deployment, row, layer, scheme)
         rows.append(row)
     return replace(verdict, candidates=tuple(rows))

@@ -26,7 +26,7 @@ from moeq.oracle.records import ConvertTarget, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.calibration import fault_kinds
-from moeq.pipeline.plan.candidates import LayoutChoice, candidates, tried
+from moeq.pipeline.plan.candidates import LayoutChoice, candidates, own_target, tried
 from moeq.pipeline.plan.expert_names import with_names
 from moeq.pipeline.plan.layer_loaders import loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
@@ -382,8 +382,7 @@ def rank_backends(checkpoint: Checkpoint, answer: Answer, part: LayerGroup) -> R
     deployment, layer = answer.question.deployment, part.layers[0]
     own_layout = None
     if deployment.engine == OWN_ENGINE or any(loader.name in ("vllm", "sglang") for loader in answer.loaders):
-        where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
-        own = judge_checkpoint(checkpoint, where, layer, explain=False).convert
+        own = own_target(checkpoint, deployment, layer)
         own_layout = own.layout if own is not None else None
     return rank(part.verdict, checkpoint.scheme_of(layer), own_layout)
 

@@ -216,7 +216,7 @@ def recompute(
     job: Work,
     units: Sequence[Unit],
     workers: int,
-    moved: Callable[[int, str], None],
+    advance: Callable[[int, str], None],
     spare: SpareMemory | None = None,
 ) -> dict[str, UnitRecord]:
     """Read, pack, prove and hash units, and keep nothing but their records.
@@ -225,7 +225,7 @@ def recompute(
         job: plan and source.
         units: the units.
         workers: threads.
-        moved: called with bytes packed since the last call and a label, in this thread.
+        advance: called with bytes packed since the last call and a label, in this thread.
         spare: as for `Executor`.
 
     Raises:
@@ -237,7 +237,7 @@ def recompute(
         if isinstance(outcome, Executed):
             records[outcome.unit.id] = outcome.record
         elif isinstance(outcome, Written):
-            moved(outcome.bytes, outcome.label)
+            advance(outcome.bytes, outcome.label)
 
     nowhere = Executor(job, None, workers, spare)
     nowhere.run(units, handle)

@@ -110,12 +110,12 @@ class Executor:
         for name, form in forms.items():
             prepare_file(self.folder, name, form.header, form.size)
 
-    def execute(self, unit_id: str, moved: Callable[[int, str], None] | None = None) -> UnitRecord:
+    def execute(self, unit_id: str, advance: Callable[[int, str], None] | None = None) -> UnitRecord:
         """Execute one unit: its bytes are on disk and proven when this returns.
 
         Args:
             unit_id: the unit.
-            moved: called with bytes written since the last call and a label, in this thread.
+            advance: called with bytes written since the last call and a label, in this thread.
 
         Raises:
             MoeqError: `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
@@ -124,8 +124,8 @@ class Executor:
         records: list[UnitRecord] = []
 
         def handle(outcome: Outcome) -> None:
-            if isinstance(outcome, Written) and moved:
-                moved(outcome.bytes, outcome.label)
+            if isinstance(outcome, Written) and advance:
+                advance(outcome.bytes, outcome.label)
             elif isinstance(outcome, Executed):
                 records.append(outcome.record)
 
