@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -99,16 +100,18 @@ def test_slices_of_rows_and_columns_are_written_in_place(gptq) -> None:
     parts = experts.parts(0, 1, "down")
     n, k = parts["scales"].shape[1], parts["qweight"].shape[0] * 8
     whole.update(0, 0, "down", parts)
-    for start in range(0, n, 32):
-        rows = slice(start, start + 32)
+    # Scales are of one row each: blocks of rows need not be as tall as groups are wide.
+    edges = [*range(0, 32, 8), *range(32, n + 1, 32)]
+    for start, stop in pairwise(edges):
+        rows = slice(start, stop)
         for left in range(0, k, 64):
             words, groups = slice(left // 8, left // 8 + 8), slice(left // 32, left // 32 + 2)
             cut = {
                 "qweight": parts["qweight"][words, rows],
                 "scales": parts["scales"][groups, rows],
-                "qzeros": parts["qzeros"][groups, start // 8 : start // 8 + 4],
+                "qzeros": parts["qzeros"][groups, start // 8 : stop // 8],
             }
-            writer.update(0, 0, "down", cut, rows=(start, start + 32), columns=(left, left + 64))
+            writer.update(0, 0, "down", cut, rows=(start, stop), columns=(left, left + 64))
     assert same_bytes(layers[0], sliced[0]) == []
     assert whole.digest(0) == writer.digest(0) == moeq.snapshot(sliced[0])
 
@@ -200,3 +203,29 @@ def test_unsuitable_tensors_are_refused(gptq) -> None:
     one = moeq.writable_layer(checkpoint, 0)
     with pytest.raises(MoeqError, match="given twice"):
         moeq.Writer([one, one])
+
+
+def test_float_weights_take_the_bias_that_the_layer_has(gptq, checkpoints, tmp_path) -> None:
+    biased = layers_of(pack(checkpoints / "mxfp4-gptoss", tmp_path / "out", "marlin-mxfp4-interleaved/1"))
+    for layers, fits in ((biased, True), (layers_of(gptq[1]), False)):
+        spec = layers[0].specs["w2"]
+        weight, writer = torch.ones(spec.n, spec.k, dtype=torch.bfloat16), moeq.Writer(layers.values())
+        if fits:
+            bias = torch.full((spec.n,), 3.0, dtype=torch.bfloat16)
+            writer.update(0, 0, "down", {"weight": weight, "bias": bias})
+            assert (layers[0].tensors["w2"]["bias"][0] == 3).all()
+        for size in (spec.n - 1, *([] if fits else [spec.n])):
+            with pytest.raises(MoeqError, match="bias is") as caught:
+                writer.update(0, 0, "down", {"weight": weight, "bias": torch.zeros(size, dtype=torch.bfloat16)})
+            assert caught.value.code == "usage.update-tensors"
+
+
+def test_float_gate_and_up_of_nvfp4_share_a_global_scale_in_either_form(checkpoints, tmp_path) -> None:
+    folder = pack(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "out", "marlin-nvfp4/1")
+    layers, wrapped = layers_of(folder), layers_of(folder)
+    spec, made = layers[0].specs["w13"], torch.Generator().manual_seed(0)
+    # The largest weights differ, and so would two scales.
+    gate, up = (torch.randn(spec.n // 2, spec.k, generator=made).to(torch.bfloat16) * size for size in (1, 7))
+    moeq.Writer(layers.values()).update(0, 0, "w13", {"gate": gate, "up": up})
+    moeq.Writer(wrapped.values()).update(0, 0, "w13", {"gate": {"weight": gate}, "up": {"weight": up}})
+    assert same_bytes(layers[0], wrapped[0]) == []
