@@ -28,6 +28,7 @@ from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from moeq.gguf.names import GgufArchitecture
 from moeq.gguf.tokenizer import TOKENIZER_FILES, can_convert, tokenizer_files
 from moeq.schemes.gguf import METHOD, part_of
+from moeq.schemes.gguf_blocks import readings
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
@@ -183,6 +184,7 @@ class _GgufFiles(Source):
     ) -> Iterator[tuple[str, TensorEntry]]:
         """Yield the tensors under their Hugging Face names."""
         found: dict[str, str] = {}
+        read_as = dict(_readings(stored))
         for source_name, (file, tensor) in stored.items():
             known = architecture.name(source_name)
             if known is None:
@@ -194,7 +196,7 @@ class _GgufFiles(Source):
                 detail = f"{file}: {found[name]} and {source_name} are both {name}"
                 raise MoeqError("source.bad-names", detail)
             found[name] = source_name
-            entry = entry_of(name, tensor, file)
+            entry = entry_of(name, tensor, file, read_as.get(source_name))
             if change is not None:
                 entry, derived = derive(change, entry, tensor, self._facts, source_name)
                 if derived is not None:
@@ -332,8 +334,15 @@ def names_repository_file(text: str) -> bool:
     return len(parts) == 3 and parts[2].lower().endswith(".gguf") and looks_like_repository("/".join(parts[:2]))
 
 
-def entry_of(name: str, tensor: GgufTensor, file: str) -> TensorEntry:
-    """Return the entry of a tensor under a Hugging Face name: floats as they are, blocks as rows of bytes."""
+def entry_of(name: str, tensor: GgufTensor, file: str, read_as: str | None = None) -> TensorEntry:
+    """Return the entry of a tensor under a Hugging Face name: floats as they are, blocks as rows of bytes.
+
+    Args:
+        name: the Hugging Face name.
+        tensor: the tensor in the file.
+        file: its file.
+        read_as: how its blocks are read (`moeq.schemes.gguf_blocks.readings`), if not as its own type.
+    """
     rank = len(tensor.shape)
     blocks = tensor.type not in _PLAIN or (".experts." in name and rank == 3)
     if not blocks:
@@ -344,7 +353,7 @@ def entry_of(name: str, tensor: GgufTensor, file: str) -> TensorEntry:
     width = (tensor.end - tensor.start) // rows if rows else 0
     module = name.removesuffix(".weight")
     return TensorEntry(
-        f"{module}.{part_of(tensor.type)}", "U8", (*tensor.shape[:-1], width), file, tensor.start, tensor.end
+        f"{module}.{part_of(read_as or tensor.type)}", "U8", (*tensor.shape[:-1], width), file, tensor.start, tensor.end
     )
 
 
@@ -372,6 +381,16 @@ def _tensors(headers: Sequence[GgufHeader]) -> dict[str, tuple[str, GgufTensor]]
                 raise MoeqError("source.bad-names", f"tensor {name} is in {found[name][0]} and in {header.file}")
             found[name] = header.file, tensor
     return found
+
+
+def _readings(stored: Mapping[str, tuple[str, GgufTensor]]) -> Iterator[tuple[str, str]]:
+    """Yield the expert tensors that are read as another type than their own, and the type."""
+    for name in stored:
+        block, found, _ = name.partition(".ffn_gate_exps.weight")
+        names = [f"{block}.ffn_{one}_exps.weight" for one in ("gate", "up", "down")]
+        if found and all(one in stored for one in names):
+            types = [stored[one][1].type for one in names]
+            yield from zip(names, readings(*types), strict=True)
 
 
 def _counts(stored: Mapping[str, tuple[str, GgufTensor]]) -> tuple[dict[str, int], dict[str, int]]:

@@ -24,7 +24,7 @@ from moeq.schemes.format import (
     expect_input_features,
     matrix_spec,
 )
-from moeq.schemes.gguf_blocks import CODED, FLOATS, float_values, mxfp4_blocks
+from moeq.schemes.gguf_blocks import AS_FLOAT32, CODED, FLOATS, WIDENED, CodedType, float_values, mxfp4_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,11 @@ def dequantized(kind: str, rows: Tensor) -> Tensor:
     return dequantize(form.unpack(parts, described.spec, described.scheme))
 
 
+def _coded(kind: str) -> CodedType | None:
+    """Return how a type is codes under scales; None for numbers of their own."""
+    return CODED.get(kind) or WIDENED.get(kind)
+
+
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read what `moeq.gguf` says of a file; `refusal` is why it cannot be written in another format.
 
@@ -70,7 +75,7 @@ class Gguf(ReadOnlyFormat):
     id = "gguf"
     title = "GGUF: blocks of llama.cpp's types"
     parts: ClassVar[PartRoles] = {
-        **{part_of(kind): "codes" for kind in (*CODED, *FLOATS)},
+        **{part_of(kind): "codes" for kind in (*CODED, *FLOATS, *WIDENED, *AS_FLOAT32)},
         "bias": "bias",
     }
     refusal = "GGUF has blocks that no GPU layout holds: `moeq transcode` writes a checkpoint that can be converted"
@@ -88,8 +93,9 @@ class Gguf(ReadOnlyFormat):
         part = self._part(parts)
         kind = part.removeprefix(_PREFIX)
         n, octets = parts[part].shape
-        coded = CODED.get(kind)
-        block, width = (coded.block, coded.octets) if coded else FLOATS[kind]
+        coded, stored = _coded(kind), AS_FLOAT32.get(kind, kind)
+        known = coded or _coded(stored)
+        block, width = (known.block, known.octets) if known else FLOATS[stored]
         k = octets // width * block
         expect_input_features(k, context)
         if coded:
@@ -106,9 +112,10 @@ class Gguf(ReadOnlyFormat):
         import torch
 
         rows, bias = parts[part_of(scheme.checkpoint_format)], parts.get("bias")
-        coded = CODED.get(scheme.checkpoint_format)
+        kind = scheme.checkpoint_format
+        coded = _coded(kind)
         if coded is None:
-            values = float_values(scheme.checkpoint_format, rows)
+            values = dequantized(AS_FLOAT32[kind], rows) if kind in AS_FLOAT32 else float_values(kind, rows)
             return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=bias)
         codes, scales = coded.unpack(rows.reshape(-1, coded.octets))
         second = torch.ones(spec.n) if scheme.weight.scale2 else None

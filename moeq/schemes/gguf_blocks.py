@@ -115,6 +115,15 @@ CODED: dict[str, CodedType] = {
     "nvfp4": CodedType("e2m1", 16, "e4m3", 64, 36, _nvfp4),
 }
 
+
+def _widened(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    codes, scales = _q4_0(blocks)
+    return codes + (128 - 8), scales
+
+
+#: Types read as codes of more bits than they have, where other experts of a layer have codes of 8 bits.
+WIDENED: dict[str, CodedType] = {"q4_0_int8": CodedType("int8", 32, "f16", 32, 18, _widened)}
+
 #: Elements and bytes per block of the types whose numbers are floats of their own.
 FLOATS: dict[str, tuple[int, int]] = {
     "f32": (1, 4),
@@ -138,6 +147,34 @@ FLOATS: dict[str, tuple[int, int]] = {
     "tq1_0": (256, 54),
     "tq2_0": (256, 66),
 }
+
+
+#: Types read as float32, where other rows of the same matrix are numbers of another kind.
+AS_FLOAT32: dict[str, str] = {f"{kind}_f32": kind for kind in (*CODED, "f16", "bf16")}
+
+
+def readings(gate: str, up: str, down: str) -> tuple[str, str, str]:
+    """Say how the types of a layer's experts are read, so that a kernel can multiply with them.
+
+    Gate and up are one matrix to engines, and all three are of one kind in a quantised layer. Codes of 4 bits become
+    codes of 8 bits beside such; gate and up of different kinds become float32.
+    """
+
+    def kind_of(name: str) -> str:
+        return CODED[name].element + CODED[name].scale if name in CODED else name if name in ("f16", "bf16") else "f32"
+
+    def widened(*names: str) -> tuple[str, ...]:
+        mixed = {kind_of(name) for name in names} == {"int4f16", "int8f16"}
+        return tuple(f"{name}_int8" if mixed and f"{name}_int8" in WIDENED else name for name in names)
+
+    gate, up, down = widened(gate, up, down)
+    if gate in WIDENED or up in WIDENED or down in WIDENED:
+        return gate, up, down
+    gate, up = widened(gate, up)
+    if gate in WIDENED or up in WIDENED or kind_of(gate) == kind_of(up):
+        return gate, up, down
+    first, second = (f"{name}_f32" if f"{name}_f32" in AS_FLOAT32 else name for name in (gate, up))
+    return first, second, down
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
@@ -190,6 +227,8 @@ _EXACT = {
 
 def exactness(kind: str) -> str:
     """Say what a type is to other formats, for people."""
+    if kind in WIDENED:
+        return f"read as int8 beside codes of 8 bits, {_EXACT['q8_0'].removeprefix('int8, ')}"
     return _EXACT.get(kind, "floats: exact in fp32, rounded once in bf16, fp16 and fp8")
 
 

@@ -25,7 +25,6 @@ from moeq.pipeline.pack.fast.scales import EXPONENT, WIDTH
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.format import Described, PartSig
 from moeq.schemes.gguf import METHOD, part_of
-from moeq.schemes.gguf_blocks import CODED
 
 #: Types of floats that are stored as they are.
 PLAIN_TYPES = ("f32", "f16", "bf16")
@@ -51,7 +50,7 @@ class StoredBlocks:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch for codes and scales."""
-        return self._global_region.stop if self.type in CODED else 0
+        return self._global_region.stop if self.type in blocks.SCALE_BYTES else 0
 
     @cached_property
     def _code_region(self) -> Region:
@@ -74,7 +73,7 @@ class StoredBlocks:
             bias = stored["bias"]
             fields["bias"] = bias.view(f"u{len(bias) // n}").reshape(-1, 1)
         rows = stored[part_of(self.type)].reshape(n, -1)
-        if self.type not in CODED:
+        if self.type not in blocks.SCALE_BYTES:
             return {"blocks": rows, **fields}
         codes = self._code_region.array(scratch, (n, self.spec.k * self.spec.bits // 32), "u4")
         scales = self._scale_region.array(scratch, (n, self.spec.num_groups), WIDTH[self.spec.scale_dtype])

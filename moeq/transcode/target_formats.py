@@ -73,7 +73,7 @@ class TargetFormat:
         others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
         others = others or (["compressed-tensors"] if self.bits else [])
         hint = ", ".join(option("to", other) for other in others) or None
-        raise MoeqError("usage.target", f"{where} is {described.scheme.title}: {reason}", hint)
+        raise MoeqError("usage.target", f"{where} is {get_format(scheme.format).title_of(scheme)}: {reason}", hint)
 
     def spec(self, described: Described, spelling: str, regroup: int | None) -> MatrixSpec:
         """Return the sizes and types of a projection under a spelling."""

@@ -12,7 +12,7 @@ from moeq.schemes.declared import Declared
 from moeq.schemes.dequantize import dequantize
 from moeq.schemes.format import Context, PartSig
 from moeq.schemes.gguf import Gguf, part_of
-from moeq.schemes.gguf_blocks import CODED, FLOATS, exactness
+from moeq.schemes.gguf_blocks import AS_FLOAT32, CODED, FLOATS, WIDENED, exactness, readings
 
 
 def values(kind: str, rows: np.ndarray) -> np.ndarray:
@@ -75,3 +75,29 @@ def test_floats_that_are_not_finite() -> None:
 
 def test_types_that_others_hold_exactly() -> None:
     assert all("exact in" in exactness(kind) for kind in (*CODED, *FLOATS))
+
+
+@pytest.mark.parametrize("kind", [*WIDENED, *AS_FLOAT32])
+def test_other_readings_are_the_same_numbers(kind: str) -> None:
+    own = AS_FLOAT32.get(kind, kind.removesuffix("_int8"))
+    rows = random_rows(own, seed=3)
+    assert np.array_equal(values(kind, rows), values(own, rows))
+
+
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [
+        (("q4_0", "q4_0", "q4_0"), ("q4_0", "q4_0", "q4_0")),
+        (("q4_0", "q4_0", "q8_0"), ("q4_0_int8", "q4_0_int8", "q8_0")),
+        (("q8_0", "q4_0", "q4_0"), ("q8_0", "q4_0_int8", "q4_0_int8")),
+        (("q4_0", "iq4_nl", "q6_k"), ("q4_0_int8", "iq4_nl", "q6_k")),
+        (("q5_0", "q8_0", "q4_k"), ("q5_0", "q8_0", "q4_k")),
+        (("q4_k", "q6_k", "q8_0"), ("q4_k", "q6_k", "q8_0")),
+        (("q8_0", "q4_k", "q8_0"), ("q8_0_f32", "q4_k", "q8_0")),
+        (("mxfp4", "nvfp4", "q8_0"), ("mxfp4_f32", "nvfp4_f32", "q8_0")),
+        (("f16", "bf16", "f32"), ("f16_f32", "bf16_f32", "f32")),
+        (("f16", "f16", "q8_0"), ("f16", "f16", "q8_0")),
+    ],
+)
+def test_experts_of_a_layer_are_read_as_one_kind(types: tuple[str, str, str], expected: tuple[str, str, str]) -> None:
+    assert readings(*types) == expected

@@ -19,6 +19,7 @@ from moeq.errors import MoeqError
 from moeq.layouts import words
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.dequantize import dequantize
+from moeq.schemes.gguf_blocks import CODED
 from moeq.transcode import recode_matrices as reference
 from moeq.transcode import transcode_plan
 from moeq.transcode.target_formats import ENGINE_TARGETS
@@ -145,13 +146,21 @@ def test_both_paths_write_the_same_with_options(name, options, target, checkpoin
 
 @pytest.mark.cover("kind", "target")
 @pytest.mark.parametrize("target", ["compressed-tensors", "fp8", "bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("kind", [*blocks.SCALE_BYTES, *blocks.NUMBERS, "f16", "bf16"])
+@pytest.mark.parametrize("kind", [*CODED, *blocks.NUMBERS, "f16", "bf16"])
 def test_both_paths_write_the_same_of_gguf(kind, target, tmp_path, monkeypatch, equal, ways) -> None:
     monkeypatch.setattr(transcode_plan, "_ITEM_NUMBERS", 24 * 256)  # 64 rows of the embedding are three items
     source = write_model(tmp_path / "m.gguf", layers=1, experts=2, hidden=256, expert_type=kind, other_type=kind)
     assert equal(source, target, allow_lossy=True)
     assert all(ways)
-    assert bool(ways) == (target != "compressed-tensors" or kind in blocks.SCALE_BYTES)
+    assert bool(ways) == (target != "compressed-tensors" or kind in CODED)
+
+
+@pytest.mark.parametrize("target", ["compressed-tensors", "bf16"])
+def test_both_paths_widen_integers_of_gguf(target, tmp_path, equal, ways) -> None:
+    source = write_model(tmp_path / "m.gguf", layers=1, experts=2, expert_type="q4_0", down_type="q8_0")
+    assert equal(source, target, allow_lossy=True)
+    assert ways
+    assert all(ways)
 
 
 def test_both_paths_stack_mxfp4_of_gguf(tmp_path, equal, ways) -> None:

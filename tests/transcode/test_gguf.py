@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf_files import gguf_bytes, moe_metadata, moe_tensors, write_model
+from gguf_files import SIZES, gguf_bytes, moe_metadata, moe_tensors, random_tensor, write_model
 from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
@@ -325,3 +325,29 @@ def test_a_tokenizer_that_cannot_be_converted(tmp_path: Path) -> None:
     assert found.exact
     assert "cannot convert its tokenizer" in " ".join(found.warnings)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("types", "target"),
+    [
+        (("q4_0", "q4_0", "q8_0"), "compressed-tensors"),
+        (("q8_0", "q4_0", "iq4_nl"), "gptq"),
+        (("q8_0", "q4_k", "q6_k"), "fp32"),
+    ],
+)
+def test_layers_of_several_types(types: tuple[str, str, str], target: str, tmp_path: Path) -> None:
+    """Layer 1 has experts of other types than layer 0: every number stays, and no engine sees two kinds in a layer."""
+    rng = np.random.default_rng(2)
+    tensors = moe_tensors(rng)
+    for name, kind in zip(("gate", "up", "down"), types, strict=True):
+        stored = f"blk.1.ffn_{name}_exps.weight"
+        tensors[stored] = random_tensor(rng, kind, tensors[stored][1])
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata("qwen3moe", **SIZES), tensors))
+    found = transcode(source, tmp_path / "out", target)
+    assert found.exact
+    assert not any("resolve to different schemes" in text for text in found.warnings)
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    for layer in (0, 1) if target != "fp32" else ():
+        for projection in ("gate", "up", "down"):
+            assert torch.equal(before.dequantize(layer, 3, projection), after.dequantize(layer, 3, projection))

@@ -18,13 +18,16 @@ Array = np.ndarray[Any, Any]
 _loops = Loops("moeq.layouts.loops.blocks_loops")
 
 #: Bytes of scales in front of a block, by the type whose codes can be split off.
-SCALE_BYTES = {"q4_0": 2, "q5_0": 2, "q8_0": 2, "iq4_nl": 2, "mxfp4": 1, "nvfp4": 4}
+SCALE_BYTES = {"q4_0": 2, "q4_0_int8": 2, "q5_0": 2, "q8_0": 2, "iq4_nl": 2, "mxfp4": 1, "nvfp4": 4}
 
 #: Types that `numbers` computes.
 NUMBERS = ("q4_k", "q5_k", "q6_k")
 
-#: Numbers of IQ4_NL's codes (`kvalues_iq4nl` of ggml), as codes of int8.
-_IQ4_NL = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
+#: What 4-bit codes are as codes of int8: of IQ4_NL, the numbers of ggml's `kvalues_iq4nl`.
+_INT8 = {
+    "iq4_nl": np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8),
+    "q4_0_int8": np.arange(120, 136, dtype=np.uint8),
+}
 
 
 def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
@@ -34,11 +37,11 @@ def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
         kind: a type of `SCALE_BYTES`.
         rows: the blocks.
         codes: uint8 `[N, K * bits / 8]` to fill, two 4-bit codes to a byte, the first one in the low bits. Codes of
-            Q5_0 and IQ4_NL become int8, which is offset by 128.
+            Q5_0 and IQ4_NL become int8, which is offset by 128, and those of Q4_0 as `q4_0_int8`.
         scales: uint8 `[N, bytes of all scales]` to fill.
     """
-    if kind == "iq4_nl":
-        _loops.split_iq4_nl(rows, _IQ4_NL, codes, scales)
+    if kind in _INT8:
+        _loops.split_nibbles(rows, _INT8[kind], codes, scales)
     else:
         getattr(_loops, f"split_{kind}")(rows, codes, scales)
 

@@ -76,7 +76,7 @@ def split_q5_0(rows, codes, scales):  # type: ignore[no-untyped-def]
 
 
 @loop
-def split_iq4_nl(rows, table, codes, scales):  # type: ignore[no-untyped-def]
+def split_nibbles(rows, table, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
         row, filled, heads = rows[n], codes[n], scales[n]
         for block in range(len(filled) // 32):
