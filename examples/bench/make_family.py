@@ -94,6 +94,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _QWEN3_NEXT,
     "deepseek_v32": _MLA | {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 8},
     "glm4_moe_lite": _MLA,
+    "glm_moe_dsa": _MLA | {"index_n_heads": 2, "index_head_dim": 64, "index_topk": 8},
     "cohere2_moe": _SLIDING,
     "mimo_v2_flash": _SLIDING,
     "laguna": {},
@@ -120,7 +121,7 @@ _GAIN = dict.fromkeys(("fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32"
 
 
 #: Families that are another one to transformers.
-LIKE = {"kimi_k2": "deepseek_v3"}
+LIKE = {"kimi_k2": "deepseek_v3", "sdar_moe": "qwen3_moe"}
 
 
 def family_config(model_type: str, **more: Any) -> Any:

@@ -21,11 +21,13 @@ SGLANG_VERSIONS = ("0.5.23",)
 #: Architectures whose class in SGLang 0.5.23 was built and filled from a conversion on a CPU: it hands its experts to
 #: `FusedMoE` with the layer's number, by which the plug-in takes them.
 SGLANG_MODELS = (
-    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM"),
-    *("ExaoneMoeForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM"),
-    *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MellumForCausalLM"),
-    *("MiniMaxM2ForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM", "Qwen2MoeForCausalLM"),
-    *("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "SolarOpenForCausalLM"),
+    *("Cohere2MoeForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Dots1ForCausalLM", "Ernie4_5_MoeForCausalLM", "ExaoneMoeForCausalLM", "Glm4MoeForCausalLM"),
+    *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "HYV3ForCausalLM"),
+    *("HunYuanMoEV1ForCausalLM", "Lfm2MoeForCausalLM", "MellumForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("MiniMaxM2ForCausalLM", "MixtralForCausalLM", "NemotronHForCausalLM", "OlmoeForCausalLM", "PhiMoEForCausalLM"),
+    *("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM"),
+    *("SDARMoeForCausalLM", "SolarOpenForCausalLM"),
 )
 #: `quant_method` of sources that SGLang has a config for on CUDA, and the formats of linear layers that it then reads.
 SGLANG_METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
@@ -41,9 +43,9 @@ SGLANG_GPTQ: tuple[tuple[int, ...], tuple[int, ...]] = ((4, 8), (-1, 32, 64, 128
 TRANSFORMERS_MODELS = dict.fromkeys(("mixtral", "qwen3_moe", "gpt_oss"), "5.1") | dict.fromkeys(
     (
         *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe"),
-        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1", "laguna"),
-        *("lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "nemotron_h", "olmoe", "phimoe", "qwen2_moe"),
-        *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
+        *("flex_olmo", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "jamba", "kolibri1"),
+        *("laguna", "lfm2_moe", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "nemotron_h", "olmoe", "phimoe"),
+        *("qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open"),
     ),
     "5.23",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from bench_scripts import checkpoint_formats, make_family
@@ -13,12 +14,18 @@ from safetensors.torch import save_file
 GROUP = 32
 
 
-def write_family(folder: Path, model_type: str) -> torch.nn.Module:
-    """Write a quantised checkpoint of the family, and return the model that it means, in float32."""
+def write_family(folder: Path, model_type: str, **attributes: Any) -> torch.nn.Module:
+    """Write a quantised checkpoint of the family, and return the model that it means, in float32.
+
+    `attributes` are those that its model reads and some versions of its config leave out.
+    """
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    return write_model(folder, AutoModelForCausalLM.from_config(make_family.family_config(model_type)).float())
+    config = make_family.family_config(model_type)
+    for name, value in attributes.items():
+        setattr(config, name, value)
+    return write_model(folder, AutoModelForCausalLM.from_config(config).float())
 
 
 def write_model(folder: Path, model: torch.nn.Module) -> torch.nn.Module:

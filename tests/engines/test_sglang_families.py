@@ -46,18 +46,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "solar_open": {},
     "qwen3_next": {"full_attention_interval": 2},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
+    "sdar_moe": {"architectures": ["SDARMoeForCausalLM"]},
+    "nemotron_h": {"layers_block_type": ["moe", "attention"]},
+    "cohere2_moe": {"first_k_dense_replace": 1},
+    "deepseek_v32": {"moe_layer_freq": 1, **make_family.PUBLISHED["deepseek_v3"]},
+    "glm_moe_dsa": {"moe_layer_freq": 1, **make_family.PUBLISHED["deepseek_v3"]},
+    "mimo_v2_flash": {"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1], "sliding_window_size": 32}
+    | {"swa_head_dim": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_rope_theta": 1e4}
+    | {"layernorm_epsilon": 1e-5, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+    | {"rope_theta": 1e4, "rope_parameters": None, "rope_scaling": None},
+}
+#: Attributes that models of transformers read and its class of the config leaves out in some versions.
+ATTRIBUTES: dict[str, dict[str, Any]] = {
+    "cohere2_moe": {"mlp_layer_types": ["dense", "sparse"], "prefix_dense_intermediate_size": 128}
 }
 #: Options without which the engine refuses a family on a CPU.
 OPTIONS: dict[str, dict[str, Any]] = {
     "exaone_moe": {"attention_backend": "triton"},
     "qwen3_next": {"disable_radix_cache": True},
     "qwen3_5_moe_text": {"disable_radix_cache": True},
+    "nemotron_h": {"disable_radix_cache": True},
 }
 
 
 def folders(family: str, tmp_path: Path) -> tuple[Path, Path]:
     """A converted folder without a config for the other layers, and the folder of plain weights."""
-    write_family(tmp_path / "source", family)
+    write_family(tmp_path / "source", family, **ATTRIBUTES.get(family, {}))
     for folder in ("source", "source-plain"):
         change(tmp_path / folder, lambda document: document.update(PUBLISHED.get(family, {})))
     out = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
@@ -74,6 +88,7 @@ def change(folder: Path, by: Callable[[dict[str, Any]], object]) -> None:
 @pytest.fixture(autouse=True)
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "get_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))  # options of sparse attention ask for it
 
 
 @pytest.mark.cover(every=8)
