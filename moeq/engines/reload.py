@@ -70,7 +70,7 @@ class ExpertReload:
         path: folder or Hub repository that stacked tensors come from.
 
     Attributes:
-        converted: whether they were filled from a converted checkpoint.
+        stacked: names of stacked tensors, as a converted folder has them.
         written: projections that were written.
 
     """
@@ -79,7 +79,12 @@ class ExpertReload:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
         self._path = path
         methods = [layer.quant_method for layer in self._layers.values()]
-        self.converted = any(method.experts.checkpoint.kind == "converted" for method in methods)
+        self.stacked = {
+            name
+            for method in methods
+            for name in method.entry.tensors
+            if method.experts.checkpoint.kind == "converted" or name not in method.experts.names
+        }
         self._numbers = {method.entry.prefix: method.entry.layer for method in methods}
         self._folded = [method.entry.layer for method in methods if method.folds_scales]
         # One at a time, made for a layer whose tensors come: some trainers send a tensor to each call.
@@ -236,9 +241,7 @@ class FolderReload:
         return written
 
 
-def divert(
-    weights: Iterable[tuple[str, Tensor]], reload: ExpertReload, stacked: set[str]
-) -> Iterator[tuple[str, Tensor]]:
+def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that are not of converted experts, and write those that are.
 
     Raises:
@@ -246,7 +249,7 @@ def divert(
     """
     folder: FolderReload | None = None
     for name, tensor in weights:
-        if name in stacked and reload.converted:
+        if name in reload.stacked:
             folder = folder or reload.folder()
             folder.take(name, tensor)
         elif not reload.take(name, tensor):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench_scripts import make_checkpoint
 from engines.sglang_engine import HookRegistry, config_of, experts_layer, loaded_layer, run
 from load.deployments import convert, reference_layer, warmed_problems
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES, QUANTIZATION_CHOICES
@@ -18,6 +21,8 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+from sglang.srt.layers.quantization.gptq import GPTQConfig
+from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -25,6 +30,7 @@ from sglang.srt.models.utils import WeightsMapper
 from sglang.srt.runtime_context import get_exec, get_flags, get_spec
 
 import moeq
+from moeq.deploy.gpus import parse_gpu
 from moeq.engines.experts_source import ConvertedExpertsSource
 from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang import plugin
@@ -32,6 +38,7 @@ from moeq.engines.sglang.config import MoeqConfig, MoeqMoEMethod, register_confi
 from moeq.errors import MoeqError
 from moeq.load import warmup
 from moeq.load.torch_loader import open_converted
+from moeq.oracle.versions import BUILTIN
 
 #: Those whose other layers SGLang reads on a CPU.
 LAYOUTS = {
@@ -347,14 +354,38 @@ class TestRefusals:
         assert self.refused(folder).code == "answer.no-kernel"
 
 
+#: Formats of random layers. SGLang reads neither NVFP4 nor MXFP8 as `make_checkpoint` names them (ModelOpt's).
+KINDS = ("gptq", "awq", "ct-int4", "w8a8", "fp8-tensor", "fp8-channel", "fp8-block", "fp8-block-f32", "mxfp4")
+
+
+@pytest.mark.cover("kind", "where")
 @pytest.mark.parametrize("where", [{}, {"tp": (1, 2)}, {"ep": (1, 2)}], ids=["whole", "tp", "ep"])
-def test_a_source_is_packed_while_it_is_loaded(where, checkpoints, tmp_path, monkeypatch) -> None:
-    """`--quantization moeq`: tensors are those of the converted folder."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_is_packed_while_it_is_loaded(kind, where, tmp_path, monkeypatch) -> None:
+    """`--quantization moeq`: tensors of a random layer are those of the converted folder, or both are refused alike."""
     made = sglang_config.make_deployment
     monkeypatch.setattr(sglang_config, "make_deployment", lambda options: made({**options, "gpu": "A100"}))
+    for name, config in (("gptq", GPTQConfig), ("mxfp4", Mxfp4Config)):  # listed where there is a GPU
+        monkeypatch.setitem(QUANTIZATION_METHODS, name, config)
+    draw = random.Random(f"{kind} {where}")
+    model = make_checkpoint.MODELS["tiny-oss" if kind == "mxfp4" else "tiny"]
+    sizes = {"hidden": 128 * draw.randint(1, 4), "intermediate": 256 * draw.randint(1, 2)}
+    model = replace(model, **sizes, num_experts=2 * draw.randint(4, 6), attention={})
+    source, out = tmp_path / "source", tmp_path / "out"
+    make_checkpoint.write_checkpoint(source, model, kind, make_checkpoint.Size(2, None, 64), seed=draw.randrange(99))
     ranks = {name: size for name, (_, size) in where.items()}
-    folder = convert(checkpoints / INT4, tmp_path / "out", "marlin-wna16/1", **ranks)
-    wanted = dict(loaded_layer(folder, **where).named_parameters())
-    found = dict(loaded_layer(checkpoints / INT4, **where).named_parameters())
+    ranks |= {"tp": ranks["ep"]} if "ep" in ranks else {}
+    refused = None
+    try:
+        moeq.convert(source, out, moeq.Deployment(gpu=parse_gpu("A100"), engine=BUILTIN, **ranks))
+    except MoeqError as error:
+        refused = error
+    if refused is not None:
+        with pytest.raises(MoeqError) as caught:
+            loaded_layer(source, **where)
+        assert caught.value.code == refused.code
+        return
+    wanted, found = (dict(loaded_layer(folder, **where).named_parameters()) for folder in (out, source))
     assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -18,6 +18,7 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from update.updates import Experts
 
 import moeq
+from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang.config import MoeqMoEMethod
 
 #: Checkpoint to its layout.
@@ -32,8 +33,8 @@ Tensors = dict[str, torch.Tensor]
 class Server:
     """A model of the engine, filled and set up, with the updater that its scheduler calls."""
 
-    def __init__(self, folder: Path, store: Path) -> None:
-        self.model = model_of(folder, store)
+    def __init__(self, folder: Path, store: Path, **options: Any) -> None:
+        self.model = model_of(folder, store, **options)
         config = ModelConfig.from_server_args(sglang_engine.runtime_context.get_server_args())
         config.dtype = torch.bfloat16
         self.fields: dict[str, Any] = {}
@@ -62,9 +63,20 @@ def converted(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 @pytest.fixture
-def served(request: pytest.FixtureRequest, converted: dict[str, Path], tmp_path: Path) -> Iterator[tuple[str, Server]]:
-    with get_parallel().override(**{f"{name}_rank": 0 for name in GROUPS}):
-        yield request.param, Server(converted[request.param], tmp_path / "store")
+def served(
+    request: pytest.FixtureRequest,
+    converted: dict[str, Path],
+    checkpoints: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[str, Server]]:
+    """A server of the conversion, or of the source itself, which is packed while it is loaded (`NAME direct`)."""
+    made = sglang_config.make_deployment
+    monkeypatch.setattr(sglang_config, "make_deployment", lambda options: made({**options, "gpu": "A100"}))
+    name, _, direct = request.param.partition(" ")
+    options = {"quantization": "moeq"} if direct else {}
+    with get_parallel().override(**{f"{group}_rank": 0 for group in GROUPS}):
+        yield name, Server(checkpoints / name if direct else converted[name], tmp_path / "store", **options)
 
 
 def swapped(source: Experts) -> Tensors:
@@ -108,7 +120,7 @@ WAYS = {one.__name__: one for one in (by_tensor, by_bucket, by_broadcast, by_dis
 
 @pytest.mark.cover
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("served", CASES, indirect=True)
+@pytest.mark.parametrize("served", [*CASES, *(f"{name} direct" for name in CASES)], indirect=True)
 def test_experts_are_the_new_checkpoints(served, way, checkpoints: Path, tmp_path: Path) -> None:
     name, server = served
     source = Experts.read(checkpoints / name)
@@ -120,7 +132,7 @@ def test_experts_are_the_new_checkpoints(served, way, checkpoints: Path, tmp_pat
 
     done, said = WAYS[way](server, given, new)
     assert done, said
-    wanted = convert(new, tmp_path / "wanted", CASES[name])
+    wanted = convert(new, tmp_path / "wanted", server.experts[0].quant_method.entry.layout)
     for layer in (0, 1):
         found, read = server.bytes(layer), moeq.load_tensors(wanted, layer)
         for role in ("w13", "w2"):

@@ -88,10 +88,10 @@ class Balanced:
         for found in self.states:
             eplb_state._commit_eplb_maps(found, new_physical_to_logical_map=torch.tensor([self.physical]))
 
-    def load(self, tensors: dict[str, torch.Tensor], stacked: set[str] | None = None) -> None:
+    def load(self, tensors: dict[str, torch.Tensor]) -> None:
         """What `load_weights` of the model class does on every rank."""
         for layer in self.layers:
-            assert list(divert(tensors.items(), ExpertReload([layer], str(self.folder)), stacked or set())) == []
+            assert list(divert(tensors.items(), ExpertReload([layer], str(self.folder)))) == []
 
     def check(self, folder: Path) -> None:
         """Compare every row with its expert in a converted folder."""
@@ -126,8 +126,7 @@ def test_every_row_gets_the_expert_that_it_holds(name, folders, updated, gpu) ->
     ranks.load(tensors)
     ranks.check(folder)
     files = {key: one for path in folders[name].glob("*.safetensors") for key, one in load_file(path).items()}
-    stacked = of_layer(files, 1)
-    ranks.load(stacked, set(stacked))
+    ranks.load(of_layer(files, 1))
     ranks.check(folders[name])
     assert addresses == [[one.data_ptr() for one in layer.parameters()] for layer in ranks.layers]
 
@@ -163,6 +162,6 @@ def test_data_parallel_engines_are_refused(folders, updated, gpu) -> None:
     layer = experts_layer(folders[NAMES[0]], ep=(0, RANKS), redundant=REDUNDANT, parallel={"dp_size": 2})
     before = {name: one.clone() for name, one in held(layer).items()}
     with pytest.raises(MoeqError, match="reload one after the other") as caught:
-        list(divert(tensors.items(), ExpertReload([layer], str(folder)), set()))
+        list(divert(tensors.items(), ExpertReload([layer], str(folder))))
     assert caught.value.code == "usage.reload"
     assert all(torch.equal(before[name], one) for name, one in held(layer).items())

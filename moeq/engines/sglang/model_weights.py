@@ -84,7 +84,7 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
     configs = _configs(model)
     if any(layer.quant_method.info is not None for layer in layers):
         path = _folder.get() or layers[0].quant_method.experts.checkpoint.source.name
-        weights = divert(weights, ExpertReload(layers, path), stacked)
+        weights = divert(weights, ExpertReload(layers, path))
     elif layers:
         weights = ((name, tensor) for name, tensor in weights if name not in stacked)
     for module, config in configs:

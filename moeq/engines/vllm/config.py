@@ -245,7 +245,7 @@ def _without_experts(kind: Any) -> Load:
         running = next((layer for layer in own.values() if layer.quant_method.moe_kernel is not None), None)
         if running is not None:  # `reload_weights`, or a weight update from training
             path = running.quant_method.model_config.model  # `reload_weights` sets it to its `weights_path`
-            weights = divert(weights, ExpertReload(own.values(), path), _STACKED[kind])
+            weights = divert(weights, ExpertReload(own.values(), path))
         # With pipeline parallelism a rank may hold no layer with experts.
         homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 
