@@ -1,7 +1,8 @@
 """What an engine computes with static activation scales that are missing or unusable.
 
 Source: vLLM 0.33.0. `ModelOptNvFp4FusedMoE` and `CompressedTensorsW4A4Nvfp4MoEMethod` allocate scales with
-`torch.empty` and divide by them; FP8 methods start from 1.0 and take the largest scale of a layer for all its experts.
+`torch.empty` and divide by them, FlashInfer's backends and emulation (0.26.0 to 0.33.0, `oracle/nvfp4.py`) by the
+largest of a layer; FP8 methods start from 1.0 and take the largest scale of a layer for all its experts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.model.activation_scales import ScaleFault
 from moeq.oracle.records import Gate, Verdict
+from moeq.schemes.format import ACTIVATION_SCALES
 from moeq.spelling import option
 
 #: Method whose loader compares the scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
 _EQUAL_SCALES = "CompressedTensorsW8A8Fp8MoEMethod"
+
+#: Backends of NVFP4 that take the largest activation scale of a layer for all experts, 0.26.0 to 0.33.0.
+_ONE_NVFP4_SCALE = (
+    *("FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL", "FLASHINFER_CUTEDSL_BATCHED"),
+    *("FLASHINFER_B12X", "EMULATION"),
+)
 
 
 def fault_kinds(checkpoint: Checkpoint, layer: int) -> frozenset[str]:
@@ -44,7 +52,8 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
     if is_weight_only(verdict):
         note = f"{shown(faults)}: {backend} is weight-only and needs none; 4- and 8-bit activations would be wrong"
         return replace(verdict, notes=(*verdict.notes, note))
-    effect = _nvfp4(faults) if verdict.family == "nvfp4" else _fp8(faults, checkpoint.num_experts(layer))
+    experts = checkpoint.num_experts(layer)
+    effect = _nvfp4(faults, verdict, experts) if verdict.family == "nvfp4" else _fp8(faults, experts)
     if effect is None and any(fault.is_stored for fault in faults):
         note = f"{shown(faults)}: {backend} takes the largest scale of a layer for all of its experts, which hides it"
         return replace(verdict, notes=(*verdict.notes, note))
@@ -92,10 +101,21 @@ def shown(faults: Sequence[ScaleFault]) -> str:
     return "; ".join(fault.text for fault in faults[:3]) + more
 
 
-def _nvfp4(faults: Sequence[ScaleFault]) -> str:
+def _nvfp4(faults: Sequence[ScaleFault], verdict: Verdict, num_experts: int) -> str | None:
+    """Return the effect on NVFP4 activations; None if a larger scale of the layer hides the fault."""
+    backend = verdict.selected.backend if verdict.selected else ""
     if all(fault.is_stored for fault in faults):
+        shared = verdict.engine.startswith("vllm") and backend in _ONE_NVFP4_SCALE
+        concerned = {expert for fault in faults for expert in fault.experts}
+        if shared and all(_is_smallest(fault) for fault in faults) and len(concerned) < num_experts:
+            return None
         return "divides by it, and outputs are NaN or wrong"
     return "multiplies with what memory holds (torch.empty), and outputs are NaN"
+
+
+def _is_smallest(fault: ScaleFault) -> bool:
+    """Return whether a usable scale of another expert is larger; compressed-tensors stores the reciprocal."""
+    return fault.what in ("a negative", "an infinite" if ACTIVATION_SCALES[fault.part] else "a zero")
 
 
 def _fp8(faults: Sequence[ScaleFault], num_experts: int) -> str | None:
