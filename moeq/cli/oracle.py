@@ -212,7 +212,11 @@ def _details(console: Console, verdict: Verdict) -> None:
         facts.append(("repack", f"{human_bytes(verdict.transient_bytes)} extra per layer while the engine loads"))
     if verdict.mattered:
         facts.append(("mattered", ", ".join(f"{name} {value}" for name, value in verdict.mattered)))
-    facts += [("gate", f"{gate.code} {gate.stage}: {gate.text}") for gate in verdict.gates if not gate.passed]
+    facts += [
+        ("gate", f"{gate.code} {gate.stage}: {gate.text}{f' → {gate.remedy}' if gate.remedy else ''}")
+        for gate in verdict.gates
+        if not gate.passed
+    ]
     facts += [("note", note) for note in verdict.notes]
     for label, text in facts:
         if text:

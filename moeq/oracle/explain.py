@@ -99,6 +99,10 @@ def _entries() -> Iterator[Entry]:
         "layer: names, dtypes, shapes and static activation scales."
     )
     yield Entry("G13", "gate", "tensors of experts", text)
+    text = (
+        "The router and the output head in the file, float or quantised, compared with what the config means by them."
+    )
+    yield Entry("G14", "gate", "router and output head", text)
     for code, (_, text) in BUILTIN_RULES.items():
         yield Entry(code, "kernel rule", "moeq's built-in kernels", text)
     yield from _advisories()

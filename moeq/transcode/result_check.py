@@ -105,7 +105,7 @@ def engine_refusal(checkpoint: Checkpoint, plan: TranscodePlan) -> Refusal | Non
 
 
 def _is_unloadable(verdict: Verdict) -> bool:
-    return any(gate.code == "G13" and not gate.passed for gate in verdict.gates)
+    return any(gate.code in ("G13", "G14") and not gate.passed for gate in verdict.gates)
 
 
 def _judged(checkpoint: Checkpoint, plan: TranscodePlan, layer: LayerSurvey, gpu: str) -> Verdict:

@@ -341,7 +341,7 @@ def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
     else:
         text = f"{router} is quantised ({parts[0].name.rpartition('.')[2]}), and the engine creates it as float numbers"
         remedy = "a checkpoint whose router is not quantised"
-    return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", remedy)
+    return Gate("G14", "router and output head", False, text, "ValueError", "LOADING", remedy)
 
 
 def head_gate(checkpoint: Checkpoint, verdict: Verdict, shape: MoeShape) -> Gate | None:
@@ -359,7 +359,7 @@ def head_gate(checkpoint: Checkpoint, verdict: Verdict, shape: MoeShape) -> Gate
         return None
     text = f"the config quantises the output head, and {head.name} is {head.dtype}"
     remedy = '"ignore": ["lm_head"] in the config'
-    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", remedy)
+    return Gate("G14", "router and output head", False, text, "RuntimeError", "LOADING", remedy)
 
 
 def _is_meant(checkpoint: Checkpoint, deployment: Deployment, module: str, shape: MoeShape) -> bool:

@@ -95,9 +95,9 @@ These cases were drawn once, for the last comparison. Four differences that they
 act-order before 0.30.0, and two of NVFP4's groups. Half of the cases are of the families above; the other half is in
 the dialects that exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors
 groups and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists,
-rules and lists of module names, paths of multimodal models, and spellings of variables, numbers or not. Their ranks
-have prefill context parallelism, sequence parallelism, redundant experts, and more ranks than experts. CI compares the
-dialects' answers.
+rules and lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects'
+answers. Dialects with prefill context and sequence parallelism, redundant experts, more ranks than experts, and
+variables that are no numbers: 1,584 of 1,584 decisions of 0.33.0 (seed `unseen-d`).
 
 | vLLM | cases | seed | decision | exact | dialects, decision |
 | --- | --- | --- | --- | --- | --- |"""
