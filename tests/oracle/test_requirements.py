@@ -458,6 +458,22 @@ def test_r42_block_list() -> None:
     assert "block-list-ignored" not in codes(judge_config(named, SHAPE, gpu("A100")))
 
 
+@pytest.mark.parametrize(
+    ("bits", "form", "sym", "advised"),
+    [
+        (5, "gptq_p", True, True),
+        (4, "gptq_p", True, False),
+        (4, "gptq_v2", False, False),
+        (4, "gptq", False, True),
+        (4, "gptq", True, False),
+    ],
+)
+def test_r33_humming_reads_gptq_words_as_they_are(bits: int, form: str, sym: bool, advised: bool) -> None:
+    table = gptq(bits=bits, checkpoint_format=form, sym=sym)
+    verdict = judge_config(table, SHAPE, replace(gpu("H100"), quantization="humming"))
+    assert ("humming-gptq-words" in codes(verdict)) == advised
+
+
 def test_r43_gptq_v2() -> None:
     v2 = gptq(checkpoint_format="gptq_v2")
     assert "gptq-v2-zero-points" in codes(judge_config(v2, SHAPE, gpu("CPU")))

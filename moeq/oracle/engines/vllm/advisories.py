@@ -291,6 +291,15 @@ def _gptq_v2(outcome: Outcome) -> bool:
     return stored and _backend(outcome) in ("CPU", "RDNA3", "TRITON")
 
 
+def _humming_gptq(outcome: Outcome) -> bool:
+    method, config = outcome.case.method, outcome.config
+    if method.name != "HummingMoEMethod" or config.get("quant_method") != "gptq":
+        return False
+    form = config.get("checkpoint_format")
+    planar = form == "gptq_p" and method.bits in (3, 5, 6, 7)
+    return planar or (config.get("sym") is False and form not in ("gptq_v2", "gptq_p"))
+
+
 def _mxint4_bytes(outcome: Outcome) -> bool:
     return _backend(outcome) == "FLASHINFER_TRTLLM" and outcome.case.method.config == "moe_wna16"
 
@@ -396,6 +405,7 @@ CONDITIONS: dict[str, Condition] = {
     "precision_differs": _precision_differs,
     "block_list": _block_list,
     "gptq_v2": _gptq_v2,
+    "humming_gptq": _humming_gptq,
     "mxint4_bytes": _mxint4_bytes,
     "scaling_dropped": _scaling_dropped,
     "override_mixed": _override_mixed,
