@@ -17,9 +17,12 @@ from oracle import stored
 from safetensors.torch import load_file, save_file
 
 import moeq
+from moeq.checkpoint.header import TensorEntry
+from moeq.checkpoint.names import FUSED
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.model.activation_scales import _owners
 from moeq.model.scan import scan
 from moeq.pipeline.plan.decide import Answer, advised
 from moeq.pipeline.plan.options import Question
@@ -254,3 +257,20 @@ def test_random_faults_are_found_exactly(tmp_path: Path) -> None:
         verdict = asked(folder, "B200" if kind != "fp8" else "H100")
         if kind != "fp8":
             assert (verdict.error is None) == (not chosen)
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "owners"),
+    [
+        ((), [0.0], [{0, 1, 2}]),
+        ((1,), [0.0], [{0, 1, 2}]),
+        ((3,), [1.0, 0.0, 1.0], [{0}, {1}, {2}]),
+        ((3, 2), [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], [{0}, {0}, {1}, {1}, {2}, {2}]),
+    ],
+)
+def test_a_stacked_number_belongs_to_its_expert_or_to_all(
+    shape: tuple[int, ...], numbers: list[float], owners: list[set[int]]
+) -> None:
+    entry = TensorEntry("input_scale", "F32", shape, "model.safetensors", 0, 4 * len(numbers))
+    assert list(_owners(numbers, FUSED, entry, 3)) == list(zip(numbers, owners, strict=True))
+    assert list(_owners(numbers, 2, entry, 3)) == [(number, {2}) for number in numbers]

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoint.builder import config, experts, gptq, quantization, router, write
+from checkpoint.builder import Stored, config, experts, gptq, quantization, router, write
 
 import moeq
-from moeq.model.quantized_modules import quantized_modules
+from moeq.model.quantized_modules import quantized_linears, quantized_modules
 from moeq.model.scan import scan
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -157,6 +157,34 @@ def test_quantised_modules_without_a_declaration(tmp_path: Path) -> None:
     (module,) = quantized_modules([source.tensors[name] for name in attention], None)
     assert (module.name, module.described.scheme.format) == ("model.layers.0.self_attn.q_proj", "gptq")
     assert (module.described.spec.n, module.described.spec.k) == (64, 64)
+
+
+def test_linear_layers_that_cannot_be_decoded_or_have_another_size_are_refused(tmp_path: Path) -> None:
+    def found(parts: dict[str, Stored], linears: dict[str, tuple[int, int]]) -> list[str]:
+        source = moeq.open(write(tmp_path, {**router(), **parts, **experts()})).source
+        return [one.name for one in quantized_linears([source.tensors[name] for name in parts], declared, linears)]
+
+    declared = moeq.open(write(tmp_path, {**router(), **experts()})).declaration
+    name = "model.layers.0.self_attn.q_proj"
+    packed = {f"{name}.{part}": row for part, row in gptq(64, 32).items()}
+    assert found(packed, {name: (64, 32)}) == [name]
+    assert found(packed, {}) == []
+    assert found({f"{name}.weight": Stored("BF16", (32, 64))}, {name: (32, 64)}) == []
+    assert found({f"{name}.bias": Stored("BF16", (32,))}, {name: (32, 64)}) == []
+    with pytest.raises(moeq.MoeqError, match=r"is stored as \[64, 32\], and the model has \[64, 64\]") as caught:
+        found(packed, {name: (64, 64)})
+    assert caught.value.code == "source.inconsistent"
+    with pytest.raises(moeq.MoeqError, match=r"cannot decode: weight I8\[32, 64\]") as caught:
+        found({f"{name}.weight": Stored("I8", (32, 64))}, {name: (32, 64)})
+    assert caught.value.code == "source.unsupported-format"
+
+
+def test_bytes_of_a_part_are_those_of_its_tensors() -> None:
+    checkpoint = moeq.open(CHECKPOINTS / "gptq-int4-g32-qwen3moe")
+    sizes = {use.part: use.bytes for use in checkpoint.info.modules}
+    tensors = checkpoint.source.tensors
+    assert sizes["lm_head"] == tensors["lm_head.weight"].nbytes
+    assert sizes["router"] == sum(tensors[f"model.layers.{layer}.mlp.gate.weight"].nbytes for layer in (0, 1))
 
 
 def test_layers_are_counted_where_the_config_does_not_say(tmp_path: Path) -> None:
