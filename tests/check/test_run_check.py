@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import moeq
+from moeq.check import layer_check
 from moeq.check import run_check as run_check_module
+from moeq.check.kernel_calls import fused_layer
 from moeq.check.run_check import CheckOptions, run_check
+from moeq.check.sampling import choose_samples
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
@@ -257,3 +264,32 @@ def test_damage_is_found_where_numbers_were_changed_on_purpose(checkpoints, tmp_
     scale = stored(tmp_path / "out", tensor)
     overwrite(tmp_path / "out", tensor, 0, bytes((scale[0] ^ 0x40,)))
     assert run_check(tmp_path / "out", options=QUICK).digest_mismatches
+
+
+def test_a_kernel_that_does_not_repeat_bit_for_bit_fails(converted, checkpoints, monkeypatch) -> None:
+    calls = itertools.count()
+
+    def drifting(*arguments: Any) -> torch.Tensor:
+        result = fused_layer(*arguments).clone()
+        result.view(torch.int16)[-1, -1] ^= next(calls) % 2  # the second call of a run
+        return result
+
+    options = CheckOptions(tokens=[1], layers=[0], experts=[0], digests=False)
+    monkeypatch.setattr(layer_check, "fused_layer", drifting)
+    report = run_check(converted[INT4], checkpoints / INT4, options=options)
+    assert [layer.unequal for layer in report.layers] == [("1 token",)]
+    assert all(result.passed for result in report.results)
+    assert not report.ok
+
+
+def test_layers_are_sampled_at_both_ends_and_in_the_middle_on_a_cpu(converted) -> None:
+    checkpoint = moeq.open(converted[INT4])
+    entry = checkpoint.manifest.layers[0]
+    manifest = replace(checkpoint.manifest, layers=tuple(replace(entry, layer=layer) for layer in range(3, 10)))
+    for device, options, layers in (
+        ("cpu", CheckOptions(), [3, 6, 9]),
+        ("cuda", CheckOptions(), [3, 4, 5, 6, 7, 8, 9]),
+        ("cpu", CheckOptions(layers=[8, 3, 8]), [8, 3]),
+    ):
+        samples = choose_samples(manifest, options, torch.device(device), checkpoint)
+        assert [sample.layer for sample in samples] == layers
