@@ -213,10 +213,22 @@ def journal(data: bytes) -> None:
 
 
 def gguf(data: bytes) -> None:
-    """A whole GGUF file."""
+    """A whole GGUF file; tensors that the converter changed are turned back, an expert decoded."""
+    import torch  # noqa: F401 - imported before the clock starts
+
+    import moeq
+
     path = room() / "model.gguf"
     path.write_bytes(data)
+
+    def read() -> None:
+        checkpoint = moeq.open(path)
+        for made in checkpoint.source._made.values():  # type: ignore[attr-defined] # `open` writes them elsewhere
+            made.content(checkpoint.source.read_bytes)
+        checkpoint.dequantize(0, 0, "gate")
+
     watched(lambda: described(path), data)
+    watched(read, data)
 
 
 def orphan(method: str) -> Target:
@@ -258,11 +270,23 @@ TARGETS: dict[str, Target] = {
 def gguf_seeds() -> list[bytes]:
     """Small models of some architectures."""
     import numpy as np
-    from gguf_files import gguf_bytes, moe_metadata, moe_tensors
+    from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor
 
     sizes = {"layers": 1, "hidden": 64, "inner": 32, "experts": 2}
-    tensors = moe_tensors(np.random.default_rng(0), **sizes)
-    return [gguf_bytes(moe_metadata(name, **sizes), tensors) for name in ("qwen3moe", "llama", "deepseek2", "gpt-oss")]
+    rng = np.random.default_rng(0)
+    tensors = moe_tensors(rng, **sizes)
+    found = [gguf_bytes(moe_metadata(name, **sizes), tensors) for name in ("qwen3moe", "llama", "deepseek2", "gpt-oss")]
+    decays = ("f32", (4,), np.full(4, -0.5, np.float32).tobytes())
+    linear = {"attn_qkv": (48, 64), "attn_gate": (32, 64), "ssm_conv1d": (48, 4), "ssm_out": (64, 32)}
+    shared = {"ffn_gate_shexp": (32, 64), "ffn_up_shexp": (32, 64), "ffn_down_shexp": (64, 32)}
+    hybrid = {f"blk.0.{name}.weight": random_tensor(rng, "f32", shape) for name, shape in (linear | shared).items()}
+    keys = {"state_size": 4, "group_count": 2, "time_step_rank": 4, "inner_size": 32, "conv_kernel": 4}
+    more = {**{f"ssm.{key}": value for key, value in keys.items()}, "expert_shared_feed_forward_length": 32}
+    for name in ("qwen3next", "qwen35moe", "jamba", "granitemoe"):
+        given = more | ({"ssm.inner_size": 128} if name == "jamba" else {})
+        whole = tensors | hybrid | {"blk.0.ssm_a": decays}
+        found.append(gguf_bytes(moe_metadata(name, **sizes, **given), whole))
+    return found
 
 
 @cache
