@@ -69,7 +69,7 @@ def test_no_message_spells_options_for_a_shell() -> None:
 
 
 #: Modules that compose command lines from parts.
-COMPOSED = {"spelling.py", "commands.py", "advise.py", "model_card.py", "workload.py", "verdict.py", "ranks.py"}
+COMPOSED = {"spelling.py", "commands.py", "advise.py", "publishing.py", "workload.py", "verdict.py", "ranks.py"}
 
 
 def test_no_table_of_the_oracle_spells_options_for_a_shell() -> None:

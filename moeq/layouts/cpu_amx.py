@@ -6,6 +6,7 @@ of 0.32.0.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -30,7 +31,48 @@ _PER_GROUP = Arrangement("n r32, g -> n g r")
 _SUM_BYTES = 128
 
 
-class CpuAmxInt4(ArrangedLayout):
+class _SummedBlocks(ArrangedLayout):
+    """Blocks of codes of 32 rows `[N / 32, ...]`, each followed by 32 int32 sums, one for each row."""
+
+    @abstractmethod
+    def sums(self, matrix: QuantizedMatrix) -> Tensor:
+        """Return the int32 sums of all blocks, `[N / 32, ..., 32]`."""
+
+    def cut_blocks(self, blocks: Tensor, spec: MatrixSpec, k: tuple[int, int]) -> Tensor:
+        """Return the columns `k` of blocks `[halves, N / 32, ...]`; all of them where no slice along K is legal."""
+        return blocks
+
+    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        found = super().tensors(spec)
+        *outer, width = found["weight"].shape
+        return found | {"weight": TensorSpec((*outer, width + _SUM_BYTES), "U8")}
+
+    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        if "weight" not in out:
+            super().pack_into(matrix, out)
+            return
+        import torch
+
+        codes = torch.empty(self.parts(matrix.spec)["weight"].shape, dtype=torch.uint8)
+        super().pack_into(matrix, {**out, "weight": codes})
+        out["weight"][..., :-_SUM_BYTES] = codes
+        out["weight"][..., -_SUM_BYTES:] = self.sums(matrix).view(torch.uint8)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        return super().unpack({**parts, "weight": parts["weight"][..., :-_SUM_BYTES].contiguous()}, spec)
+
+    def slice_parts(
+        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        blocks, halves = parts["weight"], 2 if is_gated_w13(spec) else 1
+        codes = {**parts, "weight": blocks[..., :-_SUM_BYTES].contiguous()}
+        cut = self.cut_parts(codes, spec, self.shard_spec(spec, n, k), n=n, k=k)
+        by_half = blocks.view(halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32]
+        kept = self.cut_blocks(by_half, spec, k)
+        return cut | {"weight": kept.reshape(-1, *kept.shape[2:])}
+
+
+class CpuAmxInt4(_SummedBlocks):
     """int4: blocks of 32 rows by B = min(group size, 128) codes, each followed by its row sums.
 
     `weight` uint8 `[N / 32, K / B, 16 B + 128]`: the codes of a block, then 32 int32 sums of `code - zero` over the
@@ -72,11 +114,6 @@ class CpuAmxInt4(ArrangedLayout):
             **bias_as(spec, IDENTITY_SCALE, "F32"),
         }
 
-    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        found = super().tensors(spec)
-        *outer, width = found["weight"].shape
-        return found | {"weight": TensorSpec((*outer, width + _SUM_BYTES), "U8")}
-
     def slices(self, spec: MatrixSpec) -> SliceRule:
         rule = super().slices(spec)
         if spec.num_groups > 1:
@@ -88,19 +125,6 @@ class CpuAmxInt4(ArrangedLayout):
         if matrix.zeros is not None and int(matrix.zeros.max()) > 127:
             raise MoeqError("usage.zero-point-range", f"{self.id} stores zero points as int8")
 
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        if "weight" not in out:
-            super().pack_into(matrix, out)
-            return
-        import torch
-
-        spec = matrix.spec
-        part = self.parts(spec)["weight"]
-        codes = torch.empty(part.shape, dtype=torch.uint8)
-        super().pack_into(matrix, {**out, "weight": codes})
-        out["weight"][..., :-_SUM_BYTES] = codes
-        out["weight"][..., -_SUM_BYTES:] = _sums(matrix).view(torch.uint8)
-
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name == "zero" and matrix.zeros is None:
             import torch
@@ -109,45 +133,33 @@ class CpuAmxInt4(ArrangedLayout):
         return super().encode(name, matrix)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
-        matrix = super().unpack({**parts, "weight": parts["weight"][..., :-_SUM_BYTES].contiguous()}, spec)
+        matrix = super().unpack(parts, spec)
         return replace(matrix, zeros=None) if spec.symmetric else matrix
 
-    def slice_parts(
-        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        blocks = parts["weight"]
-        halves, unit = 2 if is_gated_w13(spec) else 1, _block(spec)
-        codes = {**parts, "weight": blocks[..., :-_SUM_BYTES].contiguous()}
-        shard = self.shard_spec(spec, n, k)
-        cut = self.cut_parts(codes, spec, shard, n=n, k=k)
-        by_half = blocks.view(halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32, k[0] // unit : k[1] // unit]
-        return cut | {"weight": by_half.reshape(-1, *by_half.shape[2:])}
+    def sums(self, matrix: QuantizedMatrix) -> Tensor:
+        import torch
+
+        spec, block = matrix.spec, _block(matrix.spec)
+        sums = block_sums(matrix.codes, block)
+        if matrix.zeros is None:
+            sums -= block * spec.symmetric_zero
+        else:
+            sums -= block * matrix.zeros.to(torch.int32).repeat_interleave(spec.group_size // block, dim=1)
+        return sums.view(spec.n // 32, 32, -1).transpose(1, 2).contiguous()
+
+    def cut_blocks(self, blocks: Tensor, spec: MatrixSpec, k: tuple[int, int]) -> Tensor:
+        unit = _block(spec)
+        return blocks[:, :, k[0] // unit : k[1] // unit]
 
 
 def _block(spec: MatrixSpec) -> int:
     return min(spec.group_size, 128)
 
 
-def _sums(matrix: QuantizedMatrix) -> Tensor:
-    """Return int32 `[N / 32, K / B, 32]`: the sum of `code - zero` over each block."""
-    import torch
-
-    spec, block = matrix.spec, _block(matrix.spec)
-    sums = block_sums(matrix.codes, block)
-    if matrix.zeros is None:
-        sums -= block * spec.symmetric_zero
-    else:
-        sums -= block * matrix.zeros.to(torch.int32).repeat_interleave(spec.group_size // block, dim=1)
-    return sums.view(spec.n // 32, 32, -1).transpose(1, 2).contiguous()
-
-
 _INT8_WEIGHT = Arrangement("n r32, k x4 -> n k r x")
 
-#: Bytes of the 32 int32 sums of a block.
-_SUM_BYTES = 128
 
-
-class CpuAmxInt8(ArrangedLayout):
+class CpuAmxInt8(_SummedBlocks):
     """int8 W8A8: blocks of 32 rows, four columns together, each block followed by its row sums.
 
     `weight` uint8 `[N / 32, 32 (K + 4)]`: int8 values, then 32 int32 `128 * sum over K` (activations are offset by
@@ -177,37 +189,12 @@ class CpuAmxInt8(ArrangedLayout):
             **bias_as(spec, IDENTITY_SCALE, "F32"),
         }
 
-    def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
-        found = super().tensors(spec)
-        return found | {"weight": TensorSpec((spec.n // 32, 32 * spec.k + _SUM_BYTES), "U8")}
-
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(super().slices(spec).n, None)
 
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        if "weight" not in out:
-            super().pack_into(matrix, out)
-            return
-        import torch
-
+    def sums(self, matrix: QuantizedMatrix) -> Tensor:
         spec = matrix.spec
-        codes = torch.empty(self.parts(spec)["weight"].shape, dtype=torch.uint8)
-        super().pack_into(matrix, {**out, "weight": codes})
-        sums = 128 * (block_sums(matrix.codes, spec.k) - 128 * spec.k)
-        out["weight"][:, :-_SUM_BYTES] = codes
-        out["weight"][:, -_SUM_BYTES:] = sums.view(spec.n // 32, 32).view(torch.uint8)
-
-    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
-        return super().unpack({**parts, "weight": parts["weight"][:, :-_SUM_BYTES].contiguous()}, spec)
-
-    def slice_parts(
-        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        blocks = parts["weight"]
-        codes = {**parts, "weight": blocks[:, :-_SUM_BYTES].contiguous()}
-        cut = self.cut_parts(codes, spec, self.shard_spec(spec, n, k), n=n, k=k)
-        by_half = blocks.view(2 if is_gated_w13(spec) else 1, -1, blocks.shape[1])[:, n[0] // 32 : n[1] // 32]
-        return cut | {"weight": by_half.reshape(-1, blocks.shape[1])}
+        return (128 * (block_sums(matrix.codes, spec.k) - 128 * spec.k)).view(spec.n // 32, 32)
 
 
 _MXFP4_WEIGHT = Arrangement("n y2 r16, k b2 -> n k r b | y")

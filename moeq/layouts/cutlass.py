@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import STORED_DTYPE, Part
+from moeq.layouts.arranged import Part
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, TILE_128X4, MXFP4Layout, bias_as, scale_bytes, weight_bytes
 from moeq.layouts.nvfp4 import TiledNVFP4
@@ -30,7 +30,7 @@ class CutlassMXFP4(MXFP4Layout):
         return {
             "weight": weight_bytes(spec, IDENTITY),
             "scale": scale_bytes(spec, TILE_128X4),
-            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+            **bias_as(spec, IDENTITY_SCALE),
         }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import STORED_DTYPE, Part, arrange, changed
+from moeq.layouts.arranged import Part, arrange, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
@@ -186,5 +186,5 @@ class DeepGemmMXFP4(MXFP4Layout):
         return {
             "weight": weight_bytes(spec, IDENTITY),
             "scale": _packed_exponents(spec),
-            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+            **bias_as(spec, IDENTITY_SCALE),
         }

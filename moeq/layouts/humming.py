@@ -19,13 +19,12 @@ from moeq.layouts.marlin.maps import (
     SINGLE,
     WEIGHT,
     ZERO_A8,
-    bias_part,
     scale_part,
     weight_part,
     zero_part,
 )
 from moeq.layouts.marlin.wna16 import MarlinWNA16
-from moeq.layouts.mxfp4 import MXFP4Layout
+from moeq.layouts.mxfp4 import MXFP4Layout, bias_as
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class HummingMXFP4Fp16(MXFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
-        return parts | bias_part(spec)
+        return parts | bias_as(spec, SINGLE)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         found = super().encode(name, matrix)

@@ -10,10 +10,10 @@ from moeq.layouts.arranged import ArrangedLayout, Part, rearrange
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.bits import MOEQ_MXFP4
-from moeq.layouts.marlin.maps import GROUPED, SINGLE, bias_part, scale_part
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, scale_part
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
-from moeq.layouts.mxfp4 import refuse_exponents_above
+from moeq.layouts.mxfp4 import bias_as, refuse_exponents_above
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.spelling import option
@@ -109,7 +109,7 @@ class MoeqWNA16(ArrangedLayout):
         if spec.bits == 3:
             parts["weight_high"] = Part("codes", _THIRD, (spec.k // 64, 2 * spec.n), "I32", 1)
         parts["scale"] = scale_part(spec, SINGLE if spec.num_groups == 1 else GROUPED)
-        return parts | bias_part(spec)
+        return parts | bias_as(spec, SINGLE)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name == "weight":

@@ -6,7 +6,7 @@ In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is t
 from __future__ import annotations
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, ArrangedLayout, Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -35,11 +35,12 @@ def scale_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ..
     return Part("scales", arrangement, shape or (spec.n, spec.num_groups), "U8", 8, group=spec.group_size)
 
 
-def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str) -> dict[str, Part]:
-    """Return the part of the bias, `[N]` in a fixed dtype; empty where the matrix has none."""
+def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str | None = None) -> dict[str, Part]:
+    """Return the part of the bias, `[N]` in a fixed dtype or (None) as it is stored; empty if the matrix has none."""
     if spec.bias_dtype is None:
         return {}
-    return {"bias": Part("bias", arrangement, (spec.n,), dtype, {"F32": 32, "BF16": 16, "F16": 16}[dtype])}
+    dtype = dtype or STORED_DTYPE[spec.bias_dtype]
+    return {"bias": Part("bias", arrangement, (spec.n,), dtype, DTYPE_BITS[dtype])}
 
 
 def refuse_exponents_above(greatest: int, matrix: QuantizedMatrix, why: str, hint: str) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, bias_as
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -91,11 +91,8 @@ class Int8W8A8(ArrangedLayout):
     scale_dtypes = ("f16", "bf16", "f32")
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        parts = {
+        return {
             "weight": Part("codes", IDENTITY_SCALE, (spec.n, spec.k), "I8", 8, flip=0x80),
             "scale": Part("scales", IDENTITY_SCALE, (spec.n, 1), "F32", 32, group=spec.group_size),
+            **bias_as(spec, IDENTITY_SCALE),
         }
-        if spec.bias_dtype is not None:
-            dtype = STORED_DTYPE[spec.bias_dtype]
-            parts["bias"] = Part("bias", IDENTITY_SCALE, (spec.n,), dtype, 32 if dtype == "F32" else 16)
-        return parts

@@ -36,7 +36,7 @@ class IdentityMXFP4(MXFP4Layout):
         return {
             "weight": weight_bytes(spec, IDENTITY),
             "scale": scale_bytes(spec, IDENTITY_SCALE),
-            **bias_as(spec, IDENTITY_SCALE, STORED_DTYPE.get(spec.bias_dtype or "", "")),
+            **bias_as(spec, IDENTITY_SCALE),
         }
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.mxfp4 import bias_as
 from moeq.matrix import MatrixSpec
 
 #: Weights for 16-bit activations, by bits.
@@ -60,8 +59,3 @@ def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
     """Return the part of the zero points: int32 `[G, N * bits / 32]`."""
     shape = (spec.num_groups, spec.n * spec.bits // 32)
     return Part("zeros", arrangement, shape, "I32", spec.bits, group=spec.group_size)
-
-
-def bias_part(spec: MatrixSpec) -> dict[str, Part]:
-    """Return the part of the bias, `[N]` in the stored dtype and the single order; empty where the matrix has none."""
-    return {} if spec.bias_dtype is None else bias_as(spec, SINGLE, STORED_DTYPE[spec.bias_dtype])

@@ -17,11 +17,11 @@ from moeq.layouts.marlin.maps import (
     WEIGHT_A8,
     ZERO,
     ZERO_A8,
-    bias_part,
     scale_part,
     weight_part,
     zero_part,
 )
+from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -65,7 +65,7 @@ class MarlinWNA16(ArrangedLayout):
         parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, ZERO[spec.bits])
-        return parts | bias_part(spec)
+        return parts | bias_as(spec, SINGLE)
 
 
 class MarlinActOrder(ArrangedLayout):
@@ -97,7 +97,7 @@ class MarlinActOrder(ArrangedLayout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         order = SINGLE if spec.num_groups == 1 else GROUPED
         parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
-        return parts | bias_part(spec)
+        return parts | bias_as(spec, SINGLE)
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         vector = TensorSpec((spec.k,), "I32")
@@ -184,7 +184,7 @@ class _MarlinA8(ArrangedLayout):
         parts = {"weight": weight_part(spec, WEIGHT_A8[spec.bits]), "scale": scale_part(spec, SINGLE)}
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
-        return parts | bias_part(spec)
+        return parts | bias_as(spec, SINGLE)
 
 
 class MarlinInt8Act(_MarlinA8):
