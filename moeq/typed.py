@@ -54,8 +54,8 @@ def spell_floats(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def check_depth(value: Any, where: str, code: str, most: int = MAX_DEPTH) -> None:
-    """Refuse JSON that is nested deeper than `most`: whoever walks or writes it would run out of stack.
+def check_depth(value: Any, where: str, code: str) -> None:
+    """Refuse JSON that is nested deeper than MAX_DEPTH: whoever walks or writes it would run out of stack.
 
     Raises:
         MoeqError: `code`.
@@ -63,8 +63,8 @@ def check_depth(value: Any, where: str, code: str, most: int = MAX_DEPTH) -> Non
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > most:
-            raise MoeqError(code, f"{where}: brackets are nested more than {most} deep")
+        if depth > MAX_DEPTH:
+            raise MoeqError(code, f"{where}: brackets are nested more than {MAX_DEPTH} deep")
         held = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
         level = [inner for items in held for inner in items if isinstance(inner, (dict, list))]
 

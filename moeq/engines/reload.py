@@ -72,7 +72,6 @@ class ExpertReload:
     Attributes:
         stacked: names of stacked tensors, as a converted folder has them.
         written: projections that were written.
-
     """
 
     def __init__(self, layers: Iterable[Any], path: str) -> None:

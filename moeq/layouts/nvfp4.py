@@ -113,7 +113,7 @@ def nvfp4_scale(spec: MatrixSpec, arrangement: Arrangement) -> Part:
 
 
 def global_scale_of(matrix: QuantizedMatrix) -> Tensor:
-    """Return float32 `[N]`. Raises MoeqError `source.missing-part`."""
+    """Return the global scale of every row, float32 `[N]`. Raises MoeqError `source.missing-part`."""
     if matrix.global_scale is None:
         raise MoeqError("source.missing-part", f"{matrix.spec.role}: the global scale of NVFP4 is missing")
     return matrix.global_scale

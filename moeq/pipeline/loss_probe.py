@@ -38,7 +38,7 @@ def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, 
 
 
 def _first_layers(layouts: Mapping[int, str]) -> Iterable[tuple[int, str]]:
-    """Return the first layer of every layout, with it."""
+    """Return the first layer of every layout, as `(layer, layout)`."""
     return {layout: (layer, layout) for layer, layout in reversed([*layouts.items()])}.values()
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """Number that differs.
+    """One number that differs between two checkpoints.
 
     Attributes:
         row: output feature.

@@ -125,7 +125,7 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
     """
     named = {launcher.name: launcher for launcher in LAUNCHERS}
     if text == "auto" or text in named:
-        found = find_place(environ) if text == "auto" else place(named[text], environ)
+        found = find_task_index(environ) if text == "auto" else task_index(named[text], environ)
         return WorkShard(found.index, found.count)
     match = _FRACTION.fullmatch(text.strip())
     if match is None:
@@ -240,7 +240,7 @@ class TaskIndex:
         return f"{self.launcher.title} says {self.index}/{self.count}"
 
 
-def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
+def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     """Read this process's index from the environment.
 
     Raises:
@@ -255,13 +255,13 @@ def place(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     return TaskIndex(launcher, index, count)
 
 
-def find_place(environ: Mapping[str, str]) -> TaskIndex:
+def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
     """Find this process's index in the environment. Launchers of a single process do not count.
 
     Raises:
         MoeqError: `usage.shard-launcher` if no launcher is found, or several that contradict each other.
     """
-    found = [place(launcher, environ) for launcher in LAUNCHERS if any(name in environ for name in launcher.mark)]
+    found = [task_index(launcher, environ) for launcher in LAUNCHERS if any(name in environ for name in launcher.mark)]
     if not found:
         looked = ", ".join(f"{launcher.index} ({launcher.title})" for launcher in LAUNCHERS)
         raise MoeqError(
