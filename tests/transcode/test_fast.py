@@ -22,6 +22,7 @@ from moeq.schemes.dequantize import dequantize
 from moeq.schemes.gguf_blocks import CODED
 from moeq.transcode import recode_matrices as reference
 from moeq.transcode import transcode_plan
+from moeq.transcode.recode_fields import Mxfp4ToNvfp4
 from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode import check, transcode
 from moeq.transcode.transcoder import Transcoder
@@ -344,6 +345,27 @@ def test_bfloat16(seed: int) -> None:
         octets.flat[place] ^= 1 << bit
         assert not recode.holds_bf16(packed, exponents, out)
         octets.flat[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("zeros", ["none", "one matrix", "both matrices"])
+def test_gate_and_up_become_nvfp4_under_one_global_scale(zeros: str) -> None:
+    """The larger exponent of both decides; matrices of zeros have none, whatever their scales say."""
+    spec = MatrixSpec("up", 8, 64, "e2m1", 32, "e8m0")
+    matrices, source, target = [], [], []
+    for exponent, empty in ((140, zeros != "none"), (134, zeros == "both matrices")):
+        codes = np.full((8, 64), 8 if empty else 2, np.uint8)
+        exponents = np.full((8, 2), exponent, np.uint8)
+        matrices.append(QuantizedMatrix(spec, torch.from_numpy(codes), torch.from_numpy(exponents)))
+        source.append({"codes": codes[:, 0::2] | codes[:, 1::2] << 4, "scales": exponents})
+        shapes = {"codes": ((8, 32), np.uint8), "scales": ((8, 4), np.uint8), "global_scale": ((1, 1), np.uint32)}
+        target.append({name: np.zeros(*shape) for name, shape in shapes.items()})
+    recoder = Mxfp4ToNvfp4()
+    recoder.fill(source, target)
+    assert recoder.holds(source, target)
+    wanted = reference.to_e4m3_scales(matrices, [replace(spec, group_size=16, scale_dtype="e4m3")] * 2)
+    for one, other in zip(wanted, target, strict=True):
+        assert float(one.global_scale[0]) == float(other["global_scale"].view(np.float32)[0, 0])
+        assert np.array_equal(one.scales.view(torch.uint8).numpy(), other["scales"])
 
 
 @pytest.mark.cover(every=5)
