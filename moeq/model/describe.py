@@ -275,7 +275,9 @@ def _refusals(model: Model, schemes: Iterable[SchemeUse]) -> tuple[str, ...]:
         for group in experts.kinds():
             reasons += group.kind.problems()
         if len(experts.sets) > 1:
-            reasons.append(f"layers have several sets of experts ({experts.set_text}), and one stack holds one size")
+            # vLLM 0.26.0 to 0.33.0, `Ernie4_5_VLMoeForCausalLM.load_weights`.
+            why = "a stack holds one set and has no numbers in its name, from which vLLM's class tells sets apart"
+            reasons.append(f"layers have several sets of experts ({experts.set_text}): {why}")
     return tuple(dict.fromkeys(reasons))
 
 

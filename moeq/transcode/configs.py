@@ -225,7 +225,8 @@ def modelopt(contents: Contents) -> dict[str, Any]:
         "producer": {"name": "moeq", "version": __version__},
         "quant_method": "modelopt",
     }
-    if len(contents.quantised) == 1:
+    # Experts with blocks are read from a mixed table alone.
+    if len(contents.quantised) == 1 and contents.usual.spelling != "fp8-block":
         algorithm = _algorithm(contents.usual)
         group = _modelopt_group(contents.usual)
         # ModelOpt 0.47 describes no other algorithm in this way.
@@ -255,7 +256,7 @@ def _algorithm(weights: Quantisation) -> dict[str, Any]:
 
 def _modelopt_group(weights: Quantisation) -> dict[str, Any]:
     """Make a config group of ModelOpt (`modelopt.torch.export.convert_hf_config`, 0.47)."""
-    if weights.spelling == "modelopt-fp8-block":
+    if weights.spelling in ("modelopt-fp8-block", "fp8-block"):
         return dict(_algorithm(weights))
     sizes = {"modelopt-nvfp4": (4, 16), "modelopt-mxfp8": (8, 32)}
     bits, group = sizes.get(weights.spelling, (8, None))

@@ -13,7 +13,7 @@ from moeq.model import Checkpoint
 from moeq.oracle.judge import judge
 from moeq.oracle.records import StoredTensor, Verdict
 from moeq.pipeline.plan.calibration import shown
-from moeq.pipeline.plan.layer_verdict import moe_shape
+from moeq.pipeline.plan.layer_verdict import module_of_set, moe_shape
 from moeq.spelling import option, together
 from moeq.transcode.naming import family_naming
 from moeq.transcode.survey import LayerSurvey
@@ -89,11 +89,10 @@ def engine_refusal(checkpoint: Checkpoint, plan: TranscodePlan) -> Refusal | Non
 
     None also where the config does not say enough to ask.
     """
-    for layer in {tuple(row.kinds[0].values()): row for row in plan.survey.layers}.values():
-        if len(checkpoint.experts(layer.layer).sets) > 1:
-            continue
+    layers = {tuple(row.kinds[0].values()): row for row in plan.survey.layers}.values()
+    for layer, experts in [(row, one) for row in layers for one in checkpoint.experts(row.layer).sets]:
         try:
-            verdicts = [_judged(checkpoint, plan, layer, gpu) for gpu in GPUS]
+            verdicts = [_judged(checkpoint, plan, layer, experts, gpu) for gpu in GPUS]
         except MoeqError:
             return None
         if any(verdict.ok or not verdict.known for verdict in verdicts):
@@ -108,27 +107,27 @@ def _is_unloadable(verdict: Verdict) -> bool:
     return any(gate.code in ("G13", "G14") and not gate.passed for gate in verdict.gates)
 
 
-def _judged(checkpoint: Checkpoint, plan: TranscodePlan, layer: LayerSurvey, gpu: str) -> Verdict:
-    """Judge a layer as it will be written."""
-    projection, projected = next(iter(layer.kinds[0].items()))
-    shape = replace(moe_shape(checkpoint, layer.layer), expert_dtype=expert_dtype(plan) or "")
+def _judged(checkpoint: Checkpoint, plan: TranscodePlan, layer: LayerSurvey, experts: range, gpu: str) -> Verdict:
+    """Judge a set of a layer's experts as it will be written."""
+    projection, projected = next(iter(layer.kinds[experts.start].items()))
+    shape = replace(moe_shape(checkpoint, layer.layer, experts), expert_dtype=expert_dtype(plan) or "")
     return judge(
         plan.described[projected, projection].scheme,
         shape,
         Deployment(parse_gpu(gpu)),
         config=plan.config,
-        prefix=layer.naming.prefix,
+        prefix=module_of_set(checkpoint.info.architecture, layer.naming.prefix, experts),
         explain=False,
-        tensors=() if layer.naming.stacked else tuple(_written_tensors(layer)),
+        tensors=() if layer.naming.stacked else tuple(_written_tensors(layer, experts)),
     )
 
 
-def _written_tensors(layer: LayerSurvey) -> list[StoredTensor]:
-    """List the headers of a layer's written experts, equal ones once."""
+def _written_tensors(layer: LayerSurvey, experts: range) -> list[StoredTensor]:
+    """List the headers of a set of a layer's written experts, equal ones once."""
     found: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
-    for expert, projections in layer.kinds.items():
-        for name, projected in projections.items():
+    for expert in experts:
+        for name, projected in layer.kinds[expert].items():
             for part, signature in projected.signatures.items():
                 found.setdefault((name, part, signature.dtype, signature.shape), []).append(expert)
-    every = len(layer.kinds)
-    return [StoredTensor(*key, () if len(experts) == every else tuple(experts)) for key, experts in found.items()]
+    every = len(experts)
+    return [StoredTensor(*key, () if len(having) == every else tuple(having)) for key, having in found.items()]

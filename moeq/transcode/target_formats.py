@@ -32,6 +32,7 @@ class TargetFormat:
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
         bits: widths of integer codes that all readers unpack alike; empty for all.
+        of_experts: spellings of routed experts by kind of source, where they differ from those of other modules.
         experts_only: whether only routed experts are written, for a reader that takes the rest from elsewhere.
         pack: whether experts are written as SGLang's expert pack instead of safetensors.
     """
@@ -46,6 +47,7 @@ class TargetFormat:
     stackable: bool = False
     bits: tuple[int, ...] = ()
     static: Mapping[str, str] = field(default_factory=dict)
+    of_experts: Mapping[str, str] = field(default_factory=dict)
     experts_only: bool = False
     pack: bool = False
 
@@ -68,6 +70,8 @@ class TargetFormat:
         copied = scheme.format == "unquantized" and not self.experts_only
         if kind in self.spellings and refusal is None and not copied:
             per_tensor = static and scheme.weight.scale.granularity == "tensor"
+            if kind in self.of_experts and ".experts" in where:
+                return self.of_experts[kind]
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
         reason = refusal or f"{option('to', self.id)} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
@@ -222,6 +226,8 @@ TARGETS: dict[str, TargetFormat] = {
             configs.modelopt,
             side_config=configs.modelopt_side,
             static={"fp8": "modelopt-fp8"},
+            # vLLM's class for mixed tables gives experts with blocks to the method of DeepSeek's (0.30.0 to 0.33.0).
+            of_experts={"fp8-block": "fp8-block"},
         ),
         TargetFormat(
             "nvfp4",

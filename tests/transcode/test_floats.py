@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transcode.libraries import tensors_of
 
+import moeq
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
 from moeq.prove.diff import diff
@@ -195,7 +196,7 @@ def test_an_impossible_scale_of_activations_is_named(
 
 @pytest.mark.parametrize(
     ("make", "config"),
-    [(fp8_tensor, FP8), (fp8_channel, FP8), (fp8_block, {**FP8, "weight_block_size": [128, 128]})],
+    [(fp8_tensor, FP8), (fp8_channel, FP8)],
 )
 def test_experts_that_no_engine_loads_from_modelopt_are_refused(
     build: Callable[..., tuple[Path, Any]], tmp_path: Path, make: Make, config: dict[str, Any]
@@ -207,6 +208,31 @@ def test_experts_that_no_engine_loads_from_modelopt_are_refused(
     assert error.value.code == "usage.target"
     assert "ModelOptFp8MoEMethod cannot load the experts" in error.value.message
     assert not (tmp_path / "out").exists()
+
+
+def test_blocks_of_experts_are_in_a_mixed_table(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
+    """vLLM reads experts with blocks from a mixed table, under DeepSeek's names; other modules have ModelOpt's."""
+    source, _ = build(fp8_block, {**FP8, "weight_block_size": [128, 128]})
+    prefix, (parts, _) = "model.layers.0.self_attn.q_proj", fp8_block(256, 256, torch.Generator().manual_seed(3))
+    kept = {name: one for name, one in tensors_of(source).items() if not name.startswith(prefix)}
+    kept |= {f"{prefix}.{part}": one for part, one in parts.items()}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+    assert transcode(source, tmp_path / "there", "modelopt").exact
+    config = json.loads((tmp_path / "there" / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "MIXED_PRECISION"
+    assert {row["quant_algo"] for row in config["quantized_layers"].values()} == {"fp8_pb_wo"}
+    after = tensors_of(tmp_path / "there")
+    scales = {name: tensor.ndim for name, tensor in after.items() if "_scale" in name}
+    assert {name.endswith("_scale_inv"): ndim for name, ndim in scales.items()} == {True: 2, False: 4}
+    assert all((".experts." in name) == name.endswith("_scale_inv") for name in scales)
+    found = moeq.decide(
+        open_checkpoint(tmp_path / "there"), moeq.Deployment(gpu=moeq.gpu("H100"), engine="vllm@0.33.0")
+    )
+    assert (found.ok, found.method) == (True, "Fp8MoEMethod")
+    transcode(tmp_path / "there", tmp_path / "back", "fp8")
+    before, back = tensors_of(source), tensors_of(tmp_path / "back")
+    assert before.keys() == back.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), back[name].view(torch.uint8)) for name in before)
 
 
 def test_scales_of_a_kv_cache_are_copied(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def judge_checkpoint(
         width_gate(checkpoint, deployment, layer) if stored else None,
         size_gate(checkpoint, deployment, layer) if stored else None,
         beyond_gate(checkpoint, deployment) if stored else None,
+        bare_gate(checkpoint, deployment, layer) if stored else None,
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -112,7 +113,7 @@ def _judge_set(
         moe_shape(checkpoint, layer, experts),
         deployment,
         config=checkpoint.quantization_config if stored else None,
-        prefix=checkpoint.expert_prefix(layer),
+        prefix=module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), experts),
         explain=explain,
         admits=lambda other: (
             not heads_problem(checkpoint, other) and not (stored and side_config_gate(checkpoint, other))
@@ -126,18 +127,31 @@ def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> 
     config = checkpoint.quantization_config
     if config is None or checkpoint.is_packed(layer):
         return None
-    return method_for(config, moe_shape(checkpoint, layer), deployment, checkpoint.expert_prefix(layer))
+    module = module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), range(1))
+    return method_for(config, moe_shape(checkpoint, layer), deployment, module)
 
 
-#: Classes of engines that build one layer for each set of experts (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
-_CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
+#: Classes of engines that build one layer and one router for each set of experts, and give the routers the config's
+#: method (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
+CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
+
+
+def module_of_set(architecture: str, prefix: str, experts: range) -> str:
+    """Return the path of the module that vLLM builds for a set of a layer's experts, in the checkpoint's spelling.
+
+    Entries of a config are matched with it: those of published configs name `experts`, which a class of two sets has
+    not (vLLM 0.26.0 to 0.33.0, `Ernie4_5_VLMoeMoE`).
+    """
+    if architecture not in CLASSES_OF_SETS:
+        return prefix
+    return prefix.removesuffix("experts") + ("vision_experts" if experts.start else "text_experts")
 
 
 def _set_gates(checkpoint: Checkpoint, layer: int, verdicts: Sequence[Verdict]) -> Iterator[Gate]:
     """Yield the failed gates of a layer with several sets of experts."""
     text = checkpoint.experts(layer).set_text
     architecture, engine = checkpoint.info.architecture, verdicts[0].engine
-    if not (engine.startswith("vllm") and architecture in _CLASSES_OF_SETS):
+    if not (engine.startswith("vllm") and architecture in CLASSES_OF_SETS):
         problem = f"{text}: {engine.partition('@')[0]} runs one set of experts in {architecture}"
         yield Gate("G13", "tensors of experts", False, problem, "RuntimeError", "LOADING")
         return
@@ -212,16 +226,39 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
 
 
+#: Classes that look for a module of every layer in the file, whatever predicts further tokens (vLLM 0.33.0).
+_LOAD_EVERY_LAYER = ("Glm4vMoeForConditionalGeneration",)
+
+
 def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """Return the failed gate if layers follow the last one and the config says that none predicts further tokens.
 
     Classes then find no module of that number (vLLM 0.33.0, `AutoWeightsLoader._load_module`).
     """
     declared = [value for key in MTP if (value := checkpoint.source.config.get(key)) is not None]
-    if not checkpoint.info.mtp_layers or not declared or any(declared) or not _is_vllm(deployment):
+    skipped = (not declared or any(declared)) and checkpoint.info.architecture not in _LOAD_EVERY_LAYER
+    if not checkpoint.info.mtp_layers or skipped or not _is_vllm(deployment):
         return None
     text = f"the file has layer {checkpoint.info.mtp_layers[0]}, and the engine creates {checkpoint.info.num_layers}"
     return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", f'"{MTP[0]}" in config.json')
+
+
+def bare_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
+    """Return the failed gate if a layer has a router and no experts: the engine would serve what its memory held.
+
+    Source: vLLM 0.33.0, `DefaultModelLoader.track_weights_loading`, which passes over experts.
+    """
+    family = find_family(checkpoint.info.model_type)
+    if family is None or checkpoint.is_packed(layer) or not _is_vllm(deployment):
+        return None
+    stack = checkpoint.experts(layer).layer.stack
+    above = f"{stack}." if stack else ""
+    for number in checkpoint.info.dense_layers:
+        router = f"{above}{number}.{family.router}.weight"
+        if router in checkpoint.source.tensors:
+            text = f"layer {number} has a router and no experts in the file"
+            return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING")
+    return None
 
 
 def _is_vllm(deployment: Deployment) -> bool:
@@ -324,15 +361,19 @@ _EXPERTS_ONLY = ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod")
 
 def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Gate | None:
     """Return the failed gate if the engine creates a quantised router for a float one, or the other way round."""
-    router = checkpoint.expert_prefix(layer).removesuffix("experts") + "gate"
+    family, prefix = find_family(checkpoint.info.model_type), checkpoint.expert_prefix(layer)
+    published = family and prefix.endswith(f".{family.experts}")
+    experts, gate = (family.experts, family.router) if family and published else ("experts", "gate")
+    router = prefix.removesuffix(experts) + gate
     parts = parts_of_module(checkpoint.source.tensors, router)
     name, _, version = verdict.engine.partition("@")
     architecture = checkpoint.info.architecture
-    takes = architecture in _QUANTISED_ROUTERS
+    takes = architecture in (*_QUANTISED_ROUTERS, *CLASSES_OF_SETS)
     if not parts or name != "vllm" or not (takes or names_of_class(version, architecture)):
         return None
     stored = bool(quantized_routers(parts))
-    meant = takes and _is_meant(checkpoint, verdict.deployment, router, shape)
+    module = f"{router.removesuffix('gate')}text_experts_gate" if architecture in CLASSES_OF_SETS else router
+    meant = takes and _is_meant(checkpoint, verdict.deployment, module, shape)
     if stored == meant:
         return None
     if meant:
@@ -367,11 +408,11 @@ def _is_meant(checkpoint: Checkpoint, deployment: Deployment, module: str, shape
     config = checkpoint.quantization_config
     if config is None:
         return False
-    method = str(config.get("quant_method"))
-    if method == "awq" and not config.get("modules_to_not_convert"):  # the engine reads from the file what is quantised
-        return False
-    if method == "gptq":  # likewise, but for the config of MoeWNA16, which reads no file
-        if deployment.quantization != "moe_wna16" or "modules_in_block_to_quantize" in config:
+    method, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
+    if method == "awq" and not config.get("modules_to_not_convert") and not reads_no_file:
+        return False  # the engine reads from the file what is quantised
+    if method == "gptq":
+        if not reads_no_file or "modules_in_block_to_quantize" in config:
             return False
         rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
         return not any(re.match(rule, module) for rule in rules)

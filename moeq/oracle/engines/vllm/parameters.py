@@ -101,11 +101,54 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
     packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
     if placeholder and "awq" in packing:  # only GPTQ's files get one
         created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
-    problem = next(_problems(case, created, tensors), None)
+    cut = _cut_blocks(outcome, tensors) or _cut_groups(case, tensors) or _other_packing(case, packing, tensors)
+    problem = next(_problems(case, created, tensors), None) or cut
     if problem is None:
         return None
     text = f"{case.method.name} cannot load the experts: {problem}"
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", _remedy(outcome, tensors))
+
+
+def _cut_blocks(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None:
+    """Return why scales of blocks cannot be repeated for the smaller blocks that the engine makes for a rank's shard.
+
+    The loader repeats every scale, those of a cut last block too, and then has more than the parameter takes.
+    Source: vLLM 0.29.0 to 0.33.0, `RoutedExperts.weight_loader`, `weight_scale_refine`.
+    """
+    stored, case = outcome.config.get("weight_block_size") or [128, 128], outcome.case
+    if case.method.block is None or list(case.method.block) == stored or not case.policy.since("0.29.0"):
+        return None
+    for tensor in tensors:
+        cut = [size for size, block in zip(_sizes(case, tensor), stored, strict=True) if size % block]
+        if cut and tensor.part in ("weight_scale_inv", "weight_scale"):
+            new = " x ".join(map(str, case.method.block))
+            held = f"{tensor.projection}.{tensor.part} holds scales of {stored[0]} x {stored[1]} blocks"
+            return f"{held}, which do not divide {cut[0]} features, and the engine repeats them for blocks of {new}"
+    return None
+
+
+def _cut_groups(case: Case, tensors: Sequence[StoredTensor]) -> str | None:
+    """Return why the groups of a four-bit float format cannot be split between the ranks that share an expert.
+
+    Every rank loads whole groups, and its last one stays unfilled (vLLM 0.33.0, `RoutedExperts._load_w2`).
+    """
+    key, inner, ranks = case.method.weight_key or "", case.shape.intermediate_size, case.moe_tp
+    group = 32 if key.startswith("kMxfp4") else 16
+    stored = any(tensor.projection == "down" and "scale" in tensor.part and not tensor.stacked for tensor in tensors)
+    if not (key.startswith(("kMxfp4", "kNvfp4")) and stored) or inner % (group * ranks) == 0:
+        return None
+    return f"{inner} features on {ranks} ranks are {inner // ranks} for each, and groups of {group} do not divide them"
+
+
+def _other_packing(case: Case, packing: str, tensors: Sequence[StoredTensor]) -> str | None:
+    """Return why MoeWNA16's loader, which takes AWQ's and GPTQ's words apart by the config, gets the other ones."""
+    for tensor in tensors if case.method.name == "MoeWNA16Method" and case.method.bits else ():
+        n, k = _sizes(case, tensor)
+        gptq, awq = [k * case.method.bits // 32, n], [k, n * case.method.bits // 32]
+        wanted, other = (awq, gptq) if "awq" in packing else (gptq, awq)
+        if tensor.part == "qweight" and list(tensor.shape) == other != wanted:
+            return f"{tensor.projection}.qweight is packed as {list(tensor.shape)}, and the loader takes {wanted}"
+    return None
 
 
 def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]:

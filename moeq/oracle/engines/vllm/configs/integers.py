@@ -96,7 +96,8 @@ def read_moe_wna16(question: ConfigQuestion) -> Method:
     elif declared == "awq":
         zero = bool(required(config, "zero_point"))
         check_awq_fallback(question)
-        if skipped_by(config.get("modules_to_not_convert"), question.prefix):
+        # Entries are not renamed for classes with images, as those of other configs are.
+        if skipped_by(config.get("modules_to_not_convert"), question.engine_path(question.prefix)):
             return unquantized()
     else:
         refuse(f"moe_wna16 takes GPTQ and AWQ checkpoints, this is {declared}")
