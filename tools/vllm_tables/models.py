@@ -53,12 +53,19 @@ def install(site: str) -> None:
     platform: Any = type(current_platform)
     platform.device_type = "cpu"
     platform.current_device = classmethod(lambda cls: torch.device("cpu"))
+    define_operators()
+    names.prepare()
+    torch.cuda.Event = torch.cuda.Stream = Idle  # type: ignore[assignment,misc]
+
+
+def define_operators() -> None:
+    """Declare the compiled operators of `_OPERATORS`, without implementations."""
+    import torch
+
     make: Any = torch.library.Library
     names._libraries.append(make("_C", "FRAGMENT"))
     for name in _OPERATORS:
         names._libraries[-1].define(f"{name}(Tensor(a!) out) -> ()")
-    names.prepare()
-    torch.cuda.Event = torch.cuda.Stream = Idle  # type: ignore[assignment,misc]
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from oracle.loads.draft import Draft, Place, add_exclusions
 from oracle.loads.formats import FAMILIES, Encoding, Part, Row
-from oracle.loads.models import COMMON, EXPERTS, GPT_OSS, LAYERS, MODELS
+from oracle.loads.models import COMMON, DEEPSEEK_V4, EXPERTS, GPT_OSS, LAYERS, MODELS, Model
 from oracle.loads.twists import TWISTS, applies, twist_gpt_oss
 
 
@@ -20,11 +20,14 @@ def case(seed: int | str, number: int) -> Row:
     rng = Random(f"{seed}/{number}")
     family = rng.choices(list(FAMILIES), [weight for _, weight in FAMILIES.values()])[0]
     encoding = FAMILIES[family][0](rng)
-    model = GPT_OSS if encoding.stacked else MODELS[rng.choice(("qwen3_moe", *MODELS))]
-    hidden, inter = rng.choice((256, 256, 384)), rng.choice((128, 128, 256, 384))
+    model = _model(rng, family)
+    hidden, inter, second = (_size(rng, encoding, sizes) for sizes in (_HIDDEN, _INTER, _INTER))
     config = None if encoding.config is None else _copy(encoding.config)
-    total = EXPERTS if encoding.stacked else rng.choice((EXPERTS, EXPERTS, EXPERTS, 5, 6, 8))
-    draft = Draft(rng, model, encoding, config, hidden, inter, stem=model.stem, total=total, count=total)
+    count = EXPERTS if encoding.stacked else rng.choice((EXPERTS, EXPERTS, EXPERTS, 5, 6, 8))
+    draft = Draft(
+        rng, model, encoding, config, hidden, inter, second if model.sets > 1 else None, stem=model.stem,
+        total=count * model.sets, count=count, declared=dict(encoding.extra.get("declared", {})),
+    )  # fmt: skip
     _fill(draft)
     twist = "none"
     if rng.random() < 0.6:
@@ -39,6 +42,19 @@ def case(seed: int | str, number: int) -> Row:
         "tensors": {**_frame(draft), **_tensors(draft, draft.experts)}, "stale": _tensors(draft, draft.stale),
         "deployment": _deployment(rng, encoding),
     }  # fmt: skip
+
+
+#: Sizes that are drawn; odd ones, which tensor parallelism or a kernel's tile may not divide, are rarer.
+_HIDDEN, _INTER = (256, 256, 256, 384, 320), (128, 128, 128, 256, 256, 384, 96, 160, 192, 320)
+
+
+def _size(rng: Random, encoding: Encoding, sizes: tuple[int, ...]) -> int:
+    return rng.choice([size for size in sizes if size % encoding.unit == 0])
+
+
+def _model(rng: Random, family: str) -> Model:
+    own = {"gpt-oss": GPT_OSS, "deepseek-v4": DEEPSEEK_V4}
+    return own.get(family) or MODELS[rng.choice(("qwen3_moe", *MODELS))]
 
 
 def _copy(value: Any) -> Any:
@@ -67,17 +83,19 @@ def _fill(draft: Draft) -> None:
         add_exclusions(draft.config, encoding, draft.routers(), rng)
     if "table" in encoding.extra:
         modules = [draft.module(*at) for at in draft.every()]
-        whole = [f"{model.stem}.layers.{layer}.{model.experts}" for layer in range(LAYERS)]
+        whole = [f"{model.above}layers.{layer}.{model.experts}" for layer in range(LAYERS)]
         draft.config["quantized_layers"] = dict.fromkeys(modules if encoding.extra["each"] else whole)
         for name in draft.config["quantized_layers"]:
             draft.config["quantized_layers"][name] = dict(encoding.extra["table"])
 
 
 def _document(draft: Draft) -> Row:
-    model = draft.model
-    found = {**COMMON, **model.config, "hidden_size": draft.hidden, model.inter_key: draft.inter}
+    model, second = draft.model, draft.inter_of_second_set
+    inter = draft.inter if second is None else [draft.inter, second]
+    found = {**COMMON, **model.config, "hidden_size": draft.hidden}
+    found[model.inter_key] = inter
     found.setdefault("intermediate_size", draft.inter)
-    found |= {model.count_key: draft.count, **draft.declared}
+    found |= {model.count_key: draft.count if model.sets == 1 else [draft.count] * model.sets, **draft.declared}
     found = {**model.outer, "text_config": found} if model.outer else found
     return {**found, "quantization_config": draft.config} if draft.config is not None else found
 
@@ -85,25 +103,28 @@ def _document(draft: Draft) -> Row:
 def _frame(draft: Draft) -> dict[str, Part]:
     """Tensors that are no experts'. Attention is left out."""
     stem = f"{draft.stem}." if draft.stem else ""
-    hidden, router = draft.hidden, draft.model.router
+    hidden, model, count = draft.hidden, draft.model, draft.count
     found: dict[str, Part] = {
-        f"{stem}embed_tokens.weight": ("BF16", (64, hidden), "scale"),
+        f"{stem}{model.embedding}.weight": ("BF16", (64, hidden), "scale"),
         f"{stem}norm.weight": ("BF16", (hidden,), "scale"),
-        "lm_head.weight": ("BF16", (64, hidden), "scale"),
+        model.head: ("BF16", (64, hidden), "scale"),
     }
     for layer in range(LAYERS):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            found[f"{stem}layers.{layer}.{norm}.weight"] = ("BF16", (hidden,), "scale")
-        parts = (
-            draft.encoding.parts(draft.count, hidden)
-            if draft.router
-            else {"weight": ("BF16", (draft.count, hidden), "scale")}
-        )
-        found |= {f"{stem}layers.{layer}.{router}.{part}": row for part, row in parts.items()}
-        if draft.model is GPT_OSS:
-            found[f"{stem}layers.{layer}.{router}.bias"] = ("BF16", (draft.count,), "scale")
-        if draft.model.count_key == "n_routed_experts":
-            found[f"{stem}layers.{layer}.{router}.e_score_correction_bias"] = ("F32", (draft.count,), "scale")
+        above = f"{stem}layers.{layer}."
+        for norm in model.norms:
+            found[f"{above}{norm}.weight"] = ("BF16", (hidden,), "scale")
+        if model.bias:
+            dtype = "F32" if model.bias.endswith("correction_bias") or model is DEEPSEEK_V4 else "BF16"
+            found[f"{above}{model.bias}"] = (dtype, (count,) if model.sets == 1 else (model.sets, count), "scale")
+        if model.router == "router.proj":  # Gemma-4 scales the router's input as well
+            found[f"{above}router.scale"] = ("BF16", (hidden,), "scale")
+        if model.sets > 1:  # a router for each set, transposed
+            for name in ("weight", "weight_1"):
+                found[f"{above}{model.router}.{name}"] = ("F32", (hidden, count), "scale")
+            continue
+        plain: dict[str, Part] = {"weight": ("BF16", (count, hidden), "scale")}
+        parts = draft.encoding.parts(count, hidden) if draft.router else plain
+        found |= {f"{above}{model.router}.{part}": row for part, row in parts.items()}
     return found
 
 

@@ -24,6 +24,7 @@ class Draft:
         config: quantisation config, or None.
         hidden: hidden size.
         inter: intermediate size.
+        inter_of_second_set: that of the second set of experts, which has as many; None with one set.
         experts: parts of single experts.
         stacked: parts of all experts, of gpt-oss: layer, leaf and part.
         form: how names of experts are spelled: `single`, `listed`, `stacked`, or `path|gate,up,down` of another family.
@@ -42,6 +43,7 @@ class Draft:
     config: Row | None
     hidden: int
     inter: int
+    inter_of_second_set: int | None = None
     experts: dict[Place, Part] = field(default_factory=dict)
     stacked: dict[tuple[int, str, str], Part] = field(default_factory=dict)
     form: str = "single"
@@ -53,15 +55,17 @@ class Draft:
     stale: dict[Place, Part] = field(default_factory=dict)
     side: dict[str, Row] = field(default_factory=dict)
 
-    def sizes(self, projection: str) -> tuple[int, int]:
-        """N and K of a projection."""
-        return (self.hidden, self.inter) if projection == "down" else (self.inter, self.hidden)
+    def sizes(self, projection: str, expert: int = 0) -> tuple[int, int]:
+        """N and K of an expert's projection."""
+        second = self.inter_of_second_set if expert >= self.total // self.model.sets else None
+        inter = second or self.inter
+        return (self.hidden, inter) if projection == "down" else (inter, self.hidden)
 
     def encode(self, encoding: Encoding, layer: int, expert: int, projection: str) -> None:
         """Store a matrix in that encoding, in place of what is there."""
         for place in [place for place in self.experts if place[:3] == (layer, expert, projection)]:
             del self.experts[place]
-        for part, row in encoding.parts(*self.sizes(projection)).items():
+        for part, row in encoding.parts(*self.sizes(projection, expert)).items():
             self.experts[layer, expert, projection, part] = row
 
     def every(self) -> list[tuple[int, int, str]]:
@@ -84,12 +88,12 @@ class Draft:
 
     def routers(self) -> list[str]:
         """Module names of the routers, which no exporter quantises."""
-        return [f"{self.model.stem}.layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
+        return [f"{self.model.above}layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
 
     def module(self, layer: int, expert: int | str, projection: str) -> str:
         """Module name of a matrix, as config entries spell it."""
         leaf = self.model.leaves[("gate", "up", "down").index(projection)]
-        return f"{self.model.stem}.layers.{layer}.{self.model.experts}.{expert}.{leaf}"
+        return f"{self.model.above}layers.{layer}.{self.model.experts}.{expert}.{leaf}"
 
 
 def add_exclusions(config: Row, encoding: Encoding, entries: list[str], rng: Random) -> None:

@@ -58,7 +58,7 @@ def write(folder: Path, case: Row) -> Path:
         _write_tensors(folder / "model.safetensors", case["tensors"], rng)
         return folder
     first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
-    last = "lm_head.weight"
+    last = next(name for name in case["tensors"] if name.endswith("head.weight"))
     _write_tensors(folder / first, {name: row for name, row in case["tensors"].items() if name != last}, rng)
     _write_tensors(folder / second, {**case["stale"], last: case["tensors"][last]}, rng)
     places = {name: second if name == last else first for name in case["tensors"]}

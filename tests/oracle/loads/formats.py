@@ -27,6 +27,8 @@ class Encoding:
         quantization: what a user may name with `--quantization`.
         skip: config key of the modules that are not quantised, and how it spells one; None if there is none.
         stacked: layout of the whole layer if experts are not stored one by one: `gpt-oss`, or None.
+        unit: number that divides K.
+        extra: what only this family has.
     """
 
     config: Row | None
@@ -34,6 +36,7 @@ class Encoding:
     quantization: tuple[str | None, ...] = (None,)
     skip: tuple[str, str] | None = None
     stacked: str | None = None
+    unit: int = 1
     extra: Row = field(default_factory=dict)
 
 
@@ -64,9 +67,8 @@ def gptq(rng: Random) -> Encoding:
             found["g_idx"] = ("I32", (k,), [index, size])
         return found
 
-    return Encoding(
-        config, parts, (None, None, None, "gptq", "gptq_marlin", "moe_wna16", "marlin"), ("dynamic", "-:{}")
-    )
+    asked = (None, None, None, "gptq", "gptq_marlin", "moe_wna16", "marlin")
+    return Encoding(config, parts, asked, ("dynamic", "-:{}"), unit=max(group, 1))
 
 
 def awq(rng: Random) -> Encoding:
@@ -83,9 +85,8 @@ def awq(rng: Random) -> Encoding:
             found["qzeros"] = ("I32", (k // group, n // 8), "codes")
         return found
 
-    return Encoding(
-        config, parts, (None, None, None, "awq", "awq_marlin", "moe_wna16"), ("modules_to_not_convert", "{}")
-    )
+    asked = (None, None, None, "awq", "awq_marlin", "moe_wna16")
+    return Encoding(config, parts, asked, ("modules_to_not_convert", "{}"), unit=group)
 
 
 # ------------------------------------------------------------------------------------------------ compressed-tensors
@@ -140,7 +141,7 @@ def ct_int(rng: Random) -> Encoding:
     config = compressed(rng, weights, inputs, "pack-quantized")
     if inputs is None and group == 128 and sym and bits == 4 and order is None and rng.random() < 0.2:
         config["config_groups"] = {"W4A16": ["Linear"]}
-    return Encoding(config, parts, skip=_SKIPPED)
+    return Encoding(config, parts, skip=_SKIPPED, unit=group or 1)
 
 
 def ct_int8(rng: Random) -> Encoding:
@@ -348,7 +349,7 @@ def quark(rng: Random) -> Encoding:
         found: Parts = {"weight": ("F8_E4M3", (n, k), "codes"), "weight_scale": ("F32", shape, "scale")}
         return {**found, "input_scale": ("F32", (), [0.5])} if kind == "fp8" and not dynamic else found
 
-    return Encoding(config, parts, skip=("exclude", "{}"))
+    return Encoding(config, parts, skip=("exclude", "{}"), unit=128 if kind == "int4" else 1)
 
 
 def auto_round(rng: Random) -> Encoding:
@@ -369,7 +370,30 @@ def auto_round(rng: Random) -> Encoding:
             return {"weight_packed": ("U8", (n, k // 2), "codes"), "weight_scale": ("U8", (n, k // 32), "scale")}
 
         return Encoding(config, parts, skip=("extra_config", "{}"))
-    return Encoding(config, other.parts, skip=("extra_config", "{}"))
+    return Encoding(config, other.parts, skip=("extra_config", "{}"), unit=other.unit)
+
+
+def deepseek_v4(rng: Random) -> Encoding:
+    """DeepSeek-V4's experts, FP4 or FP8 with power-of-two scales, beside FP8 blocks elsewhere."""
+    fp4 = rng.random() < 0.7
+    scale = "F8_E8M0" if fp4 or rng.random() < 0.7 else "F32"
+    config: Row = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0",
+        "weight_block_size": [128, 128],
+    }  # fmt: skip
+
+    def parts(n: int, k: int) -> Parts:
+        if fp4:
+            return {"weight": ("I8", (n, k // 2), "codes"), "scale": (scale, (n, k // 32), "scale")}
+        return {
+            "weight": ("F8_E4M3", (n, k), "codes"),
+            "scale": (scale, (-(-n // 128), -(-k // 128)), "scale"),
+        }
+
+    kept: Row = {"expert_dtype": "fp4" if fp4 else "fp8"}
+    if rng.random() < 0.15:  # not said, or said wrongly
+        kept = rng.choice(({}, {"expert_dtype": "fp8" if fp4 else "fp4"}))
+    return Encoding(config, parts, extra={"declared": kept})
 
 
 def plain(rng: Random) -> Encoding:
@@ -395,4 +419,5 @@ FAMILIES: dict[str, tuple[Callable[[Random], Encoding], int]] = {
     "quark": (quark, 8),
     "auto-round": (auto_round, 7),
     "plain": (plain, 6),
+    "deepseek-v4": (deepseek_v4, 7),
 }

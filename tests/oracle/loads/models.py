@@ -22,6 +22,11 @@ class Model:
         inter_key: config key of the intermediate size.
         stem: what stands above `layers`.
         outer: config.json of a model that has more than text, whose `text_config` is the rest.
+        head: name of the output head; `lm_head.weight` with the others.
+        embedding: module of the embeddings, below `stem`.
+        norms: norms of a layer.
+        bias: parameter of the router that a layer has beside its weight, below the layer.
+        sets: sets of experts in a layer, numbered on in one list.
     """
 
     config: Row
@@ -32,6 +37,16 @@ class Model:
     inter_key: str = "moe_intermediate_size"
     stem: str = "model"
     outer: Row = field(default_factory=dict)
+    head: str = "lm_head.weight"
+    embedding: str = "embed_tokens"
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    bias: str | None = None
+    sets: int = 1
+
+    @property
+    def above(self) -> str:
+        """Prefix of what `stem` holds."""
+        return f"{self.stem}." if self.stem else ""
 
 
 COMMON: Row = {
@@ -48,6 +63,7 @@ _GLM: Row = {
     "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
     "routed_scaling_factor": 1.0, "attention_bias": False, "use_qk_norm": False,
 }  # fmt: skip
+_CORRECTION = "mlp.gate.e_score_correction_bias"
 _QWEN: Row = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 _QWEN_VISION: Row = {
@@ -73,9 +89,12 @@ MODELS: dict[str, Model] = {
     "deepseek_v3": Model(
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_DEEPSEEK},
         count_key="n_routed_experts",
+        bias=_CORRECTION,
     ),
     "glm4_moe": Model(
-        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **_GLM}, count_key="n_routed_experts"
+        {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **_GLM},
+        count_key="n_routed_experts",
+        bias=_CORRECTION,
     ),
     "qwen3_vl_moe": Model(
         {"model_type": "qwen3_vl_moe_text", **_QWEN, **_MROPE},
@@ -85,7 +104,85 @@ MODELS: dict[str, Model] = {
             "vision_config": _QWEN_VISION,
         },
     ),
+    "glm4v_moe": Model(
+        {"model_type": "glm4v_moe_text", **_GLM, **_MROPE},
+        count_key="n_routed_experts",
+        stem="model.language_model",
+        outer={"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe", "vision_config": {}},
+        bias=_CORRECTION,
+    ),
+    "kimi_k25": Model(
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_DEEPSEEK},
+        count_key="n_routed_experts",
+        stem="language_model.model",
+        outer={"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}},
+        head="language_model.lm_head.weight",
+        bias=_CORRECTION,
+    ),
+    "gemma4": Model(
+        {
+            "model_type": "gemma4_text", "enable_moe_block": True, "top_k_experts": 2, "intermediate_size": 256,
+            "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0, "hidden_activation": "gelu_pytorch_tanh",
+        },
+        "experts",
+        router="router.proj",
+        stem="model.language_model",
+        outer={
+            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {},
+            "audio_config": None,
+        },
+        norms=(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+            "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+        ),
+        bias="router.per_expert_scale",
+    ),
+    "llama4": Model(
+        {
+            "model_type": "llama4_text", "interleave_moe_layer_step": 1, "intermediate_size_mlp": 256,
+            "use_qk_norm": False, "no_rope_layers": [1, 1], "attention_chunk_size": 128,
+        },
+        "feed_forward.experts",
+        router="feed_forward.router",
+        count_key="num_local_experts",
+        inter_key="intermediate_size",
+        stem="language_model.model",
+        outer={
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "vision_config": {},
+        },
+        head="language_model.lm_head.weight",
+    ),
+    "ernie4_5_moe_vl": Model(
+        {
+            "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "model_type": "ernie4_5_moe_vl", "moe_k": 2,
+            "moe_layer_start_index": [0, 0], "moe_layer_end_index": [LAYERS - 1, LAYERS - 1], "im_patch_id": 1,
+            "pixel_hidden_size": 32, "spatial_conv_size": 2, "temporal_conv_size": 2, "vision_config": {},
+        },
+        count_key="moe_num_experts",
+        bias="mlp.moe_statics.e_score_correction_bias",
+        sets=2,
+    ),
 }  # fmt: skip
+DEEPSEEK_V4 = Model(
+    {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_key_value_heads": 1,
+        "head_dim": 64, "qk_rope_head_dim": 32, "q_lora_rank": 64, "o_lora_rank": 64, "o_groups": 2,
+        "sliding_window": 32, "index_head_dim": 32, "index_n_heads": 4, "index_topk": 16, "norm_topk_prob": True,
+        "scoring_func": "sqrtsoftplus", "routed_scaling_factor": 1.5, "swiglu_limit": 10.0, "hc_mult": 4,
+        "hc_eps": 1e-6, "hc_sinkhorn_iters": 3, "num_hash_layers": 0, "compress_ratios": [0, 4],
+        "mlp_layer_types": ["moe", "moe"], "n_shared_experts": 1, "topk_method": "noaux_tc",
+    },
+    "ffn.experts",
+    ("w1", "w3", "w2"),
+    "ffn.gate",
+    "n_routed_experts",
+    stem="",
+    head="head.weight",
+    embedding="embed",
+    norms=("attn_norm", "ffn_norm"),
+    bias="ffn.gate.bias",
+)  # fmt: skip
 GPT_OSS = Model(
     {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_act": "silu", "swiglu_limit": 7.0,
@@ -95,4 +192,5 @@ GPT_OSS = Model(
     router="mlp.router",
     count_key="num_local_experts",
     inter_key="intermediate_size",
+    bias="mlp.router.bias",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from oracle.loads.draft import Draft, add_exclusions, as_regex, drop_exclusions
 from oracle.loads.formats import FAMILIES, Encoding, Part
-from oracle.loads.models import EXPERTS, LAYERS, MODELS
+from oracle.loads.models import DEEPSEEK_V4, EXPERTS, LAYERS, MODELS
 
 
 def _some_part(draft: Draft, needed: str = "") -> str | None:
@@ -129,7 +129,7 @@ def _bias(draft: Draft) -> None:
     inside = draft.scope()
     for at in draft.every():
         if inside(at):
-            draft.experts[(*at, "bias")] = ("BF16", (draft.sizes(at[2])[0],), "scale")
+            draft.experts[(*at, "bias")] = ("BF16", (draft.sizes(at[2], at[1])[0],), "scale")
 
 
 def _count(draft: Draft) -> None:
@@ -150,9 +150,9 @@ def _excluded(draft: Draft) -> None:
     entries = modules
     if draft.rng.random() < 0.5:  # the fused module, as people write it
         layers = sorted({at[0] for at in draft.every() if inside(at)})
-        entries = [f"{draft.model.stem}.layers.{layer}.{draft.model.experts}" for layer in layers]
+        entries = [f"{draft.model.above}layers.{layer}.{draft.model.experts}" for layer in layers]
     if draft.rng.random() < 0.3:
-        stem = f"{draft.model.stem}.layers"
+        stem = f"{draft.model.above}layers"
         entries = [entry.replace(f"{stem}.0", "*").replace(f"{stem}.1", "*") for entry in entries]
     add_exclusions(draft.config, draft.encoding, entries, draft.rng)
     if plain:
@@ -238,7 +238,8 @@ def _overlay(draft: Draft) -> None:
     inside, other = draft.scope(), draft.rng.random() < 0.3
     draft.stale = {place: row for place, row in draft.experts.items() if inside(place[:3])}
     if other:
-        draft.stale = {place: ("BF16", draft.sizes(place[2]), "scale") for place in draft.stale if place[3] == "weight"}
+        weights = [place for place in draft.stale if place[3] == "weight"]
+        draft.stale = {place: ("BF16", draft.sizes(place[2], place[1]), "scale") for place in weights}
 
 
 def _order(draft: Draft) -> None:
@@ -263,7 +264,7 @@ def _table(draft: Draft) -> None:
     """One layer's entry of a table by modules says something else."""
     config, rng = draft.config, draft.rng
     layer, fits = rng.randrange(LAYERS), rng.random() < 0.6
-    name = f"{draft.model.stem}.layers.{layer}."
+    name = f"{draft.model.above}layers.{layer}."
     if config is None:
         return
     method = config.get("quant_method")
@@ -321,11 +322,13 @@ def applies(name: str, draft: Draft) -> bool:
     method = (draft.config or {}).get("quant_method")
     needed: dict[str, bool] = {
         "scales": any(at[3].startswith("input_") for at in draft.experts),
+        **dict.fromkeys(("side-file", "names"), draft.model is not DEEPSEEK_V4),
         "order": any(at[3].endswith("g_idx") for at in draft.experts),
         "blocks": method == "auto-round",
         "table": method in ("quark", "auto-round") or "quantized_layers" in (draft.config or {}),
         "dynamic": method in ("gptq", "compressed-tensors"),
-        "further-layer": draft.model.count_key == "n_routed_experts",
+        "further-layer": draft.model.count_key == "n_routed_experts" and draft.model is not DEEPSEEK_V4,
+        **dict.fromkeys(("sizes", "count"), draft.model.sets == 1),
     }
     return needed.get(name, True)
 
