@@ -34,6 +34,12 @@ def test_context_parallel_ranks_share_experts_as_data_parallel_ones_do() -> None
     assert "tp x dp x pcp = 2 x 1 x 2 = 4, not 2" in failed(outcome(pcp=2, tp=2, ep=2))["G5"]
 
 
+@pytest.mark.parametrize(("version", "works"), [("0.29.0", False), ("0.30.0", True)])
+def test_context_beside_data_parallelism(version: str, works: bool) -> None:
+    found = outcome(policy=load_policy(f"vllm@{version}"), pcp=2, dp=2)
+    assert ("G10" not in failed(found)) == works
+
+
 def test_more_ranks_than_experts() -> None:
     text = failed(outcome(tp=8, dp=16, ep=128))["G5"]
     assert "ep 128 is more than 64 experts: 64 of 128 ranks would hold none" in text

@@ -346,6 +346,9 @@ def _options(stage: Stage) -> Iterator[Failed]:
     if kind is not None and kind not in policy.all2all:
         text = f"{policy.name} has no all-to-all {kind}"
         yield Failed("ValueError", text, f"one of {', '.join(policy.all2all)}", "OPTION")
+    if deployment.pcp > 1 and deployment.dp > 1 and not policy.since("0.30.0"):
+        text = f"{policy.name} has no pcp {deployment.pcp} beside dp {deployment.dp}"
+        yield Failed("ValueError", text, "dp 1, or pcp 1", "OPTION")
     if deployment.eplb:
         yield from _balancing(case)
     elif replicas:

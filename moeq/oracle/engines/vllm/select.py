@@ -60,9 +60,12 @@ def factor_value(case: Case, factor: str) -> str:
 
 
 def _search_form(case: Case) -> str:
-    """Return the parallel form that decides the order: context-parallel ranks do not count as data-parallel ones."""
-    form = case.parallel_form
-    return form if case.deployment.dp > 1 else form.replace(f"ep:{DEFAULT_ALL2ALL}", "ep")
+    """Return the parallel form that decides the order.
+
+    Context-parallel ranks do not count as data-parallel ones there, except in the order for LoRA.
+    """
+    form, deployment = case.parallel_form, case.deployment
+    return form if deployment.dp > 1 or deployment.lora else form.replace(f"ep:{DEFAULT_ALL2ALL}", "ep")
 
 
 def search_of(case: Case, family: Family, asked: str) -> Search:
