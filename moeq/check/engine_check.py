@@ -17,11 +17,12 @@ from torch import Tensor
 
 from moeq.check.comparison import difference, ratio
 from moeq.check.inputs import Inputs, make_inputs
-from moeq.check.layer_check import LayerCheck
+from moeq.check.layer_check import LayerCheck, passage
 from moeq.check.timing import FLUSH_BYTES, REPEATS, WARMUPS
-from moeq.check.whole_layer import Passage, pass_16bit, pass_fp8, pass_int8
-from moeq.reference.arithmetic import emulate_16bit, emulate_fp8, emulate_int8
-from moeq.reference.moe import rounded
+from moeq.check.whole_layer import Passage
+from moeq.checkpoint.manifest import Projection
+from moeq.reference.arithmetic import Emulated
+from moeq.reference.moe import Linear, rounded
 
 #: Largest error of a backend over that of torch with the same types.
 FACTOR = 2.0
@@ -187,8 +188,8 @@ class _Reference:
             dtype = self._check.dtype
 
             def output(x: Tensor, expert: Any) -> Tensor:
-                passage = self._passage(kind, x, expert)
-                return rounded(passage.plain, dtype).double()
+                through = self._passage(kind, x, expert)
+                return rounded(through.plain, dtype).double()
 
             self._plain[kind] = rounded(self._sum(output), dtype).double()
         return self._plain[kind]
@@ -211,16 +212,9 @@ class _Reference:
         return total
 
     def _passage(self, kind: str, x: Tensor, expert: Any) -> Passage:
-        check, rows = self._check, x.float()
-        linears = {name: one for name, one in (("gate", expert.gate), ("up", expert.up)) if one is not None}
-        cores, group = check.device.type == "cuda", check.group_of("down")
-        if kind == "int8":
-            first = {name: emulate_int8(rows, one) for name, one in linears.items()}
-            return pass_int8(x, expert, first, check.combine, check.dtype)
-        if kind == "fp8":
-            first = {
-                name: emulate_fp8(rows, one, check.group_of("up"), tensor_cores=cores) for name, one in linears.items()
-            }
-            return pass_fp8(x, expert, first, check.combine, check.dtype, group=group, tensor_cores=cores)
-        first = {name: emulate_16bit(rows, one, check.dtype) for name, one in linears.items()}
-        return pass_16bit(x, expert, first, check.combine, check.dtype)
+        linears: dict[Projection, Linear | None] = {"gate": expert.gate, "up": expert.up}
+        emulate, rows = self._check.emulate, x.float()
+        first: dict[str, tuple[Emulated, ...]] = {
+            name: emulate(name, rows, linear, kind) for name, linear in linears.items() if linear is not None
+        }
+        return passage(self._check, kind, x, expert, first)

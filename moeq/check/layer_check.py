@@ -115,9 +115,16 @@ class LayerCheck:
         gate = self.linear(expert, "gate") if "gate" in self.widths else None
         return Expert(gate, self.linear(expert, "up"), self.linear(expert, "down"))
 
-    def emulate(self, name: Projection, x: Tensor, linear: Linear) -> tuple[Emulated, ...]:
-        """Compute a product in every way in which a correct kernel may do it."""
-        kind = self.activations(name)
+    def emulate(self, name: Projection, x: Tensor, linear: Linear, kind: str | None = None) -> tuple[Emulated, ...]:
+        """Compute a product in every way in which a correct kernel may do it.
+
+        Args:
+            name: the product.
+            x: its input rows.
+            linear: its weights.
+            kind: what activations are quantised to; None: what moeq's kernels quantise them to (`activations`).
+        """
+        kind = self.activations(name) if kind is None else kind
         if kind == "fp8":
             return emulate_fp8(x, linear, self.group_of(name), tensor_cores=self.device.type == "cuda")
         return emulate_int8(x, linear) if kind == "int8" else emulate_16bit(x, linear, self.dtype)
@@ -172,7 +179,7 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
             expert = check.expert(expert_id)
             first = _compare_expert(check, comparisons, products, expert, (inputs, tokens, slots), expert_id)
             if output is not None:
-                whole.add(_passage(check, inputs.x[tokens], expert, first), tokens, slots)
+                whole.add(passage(check, check.activations("down"), inputs.x[tokens], expert, first), tokens, slots)
             if check.activation_dtype == "fp8":
                 loss.add(expert_id, expert, check.combine, tokens, slots)
         advance(f"layer {layer} expert {expert_id}")
@@ -185,9 +192,8 @@ def check_layer(check: LayerCheck, advance: Callable[[str], None]) -> LayerRepor
     return LayerReport(done, tuple(found), repeated, unequal, timings)
 
 
-def _passage(check: LayerCheck, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:
-    """Follow one expert's tokens through the whole layer."""
-    kind = check.activations("down")
+def passage(check: LayerCheck, kind: str, x: Tensor, expert: Expert, first: dict[str, tuple[Emulated, ...]]) -> Passage:
+    """Follow one expert's tokens through the whole layer, with activations that are quantised to `kind`."""
     if kind == "fp8":
         group, cores = check.group_of("down"), check.device.type == "cuda"
         return pass_fp8(x, expert, first, check.combine, check.dtype, group=group, tensor_cores=cores)
