@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import NUMBERS, gguf_bytes, moe_metadata, moe_tensors, write_model
+from gguf_files import NUMBERS, gguf_bytes, moe_metadata, moe_tensors, random_tensor, write_model
 from pipeline.mixing import content, rewritten
 
 from moeq.errors import MoeqError
@@ -162,6 +162,22 @@ def test_both_paths_widen_integers_of_gguf(target, tmp_path, equal, ways) -> Non
     assert equal(source, target, allow_lossy=True)
     assert ways
     assert all(ways)
+
+
+@pytest.mark.cover("seed", every=6)
+@pytest.mark.parametrize("seed", range(24))
+def test_both_paths_agree_on_random_gguf(seed, tmp_path, equal) -> None:
+    """Every expert tensor and every other matrix has a type of its own; sizes, architecture and target are drawn."""
+    rng = np.random.default_rng(seed)
+    sizes = {"layers": 2, "hidden": 256 * int(rng.integers(1, 3)), "inner": 256 * int(rng.integers(1, 3)), "experts": 2}
+    tensors = moe_tensors(rng, **sizes)
+    some = rng.choice([*CODED, *blocks.NUMBERS, "f16", "bf16", "f32", "q4_1"], 3, replace=False)
+    for name, (_, shape, _) in tensors.items():
+        if len(shape) > 1 and "gate_inp" not in name:
+            tensors[name] = random_tensor(rng, str(rng.choice(some)), shape)
+    source = tmp_path / "m.gguf"
+    source.write_bytes(gguf_bytes(moe_metadata(str(rng.choice(["qwen3moe", "llama", "olmoe"])), **sizes), tensors))
+    assert equal(source, str(rng.choice(list(ENGINE_TARGETS))), allow_lossy=bool(rng.random() < 0.8))
 
 
 def test_both_paths_stack_mxfp4_of_gguf(tmp_path, equal, ways) -> None:
