@@ -31,6 +31,11 @@ Change = Literal[
 
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,4})\.(.+?)\.(weight|bias)")
 
+#: Expert tensors of a block: of all experts, or (until April 2024) of one, `ffn_gate.7`.
+_EXPERT = re.compile(r"ffn_(gate|up|down|gate_up)(_exps|\.(?:0|[1-9]\d{0,3}))")
+
+_SHORT = {"gate": "w1", "up": "w3", "down": "w2"}
+
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -172,9 +177,13 @@ class GgufArchitecture:
             return None
         number, inner, part = match.groups()
         layer = f"{self.layers}.{number}"
-        expert = re.fullmatch(r"ffn_(gate|up|down|gate_up)_exps", inner)
+        expert = _EXPERT.fullmatch(inner)
         if expert is not None:
-            return f"{layer}.{self.experts}.{expert[1]}_proj.{part}", None
+            projection, which = expert.groups()
+            if which == "_exps":
+                return f"{layer}.{self.experts}.{projection}_proj.{part}", None
+            names = _SHORT if self.experts.startswith("block_sparse_moe.") else {}
+            return f"{layer}.{self.experts}{which}.{names.get(projection, f'{projection}_proj')}.{part}", None
         if inner == "exp_probs_b":
             return f"{layer}.{self.correction}", self.changes.get(inner)
         if inner in self.parameters:

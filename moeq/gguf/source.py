@@ -32,6 +32,9 @@ from moeq.schemes.gguf_blocks import readings
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
+#: Weights and biases of experts, all of a layer or one.
+_EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down|gate_up)(_exps|\.\d+)\.(?:weight|bias)")
+
 #: Types that safetensors has.
 _PLAIN = {
     "f32": "F32",
@@ -386,15 +389,17 @@ def _tensors(headers: Sequence[GgufHeader]) -> dict[str, tuple[str, GgufTensor]]
 def _readings(stored: Mapping[str, tuple[str, GgufTensor]]) -> Iterator[tuple[str, str]]:
     """Yield the expert tensors that are read as another type than their own, and the type."""
     for name in stored:
-        block, found, _ = name.partition(".ffn_gate_exps.weight")
-        names = [f"{block}.ffn_{one}_exps.weight" for one in ("gate", "up", "down")]
-        if found and all(one in stored for one in names):
-            types = [stored[one][1].type for one in names]
-            yield from zip(names, readings(*types), strict=True)
+        match = _EXPERT.fullmatch(name)
+        if match is None or match[2] != "gate":
+            continue
+        names = [f"{match[1]}{one}{match[3]}.weight" for one in ("gate", "up", "down")]
+        if all(one in stored for one in names):
+            gate, up, down = (stored[one][1].type for one in names)
+            yield from zip(names, readings(gate, up, down), strict=True)
 
 
 def _counts(stored: Mapping[str, tuple[str, GgufTensor]]) -> tuple[dict[str, int], dict[str, int]]:
     """Count tensors by type: those of experts, and the others."""
-    experts = Counter(tensor.type for name, (_, tensor) in stored.items() if "_exps." in name)
-    others = Counter(tensor.type for name, (_, tensor) in stored.items() if "_exps." not in name)
+    experts = Counter(tensor.type for name, (_, tensor) in stored.items() if _EXPERT.fullmatch(name))
+    others = Counter(tensor.type for name, (_, tensor) in stored.items() if not _EXPERT.fullmatch(name))
     return dict(experts), dict(others)

@@ -351,3 +351,24 @@ def test_layers_of_several_types(types: tuple[str, str, str], target: str, tmp_p
     for layer in (0, 1) if target != "fp32" else ():
         for projection in ("gate", "up", "down"):
             assert torch.equal(before.dequantize(layer, 3, projection), after.dequantize(layer, 3, projection))
+
+
+def test_experts_in_tensors_of_their_own(tmp_path: Path) -> None:
+    """Mixtral's files had one tensor per expert until April 2024: the result is that of stacked ones."""
+    tensors = moe_tensors(np.random.default_rng(7), layers=1, expert_type="q4_0", down_type="q8_0")
+    metadata = moe_metadata("llama", layers=1, hidden=256, inner=256, experts=4)
+    (tmp_path / "stacked.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    for name in ("gate", "up", "down"):
+        kind, shape, raw = tensors.pop(f"blk.0.ffn_{name}_exps.weight")
+        size = len(raw) // 4
+        for expert in range(4):
+            one = raw[expert * size : (expert + 1) * size]
+            tensors[f"blk.0.ffn_{name}.{expert}.weight"] = (kind, shape[1:], one)
+    (tmp_path / "single.gguf").write_bytes(gguf_bytes(metadata, tensors))
+    for source in ("stacked", "single"):
+        for target in ("compressed-tensors", "fp32"):
+            assert transcode(tmp_path / f"{source}.gguf", tmp_path / f"{source}-{target}", target).exact
+    for target in ("compressed-tensors", "fp32"):
+        one, other = (loaded(tmp_path / f"{source}-{target}") for source in ("stacked", "single"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
