@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeq.checkpoint.files import read_regular
+from moeq.checkpoint.files import SeenFiles, read_regular
 from moeq.errors import MoeqError
 
 
@@ -32,3 +32,16 @@ def test_a_file_of_the_kernel_that_says_it_is_empty() -> None:
     with pytest.raises(MoeqError, match="status: more than 100 bytes, the limit for this file") as caught:
         read_regular(Path("/proc/self/status"), "status", 100)
     assert caught.value.code == "source.too-large"
+
+
+def test_a_file_that_is_replaced_is_not_opened_again(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"first")
+    files = SeenFiles(tmp_path, "folder")
+    assert files.read("file", 100) == b"first"
+    (tmp_path / "other").write_bytes(b"other")
+    (tmp_path / "other").rename(tmp_path / "file")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MoeqError) as caught:
+        files.open("file")
+    assert caught.value.code == "source.changed"
+    assert len(os.listdir("/proc/self/fd")) == before
