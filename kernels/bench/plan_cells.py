@@ -5,7 +5,6 @@ A cell is a format, a layer and a number of tokens. Random layers and numbers fo
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import re
@@ -24,11 +23,11 @@ from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import GPUS, H200
 from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
 from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
+from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.product_launches import alike
+from moeq_kernels.hopper.w4a16.w4a16_launches import work_of
 from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 from moeq_kernels.mma.mma_plan import MmaPlan
-from moeq_kernels.mma.mma_plan import choose as choose_mma
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import FAMILIES
@@ -76,8 +75,6 @@ STORED = {
 ROUND = ("int4", "w8a8", "moeq-mxfp4", "fp8-block", "int4", "mxfp4", "w8a8", "nvfp4", "fp8")
 #: Formats that have gpt-oss's activation; `-silu` is the same format without it.
 GPT_OSS_FORMATS = ("mxfp4", "moeq-mxfp4")
-#: Numbers of tokens of a layer in one format.
-NUMBERS = 3
 #: Largest weight bytes of a random layer.
 MAX_BYTES = 6e9
 #: gpt-oss's features in int4, whose packed sizes are multiples of 128.
@@ -224,11 +221,6 @@ def plan_named(name: str) -> Any:
     )
 
 
-def held_out(sizes: tuple[int, ...]) -> bool:
-    """Return whether rules are fitted without layers of these sizes, about half of all."""
-    return hashlib.sha256(repr(tuple(sizes)).encode()).digest()[0] % 2 == 1
-
-
 def _spread(generator: random.Random, low: float, high: float) -> float:
     """Draw a number whose logarithm is uniform."""
     return math.exp(generator.uniform(math.log(low), math.log(high)))
@@ -327,37 +319,6 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
                 yield layer, numbers_of_tokens(generator, layer.shape)
 
 
-QUEUES = (
-    w4a16.QUEUE8,
-    w4a16.Queue(8, 3, 3),
-    w4a16.Queue(8, 5, 2, after=True),
-    w4a16.Queue(8, 5, 2, after=True, up=1, down=1),
-    w4a16.Queue(8, 10, 2, after=True, step=64),
-    w4a16.Queue(8, 10, 2, after=True, step=64, up=1, down=1),
-    w4a16.Queue(8, 6, 3, after=True, step=64),
-    w4a16.Queue(8, 6, 3, after=True, step=64, up=1, down=1),
-    w4a16.Queue(8, 20, 1, after=True, step=64),
-    w4a16.QUEUE16,
-    w4a16.QUEUE16_FOLDED,
-    w4a16.Queue(16, 5, 2, up=1, down=1, least=8),
-    w4a16.Queue(16, 5, 2, least=8),
-    w4a16.Queue(16, 9, 2, step=64, least=8),
-    w4a16.Queue(16, 9, 2, step=64, up=1, down=1, least=8),
-    w4a16.Queue(16, 9, 2, after=True, step=64, rows=32, least=8),
-    w4a16.Queue(16, 9, 2, after=True, step=64, rows=32, up=1, down=1, least=8),
-    w4a16.Queue(16, 6, 3, step=64, rows=32, least=8),
-    w4a16.QUEUE32,
-    replace(w4a16.QUEUE32, least=8),
-    w4a16.Queue(32, 8, 2, step=64, least=8),
-    w4a16.Queue(32, 8, 2, step=64, up=1, down=1, least=8),
-    w4a16.Queue(32, 8, 2, step=64, up=1, down=1, least=16),
-    w4a16.QUEUE64,
-    w4a16.QUEUE64_INT4,
-)
-WIDES = (w4a16.WIDE32, w4a16.WIDE64, w4a16.WIDE96, w4a16.WIDE160)
-WIDES = (*WIDES, *(kernel for _, kernel in w4a16.GATHERING.values() if isinstance(kernel, w4a16.Wide)))
-WIDES = (*WIDES, *(replace(one, fine=not one.fine) for one in WIDES if one.tokens > 64))
-NARROWS = (w4a16.NARROW8, w4a16.Narrow(16, 2, after=False, resident=4, registers=128))
 BYTE_NARROWS = (
     w8a8.Int8Narrow(8, 12),
     w8a8.Int8Narrow(8, 6, resident=2),
@@ -378,60 +339,16 @@ BYTE_NARROWS = (
 )
 
 
-def _rounded(splits: int) -> int:
-    """Round down to a power of two, since each number of shares is a build of its own."""
-    return 1 << (splits.bit_length() - 1)
-
-
 def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
     """Yield plans of the kernels for 16-bit activations, those of `mma.sync` among them."""
-    shape, stored = layer.shape, layer.stored
-    pairs = tokens * shape.top_k
-    mean = w4a16.tokens_per_hit(pairs, shape.experts)
-
-    def fitted(kernel: Any) -> Any:
-        return w4a16.kernel_for(kernel, stored.kind, stored.group)
-
-    if mean <= 48:
-        mma = choose_mma(pairs, shape.experts, shape.hidden, shape.intermediate, stored.group, stored.kind, True, H200)
-        yield replace(mma, gate_up_splits=_rounded(mma.gate_up_splits), down_splits=_rounded(mma.down_splits))
-    if mean <= 1.6 and pairs <= 128:
-        kernel = fitted(w4a16.DIRECT)
-        up_steps, steps = -(-shape.hidden // kernel.step), -(-shape.intermediate // kernel.step)
-        up = w4a16.shares_for(pairs * -(-shape.intermediate // 128), up_steps, 16)
-        down = w4a16.shares_for(pairs * -(-shape.hidden // 256), steps, 8)
-        yield w4a16.Plan(kernel, up, down)
-        if up > 1:
-            yield w4a16.Plan(kernel, up // 2, down)
-    for kernel in NARROWS:
-        if kernel.tokens / 24 <= mean <= kernel.tokens * 1.3:
-            kernel = fitted(kernel)
-            tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-            resident = H200.multiprocessors * kernel.resident
-            up = w4a16.splits_for(tiles * -(-shape.intermediate // 128), -(-shape.hidden // 128), resident)
-            down = w4a16.splits_for(tiles * -(-shape.hidden // 256), -(-shape.intermediate // 128), resident)
-            yield w4a16.Plan(kernel, _rounded(up), _rounded(down))
-            yield w4a16.Plan(kernel)
-    both = alike(layer.problem.w13, layer.problem.w2)
-    for kernel in QUEUES if both else ():
-        if mean / 3 <= kernel.tokens and (kernel.least or kernel.tokens) <= max(16.0, mean * 6):
-            yield w4a16.Plan(fitted(kernel))
-    for kernel in WIDES:
-        if min(mean / 3, 100) <= kernel.tokens <= mean * 8:
-            kernel = fitted(kernel)
-            yield w4a16.Plan(kernel)
-            down_items = pairs / mean * max(1.0, mean / kernel.tokens) * -(-shape.hidden // (128 * kernel.warpgroups))
-            shares = max(1, min(4, int(H200.multiprocessors / max(1.0, down_items))))
-            yield w4a16.Plan(kernel, down_splits=shares)
-            if 1 < 2 * shares <= 4 and down_items < 4 * H200.multiprocessors:
-                yield w4a16.Plan(kernel, down_splits=2 * shares)  # the last items end sooner
+    return w4a16.candidates(work_of(layer.problem, tokens), mma=True)
 
 
 def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
     """Yield plans of the kernels that multiply bytes by bytes."""
     shape = layer.shape
     pairs = tokens * shape.top_k
-    mean = w4a16.tokens_per_hit(pairs, shape.experts)
+    mean = tokens_per_hit(pairs, shape.experts)
     if layer.format == "w8a8" and mean <= 1.6 and pairs <= 128 and shape.intermediate <= 4096:
         yield w8a8.direct_plan(pairs, shape.hidden, shape.intermediate)
     for kernel in BYTE_NARROWS:

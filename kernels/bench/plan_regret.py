@@ -1,10 +1,10 @@
 """Regret: how much slower the plans that are chosen today are than the best recorded ones.
 
-    python -m bench.plan_regret [sweep.jsonl ...] [--gpu H100] [--worst 10] [--by-band]
+    python -m bench.plan_regret [sweep.jsonl ...] [--gpu H100] [--worst 10]
 
 Reads what `plan_sweep` wrote, by default every recorded cell. A plan that was not timed counts as the plan of the same
-kernel with the nearest shares of k; where there is none, its cell is left out and counted. Layers fall into two halves
-by their sizes: rules are fitted on one half and judged on the other.
+kernel with the nearest shares of k; where there is none, its cell is left out and counted. `fit_plans --folds` judges
+layers that the cost model was not fitted to.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ import lzma
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from support.hopper_layers import name_of
 
-from bench.plan_cells import held_out, layer_of
-from moeq_kernels.hopper.w4a16.w4a16_plan import tokens_per_hit
+from bench.plan_cells import layer_of
+from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
 
 #: Every recorded cell.
 CELLS = Path(__file__).parent / "results" / "plan_cells.jsonl.xz"
 SCHEMA = "moeq-kernels.plan-cells/1"
-#: Largest mean of tokens per expert that is hit, of each band.
-BANDS = (1.6, 5.0, 12.0, 24.0, 48.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,6 @@ class Cell:
     def mean(self) -> float:
         """Mean of tokens per expert that is hit."""
         return tokens_per_hit(self.row["tokens"] * self.row["top_k"], self.row["experts"])
-
-    @property
-    def held_out(self) -> bool:
-        """Whether rules are fitted without the layer."""
-        return held_out(tuple(self.row[name] for name in ("experts", "top_k", "hidden", "intermediate")))
 
 
 def load(path: Path = CELLS) -> list[dict[str, Any]]:
@@ -74,13 +66,12 @@ def time_of(plans: dict[str, float], name: str) -> float | None:
     return plans[min(same, key=distance)] if same else None
 
 
-def judged(rows: list[dict[str, Any]], choose: Callable[[dict[str, Any]], str] | None = None) -> list[Cell]:
-    """Judge the plan that `choose` names for each row, by default the one that is chosen today."""
-    choose = choose or (lambda row: name_of(layer_of(row).chosen(row["tokens"])))
+def judged(rows: list[dict[str, Any]]) -> list[Cell]:
+    """Judge the plan that is chosen today for each row."""
     cells = []
     for row in rows:
         if row["plans"]:
-            name = choose(row)
+            name = name_of(layer_of(row).chosen(row["tokens"]))
             took = time_of(row["plans"], name)
             cells.append(Cell(row, name, None if took is None else took / min(row["plans"].values())))
     return cells
@@ -100,40 +91,20 @@ def summary(cells: list[Cell]) -> str:
     )
 
 
-def band(cell: Cell) -> str:
-    """Name the band of tokens per expert that a cell is in."""
-    limit = next(one for one in BANDS if cell.mean <= one)
-    return f"up to {limit:g}" if limit < math.inf else f"beyond {BANDS[-2]:g}"
-
-
-def grouped(cells: list[Cell], key: Callable[[Cell], str]) -> dict[str, list[Cell]]:
-    """Group cells by key, in the order of first appearance."""
+def report(cells: list[Cell], worst: int) -> None:
+    """Print summaries of all cells and of each format, and the worst cells."""
     found: dict[str, list[Cell]] = defaultdict(list)
     for cell in cells:
-        found[key(cell)].append(cell)
-    return found
-
-
-def report(cells: list[Cell], worst: int, by_band: bool) -> None:
-    """Print all summaries."""
-    for half, some in (("all", cells), ("fitted", [one for one in cells if not one.held_out]),
-                       ("held out", [one for one in cells if one.held_out])):  # fmt: skip
-        print(f"{half:26s} {summary(some)}")
-        for name, group in sorted(grouped(some, lambda one: one.row["format"]).items()):
-            print(f"  {name:24s} {summary(group)}")
-            if by_band:
-                for part, few in sorted(grouped(group, band).items(), key=lambda item: item[1][0].mean):
-                    print(f"    {part:22s} {summary(few)}")
+        found[cell.row["format"]].append(cell)
+    for name, some in (("all", cells), *sorted(found.items())):
+        print(f"{name:26s} {summary(some)}")
     timed = sorted((one for one in cells if one.ratio is not None), key=lambda one: -(one.ratio or 0))
     for cell in timed[:worst]:
         row = cell.row
         sizes = " ".join(str(row[name]) for name in ("experts", "top_k", "hidden", "intermediate"))
         best = min(row["plans"].items(), key=lambda item: item[1])
-        print(
-            f"{cell.ratio:.2f} {row['format']:10s} {row['shape']:16s} {sizes} M={row['tokens']} ({cell.mean:.1f})",
-            end=" ",
-        )
-        print(f"{cell.chosen} {time_of(row['plans'], cell.chosen)}; best {best[0]} {best[1]}")
+        print(f"{cell.ratio:.2f} {row['format']:10s} {row['shape']:16s} {sizes} M={row['tokens']}", end=" ")
+        print(f"({cell.mean:.1f}) {cell.chosen} {time_of(row['plans'], cell.chosen)}; best {best[0]} {best[1]}")
 
 
 def main() -> int:
@@ -144,15 +115,12 @@ def main() -> int:
     parser.add_argument("--routing", default="uniform", help="cells with this routing only")
     parser.add_argument("--since", default="", help="cells since this day only, as 2026-11-24")
     parser.add_argument("--worst", type=int, default=15, help="cells to show")
-    parser.add_argument("--by-band", action="store_true", help="by tokens per expert, too")
-    parser.add_argument("--then", action="store_true", help="judge the plans that were chosen when cells were recorded")
     options = parser.parse_args()
     rows = [
-        row for path in options.files for row in load(path)
-        if options.gpu in (None, row["gpu"]) and row["routing"] == options.routing
-        and row["date"] >= options.since and (row["chosen"] or not options.then)
+        row for path in options.files for row in load(path) if options.gpu in (None, row["gpu"])
+        and row["routing"] == options.routing and row["date"] >= options.since
     ]  # fmt: skip
-    report(judged(rows, (lambda row: str(row["chosen"])) if options.then else None), options.worst, options.by_band)
+    report(judged(rows), options.worst)
     return 0
 
 

@@ -2,13 +2,12 @@
 
     python -m bench.plan_sweep --seconds 250 --out sweep.jsonl [--formats int4,w8a8]
     python -m bench.plan_sweep --cell int4:qwen3-30b-a3b:1,64,4096 --plans none   # the chosen plans only
-    python -m bench.plan_sweep --warm-up              # compile only, on all processors
-    python -m bench.plan_sweep --dry-run --sample 8   # plans and builds, without a GPU
+    python -m bench.plan_sweep --dry-run              # plans and builds, without a GPU
 
 Weights are cold: a CUDA graph holds several calls, on several copies of the weights where one layer is not much larger
 than the L2 cache; a time is the median of its replays. Plans are compared within a cell, so some milliseconds for each
-tell them apart by a few per cent. A plan that fails, or whose numbers differ, is noted and left out. After a plan that
-hangs or breaks the device's context the program starts itself again and goes on behind it.
+tell them apart by a few per cent. A plan that fails, or whose numbers differ, is noted and left out. Where a
+plan may hang, run under `timeout`: rows are saved after each layer.
 `results/README.md` describes the lines that are written; `plan_regret` reads them.
 """
 
@@ -17,11 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,8 +31,8 @@ import triton
 from support.hopper_layers import name_of
 from support.routing import ROUTINGS
 
-from bench.plan_cells import NUMBERS, ROUND, Layer, cells, gpu_called, named_cells
-from bench.plan_regret import SCHEMA, load
+from bench.plan_cells import ROUND, Layer, cells, gpu_called, named_cells
+from bench.plan_regret import SCHEMA
 from bench.shapes import L2
 from bench.timing import graph_us, inputs
 from moeq_kernels import PackedExperts, PreparedLayer, cuda
@@ -53,10 +50,6 @@ APART = 2.5 * L2
 MOST_CALLS = 20
 #: Relative difference of two plans' results that their roundings explain.
 APART_AT_MOST = 0.03
-#: Seconds after which a plan counts as hung.
-HUNG = 30.0
-#: Times that the program starts itself again at most.
-MOST_STARTS = 12
 
 
 def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
@@ -69,71 +62,37 @@ def key_of(layer: Layer, tokens: int) -> tuple[Any, ...]:
     return layer.format, layer.name, *layer.sizes, tokens
 
 
-def head_of(path: Path) -> dict[str, Any]:
-    """Read the head of a file of cells."""
-    head: dict[str, Any] = json.loads(path.read_text().partition("\n")[0])
-    return head
-
-
 class Sweep:
-    """Rows so far, and what a later start of the same program has to know."""
+    """Rows so far, and the plans that failed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.begin = time.monotonic()
         self.rows: list[dict[str, Any]] = []
         self.bad: list[list[Any]] = []
-        self.before = 0.0
-        self.current: list[Any] | None = None
-        self.progress = time.monotonic()
-        self.starts = 0
-        if options.again and options.out.exists():
-            self.rows, known = load(options.out), head_of(options.out)
-            self.bad, self.before, self.starts = known["bad"], known["seconds"], known["starts"] + 1
 
     @property
     def seconds(self) -> float:
-        """Seconds since the first start."""
-        return self.before + time.monotonic() - self.begin
+        """Seconds since the start."""
+        return time.monotonic() - self.begin
 
     def save(self) -> None:
         """Write the head and the rows, whole or not at all."""
         about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
         given = {name: getattr(self.options, name) for name in ("seed", "milliseconds")}
-        state = {"seconds": self.seconds, "starts": self.starts, "bad": self.bad}
+        state = {"seconds": self.seconds, "bad": self.bad}
         head = {"schema": SCHEMA, "cells": len(self.rows), **about, **given, **state}
         self.options.out.parent.mkdir(parents=True, exist_ok=True)
         part = self.options.out.with_name(f"{self.options.out.name}.part")
         part.write_text("".join(json.dumps(one) + "\n" for one in (head, *self.rows)))
         part.replace(self.options.out)
 
-    def again(self, why: str) -> None:
-        """Note the current plan as bad and start the program again, which goes on behind it."""
-        print("starting again:", self.current, why, flush=True)
-        if self.current is not None:
-            self.bad.append(self.current)
-        self.save()
-        if self.starts >= MOST_STARTS:
-            os._exit(3)
-        arguments = [one for one in sys.argv if one != "--again"]
-        os.execv(sys.executable, [sys.executable, *arguments, "--again"])
-
-    def watch(self) -> None:
-        """Look for a plan that hangs, in a thread of its own."""
-        while True:
-            time.sleep(1)
-            if self.current is not None and time.monotonic() - self.progress > HUNG:
-                self.again("no progress")
-
     def right(self, key: tuple[Any, ...], name: str, call: Callable[[], Any], truth: torch.Tensor) -> bool:
         """Return whether a plan gives the numbers of the chosen one; a plan that fails is left to `time_plan`."""
-        self.current, self.progress = [*key, name], time.monotonic()
         try:
             error = float((call().float() - truth.float()).norm() / truth.float().norm())
         except Exception:  # noqa: BLE001 - `time_plan` looks after it
             return True
-        finally:
-            self.current = None
         if not error <= APART_AT_MOST:  # NaN, too
             print("WRONG", *key, name, f"differs by {error:.3g}", flush=True)
             self.bad.append([*key, name])
@@ -141,23 +100,12 @@ class Sweep:
 
     def time_plan(self, key: tuple[Any, ...], name: str, calls: list[Any]) -> float | None:
         """Return the median microseconds of a call; None where it fails."""
-        if [*key, name] in self.bad:
-            return None
-        self.current, self.progress = [*key, name], time.monotonic()
         try:
             return graph_us(calls, self.options.milliseconds)
         except Exception as error:  # noqa: BLE001 - no plan may end the sweep
             print("failed", *key, name, str(error)[:160].replace("\n", " "), flush=True)
-            self.bad.append(self.current)
-            try:
-                torch.cuda.synchronize()
-                torch.zeros(1, device="cuda").item()
-            except Exception as broken:  # noqa: BLE001
-                self.bad.pop()
-                self.again(str(broken)[:80].replace("\n", " "))
+            self.bad.append([*key, name])
             return None
-        finally:
-            self.current = None
 
 
 def copies_and_calls(layer: Layer, hit: int) -> tuple[int, int]:
@@ -172,7 +120,7 @@ def copies_and_calls(layer: Layer, hit: int) -> tuple[int, int]:
     return copies, max(copies, min(calls, MOST_CALLS))
 
 
-def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]) -> list[dict[str, Any]]:
+def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]) -> dict[str, Any]:
     """Time every plan of one cell; adds to `copies` what cold weights need."""
     shape = layer.shape
     drawn = partial(inputs, shape, tokens, routing=sweep.options.routing)
@@ -187,28 +135,19 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
     key = key_of(layer, tokens)
     row: dict[str, Any] = {"gpu": layer.gpu, "date": time.strftime("%Y-%m-%d"), "source": sweep.options.out.stem}
     row |= {**dict(zip(KEY, key, strict=True)), "hit": round(hit, 1), "routing": sweep.options.routing}
-    by_gpu = cuda.promotion_of
-    usual = by_gpu(GPUS[layer.gpu])
     truth = bases[0](given[0].x, given[0].weights, given[0].ids).clone()
-    sizes = sweep.options.promotion or [usual]
-    plans = [(one, size) for one in candidates(layer, tokens, sweep.options.plans) for size in sizes]
+    plans = candidates(layer, tokens, sweep.options.plans)
     # In random order, so that what drifts over time, as clocks do, favours no plan.
     random.Random(repr(row)).shuffle(plans)
-    times: dict[int, dict[str, float]] = {size: {} for size in sizes}
-    for plan, promotion in plans:
-        # Descriptors are made with a plan's first call.
-        cuda.promotion_of = lambda gpu, size=promotion: size
+    times: dict[str, float] = {}
+    for plan in plans:
         name = name_of(plan)
         layers = [_with_plan(base, plan) for base in bases]
         calls = [partial(layers[i % needed], one.x, one.weights, one.ids) for i, one in enumerate(given)]
         if sweep.right(key, name, calls[0], truth) and (found := sweep.time_plan(key, name, calls)) is not None:
-            times[promotion][name] = round(found, 2)
-    cuda.promotion_of = by_gpu
-    chosen = name_of(layer.chosen(tokens))
-    return [
-        {**row, "promotion": size, "chosen": chosen, "plans": dict(sorted(some.items(), key=lambda item: item[1]))}
-        for size, some in times.items()
-    ]
+            times[name] = round(found, 2)
+    row |= {"promotion": cuda.promotion_of(GPUS[layer.gpu]), "chosen": name_of(layer.chosen(tokens))}
+    return {**row, "plans": dict(sorted(times.items(), key=lambda item: item[1]))}
 
 
 def _with_plan(base: PreparedLayer, plan: Any) -> PreparedLayer:
@@ -247,18 +186,10 @@ def main() -> int:
         "--plans", default="", help="only the chosen plan and those whose names begin so, as 'Queue 64,Wide'"
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
-    parser.add_argument(
-        "--promotion", action="append", type=int, choices=cuda.L2_PROMOTIONS, default=[],
-        help="bytes that a miss of the copy engine brings to the L2 cache; given again, one more to time",
-    )  # fmt: skip
-    parser.add_argument("--cells", type=int, default=10**6, help="end after so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--milliseconds", type=float, default=8, help="of each plan")
     parser.add_argument("--seconds", type=float, default=250, help="of timing, compiling not counted")
-    parser.add_argument("--warm-up", action="store_true", help="compile what is needed and end")
     parser.add_argument("--dry-run", action="store_true", help="plan every cell, without a GPU")
-    parser.add_argument("--sample", type=int, default=0, help="builds that a dry run compiles")
-    parser.add_argument("--again", action="store_true", help="go on with what is in --out")
     parser.add_argument("--out", type=Path, default=Path("plan-sweep.jsonl"))
     options = parser.parse_args()
     if options.cell:
@@ -266,44 +197,32 @@ def main() -> int:
     else:
         work = list(cells(options.formats.split(","), options.random, options.seed))
     gpu = gpu_called(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
-    work = [(replace(layer, gpu=gpu), numbers) for layer, numbers in work[: -(-options.cells // NUMBERS)]]
+    work = [(replace(layer, gpu=gpu), numbers) for layer, numbers in work]
     begin = time.monotonic()
-    if not options.again:
-        found, plans = wanted_builds(work, options.plans)
-        number = sum(len(numbers) for _, numbers in work)
-        print(f"{len(work)} layers, {number} cells, {plans} plans, {len(found)} builds", end=" ")
-        print(f"({time.monotonic() - begin:.0f} s)", flush=True)
-        if options.dry_run:
-            sample = random.Random(0).sample(sorted(found, key=repr), min(options.sample, len(found)))
-            print(compile_all(sample, GPUS[gpu]))
-            return 0
-        print(compile_all(found, GPUS[gpu]), flush=True)
-        if options.warm_up:
-            return 0
+    found, plans = wanted_builds(work, options.plans)
+    number = sum(len(numbers) for _, numbers in work)
+    print(f"{len(work)} layers, {number} cells, {plans} plans, {len(found)} builds", end=" ")
+    print(f"({time.monotonic() - begin:.0f} s)", flush=True)
+    if options.dry_run:
+        return 0
+    print(compile_all(found, GPUS[gpu]), flush=True)
     sweep = Sweep(options)
-    done = {tuple(row[name] for name in KEY) for row in sweep.rows}
-    threading.Thread(target=sweep.watch, daemon=True).start()
     for layer, numbers in work:
         copies: list[PackedExperts] = []
         for tokens in numbers:
-            if key_of(layer, tokens) in done:
-                continue
             if sweep.seconds > options.seconds:
                 break
             try:
-                rows = measure(sweep, layer, tokens, copies)
+                row = measure(sweep, layer, tokens, copies)
             except Exception as error:  # noqa: BLE001 - the next cell may do
                 print("failed", layer.format, layer.sizes, tokens, str(error)[:200].replace("\n", " "), flush=True)
                 torch.cuda.empty_cache()
                 continue
-            sweep.rows += rows
-            for row in rows:
-                best = next(iter(row["plans"].items()), ("none", math.nan))
-                floor, chosen = layer.floor_us(tokens, row["hit"]), row["plans"].get(row["chosen"])
-                print(
-                    f"{sweep.seconds:5.0f} s {layer.format:10s} {layer.name:16s}", *layer.sizes, f"M={tokens}", end=" "
-                )
-                print(f"floor {floor:.1f} chosen {chosen} best {best[1]} {best[0]}", flush=True)
+            sweep.rows.append(row)
+            best = next(iter(row["plans"].items()), ("none", math.nan))
+            floor, chosen = layer.floor_us(tokens, row["hit"]), row["plans"].get(row["chosen"])
+            print(f"{sweep.seconds:5.0f} s {layer.format:10s} {layer.name:16s}", *layer.sizes, f"M={tokens}", end=" ")
+            print(f"floor {floor:.1f} chosen {chosen} best {best[1]} {best[0]}", flush=True)
         del copies
         torch.cuda.empty_cache()
         sweep.save()

@@ -20,12 +20,13 @@ from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.hopper import support
+from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.operators import Forward, register
 from moeq_kernels.problem import Problem, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
-from moeq_kernels.schedules import FAMILIES, schedule, workspace_bytes
+from moeq_kernels.schedules import FAMILIES, piece_tokens, schedule, workspace_bytes
 from moeq_kernels.validate import (
     as_int32,
     check_experts,
@@ -143,6 +144,8 @@ class PreparedLayer:
             name = launch.kernel.rpartition(":")[2]
             sizes = " ".join(f"{key}={value}" for key, value in launch.constants.items() if type(value) is int)
             lines.append(f"  {name} x {launch.programs} {sizes}")
+        if self.family == "hopper-w4a16" and self._plan is None:
+            lines += w4a16.predicted(self.problem, min(tokens, piece_tokens(self.family, self.problem)))
         return "\n".join(lines)
 
     def __call__(

@@ -220,6 +220,10 @@ def test_the_layer_says_which_kernels_run_and_why() -> None:
     hopper = prepare(meta_experts(512, 2048, 512), top_k=10, max_tokens=64, gpu="H200")
     assert (hopper.family, hopper.reason) == ("hopper-w4a16", None)
     assert "512 experts, top 10, hidden 2048, intermediate 512, marlin-wna16/1 int4" in str(hopper)
+    predicted, runner_up = hopper.explain(64).splitlines()[-2:]
+    first, second = (float(line.split()[1]) for line in (predicted, runner_up))
+    assert (predicted.split()[0], runner_up.split()[0]) == ("predicted", "runner-up")
+    assert 0.0 < first <= second
     text = explain(meta_experts(8, 256, 128), 3, top_k=2, gpu="A100")
     assert "mma-w4a16 kernels, because A100 has compute capability 8.0" in text
     assert "expert_product_mma" in text

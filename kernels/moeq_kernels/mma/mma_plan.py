@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeq_kernels.gpu import Gpu
+from moeq_kernels.hopper.w4a16.cost import splits_for, tokens_per_hit
 from moeq_kernels.hopper.w4a16.kinds import KINDS
-from moeq_kernels.hopper.w4a16.w4a16_plan import splits_for, tokens_per_hit
 
 
 @dataclass(frozen=True)

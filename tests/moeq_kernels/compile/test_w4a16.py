@@ -22,7 +22,7 @@ wanted = {
     "queue16-g32-zeros",
     "narrow8-situ", "wide64-swiglu-step", "wide64-nvfp4-permuted",
     "queue16-mxfp4-oai", "direct1-gate-up", "direct1-down", "wide32-nvfp4", "wide64-fp8-channel", "wide64-mxfp8-down",
-    "narrow8-2-nvfp4-split", "queue8-3-nvfp4-down", "direct1-4-fp8-channel", "queue16-3-mxfp8", "queue8-3-fp8-f16",
+    "narrow8-nvfp4-split", "queue8-nvfp4-down", "direct1-fp8-channel", "queue16-mxfp8", "queue8-fp8-f16",
 }
 outcomes = {}
 for case in cases():

@@ -16,7 +16,7 @@ from moeq_kernels.gpu import Gpu
 from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
 from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan
 from moeq_kernels.hopper.w4a16.kinds import kind_of_format
-from moeq_kernels.hopper.w4a16.w4a16_plan import DIRECT, GATHERING, Narrow, Plan, Queue, Wide, kernel_for, table_for
+from moeq_kernels.hopper.w4a16.w4a16_plan import Direct, Narrow, Plan, Queue, Wide, kernel_for, kernels
 from moeq_kernels.hopper.w8a8.w8a8_plan import (
     E4M3_NARROW_TABLE,
     E4M3_TABLE,
@@ -223,20 +223,21 @@ def name_of(plan: Any) -> str:
 
 
 def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
-    """Yield the chosen plan (None) and every kernel of the tables, also with shares of k and in both scale modes."""
+    """Yield the chosen plan (None) and every kernel of plans, also with shares of k and in both scale modes."""
     yield None
     fmt = find_format(recipe.layout, recipe.element)
     kind = kind_of_format(fmt)
     group = max(0, fmt.group_sizes[0] if len(fmt.group_sizes) == 1 else recipe.group_size)
     gated = recipe.order != "ungated"
-    tables = [kernel for size, waves in ((0, 0), (4096, 0), (4096, 99)) for _, kernel in table_for(kind, size, waves)]
-    for base in dict.fromkeys(tables):
-        kernel = kernel_for(base, kind, group)
+    for kernel in dict.fromkeys(kernel_for(base, kind, group) for base in kernels(kind)):
+        if isinstance(kernel, Direct):
+            if gated and tokens <= 40:
+                yield Plan(kernel)
+                yield Plan(replace(kernel, stages=2, after=False), 3, 2)
+            continue
         yield Plan(kernel)
         if isinstance(kernel, Wide):
             yield Plan(kernel, 1, 2)
-        if base in GATHERING:
-            yield Plan(kernel_for(GATHERING[base][1], kind, group))
         if isinstance(kernel, Narrow):
             yield Plan(kernel, 2 * gated or 1, 2)
         if isinstance(kernel, Queue):
@@ -245,10 +246,6 @@ def plans(recipe: Recipe, tokens: int) -> Iterator[Plan | None]:
                 yield Plan(replace(kernel, least=8))
             if kernel.after and group:
                 yield Plan(replace(kernel, after=False))
-    direct = kernel_for(DIRECT, kind, group)
-    if gated and tokens <= 40:
-        yield Plan(direct)
-        yield Plan(replace(direct, stages=2, after=False), 3, 2)
 
 
 def plans_of(name: str, tokens: int) -> Iterator[Any]:

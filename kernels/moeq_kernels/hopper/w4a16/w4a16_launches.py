@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.w4a16.cost import Work, microseconds
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import (
     alike,
@@ -28,10 +30,9 @@ from moeq_kernels.hopper.w4a16.w4a16_plan import (
     Plan,
     Queue,
     Wide,
-    Work,
-    choose,
     kernel_for,
-    mma_is_faster,
+    ranked,
+    tiling,
 )
 from moeq_kernels.launch import Launch
 from moeq_kernels.mma import mma_launches as mma
@@ -50,20 +51,41 @@ MAX_COPIED_ROWS = 4
 HEIGHT_GRAIN = 32
 
 
+def rounded(tokens: int) -> int:
+    """Round a number of tokens up to one of eight to an octave, which share a plan: few are predicted and compiled."""
+    step = 1 << max(0, tokens.bit_length() - 4)
+    return -(-tokens // step) * step
+
+
+def work_of(problem: Problem, tokens: int) -> Work:
+    """Return what a call of so many tokens has to do, in the terms of the cost model."""
+    first, pairs = problem.w13, tokens * problem.top_k
+    sizes = pairs, problem.experts, first.k, problem.intermediate
+    codes, both = (kind_of(first), problem.top_k, group_of(first)), alike(first, problem.w2)
+    return Work(*sizes, *codes, problem.gpu, both, problem.epilogue.gated)
+
+
 def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
-    """Choose kernels and sizes for a number of tokens."""
+    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
+    return ranked_plans(problem, rounded(tokens))[0][1]
+
+
+@cache
+def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Plan | MmaPlan], ...]:
+    """Return the candidates of a call with their predicted microseconds, the cheapest first."""
     first, second, gpu = problem.w13, problem.w2, problem.gpu
-    kind, group = kind_of(first), group_of(first)
-    gated, both = problem.epilogue.gated, alike(first, second)
-    if not both and not one_group(first, second):
+    if not alike(first, second) and not one_group(first, second):
         # Only this kernel reads the two matrices in different formats.
-        return Plan(kernel_for(kernel_for(WIDE32, kind, group, gpu), kind_of(second), group_of(second), gpu))
-    pairs = tokens * problem.top_k
-    work = Work(pairs, problem.experts, first.k, problem.intermediate, kind, problem.top_k, gpu, both)
-    plan = choose(work, group, gated)
-    if mma_is_faster(work, plan.kernel) and not any(mma.reasons(problem)):
-        return mma.plan_for(problem, tokens)
-    return plan
+        sizes = kernel_for(WIDE32, kind_of(first), group_of(first), gpu)
+        only = Plan(kernel_for(sizes, kind_of(second), group_of(second), gpu))
+        return ((microseconds(work_of(problem, tokens), tiling(only, kind_of(first))), only),)
+    return tuple(ranked(work_of(problem, tokens), not any(mma.reasons(problem))))
+
+
+def predicted(problem: Problem, tokens: int) -> list[str]:
+    """Describe the plan of a call and the runner-up, with the times that the cost model predicts."""
+    pairs = zip(("predicted", "runner-up"), ranked_plans(problem, rounded(tokens)), strict=False)
+    return [f"  {label} {time:.1f} us: {plan}" for label, (time, plan) in pairs]
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:
@@ -101,8 +123,9 @@ def single_product(problem: Problem, piece: Piece, arena: Arena, out: Area) -> t
     The problem has no gate and no activation.
     """
     w13, pairs = problem.w13, piece.ids.numel()
-    work = Work(pairs, problem.experts, w13.k, w13.n, kind_of(w13), problem.top_k, problem.gpu, both=False)
-    plan = choose(work, group_of(w13), gated=False)
+    codes = kind_of(w13), problem.top_k, group_of(w13)
+    plan = ranked(Work(pairs, problem.experts, w13.k, w13.n, *codes, problem.gpu, both=False, gated=False))[0][1]
+    assert isinstance(plan, Plan)  # one of `mma.sync` was not asked for
     x = arena.take(problem.dtype, pairs, problem.hidden)
     result, rows, early = sorting(problem, piece, arena, plan, x)
     return [*result, product_launch(problem, plan, w13, rows, x, out, arena, False, early)], rows

@@ -11,13 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.w4a16_plan import (
-    DIRECT_MEAN,
-    DIRECT_READ_LESS,
-    DIRECT_WEIGHTS,
-    shares_for,
-    tokens_per_hit,
-)
+from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
+from moeq_kernels.hopper.w4a16.w4a16_plan import MAX_DIRECT_MEAN, shares_for
 
 
 @dataclass(frozen=True)
@@ -128,6 +123,8 @@ FEW_FEATURES = 512
 #: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
 #: steps of k whose codes a program holds.
 DIRECT_FEATURES, DIRECT_STEPS = 1024, 16
+#: Weights of an expert, and weights that all pairs together read, up to which pairs are not sorted.
+MAX_DIRECT_WEIGHTS, MAX_DIRECT_READ = 1 << 25, 165 * 10**6
 #: Steps that a program keeps at least where several share k.
 LEAST_STEPS = 6
 
@@ -157,9 +154,9 @@ def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> 
 
 def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200, table: Table = TABLE) -> Int8Plan:
     """Choose the plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
-    small = table is TABLE and 3 * hidden * intermediate <= DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
+    small = table is TABLE and 3 * hidden * intermediate <= MAX_DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
     mean = tokens_per_hit(pairs, experts)
-    if small and pairs * 3 * hidden * intermediate <= DIRECT_READ_LESS and mean <= DIRECT_MEAN:
+    if small and pairs * 3 * hidden * intermediate <= MAX_DIRECT_READ and mean <= MAX_DIRECT_MEAN:
         return direct_plan(pairs, hidden, intermediate, gpu)
     kernel = next(one for limit, one in table if mean <= limit)
     if isinstance(kernel, Int8Wide):

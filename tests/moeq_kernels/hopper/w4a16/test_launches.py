@@ -13,7 +13,7 @@ from support.hopper_layers import EVERY, LAYERS, calls_of, epilogue_of, plans, p
 
 from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import SILU, Epilogue
-from moeq_kernels.hopper.w4a16.w4a16_plan import Plan
+from moeq_kernels.hopper.w4a16.w4a16_plan import QUEUE8, Plan
 from moeq_kernels.prepared import prepare_for
 from moeq_kernels.schedules import schedule
 
@@ -95,8 +95,9 @@ def _check_layer(plan: Plan | None, given: dict[str, Any], pairs: int, intermedi
 def test_products_in_different_formats_are_made_apart() -> None:
     one, _ = make_layer(Recipe(hidden=4352, intermediate=256, group_size=128))
     other, _ = make_layer(Recipe(hidden=4352, intermediate=256, group_size=32))
-    for w2, names in ((one.w2, ["expert_layer"]), (other.w2, ["expert_product_wide"] * 2)):
-        found = launches_of(replace(one, w2=w2), 20, SILU, None)
+    queue = Plan(QUEUE8)
+    for w2, plan, names in ((one.w2, queue, ["expert_layer"]), (other.w2, None, ["expert_product_wide"] * 2)):
+        found = launches_of(replace(one, w2=w2), 20, SILU, plan)
         assert [name for name, _ in found if name.startswith("expert_")] == names
 
 

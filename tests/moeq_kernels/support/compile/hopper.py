@@ -24,8 +24,8 @@ from support.handover.ptx import unsynchronised
 
 TRIMMED = {
     "direct1-zeros", "direct1-down", "narrow8-gate-up-split", "narrow8-channel", "queue8-int8-g32-zeros",
-    "queue16-mxfp4-oai", "queue8-mxfp4-permuted", "wide96-mxfp4-permuted", "narrow8-2-nvfp4", "queue8-3-fp8",
-    "direct1-4-mxfp8-down", "wide32-down",
+    "queue16-mxfp4-oai", "queue8-mxfp4-permuted", "wide96-mxfp4-permuted", "narrow8-nvfp4", "queue8-fp8",
+    "direct1-mxfp8-down", "wide32-down",
     "wide64-f16", "wide160-gate-up", "wide160-nvfp4", "wide96-fp8",
     "int8-narrow8-gate-up", "int8-narrow128-down",
     "int8-wide128-oai", "e4m3-narrow8-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",

@@ -8,26 +8,14 @@ from typing import Any
 
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
 from moeq_kernels.hopper.w4a16.w4a16_plan import (
-    DIRECT,
-    E2M1_TABLE,
-    GATHERING,
-    LONG_TABLE,
-    LONG_TABLE_MANY,
-    NARROW16,
     QUEUE16_PAIR,
-    TABLE,
-    WIDE32,
-    WIDE64,
-    WIDE64_HALVES,
-    WIDE96,
-    WIDE160,
     Direct,
     Kernel,
     Narrow,
     Queue,
     Wide,
     kernel_for,
-    table_for,
+    kernels,
 )
 
 
@@ -61,8 +49,6 @@ class Case:
     out: str | None = None
 
 
-#: Groups of integers.
-TABLES = (TABLE, LONG_TABLE, LONG_TABLE_MANY)
 #: Formats beside int4 in groups of 128: name and changes.
 _FORMATS: dict[str, dict[str, Any]] = {
     "g32": {"group": 32},
@@ -96,7 +82,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "situ": {"epilogue": Epilogue("situ", gated=True, alpha=4.0, limit=25.0)},
     "swiglu-step": {"epilogue": Epilogue("swiglu_step", gated=True, limit=7.0)},
 }  # fmt: skip
-#: Floats beside MXFP4. Of the kernels for few tokens the tables are those of int4 and of MXFP4.
+#: Floats beside MXFP4.
 _FLOATS: dict[str, dict[str, Any]] = {
     "nvfp4": {"kind": "nvfp4", "group": 16, "scale": "u8"},
     "nvfp4-down": {"kind": "nvfp4", "group": 16, "scale": "u8", "bias": True, "epilogue": PLAIN, "out": "i16"},
@@ -113,54 +99,39 @@ _FLOATS: dict[str, dict[str, Any]] = {
 
 
 def cases() -> list[Case]:
-    """Every kernel of the plan's table, as gate-up (whole and split) and down product, and in all formats."""
+    """Every kernel that plans may have, as gate-up (whole and split) and down product, and in all formats."""
     result = []
-    gathering = [kernel for _, kernel in GATHERING.values()]
-    tables = dict.fromkeys(kernel for table in TABLES for _, kernel in table)
-    for kernel in dict.fromkeys((DIRECT, *tables, *gathering, QUEUE16_PAIR)):
-        name = f"{type(kernel).__name__.lower()}{kernel.tokens}{'g' if kernel in gathering else ''}"
-        name += "-pair" if kernel == QUEUE16_PAIR else ""
-        base = Case(f"{name}-gate-up", kernel)
+    for kernel in kernels("uint4"):
+        base = Case(f"{_label(kernel)}-gate-up", kernel)
         if isinstance(kernel, Queue):  # both products
             result.append(replace(base, out="fp32"))
         else:
-            result += [base, replace(base, name=f"{name}-down", epilogue=PLAIN)]
+            result += [base, replace(base, name=f"{_label(kernel)}-down", epilogue=PLAIN)]
         if isinstance(kernel, Narrow):
-            result.append(replace(base, name=f"{name}-gate-up-split", splits=4))
-        for suffix, changes in _FORMATS.items():
-            case = replace(base, name=f"{name}-{suffix}", **changes)
-            if isinstance(kernel, Direct) and case.epilogue != PLAIN and not case.epilogue.gated:
-                continue  # these kernels have a gate
-            result.append(replace(case, kernel=kernel_for(kernel, case.kind, case.group)))
-    for kernel in (WIDE32, WIDE64, WIDE64_HALVES, WIDE96, WIDE160):
-        for suffix, changes in _FLOATS.items():
-            if kernel.gathers and changes.get("epilogue") == PLAIN:
-                continue  # rows of a down product are in order
-            chosen = kernel_for(kernel, changes["kind"], changes.get("group", 128))
-            result.append(Case(f"wide{kernel.tokens}{'g' * kernel.gathers}-{suffix}", chosen, **changes))
-    for kernel in (NARROW16, *(kernel for _, kernel in E2M1_TABLE if kernel not in tables)):
-        for suffix, changes in _FORMATS.items():
-            kind = changes.get("kind", "")
-            if kind.startswith("e2m1"):
-                name = f"{type(kernel).__name__.lower()}{kernel.tokens}e-{suffix}"
-                result.append(Case(name, kernel_for(kernel, kind, 32), **changes))
-    return result + _few_floats()
-
-
-def _few_floats() -> list[Case]:
-    """Yield the kernels for few tokens that plans have for floats beside MXFP4."""
-    result = []
-    for suffix, changes in _FLOATS.items():
-        kind, group = changes["kind"], changes.get("group", 128)
-        tables = [kernel for size in (0, 4096) for _, kernel in table_for(kind, size) if not isinstance(kernel, Wide)]
-        slow = (NARROW16, QUEUE16_PAIR) if kind.startswith("nvfp4") else ()
-        for kernel in dict.fromkeys((DIRECT, *tables, *slow)):
-            chosen = kernel_for(kernel, kind, group)
-            name = f"{type(kernel).__name__.lower()}{kernel.tokens}-{chosen.stages}-{suffix}"
-            result.append(Case(name, chosen, **changes))
+            result.append(replace(base, name=f"{_label(kernel)}-gate-up-split", splits=4))
+    for suffix, changes in (_FORMATS | _FLOATS).items():
+        kind, group = changes.get("kind", "uint4"), changes.get("group", 128)
+        for kernel in kernels(kind):
+            case = Case(f"{_label(kernel)}-{suffix}", kernel_for(kernel, kind, group), **changes)
+            gated = case.epilogue != PLAIN and case.epilogue.gated
+            if (isinstance(kernel, Direct) and not gated and case.epilogue != PLAIN) or (
+                isinstance(kernel, Wide) and kernel.gathers and case.epilogue == PLAIN
+            ):
+                continue  # direct kernels have a gate, and rows of a down product are in order
+            result.append(case)
             if isinstance(kernel, Narrow) and suffix in ("nvfp4", "fp8-channel"):
-                result.append(replace(result[-1], name=f"{name}-split", splits=4))
+                result.append(replace(case, name=f"{case.name}-split", splits=4))
     return result
+
+
+def _label(kernel: Kernel) -> str:
+    """Name a kernel and its sizes."""
+    name = f"{type(kernel).__name__.lower()}{kernel.tokens}"
+    if isinstance(kernel, Wide):
+        return f"{name}g" if kernel.gathers else name
+    if isinstance(kernel, Queue) and kernel.step == 64:
+        return f"{name}-step64"
+    return f"{name}-pair" if kernel == QUEUE16_PAIR else name
 
 
 @dataclass(frozen=True)

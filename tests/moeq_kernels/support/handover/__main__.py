@@ -52,13 +52,7 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
 
     int4, int8 = Recipe(group_size=128), Recipe("int8-w8a8/1", "int8")
     blocks = Recipe("fp8-block-identity/1", "e4m3", group_size=128, activation_dtype="fp8")
-    kernels = dict.fromkeys(
-        kernel
-        for table in (w4a16.LONG_TABLE, w4a16.LONG_TABLE_MANY, w4a16.TABLE, w4a16.E2M1_TABLE)
-        for _, kernel in table
-    )
-    kernels |= dict.fromkeys((w4a16.QUEUE16_PAIR, *(kernel for _, kernel in w4a16.GATHERING.values())))
-    for kernel in kernels:
+    for kernel in w4a16.kernels("uint4"):
         if isinstance(kernel, w4a16.Wide | w4a16.Queue):
             fitting = w4a16.kernel_for(kernel, "uint4", 128)
             name = f"int4 {type(kernel).__name__} {kernel.tokens} x {kernel.stages}" + (

@@ -1,0 +1,83 @@
+"""Measure the rates of this machine's GPU in some ten seconds: `python -m moeq_kernels.calibrate [--out FILE]`.
+
+Prints one JSON object: the fields of `gpu.Gpu`, and what was measured beside the data sheet, in bytes and operations a
+second and in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from moeq_kernels.gpu import gpu_of
+
+#: Bytes that are read: more than any L2 cache holds, and a part of the smallest one. Sizes of a matrix product.
+FAR_BYTES, NEAR_BYTES, SIZE = 4 << 30, 16 << 20, 8192
+
+
+def replayed_us(call: Callable[[], object], count: int) -> float:
+    """Return the median microseconds of a replayed graph of `count` calls."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    times = []
+    for _ in range(11):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times[2:])
+
+
+def each_us(call: Callable[[], object], count: int) -> float:
+    """Return the microseconds of a call that follows others in a graph."""
+    return (replayed_us(call, count + 1) - replayed_us(call, 1)) / count
+
+
+def measure(device: torch.device) -> dict[str, object]:
+    """Measure a CUDA device."""
+    far = torch.ones(FAR_BYTES // 4, dtype=torch.int32, device=device)
+    near, word = far[: NEAR_BYTES // 4], far[:1].clone()
+    one, scale = torch.randn(SIZE, SIZE, device=device), torch.ones((), device=device)
+    bf16, int8, e4m3 = one.bfloat16(), (40 * one).to(torch.int8), one.to(torch.float8_e4m3fn)
+    handover = each_us(lambda: word.add_(1), 200)
+    measured = {
+        "read": 1e6 * FAR_BYTES / each_us(lambda: torch.max(far), 2),
+        "l2": 1e6 * NEAR_BYTES / max(1e-3, each_us(lambda: torch.max(near), 50) - 2 * handover),
+        "bf16": 2e6 * SIZE**3 / each_us(lambda: bf16 @ bf16.T, 4),
+        "int8": 2e6 * SIZE**3 / each_us(lambda: torch._int_mm(int8, int8.T), 4),
+        "e4m3": 2e6 * SIZE**3
+        / each_us(lambda: torch._scaled_mm(e4m3, e4m3.T, scale, scale, out_dtype=torch.bfloat16), 4),
+        "launch": replayed_us(lambda: word.add_(1), 1),
+        "handover": handover,
+    }  # fmt: skip
+    return {**asdict(gpu_of(device)), "measured": measured}
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the JSON object to this file, too")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no GPU: torch.cuda.is_available() is False")
+    text = json.dumps(measure(torch.device("cuda")), indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
