@@ -266,6 +266,7 @@ def test_damage_is_found_where_numbers_were_changed_on_purpose(checkpoints, tmp_
     assert run_check(tmp_path / "out", options=QUICK).digest_mismatches
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_repeat_bit_for_bit_fails(converted, checkpoints, monkeypatch) -> None:
     calls = itertools.count()
 
