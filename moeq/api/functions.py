@@ -272,6 +272,7 @@ def transcode(
     shard: str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
+    stream_source: bool = False,
     reread: bool = False,
     workers: int | None = None,
     max_memory: int | str | None = None,
@@ -290,6 +291,7 @@ def transcode(
         shard: do only this shard of the units.
         executor: `local`, or `ray`.
         ray_address: address of the Ray cluster.
+        stream_source: fetch the files of a repository one after the other and drop them.
         reread: read the source's tensors twice and compare.
         workers: threads.
         max_memory: bytes that this process must not exceed, or a text such as `8GiB`.
@@ -330,6 +332,7 @@ def transcode(
             shard=shard,
             executor=executor,
             ray_address=ray_address,
+            stream_source=stream_source,
             reread=reread,
             progress=tell,
             **options,

@@ -187,14 +187,7 @@ def _check_ways(source: Source, shard: WorkShard | None, executor: str, stream_s
             "remove its folder",
         )
     if stream_source:
-        require_streamable(source)
-        if executor != "local":
-            raise MoeqError(
-                "usage.stream-source",
-                f"{option('stream_source', True)} with {option('executor', executor)}: the nodes would wait for this "
-                "machine's downloads",
-                f"use {option('shard')} on several machines, each of which fetches its own part",
-            )
+        require_streamable(source, executor)
 
 
 def conversion_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -27,8 +28,9 @@ from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.job import OpenedJob, places
 from moeq.pipeline.plan.side_files import MAX_SIDE_BYTES, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.execution import ExecutorOptions, recompute, run_units
+from moeq.pipeline.run.execution import ExecutorOptions, one_batch, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
+from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_shard
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
@@ -181,6 +183,7 @@ def transcode(
     shard: WorkShard | str | None = None,
     executor: str = "local",
     ray_address: str | None = None,
+    stream_source: bool = False,
     reread: bool = False,
     progress: Progress | None = None,
     **options: Unpack[TranscodeKeywords],
@@ -198,14 +201,15 @@ def transcode(
         shard: do only this shard of the units (`3/8`); the same call without it does what is left and publishes.
         executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
         ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
+        stream_source: fetch the files of a repository one after the other and drop them.
         reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
         progress: told what happens.
         options: fields of `moeq.transcode.survey.TranscodeRequest`: `regroup`, `names`, `allow_lossy`,
             `sort_act_order`, `numa`.
 
     Raises:
-        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`; `answer.not-exact`,
-            `answer.zero-points`; `usage.destination-exists`, `usage.other-job`, `usage.running`;
+        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`, `usage.stream-source`;
+            `answer.not-exact`, `answer.zero-points`; `usage.destination-exists`, `usage.other-job`, `usage.running`;
             `resources.disk-full`, `resources.memory`; `source.*` for damaged input.
     """
     begun = time.monotonic()
@@ -213,6 +217,8 @@ def transcode(
     job = open_transcode(TranscodeRequest(str(src), to, revision, **options))
     source = job.checkpoint.source
     source.reread = reread
+    if stream_source:
+        require_streamable(source, executor)
     folder = WorkFolder(
         Path(dst), transcode_stamp(job), shard=shard.label if shard else None, force=force, marker=REPORT_NAME
     )
@@ -223,9 +229,9 @@ def transcode(
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
     with headers_frozen(), folder:
-        ran = run_units(
-            job, folder, units, ExecutorOptions(executor, ray_address, memory.workers, memory.spare()), tell
-        )
+        where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare())
+        with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
+            ran = run_units(job, folder, units, where, tell, batches)
         losses = losses_of(ran.records)
         found = Transcoding(
             destination=Path(dst),

@@ -46,8 +46,15 @@ class Schedule(Generic[U]):
     fetched_bytes: int
 
 
-def require_streamable(source: Source) -> HubSource:
-    """Return the source if it can be streamed. Raises MoeqError `usage.stream-source` for sources on disk."""
+def require_streamable(source: Source, executor: str = "local") -> HubSource:
+    """Return the source if it can be streamed. Raises MoeqError `usage.stream-source` for sources on disk, clusters."""
+    if executor != "local":
+        raise MoeqError(
+            "usage.stream-source",
+            f"{option('stream_source', True)} with {option('executor', executor)}: the nodes would wait for this "
+            "machine's downloads",
+            f"use {option('shard')} on several machines, each of which fetches its own part",
+        )
     if not isinstance(source, HubSource):
         raise MoeqError(
             "usage.stream-source",
