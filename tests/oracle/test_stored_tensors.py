@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import stored
+from safetensors.torch import load_file, save_file
 
 import moeq
 from moeq.deploy.deployment import Deployment
@@ -275,6 +276,19 @@ def test_a_layer_after_the_last_one_that_predicts_nothing(tmp_path: Path) -> Non
     assert "the file has layer 2, and the engine creates 2" in refusal(folder)
 
 
+def test_a_layer_whose_experts_are_missing(tmp_path: Path) -> None:
+    made = lambda e, p, n, k: stored.plain(n, k)  # noqa: E731
+    folder = qwen(tmp_path / "made", None, made, made)
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.{layer}.mlp.gate.weight": torch.ones(4, 8, dtype=torch.bfloat16) for layer in (0, 1)}
+    save_file(tensors, folder / "model.safetensors")
+    assert "router and no experts" not in refusal(folder)
+    save_file(
+        {name: one for name, one in tensors.items() if ".0.mlp.experts" not in name}, folder / "model.safetensors"
+    )
+    assert "layer 0 has a router and no experts" in str(judged(folder, 1).refusal)
+
+
 def test_zero_points_that_symmetric_awq_of_autoround_has_no_place_for(tmp_path: Path) -> None:
     """Marlin's shape test fails, and MoeWNA16 makes a place for unused zero points of GPTQ only."""
 
@@ -294,6 +308,14 @@ def test_scales_of_blocks_that_the_engine_refines(tmp_path: Path) -> None:
     wrong = [lambda e, p, n, k: stored.nvfp4(n, k)] * 2
     assert refusal(qwen(tmp_path / "made", FP8, *made), tp=2) == ""
     assert refusal(qwen(tmp_path / "wrong", FP8, *wrong), tp=2) != ""
+
+
+def test_blocks_that_are_cut_are_not_refined(tmp_path: Path) -> None:
+    """The engine repeats the scale of a cut block as often as that of a whole one."""
+    make = lambda e, p, n, k: stored.fp8_block(n, k)  # noqa: E731
+    layers = [stored.experts(PREFIX.format(layer), make, inter=160) for layer in (0, 1)]
+    config = {**stored.QWEN, "moe_intermediate_size": 160, "quantization_config": FP8}
+    assert "which do not divide 160 features" in refusal(stored.write(tmp_path / "made", config, layers))
 
 
 def test_groups_of_nvfp4_are_of_16(tmp_path: Path) -> None:

@@ -226,18 +226,15 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
 
 
-#: Classes that look for a module of every layer in the file, whatever predicts further tokens (vLLM 0.33.0).
-_LOAD_EVERY_LAYER = ("Glm4vMoeForConditionalGeneration",)
-
-
 def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """Return the failed gate if layers follow the last one and the config says that none predicts further tokens.
 
     Classes then find no module of that number (vLLM 0.33.0, `AutoWeightsLoader._load_module`).
     """
-    declared = [value for key in MTP if (value := checkpoint.source.config.get(key)) is not None]
-    skipped = (not declared or any(declared)) and checkpoint.info.architecture not in _LOAD_EVERY_LAYER
-    if not checkpoint.info.mtp_layers or skipped or not _is_vllm(deployment):
+    text = checkpoint.source.config.get("text_config")
+    places = (checkpoint.source.config, text if isinstance(text, dict) else {})
+    declared = [value for place in places for key in MTP if (value := place.get(key)) is not None]
+    if not checkpoint.info.mtp_layers or not declared or any(declared) or not _is_vllm(deployment):
         return None
     text = f"the file has layer {checkpoint.info.mtp_layers[0]}, and the engine creates {checkpoint.info.num_layers}"
     return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", f'"{MTP[0]}" in config.json')

@@ -20,6 +20,7 @@ from moeq.oracle.engines.vllm.entry_points import is_gpt_oss
 from moeq.oracle.engines.vllm.expert_names import names_of_class
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.records import Gate, StoredTensor
+from moeq.oracle.versions import release
 
 FACTS = "parameters.json"
 
@@ -69,11 +70,15 @@ def _facts() -> Any:
 
 
 def parameters_of(version: str, method: Method) -> Parameters | None:
-    """Look up the parameters that a version's method creates: name -> dtype and stored shape; None if unknown."""
-    for row in _facts().get(key_of(method), ()):
-        if version in row["versions"]:
-            found: Parameters = row["parameters"]
-            return found
+    """Look up the parameters that a method creates: name -> dtype and stored shape; None if no such version is known.
+
+    A version in which the extractor did not meet the method counts as the newest older one in which it did.
+    """
+    rows = {one: row for row in _facts().get(key_of(method), ()) for one in row["versions"]}
+    known = [one for one in rows if release(one) <= release(version)]
+    if known:
+        found: Parameters = rows[max(known, key=release)]["parameters"]
+        return found
     usual = "kFp8Static128BlockSym"
     if method.block and method.weight_key != usual:  # other blocks, or blocks that the engine refines for a shard
         found = parameters_of(version, replace(method, weight_key=usual)) or {}
@@ -120,7 +125,7 @@ def _cut_blocks(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None
         return None
     for tensor in tensors:
         cut = [size for size, block in zip(_sizes(case, tensor), stored, strict=True) if size % block]
-        if cut and tensor.part in ("weight_scale_inv", "weight_scale"):
+        if cut and tensor.part in ("weight_scale_inv", "weight_scale", "scale"):
             new = " x ".join(map(str, case.method.block))
             held = f"{tensor.projection}.{tensor.part} holds scales of {stored[0]} x {stored[1]} blocks"
             return f"{held}, which do not divide {cut[0]} features, and the engine repeats them for blocks of {new}"
@@ -142,9 +147,10 @@ def _cut_groups(case: Case, tensors: Sequence[StoredTensor]) -> str | None:
 
 def _other_packing(case: Case, packing: str, tensors: Sequence[StoredTensor]) -> str | None:
     """Return why MoeWNA16's loader, which takes AWQ's and GPTQ's words apart by the config, gets the other ones."""
-    for tensor in tensors if case.method.name == "MoeWNA16Method" and case.method.bits else ():
+    bits = case.method.bits or 0
+    for tensor in tensors if case.method.name == "MoeWNA16Method" and bits else ():
         n, k = _sizes(case, tensor)
-        gptq, awq = [k * case.method.bits // 32, n], [k, n * case.method.bits // 32]
+        gptq, awq = [k * bits // 32, n], [k, n * bits // 32]
         wanted, other = (awq, gptq) if "awq" in packing else (gptq, awq)
         if tensor.part == "qweight" and list(tensor.shape) == other != wanted:
             return f"{tensor.projection}.qweight is packed as {list(tensor.shape)}, and the loader takes {wanted}"
