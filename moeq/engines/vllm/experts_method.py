@@ -80,6 +80,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         dummy: bool = False,
     ) -> None:
         super().__init__(moe)
+        self.moe_kernel: Any = None
         self.options = options or EngineOptions()
         self.experts = experts
         self.entry = entry
@@ -199,10 +200,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in parts[role].items()}
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Fill the parameters from the files and set the kernel up on them; neither again after an update of weights.
-
-        verl has the engine call this for every layer after each update.
-        """
+        """Fill the parameters and set the kernel up on them, once: verl has this called again after every update."""
         if self.moe_kernel is not None:
             return
         tensors = {
