@@ -177,7 +177,9 @@ def test_from_python(source, whole, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     moeq.convert(source, tmp_path / "out", A100, shard="torchrun")
-    moeq.finalize(tmp_path / "out")
+    conversion = moeq.finalize(tmp_path / "out")
+    assert Path(conversion.destination) == tmp_path / "out"
+    assert conversion.manifest is not None
     assert content(tmp_path / "out") == whole
 
 
