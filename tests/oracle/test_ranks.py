@@ -87,3 +87,12 @@ def test_replicas_count_as_experts() -> None:
     many = replace(SHAPE, num_experts=960)
     found = outcome(shape=many, tp=8, ep=8, eplb=True, redundant_experts=64, backend="triton")
     assert "1024 experts (64 redundant), at most" in str(found.selection.error)
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_lora_on_unquantised_experts_ignores_a_requested_backend(version: str) -> None:
+    """A shard that TensorRT-LLM's class for adapters does not take goes to Triton, whatever is asked for."""
+    shape = replace(SHAPE, intermediate_size=192, routing="Renormalize")
+    found = outcome("B200", shape, {}, load_policy(f"vllm@{version}"), lora=True, backend="flashinfer_cutlass")
+    assert found.selection.selected is not None
+    assert found.selection.selected.backend == "TRITON"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-_LORA = "A class that is taken unasked: what it accepts is written inside the selection function."
 _NAMED = "XPU: the method's name is refused first; which dtypes its config class has is not looked at."
 _WIDER = "Mended since: this method passes no activation to the round-up. It was found by these cases."
 _XPU = "The harness has no XPU: the weights of this method cannot be made there."
@@ -10,11 +9,7 @@ _XPU = "The harness has no XPU: the weights of this method cannot be made there.
 _NO_GROUP = "Per-channel scales without a group size: two refusals."
 
 DIFFERENCES: dict[str, dict[str, str]] = {
-    "0.26.0": {
-        "unquantized | engine TRITON TritonExperts | moeq FLASHINFER_TRTLLM TrtLlmBf16LoRAExperts": _LORA,
-    },
     "0.27.1": {
-        "unquantized | engine TRITON TritonExperts | moeq FLASHINFER_TRTLLM TrtLlmBf16LoRAExperts": _LORA,
         "ct-wna16 | engine TypeError OTHER | '<=' not supported between instances of 'NoneType' and 'int'"
         " | moeq AssertionError BARE_ASSERTION": _NO_GROUP,
     },

@@ -69,7 +69,12 @@ def _search_form(case: Case) -> str:
 
 
 def search_of(case: Case, family: Family, asked: str) -> Search:
-    """Look up the search for a case and a requested backend; `auto` requests none."""
+    """Look up the search for a case and a requested backend; `auto` requests none.
+
+    With LoRA, unquantised experts are chosen before the engine looks at a request (vLLM 0.26.0 to 0.33.0).
+    """
+    if family.name == "unquantized" and case.deployment.lora:
+        asked = "auto"
     tables = family.searches.get(case.device)
     if tables is None:
         return _NOTHING
