@@ -474,6 +474,21 @@ def test_r33_humming_reads_gptq_words_as_they_are(bits: int, form: str, sym: boo
     assert ("humming-gptq-words" in codes(verdict)) == advised
 
 
+@pytest.mark.parametrize("bits", [5, 6, 7])
+def test_r38_humming_takes_widths_between_four_and_eight(bits: int) -> None:
+    """It alone, from what the engine loads; its bytes depend on the GPU, so that there is nothing to convert to."""
+    verdict = judge_config(ct(num_bits=bits), SHAPE, gpu("H100"))
+    chosen = candidate(verdict, "HUMMING")
+    assert verdict.ok
+    assert verdict.selected is not None
+    assert (verdict.selected.backend, verdict.selected.layout) == ("HUMMING", None)
+    assert verdict.selected.no_layout == chosen.no_layout
+    assert "depend on the GPU" in (chosen.no_layout or "")
+    planar = judge_config(gptq(bits=bits, checkpoint_format="gptq_p"), SHAPE, gpu("H100"))
+    assert planar.selected is None
+    assert f"GPTQ with {bits} bits" in planar.refusal
+
+
 def test_r43_gptq_v2() -> None:
     v2 = gptq(checkpoint_format="gptq_v2")
     assert "gptq-v2-zero-points" in codes(judge_config(v2, SHAPE, gpu("CPU")))
