@@ -118,7 +118,12 @@ def test_bf16_experts_are_quantised_and_bad_ones_refused(running, folders) -> No
 @pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
 @pytest.mark.parametrize("together", [True, False])
 def test_trainers_call_load_weights_themselves(running, folders, together) -> None:
-    """SkyRL and verl hand a list of tensors to the model's `load_weights`; OpenRLHF and TRL call it for each tensor."""
+    """SkyRL and verl hand a list of tensors to the model's `load_weights`; OpenRLHF and TRL call it for each tensor.
+
+    verl then has the engine process all weights, as after a start.
+    """
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
     name, engine = running
     layer = moeq.writable_layer(moeq.open(folders[name]), 1)
     spec, writer = layer.specs["w13"], moeq.Writer([layer])
@@ -137,6 +142,7 @@ def test_trainers_call_load_weights_themselves(running, folders, together) -> No
         writer.update(1, int(key.split(".")[5]), key.split(".")[6].removesuffix("_proj"), weight)
     for one in [weights] if together else [[pair] for pair in weights]:
         engine.model.load_weights(weights=one)
+    process_weights_after_loading(engine.model, engine.config, torch.device("cpu"))
     for role, parts in layer.tensors.items():
         for part, tensor in parts.items():
             assert torch.equal(engine.parameters(1)[f"{role}_{part}"].data, tensor), (role, part)
