@@ -406,7 +406,8 @@ def _is_meant(checkpoint: Checkpoint, deployment: Deployment, module: str, shape
     if config is None:
         return False
     method, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
-    if method == "awq" and not config.get("modules_to_not_convert") and not reads_no_file:
+    named = checkpoint.info.architecture not in CLASSES_OF_SETS  # whose routers have other names than the file's
+    if method == "awq" and not config.get("modules_to_not_convert") and not reads_no_file and named:
         return False  # the engine reads from the file what is quantised
     if method == "gptq":
         if not reads_no_file or "modules_in_block_to_quantize" in config:
