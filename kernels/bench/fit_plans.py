@@ -38,12 +38,6 @@ TAIL, TAIL_COST = 0.07, 8.0
 FAR = 0.5
 
 
-def part_of(row: dict[str, Any]) -> int:
-    """Return which eighth of all layers a cell's layer is in."""
-    sizes = tuple(row[name] for name in ("experts", "top_k", "hidden", "intermediate"))
-    return hashlib.sha256(repr(sizes).encode()).digest()[1] % 8
-
-
 class Data:
     """Timed candidates of cells: a row each."""
 
@@ -170,8 +164,10 @@ def main() -> int:
         model = fit(data, everything)
         options.out.write_text(text_of(model, data))
         report(data.cells(model, everything), 10)
-    parts = [row["gpu"] if options.leave_out == "gpu" else part_of(row) for row in data.rows]
+    sizes = [repr(tuple(row[name] for name in ("experts", "top_k", "hidden", "intermediate"))) for row in data.rows]
+    parts = [hashlib.sha256(one.encode()).digest()[1] % 8 for one in sizes]
     if options.leave_out == "gpu":
+        parts = [row["gpu"] for row in data.rows]
         data.x[:, -1] = 0.0  # the memory's rate is constant in the fit
     cells = []
     for left_out in sorted(set(parts)) if options.leave_out else ():

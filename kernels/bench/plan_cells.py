@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from bench.shapes import FORMATS, HELD_OUT, KNOWN, SHAPES, Shape, floor, weight_bytes
-from bench.timing import read_rate
+from bench.shapes import FORMATS, HELD_OUT, KNOWN, SHAPES, Shape, weight_bytes
 from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
@@ -140,10 +139,6 @@ class Layer:
         """Return the bytes of that many experts."""
         return weight_bytes(FORMATS[self.stored.floor], self.shape, experts)
 
-    def floor_us(self, tokens: int, hit: float) -> float:
-        """Return the least microseconds of a call that chooses `hit` experts."""
-        return floor(FORMATS[self.stored.floor], self.shape, tokens, hit, read_rate()).time
-
     @property
     def problem(self) -> Problem:
         """Problem of the layer on its GPU."""
@@ -155,7 +150,11 @@ class Layer:
 
     def candidates(self, tokens: int) -> list[Any]:
         """List every plan that may be the best, the chosen one first."""
-        found = {"hopper-w4a16": _sixteen_bits, "hopper-w4a8": _four_by_eight}.get(self.family, _bytes)(self, tokens)
+        found: Iterator[Any] = _bytes(self, tokens)
+        if self.family == "hopper-w4a16":
+            found = w4a16.candidates(work_of(self.problem, tokens), mma=True)
+        elif self.family == "hopper-w4a8":
+            found = (w4a8.W4a8Plan(kernel) for _, kernel in w4a8.TABLE)
         return list(dict.fromkeys([self.chosen(tokens), *found]))
 
 
@@ -319,29 +318,13 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
                 yield layer, numbers_of_tokens(generator, layer.shape)
 
 
-BYTE_NARROWS = (
-    w8a8.Int8Narrow(8, 12),
-    w8a8.Int8Narrow(8, 6, resident=2),
-    w8a8.Int8Narrow(8, 3, resident=2),
-    w8a8.Int8Narrow(8, 6, warpgroups=2),
-    w8a8.Int8Narrow(16, 12),
-    w8a8.Int8Narrow(16, 6, resident=2),
-    w8a8.Int8Narrow(16, 3, resident=2),
-    w8a8.Int8Narrow(32, 5, resident=2),
-    w8a8.Int8Narrow(32, 10),
-    w8a8.Int8Narrow(32, 3, resident=2),
-    w8a8.Int8Narrow(32, 6, warpgroups=2),
-    w8a8.Int8Narrow(64, 4, resident=2),
-    w8a8.Int8Narrow(64, 8),
-    w8a8.Int8Narrow(64, 5, warpgroups=2),
-    w8a8.Int8Narrow(128, 6),
-    w8a8.Int8Narrow(128, 4, warpgroups=2),
-)
-
-
-def _sixteen_bits(layer: Layer, tokens: int) -> Iterator[Any]:
-    """Yield plans of the kernels for 16-bit activations, those of `mma.sync` among them."""
-    return w4a16.candidates(work_of(layer.problem, tokens), mma=True)
+#: Tokens, stages, warpgroups and resident programs.
+_BYTE_SIZES = (
+    (8, 12, 1, 1), (8, 6, 1, 2), (8, 3, 1, 2), (8, 6, 2, 1), (16, 12, 1, 1), (16, 6, 1, 2), (16, 3, 1, 2),
+    (32, 5, 1, 2), (32, 10, 1, 1), (32, 3, 1, 2), (32, 6, 2, 1), (64, 4, 1, 2), (64, 8, 1, 1), (64, 5, 2, 1),
+    (128, 6, 1, 1), (128, 4, 2, 1),
+)  # fmt: skip
+BYTE_NARROWS = tuple(w8a8.Int8Narrow(*sizes) for sizes in _BYTE_SIZES)
 
 
 def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
@@ -363,11 +346,6 @@ def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
                 yield w8a8.Int8Plan(kernel, 1, down)
     if mean >= 8:
         yield w8a8.Int8Plan(w8a8.WIDE)
-
-
-def _four_by_eight(layer: Layer, tokens: int) -> Iterator[Any]:
-    """Yield plans of the kernels for 4-bit weights x e4m3."""
-    yield from (w4a8.W4a8Plan(kernel) for _, kernel in w4a8.TABLE)
 
 
 def layer_of(row: dict[str, Any]) -> Layer:

@@ -22,7 +22,6 @@ from typing import Any
 from support.hopper_layers import name_of
 
 from bench.plan_cells import layer_of
-from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
 
 #: Every recorded cell.
 CELLS = Path(__file__).parent / "results" / "plan_cells.jsonl.xz"
@@ -36,11 +35,6 @@ class Cell:
     row: dict[str, Any]
     chosen: str
     ratio: float | None
-
-    @property
-    def mean(self) -> float:
-        """Mean of tokens per expert that is hit."""
-        return tokens_per_hit(self.row["tokens"] * self.row["top_k"], self.row["experts"])
 
 
 def load(path: Path = CELLS) -> list[dict[str, Any]]:
@@ -104,7 +98,7 @@ def report(cells: list[Cell], worst: int) -> None:
         sizes = " ".join(str(row[name]) for name in ("experts", "top_k", "hidden", "intermediate"))
         best = min(row["plans"].items(), key=lambda item: item[1])
         print(f"{cell.ratio:.2f} {row['format']:10s} {row['shape']:16s} {sizes} M={row['tokens']}", end=" ")
-        print(f"({cell.mean:.1f}) {cell.chosen} {time_of(row['plans'], cell.chosen)}; best {best[0]} {best[1]}")
+        print(f"{cell.chosen} {time_of(row['plans'], cell.chosen)}; best {best[0]} {best[1]}")
 
 
 def main() -> int:

@@ -57,11 +57,6 @@ def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
     return schedule(layer.family, layer.problem, tokens, plan).launches
 
 
-def key_of(layer: Layer, tokens: int) -> tuple[Any, ...]:
-    """Return the values of KEY of a cell."""
-    return layer.format, layer.name, *layer.sizes, tokens
-
-
 class Sweep:
     """Rows so far, and the plans that failed."""
 
@@ -132,7 +127,7 @@ def measure(sweep: Sweep, layer: Layer, tokens: int, copies: list[PackedExperts]
     hit = statistics.mean(one.ids.unique().numel() for one in given)
     whole = (shape.top_k, tokens, layer.epilogue, None)
     bases = [prepare_for(given[0].x, one, *whole, family=layer.family) for one in copies[:needed]]
-    key = key_of(layer, tokens)
+    key = layer.format, layer.name, *layer.sizes, tokens
     row: dict[str, Any] = {"gpu": layer.gpu, "date": time.strftime("%Y-%m-%d"), "source": sweep.options.out.stem}
     row |= {**dict(zip(KEY, key, strict=True)), "hit": round(hit, 1), "routing": sweep.options.routing}
     truth = bases[0](given[0].x, given[0].weights, given[0].ids).clone()
@@ -163,17 +158,11 @@ def candidates(layer: Layer, tokens: int, names: str) -> list[Any]:
 
 def wanted_builds(work: list[tuple[Layer, list[int]]], names: str) -> tuple[set[Specialisation], int]:
     """Return the builds of all cells, and how many plans need them."""
-    found: set[Specialisation] = set()
-    plans = 0
-    for layer, numbers in work:
-        for tokens in numbers:
-            for plan in candidates(layer, tokens, names):
-                plans += 1
-                try:
-                    found |= {specialise(launch) for launch in launches_of(layer, tokens, plan)}
-                except Exception as error:  # noqa: BLE001 - a plan that cannot be made fails in its cell, too
-                    print("unplanned", layer.format, layer.sizes, tokens, name_of(plan), str(error)[:120], flush=True)
-    return found, plans
+    plans = [
+        (layer, tokens, plan)
+        for layer, numbers in work for tokens in numbers for plan in candidates(layer, tokens, names)
+    ]  # fmt: skip
+    return {specialise(launch) for one in plans for launch in launches_of(*one)}, len(plans)
 
 
 def main() -> int:
@@ -192,12 +181,11 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="plan every cell, without a GPU")
     parser.add_argument("--out", type=Path, default=Path("plan-sweep.jsonl"))
     options = parser.parse_args()
-    if options.cell:
-        work = list(named_cells(options.cell))
-    else:
-        work = list(cells(options.formats.split(","), options.random, options.seed))
+    drawn = (
+        named_cells(options.cell) if options.cell else cells(options.formats.split(","), options.random, options.seed)
+    )
     gpu = gpu_called(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
-    work = [(replace(layer, gpu=gpu), numbers) for layer, numbers in work]
+    work = [(replace(layer, gpu=gpu), numbers) for layer, numbers in drawn]
     begin = time.monotonic()
     found, plans = wanted_builds(work, options.plans)
     number = sum(len(numbers) for _, numbers in work)
@@ -220,9 +208,8 @@ def main() -> int:
                 continue
             sweep.rows.append(row)
             best = next(iter(row["plans"].items()), ("none", math.nan))
-            floor, chosen = layer.floor_us(tokens, row["hit"]), row["plans"].get(row["chosen"])
             print(f"{sweep.seconds:5.0f} s {layer.format:10s} {layer.name:16s}", *layer.sizes, f"M={tokens}", end=" ")
-            print(f"floor {floor:.1f} chosen {chosen} best {best[1]} {best[0]}", flush=True)
+            print(f"chosen {row['plans'].get(row['chosen'])} best {best[1]} {best[0]}", flush=True)
         del copies
         torch.cuda.empty_cache()
         sweep.save()
