@@ -49,12 +49,12 @@ HOLDS = {
     "moeq/report": {"py", "json", "html", "css"},
     "moeq_kernels": {"py", "typed"},
     "moeq_kernels/device": {"py"},
-    "moeq_kernels/hopper": {"py"},
+    "moeq_kernels/hopper": {"py", "json"},
     "moeq_kernels/mma": {"py"},
 }
 
 #: Upper bound of all files of the two packages together, unpacked.
-MAX_BYTES = 5_400_000
+MAX_BYTES = 5_500_000
 
 
 def test_nothing_else_is_in_it(wheel: zipfile.ZipFile) -> None:

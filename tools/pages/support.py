@@ -59,7 +59,7 @@ def _engine(layout: str) -> str:
 
 def sglang_models() -> str:
     """Return the list of model classes that SGLang's plug-in was tried with."""
-    named = ", ".join(f"`{name}`" for name in sorted(SGLANG_MODELS)) + "."
+    named = ", ".join(f"`{name.removesuffix('ForCausalLM')}`" for name in sorted(SGLANG_MODELS)) + "."
     return "\n".join(textwrap.wrap(named, 120))
 
 

@@ -14,6 +14,7 @@ from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_c
 from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES
+from moeq.spelling import option
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
@@ -44,7 +45,7 @@ def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     if having is None or version in having:
         return verdict
     text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(having)} have"
-    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", f"--engine vllm@{having[-1]}")
+    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", option("engine", f"vllm@{having[-1]}"))
     return replace(verdict, gates=(*verdict.gates, gate))
 
 
