@@ -106,8 +106,10 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
     packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
     if placeholder and "awq" in packing:  # only GPTQ's files get one
         created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
-    cut = _cut_blocks(outcome, tensors) or _cut_groups(case, tensors) or _other_packing(case, packing, tensors)
-    problem = next(_problems(case, created, tensors), None) or cut
+    problem = next(_problems(case, created, tensors), None) or _other_packing(case, packing, tensors)
+    cut = _cut_blocks(outcome, tensors) or _cut_groups(case, tensors)
+    if problem is None and cut is not None:  # other ranks may divide the sizes, and moeq's kernels run them
+        return Gate("G5", "sizes per rank", False, cut, "RuntimeError", "LOADING")
     if problem is None:
         return None
     text = f"{case.method.name} cannot load the experts: {problem}"
