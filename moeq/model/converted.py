@@ -254,7 +254,7 @@ def _check_tensor(
 
 
 def _damaged(entry: LayerEntry, what: str, message: str) -> MoeqError:
-    return MoeqError("source.bad-manifest", f"layer {entry.layer}: {what} {message}", "convert the source again")
+    return MoeqError("source.bad-manifest", f"layer {entry.layer}: {what[:200]} {message}", "convert the source again")
 
 
 def _info(manifest: Manifest) -> CheckpointInfo:

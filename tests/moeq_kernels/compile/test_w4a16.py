@@ -67,8 +67,8 @@ def test_loops_hold_the_multiplications_of_their_steps_and_buffers_fit(
     assert outcomes["queue8-gate-up"]["wgmma"] == [32]  # one loop for both products
     assert 3 * (int(str(outcomes["queue8-gate-up"]["shared"])) + 1024) <= 228 * 1024  # three on a multiprocessor
     assert outcomes["direct1-down"]["wgmma"] == [32]
-    assert [outcomes[name]["wgmma"] for name in ("queue8-3-nvfp4-down", "queue8-3-fp8-f16")] == [[32], [16]]
-    assert 3 * (int(str(outcomes["queue8-3-nvfp4-down"]["shared"])) + 1024) <= 228 * 1024
+    assert [outcomes[name]["wgmma"] for name in ("queue8-nvfp4-down", "queue8-fp8-f16")] == [[32], [16]]
+    assert 3 * (int(str(outcomes["queue8-nvfp4-down"]["shared"])) + 1024) <= 228 * 1024
     # Wide kernels: a loop for each width of tile and warpgroup, 64 of k in steps of 16 for two blocks of 64 rows.
     assert outcomes["wide64-gate-up"]["wgmma"] == [8] * 8
     assert outcomes["wide160g-g32"]["wgmma"] == [8, 16, 8, 16] * 2  # 64, 64 + 32, 128 and 128 + 32 tokens
