@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from safetensors.torch import load_file, save_file
 import moeq
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import LayerExperts, index_experts
-from moeq.pipeline.plan.expert_names import below_layer, order_of, stored_names, unloaded
+from moeq.pipeline.plan.expert_names import below_layer, names_problem, order_of, stored_names, unloaded
 
 STACK = "model.layers.3.mlp.experts"
+NAME = "model.safetensors"
 
 
 def layer_of(*names: str) -> LayerExperts:
@@ -83,3 +85,23 @@ def test_one_number_for_all_experts_has_no_order_and_no_name(checkpoints: Path, 
     assert {row.path for row in stored_names(experts)} == {
         row.path for row in stored_names(moeq.open(source).experts(0))
     }
+
+
+def test_llama_4_loads_no_biases_of_experts(checkpoints: Path, tmp_path: Path) -> None:
+    """Its class passes over them and then looks for them among other parameters, a KeyError (vLLM's own, executed)."""
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
+    config = json.loads((source / "config.json").read_text())
+    names = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+    experts = {"intermediate_size": config["moe_intermediate_size"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | names | experts))
+    found = {name.replace(".mlp.", ".feed_forward."): value for name, value in load_file(source / NAME).items()}
+    save_file(found, tmp_path / NAME)
+    assert names_problem(moeq.open(tmp_path), "vllm@0.33.0", 0) is None
+    biases = {
+        name.replace(".scales", ".bias"): torch.zeros(value.shape[1], dtype=torch.float16)
+        for name, value in found.items()
+        if name.endswith(".scales") and ".experts." in name
+    }
+    save_file(found | biases, tmp_path / NAME)
+    assert "loads no biases" in str(names_problem(moeq.open(tmp_path), "vllm@0.33.0", 0))
+    assert names_problem(moeq.open(tmp_path), "sglang@0.5.23", 0) is None

@@ -80,12 +80,22 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
     name, _, version = engine.partition("@")
     known = names_of_class(version, checkpoint.info.architecture) if name == "vllm" else None
     problem = known.stack_problem(experts.layer.stack) if known is not None else None
+    if (
+        known is not None
+        and known.architecture in _NO_BIASES
+        and any(part == "bias" for _, part in experts.layer.parts)
+    ):
+        problem = problem or f"{known.architecture} loads no biases of experts"
     return problem or problem_of(checkpoint.info.architecture, engine, stored_names(experts))
 
 
 #: Ends of stacked tensors that no class loads: the engine puts `gate_up_proj` into `w13_weight` and keeps the rest of
 #: the name, so that scales look for `w13_weight_weight_scale` (vLLM 0.33.0, `RoutedExperts.load_weights`).
 _UNLOADED = re.compile(r"\.(\w*proj|w13|w2)_(weight_(scale|scale_2|scale_inv|packed|global_scale)|input_scale)$")
+
+
+#: Classes that pass over biases of experts, and then look for them among other parameters (vLLM 0.26.0 to 0.33.0).
+_NO_BIASES = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 
 
 def unloaded(layer: LayerExperts) -> str | None:
