@@ -254,9 +254,8 @@ def test_random_faults_are_found_exactly(tmp_path: Path) -> None:
             for name in fault.projections or NAMES.values()
         }
         assert found == {(layer, expert, NAMES[name]): what for (layer, expert, name), what in chosen.items()}
-        verdict = asked(folder, "B200" if kind != "fp8" else "H100")
-        if kind != "fp8":
-            assert (verdict.error is None) == (not chosen)
+        if kind != "fp8":  # a kernel with one scale for each expert hides no fault
+            assert asked(folder, "B200", backend="cutlass").ok == (not chosen)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,17 @@ LIBRARIES = ("compressed-tensors", "transformers", "gptqmodel", "autoawq", "nvid
 READ = ("compressed-tensors", "gptq", "gptq_v2", "mxfp4", "fp8", "nvfp4", "nvfp4-compressed-tensors")
 READ_FROM_FLOATS = ("compressed-tensors", "modelopt", "nvfp4-compressed-tensors")
 
+#: What none of these tests has a library read: vLLM 0.33.0's loader took such tables on the day they were added.
+UNREAD = {("ct-fp8-block-qwen3moe", "modelopt")}
+
 
 def digests(names: list[str], folder: Path) -> dict[str, str]:
     """`source -> target` to a digest, for what can be transcoded exactly."""
     found = {}
     for name in names:
         for target in READ_FROM_FLOATS if name in FLOATS else READ:
+            if (name, target) in UNREAD:
+                continue
             try:
                 transcode(CHECKPOINTS / name, folder / name / target, target)
             except MoeqError:
