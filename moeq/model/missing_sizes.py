@@ -1,4 +1,4 @@
-"""Sizes that headers lack: of HQQ and bitsandbytes, read from the parts beside them; of torchao, from metadata."""
+"""Sizes that headers lack: HQQ and bitsandbytes have them in parts beside the codes, torchao in metadata."""
 
 from __future__ import annotations
 

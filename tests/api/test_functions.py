@@ -168,7 +168,7 @@ def test_a_verdict_lists_the_other_backends(checkpoints: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in moeq.__all__ if inspect.isfunction(getattr(moeq, name))])
 def test_options_are_off_unless_asked_for(name: str) -> None:
-    """Nothing is replaced, pushed, or left out of a check by default; only the check of the GPU is on."""
+    """By default no file is replaced or pushed and no check is left out; the check of the GPU is on."""
     defaults = {key: one.default for key, one in inspect.signature(getattr(moeq, name)).parameters.items()}
     assert {key for key, value in defaults.items() if value is True} <= {"check_gpu"}
 

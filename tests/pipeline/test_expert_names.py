@@ -88,7 +88,7 @@ def test_one_number_for_all_experts_has_no_order_and_no_name(checkpoints: Path, 
 
 
 def test_llama_4_loads_no_biases_of_experts(checkpoints: Path, tmp_path: Path) -> None:
-    """Its class passes over them and then looks for them among other parameters, a KeyError (vLLM's own, executed)."""
+    """The class skips such a tensor in its mapping of experts, and then raises KeyError (vLLM 0.33.0, executed)."""
     source = checkpoints / "gptq-int4-g32-qwen3moe"
     config = json.loads((source / "config.json").read_text())
     names = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}

@@ -40,7 +40,7 @@ FORMATS = {
 FORMATS |= {"ct-int4": "int4, groups of 32", "fp8-block": "FP8 blocks"}
 FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-w8a8": "FP8, blocks"}
 
-#: Layers of a served model that the README shows.
+#: Least number of layers of a served model that the README shows.
 FEWEST_LAYERS = 24
 #: Rows of `serve.py` with moeq's kernels: of a conversion, or of the source as it is.
 OURS = ("converted:moeq", "direct:moeq")

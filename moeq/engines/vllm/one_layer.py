@@ -136,7 +136,7 @@ def filled_layer(
 
 @contextmanager
 def _activations_by_method() -> Iterator[None]:
-    """Answer MXFP4's methods, which ask the model's config whether the user wants other activations, that none does."""
+    """Give MXFP4's methods a model config in which the user asks for no other kind of activations."""
     config = get_current_vllm_config()
     before = config.model_config
     config.model_config = SimpleNamespace(quantization_config=None)

@@ -24,7 +24,7 @@ class Draft:
         config: quantisation config, or None.
         hidden: hidden size.
         inter: intermediate size.
-        inter_of_second_set: that of the second set of experts, which has as many; None with one set.
+        inter_of_second_set: intermediate size of the second set, which has as many experts; None with one set.
         experts: parts of single experts.
         stacked: parts of all experts, of gpt-oss: layer, leaf and part.
         form: how names of experts are spelled: `single`, `listed`, `stacked`, or `path|gate,up,down` of another family.

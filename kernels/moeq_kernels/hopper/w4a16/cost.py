@@ -25,7 +25,7 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS
 _STEP_BYTES, _LEAST_STEPS = 16384, 4
 #: Most points at which the distribution of tokens over experts is evaluated.
 _POINTS = 24
-#: Inputs lie within so many standard deviations of those of recorded cells.
+#: Inputs further than so many standard deviations from the mean of recorded cells are clipped.
 _WIDEST = 3.0
 #: Kinds without recorded cells, and the most similar one that has some.
 _SIMILAR = {

@@ -265,10 +265,11 @@ def _convert(stage: Stage) -> Iterator[Failed]:
             yield Failed(row["error"], text, "another backend", "CONVERSION")
     if selected.backend == "CUTLASS_MXFP4_MXFP4":
         yield from _swizzled_scales(case, sizes_for(case, selected))
-    hidden = sizes_for(case, selected).padded_hidden
-    if selected.backend == "FLASHINFER_TRTLLM" and case.method.block is not None and hidden % 128:
-        text = f"conversion to FLASHINFER_TRTLLM: hidden size {hidden} is no multiple of 128, so FP8 blocks are cut"
-        yield Failed("RuntimeError", text, "another backend", "CONVERSION")
+    if selected.backend == "FLASHINFER_TRTLLM" and case.method.block is not None:
+        hidden = sizes_for(case, selected).padded_hidden
+        if hidden % 128:
+            text = f"conversion to FLASHINFER_TRTLLM: hidden size {hidden} is no multiple of 128, so FP8 blocks are cut"
+            yield Failed("RuntimeError", text, "another backend", "CONVERSION")
     if case.method.name == "ModelOptNvFp4FusedMoE" and case.method.group_size is not None:
         text = f"NVFP4 has one scale per {NVFP4_GROUP} codes, and group_size is {case.method.group_size}"
         yield Failed("RuntimeError", text, f'"group_size": {NVFP4_GROUP}', "CONVERSION")
