@@ -15,6 +15,7 @@ from moeq.deploy.gpus import find_by_device_name, parse_gpu
 
 _CUDA_MAJOR, _CUDA_MINOR = 75, 76  # cuDeviceGetAttribute: compute capability
 _CPUINFO = Path("/proc/cpuinfo")
+_MEMINFO = Path("/proc/meminfo")
 _KFD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
@@ -132,7 +133,7 @@ def cuda_driver() -> str | None:
 def memory() -> str:
     """Describe the memory of this machine in words."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
     except OSError:
         return "memory unknown"
     kibibytes = {name: int(rest.split()[0]) for name, _, rest in (text.partition(":") for text in lines)}

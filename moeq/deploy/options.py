@@ -24,7 +24,8 @@ DTYPES = {
 _COUNTS = ("tp", "ep", "dp", "pcp", "redundant_experts")
 _SWITCHES = ("batched", "lora", "eplb")
 _TEXTS = ("backend", "engine", "all2all", "quantization")
-_KEYS = ("gpu", "dtype", "env", "packages", *_COUNTS, *_SWITCHES, *_TEXTS)
+_TABLES = ("env", "packages")
+_KEYS = ("gpu", "dtype", *_TABLES, *_COUNTS, *_SWITCHES, *_TEXTS)
 
 
 def read_deploy_file(path: Path) -> dict[str, Any]:
@@ -59,13 +60,17 @@ def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, det
             values, `usage.deploy-file`.
     """
     given = {**(read_deploy_file(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
+    for names, kind, wanted in ((_SWITCHES, bool, "true or false"), (_TEXTS, str, "text"), (_TABLES, Mapping, "a table")):
+        for name in names:
+            if name in given and not isinstance(given[name], kind):
+                raise MoeqError("usage.deployment", f"{name} is {given[name]!r}, it has to be {wanted}")
     gpu = _gpu(given.get("gpu"), detect)
     fields: dict[str, Any] = {"gpu": gpu, "dtype": _dtype(given.get("dtype"), gpu)}
     for name in (*_COUNTS, *_SWITCHES, *_TEXTS):
         if name in given:
             fields[name] = given[name]
     if "backend" in fields:
-        fields["backend"] = str(fields["backend"]).lower().replace("-", "_")
+        fields["backend"] = fields["backend"].lower().replace("-", "_")
     fields["env"] = tuple(sorted((str(key), str(value)) for key, value in given.get("env", {}).items()))
     fields["packages"] = tuple(sorted((str(key), bool(value)) for key, value in given.get("packages", {}).items()))
     return Deployment(**fields)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,13 @@ def test_unknown_names_are_refused_with_near_matches(name: str, near: str) -> No
     assert near in str(raised.value.hint)
 
 
+def test_a_name_like_no_other_gets_the_first_names_of_the_table() -> None:
+    with pytest.raises(MoeqError) as raised:
+        parse_gpu("?")
+    first = "V100, T4, RTX 2070, RTX 2080, RTX 2080 Ti, Quadro RTX 6000, Quadro RTX 8000, A100, ...;"
+    assert str(raised.value.hint).startswith(f"nearest known: {first}")
+
+
 def test_names_are_unique_and_complete() -> None:
     assert len(known_gpus()) >= 50
     for name, gpu in known_gpus().items():
@@ -152,6 +160,7 @@ def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setattr(ctypes, "CDLL", missing)
     monkeypatch.setattr(detect, "_KFD", tmp_path / "absent")
     assert detect.detect_gpu() is None
+    assert detect.cuda_driver() is None
 
 
 @pytest.mark.parametrize(
@@ -210,6 +219,7 @@ def test_the_kind_of_cpu(machine, info, arch, monkeypatch: pytest.MonkeyPatch, t
 DRIVER = """
 #include <string.h>
 int cuInit(unsigned flags) {{ return flags; }}
+int cuDriverGetVersion(int *version) {{ *version = 12090; return {status}; }}
 int cuDeviceGet(int *device, int number) {{ *device = 40 + number; return 0; }}
 int cuDeviceGetAttribute(int *value, int attribute, int device) {{
     if (device != 40) return 101;
@@ -243,12 +253,37 @@ def test_nvidia_driver(name: str, major: int, minor: int, status: int, expected:
     source.write_text(DRIVER.format(name=name, major=major, minor=minor, status=status))
     subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(tmp_path / "libcuda.so.1")], check=True)
     program = (
-        "from moeq.deploy.detect import _cuda; gpu = _cuda(); "
-        "print(gpu if gpu is None else f'{gpu.name} {gpu.platform} {gpu.arch}')"
+        "from moeq.deploy.detect import _cuda, cuda_driver; gpu = _cuda(); "
+        "print(gpu if gpu is None else f'{gpu.name} {gpu.platform} {gpu.arch}'); print(cuda_driver())"
     )
     environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == expected
+    assert found.stdout.splitlines() == [expected, "None" if status else "12.9"]
+
+
+MEMINFO = "MemTotal:       65970188 kB\nMemFree:         1000000 kB\nMemAvailable:    8388608 kB\nHugePages_Total:  0\n"
+
+
+@pytest.mark.parametrize(("text", "words"), [(MEMINFO, "62.9 GiB of memory, 8.0 GiB free"), (None, "memory unknown")])
+def test_the_words_about_this_machine(text, words, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "meminfo").write_text(text)
+    monkeypatch.setattr(detect, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(detect, "_PROBES", (lambda: None, lambda: parse_gpu("RTX 4090"), lambda: parse_gpu("H100")))
+    monkeypatch.setattr(detect, "cuda_driver", lambda: "12.9")
+    monkeypatch.setattr(detect, "detect_cpu", lambda: parse_gpu("x86-zen"))
+    monkeypatch.setattr("os.cpu_count", lambda: 7)
+    monkeypatch.setattr(detect, "PACKAGES", ("pytest", "no-such-package"))
+    found = detect.environment()
+    assert found["packages"] == f"pytest {pytest.__version__}, no-such-package absent"
+    assert found["GPU"] == "RTX 4090 (sm89), CUDA driver 12.9"
+    assert found["CPU"] == f"x86-zen, 7 cores, {words}"
+    assert found["moeq"].partition(", ")[2] == f"Python {platform.python_version()}, {platform.platform()}"
+    monkeypatch.setattr(detect, "_PROBES", ())
+    assert detect.environment()["GPU"] == "none found"
+    monkeypatch.setattr(detect, "_PROBES", (lambda: parse_gpu("gfx942"),))
+    monkeypatch.setattr(detect, "cuda_driver", lambda: None)
+    assert detect.environment()["GPU"] == "gfx942 (gfx942), CUDA driver unknown"
 
 
 @pytest.mark.gpu

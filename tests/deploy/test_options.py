@@ -32,25 +32,55 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert made.env == (("VLLM_ROCM_USE_AITER", "1"),)
 
 
-@pytest.mark.parametrize("text", ["tp = [", "speed = 3\n"])
-def test_bad_files(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"tp = [", "is not TOML"),
+        (b"gpu = '\xff'", "is not TOML"),
+        (b"speed = 3\nbits = 4\n", "unknown keys bits, speed"),
+        (None, "No such file"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: bytes | None, message: str) -> None:
     file = tmp_path / "d.toml"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(MoeqError) as raised:
+    if text is not None:
+        file.write_bytes(text)
+    with pytest.raises(MoeqError, match=message) as raised:
         make_deployment({"gpu": "H100"}, file)
     assert raised.value.code == "usage.deploy-file"
-    with pytest.raises(MoeqError):
-        make_deployment({"gpu": "H100"}, tmp_path / "absent.toml")
+    assert str(file) in str(raised.value)
 
 
-@pytest.mark.parametrize("wrong", [{"tp": 0}, {"ep": -1}, {"tp": True}, {"dp": "2"}, {"dtype": "int4"}])
-def test_values_that_make_no_sense(wrong: dict[str, Any]) -> None:
-    with pytest.raises(MoeqError) as raised:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tp": 0}, "tp is 0, it has to be an integer of at least 1"),
+        ({"redundant_experts": -1}, "redundant_experts is -1, it has to be an integer of at least 0"),
+        ({"dtype": "int4"}, "dtype 'int4' is not known"),
+        ({"lora": "no"}, "lora is 'no', it has to be true or false"),
+        ({"batched": 1}, "batched is 1, it has to be true or false"),
+        ({"engine": 3}, "engine is 3, it has to be text"),
+        ({"backend": 1.5}, "backend is 1.5, it has to be text"),
+        ({"env": "A"}, "env is 'A', it has to be a table"),
+        ({"packages": ["deep_gemm"]}, r"packages is \['deep_gemm'\], it has to be a table"),
+    ],
+)
+def test_values_that_make_no_sense(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(MoeqError, match=f"^{message}") as raised:
         make_deployment({"gpu": "H100", **wrong})
     assert raised.value.code == "usage.deployment"
 
 
-@pytest.mark.parametrize("name", ["tp", "ep", "dp"])
+def test_a_deployment_has_no_other_dtype() -> None:
+    with pytest.raises(MoeqError, match="dtype is 'half', it has to be bf16 or fp16"):
+        Deployment(parse_gpu("H100"), dtype="half")  # type: ignore[arg-type]
+
+
+def test_redundant_experts_may_be_none() -> None:
+    assert make_deployment({"gpu": "H100", "redundant_experts": 0}).redundant_experts == 0
+
+
+@pytest.mark.parametrize("name", ["tp", "ep", "dp", "pcp"])
 @pytest.mark.parametrize("value", [0, -1, True, "2", 1.5])
 def test_counts_of_a_deployment(name: str, value: Any) -> None:
     with pytest.raises(MoeqError, match=f"{name} is {value!r}, it has to be an integer of at least 1"):
@@ -73,6 +103,12 @@ def test_every_option_arrives() -> None:
     assert (made.tp, made.ep, made.dp, made.dtype) == (1, 3, 4, "fp16")
     assert (made.env, made.packages) == ((("A", "2"), ("B", "1")), (("a", False), ("z", True)))
     assert Deployment.from_json(asdict(made)) == made
+
+
+def test_a_gpu_is_looked_for_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moeq.deploy.options.detect_gpu", lambda: parse_gpu("V100"))
+    assert make_deployment({}) == Deployment(parse_gpu("V100"), dtype="fp16")
+    assert make_deployment({"gpu": "H100"}).gpu == parse_gpu("H100")
 
 
 def test_no_gpu_is_a_usage_error() -> None:
