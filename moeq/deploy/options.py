@@ -60,7 +60,8 @@ def make_deployment(options: Mapping[str, Any], file: Path | None = None, *, det
             values, `usage.deploy-file`.
     """
     given = {**(read_deploy_file(file) if file else {}), **{k: v for k, v in options.items() if v is not None}}
-    for names, kind, wanted in ((_SWITCHES, bool, "true or false"), (_TEXTS, str, "text"), (_TABLES, Mapping, "a table")):
+    kinds = ((_SWITCHES, bool, "true or false"), (_TEXTS, str, "text"), (_TABLES, Mapping, "a table"))
+    for names, kind, wanted in kinds:
         for name in names:
             if name in given and not isinstance(given[name], kind):
                 raise MoeqError("usage.deployment", f"{name} is {given[name]!r}, it has to be {wanted}")
