@@ -78,6 +78,23 @@ def test_the_bound_is_the_formula() -> None:
     assert "exact in int32" in describe_bound(64, "int8")
 
 
+def test_the_bound_of_eight_bit_activations_is_the_formula() -> None:
+    """Every product is exact: scales are one, and the sum of sizes is 64 x 448 x 0.5 = 14336, or 64 x 127 x 0.5."""
+    weight, bias, u = torch.full((1, 64), 0.5), torch.tensor([2.0]), 2.0**-24
+    rows = torch.full((1, 64), 448.0)
+    bounds = [float(emulate_fp8(rows, Linear(weight), 32, tensor_cores=cores)[0].bound) for cores in (False, True)]
+    assert bounds == pytest.approx([14336 * (6 * 8 + 3 + 4) * u, 14336 * ((6 * 8 + 3 + 4) * u + 4 * 2.0**-13)])
+    (plain,), (shifted,) = (emulate_int8(torch.full((1, 64), 127.0), Linear(weight, one)) for one in (None, bias))
+    assert float(plain.bound) == pytest.approx(4064 * (1 + 4) * u)
+    assert float(shifted.bound) == pytest.approx(4064 * (1 + 4) * u + (2 + 4064) * u)
+    assert (float(plain.value), float(shifted.value)) == (4064.0, 4066.0)
+
+
+def test_rows_whose_scale_underflows_saturate() -> None:
+    codes, scale = quantize_rows(torch.tensor([[2.0**-149, -(2.0**-149)]]))
+    assert (codes.tolist(), scale.tolist()) == ([[127.0, -128.0]], [[0.0]])
+
+
 def test_rows_quantise_to_nearest_even_with_their_own_scale() -> None:
     codes, scale = quantize_rows(torch.tensor([[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0], [2.0, -1.0, 0.0, 1.0]]))
     assert codes.tolist() == [[127, 0, 2, -2], [0, 0, 0, 0], [127, -64, 0, 64]]

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -51,6 +53,29 @@ def test_swigluoai_clamps_and_shifts() -> None:
     got = activate(gate, up, Activation("swigluoai", limit=7.0))
     g, u = torch.tensor([[7.0, -9.0, 1.0]]), torch.tensor([[7.0, -7.0, 0.5]])
     torch.testing.assert_close(got, g * torch.sigmoid(1.702 * g) * (u + 1))
+
+
+def test_other_activations() -> None:
+    """Numbers from the definitions, with Python's own functions."""
+    gate, up = torch.tensor([[2.0, -1.5]]), torch.tensor([[5.0, -0.5]])
+    sigmoid = [1 / (1 + math.exp(-value)) for value in (2.0, -1.5)]
+    tanh = [math.tanh(math.sqrt(2 / math.pi) * (value + 0.044715 * value**3)) for value in (2.0, -1.5)]
+    wanted = {
+        ("silu", None): [2 * sigmoid[0] * 5, -1.5 * sigmoid[1] * -0.5],
+        ("silu", 1.0): [1 / (1 + math.exp(-1)), -1.5 * sigmoid[1] * -0.5],
+        ("gelu", None): [(1 + math.erf(2**0.5)) * 5, 0.75 * (1 - math.erf(1.5 / 2**0.5)) * 0.5],
+        ("gelu_tanh", None): [(1 + tanh[0]) * 5, 0.75 * (1 + tanh[1]) * 0.5],
+        ("swiglustep", 1.0): [1.0, -1.5 * sigmoid[1] * -0.5],
+        ("situ", None): [1.5 * math.tanh(2 / 1.5) * sigmoid[0] * 5, 1.5 * math.tanh(-1) * sigmoid[1] * -0.5],
+        ("situ", 4.0): [
+            1.5 * math.tanh(2 / 1.5) * sigmoid[0] * 4 * math.tanh(5 / 4),
+            1.5 * math.tanh(-1) * sigmoid[1] * 4 * math.tanh(-0.5 / 4),
+        ],
+    }
+    for (name, limit), values in wanted.items():
+        assert activate(gate, up, Activation(name, 1.5, limit))[0].tolist() == pytest.approx(values, rel=1e-5), name
+    with pytest.raises(ValueError, match="situ needs gate and up"):
+        activate(None, up, Activation("situ"))
 
 
 def test_experts_without_a_gate() -> None:
