@@ -234,7 +234,7 @@ def derive(
         return _reordered(change, entry, stored, config, where)
     heads = config.get("num_key_value_heads" if "attn_k" in where else "num_attention_heads")
     rows = entry.shape[0] if entry.shape else 0
-    if type(heads) is not int or heads <= 0 or rows % (2 * heads):
+    if type(heads) is not int or heads <= 0 or not rows or rows % (2 * heads):
         raise MoeqError("source.inconsistent", f"{where}: {rows} rows are no pairs of {ascii(heads)[:20]} heads")
     place = f"{where} of {entry.file}"
     return entry._replace(file=place, start=0, end=entry.nbytes), UnpermutedTensor(entry, heads)

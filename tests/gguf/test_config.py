@@ -146,3 +146,74 @@ def test_architectures() -> None:
         assert caught.value.code == code
     found = architecture_of({"general.architecture": "qwen3moe", "qwen3moe.expert_count": 8}, "m.gguf")
     assert found == ("qwen3moe", ARCHITECTURES["qwen3moe"])
+
+
+def test_granite_with_shared_experts() -> None:
+    assert made("granitemoe")["model_type"] == "granitemoe"
+    found = made("granitemoe", **{"granitemoe.expert_shared_feed_forward_length": 64})
+    assert (found["architectures"], found["model_type"]) == (["GraniteMoeSharedForCausalLM"], "granitemoeshared")
+
+
+def test_rotary_shares_of_qwen3_next() -> None:
+    sizes = {"qwen3next.ssm.inner_size": 96, "qwen3next.ssm.time_step_rank": 12}
+    assert "partial_rotary_factor" not in made("qwen3next", **sizes)
+    found = made("qwen3next", **sizes, **{"rope.dimension_count": 16})
+    assert (found["partial_rotary_factor"], "rope_parameters" in found) == (0.25, False)
+    assert "partial_rotary_factor" not in made("qwen3next", **sizes, **{"rope.dimension_count": 16.0})
+
+
+#: Six layers: attention in the second and the fifth, experts in every other one.
+JAMBA = tuple(f"blk.{layer}.{name}.weight" for name, layers in (("attn_q", (1, 4)), ("ffn_gate_exps", (0, 2, 4)))
+              for layer in layers)  # fmt: skip
+
+
+def jamba(*tensors: str, inner: object = 512, **more: Any) -> dict[str, Any]:
+    return made("jamba", tensors, **{"jamba.ssm.inner_size": inner, **more})
+
+
+def test_state_spaces() -> None:
+    found = jamba(*JAMBA, **{"jamba.attention.head_count_kv": numbers(0, 2, 0, 0, 2, 0)})
+    assert found["num_key_value_heads"] == 2
+    assert {key: found[key] for key in found if key.startswith(("mamba_e", "mamba_conv_b", "mamba_p"))} == {
+        "mamba_expand": 2, "mamba_conv_bias": False, "mamba_proj_bias": False,
+    }  # fmt: skip
+    layers = ("attn_layer_period", "attn_layer_offset", "expert_layer_period", "expert_layer_offset")
+    assert [found[key] for key in layers] == [3, 1, 2, 0]
+    found = jamba(*JAMBA[:1], *JAMBA[2:], "blk.0.ssm_conv1d.bias", "blk.0.ssm_in.bias")
+    assert (found["mamba_conv_bias"], found["mamba_proj_bias"]) == (True, True)
+    assert [found[key] for key in layers] == [6, 1, 2, 0]  # one layer alone: none in as many as there are
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (JAMBA[1:2] + JAMBA[2:], None),
+        (JAMBA[2:], r"m\.gguf: layers \[\] of 6 have attn_q"),
+        (JAMBA[:2], r"m\.gguf: layers \[\] of 6 have ffn_gate_exps"),
+        ((*JAMBA, "blk.5.attn_q.weight"), r"layers \[1, 4, 5\] of 6 have attn_q"),
+        (JAMBA[:4], r"layers \[0, 2\] of 6 have ffn_gate_exps"),
+    ],
+)
+def test_layers_without_a_period(tensors: tuple[str, ...], words: str | None) -> None:
+    if words is None:
+        assert jamba(*tensors)["attn_layer_offset"] == 4
+        return
+    with pytest.raises(MoeqError, match=words) as caught:
+        jamba(*tensors)
+    assert caught.value.code == "source.inconsistent"
+
+
+@pytest.mark.parametrize(("inner", "hidden"), [(511, 256), ("512", 256), (512, 0), (512, -256), (512, 256.0)])
+def test_state_spaces_that_make_no_sense(inner: object, hidden: object) -> None:
+    with pytest.raises(MoeqError, match=rf"ssm\.inner_size {inner!r} is no multiple of {hidden}") as caught:
+        jamba(*JAMBA, inner=inner, **{"jamba.embedding_length": hidden})
+    assert caught.value.code == "source.bad-header"
+
+
+def test_vocabularies() -> None:
+    assert made("qwen3moe", **{"tokenizer.ggml.tokens": ["a", "b", "c"]})["vocab_size"] == 3
+    assert "vocab_size" not in made("qwen3moe", **{"tokenizer.ggml.tokens": numbers(1, 2)})
+
+
+def test_empty_lists_stay_lists() -> None:
+    assert made("qwen3moe", **{"qwen3moe.attention.head_count": numbers()})["num_attention_heads"] == []

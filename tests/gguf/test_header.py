@@ -49,7 +49,7 @@ def test_types_are_those_of_the_gguf_package() -> None:
 
 def test_large_headers_are_read_in_steps() -> None:
     words = [f"token {number}" for number in range(100_000)]
-    raw = gguf_bytes({"tokenizer.ggml.tokens": words}, {})
+    raw = gguf_bytes({"tokenizer.ggml.tokens": words}, {}) + bytes(4 << 20)
     sizes: list[int] = []
 
     def read(count: int) -> bytes:
@@ -57,7 +57,69 @@ def test_large_headers_are_read_in_steps() -> None:
         return raw[:count]
 
     assert read_gguf_header(read, "m.gguf", len(raw)).metadata["tokenizer.ggml.tokens"] == words
-    assert len(sizes) == 2
+    assert sizes == [1 << 20, 4 << 20]
+
+
+def test_headers_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = gguf_bytes({"a": "x" * 2000, "b": "y" * 2000}, {})
+    monkeypatch.setattr("moeq.gguf.header._FIRST_BYTES", 100)
+    monkeypatch.setattr("moeq.gguf.header.MAX_HEADER_BYTES", 4066)  # its last character is byte 4066
+    assert parsed(raw).metadata == {"a": "x" * 2000, "b": "y" * 2000}
+    monkeypatch.setattr("moeq.gguf.header.MAX_HEADER_BYTES", 4065)
+    with pytest.raises(MoeqError, match="its header needs 4,066 bytes, the limit is 4,065") as caught:
+        parsed(raw)
+    assert caught.value.code == "source.too-large"
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "value"),
+    [
+        (0, b"\xff", 255),
+        (1, b"\xff", -1),
+        (2, b"\xff\xfe", 0xFEFF),
+        (3, b"\xfe\xff", -2),
+        (4, b"\xff\xff\xff\xff", 0xFFFFFFFF),
+        (5, b"\xfd\xff\xff\xff", -3),
+        (6, b"\x00\x00\xc0\x3f", 1.5),
+        (7, b"\x01", True),
+        (10, b"\xff" * 8, 0xFFFFFFFFFFFFFFFF),
+        (11, b"\xfc" + b"\xff" * 7, -4),
+        (12, b"\x00" * 6 + b"\x04\xc0", -2.5),
+    ],
+)
+def test_values_of_each_type(kind: int, raw: bytes, value: float) -> None:
+    metadata = parsed(with_value(struct.pack("<I", kind) + raw)).metadata
+    assert (metadata["key"], type(metadata["key"])) == (value, type(value))
+    assert list(parsed(with_value(array(kind, 2, raw * 2))).metadata["key"]) == [value, value]
+
+
+def nested(depth: int) -> bytes:
+    return with_value(struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * (depth - 1) + struct.pack("<IQB", 0, 1, 7))
+
+
+def head(version: int = 3, tensors: int = 0, keys: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
+
+
+def test_what_is_just_allowed() -> None:
+    assert (parsed(head(version=2)).version, parsed(head()).version, parsed(head()).size) == (2, 3, 24)
+    assert parsed(nested(4)).metadata["key"][0][0][0].tolist() == [7]
+    assert parsed(gguf_bytes({"general.alignment": 1 << 20}, {})).metadata["general.alignment"] == 1 << 20
+    assert parsed(gguf_bytes({"k" * (1 << 16): 1}, {})).metadata == {"k" * (1 << 16): 1}
+    whole = head(keys=1) + text("key") + array(0, 9) + bytes(9)  # the array ends where the file does
+    assert parsed(whole).metadata["key"].tolist() == [0] * 9
+    assert parsed(with_tensor((1, 1, 1, 8))).tensors["t"].shape == (8, 1, 1, 1)
+    assert parsed(with_tensor(())).tensors["t"].shape == ()
+
+
+def test_tensors_begin_at_a_multiple_of_the_alignment() -> None:
+    tensors = {name: random_tensor(np.random.default_rng(0), "f32", (3,)) for name in "ab"}
+    for alignment in (32, 256):
+        named = {"general.alignment": alignment} if alignment != 32 else {}
+        raw = gguf_bytes(named, tensors, alignment)
+        first, second = parsed(raw).tensors.values()
+        assert (first.start % alignment, second.start - first.start, first.end - first.start) == (0, alignment, 12)
+        assert raw[second.start : second.end] == tensors["b"][2]
 
 
 def array(inner: int, count: int, data: bytes = b"") -> bytes:
@@ -110,10 +172,30 @@ HOSTILE: dict[str, tuple[bytes, str, str]] = {
     ),
     "alignment 0": (gguf_bytes({"general.alignment": 0}, {}), "source.bad-header", "power of two"),
     "alignment 3": (gguf_bytes({"general.alignment": 3}, {}), "source.bad-header", "power of two"),
+    "alignment beyond the limit": (
+        gguf_bytes({"general.alignment": 1 << 21}, {}),
+        "source.bad-header",
+        "up to 1,048,576",
+    ),
     "alignment text": (gguf_bytes({"general.alignment": "32"}, {}), "source.bad-header", "power of two"),
+    "rank 5": (with_tensor((1, 1, 1, 1, 1)), "source.bad-header", "tensor t: has 5 dimensions, GGUF allows 4"),
     "rank": (with_tensor((1,), rank=1 << 31), "source.bad-header", "2,147,483,648 dimensions"),
     "overflow": (with_tensor((1 << 40, 1 << 40)), "source.bad-header", "overflows 64 bits"),
     "overflow before zero": (with_tensor((0, 1 << 63)), "source.bad-header", "overflows 64 bits"),
+    "overflow after zero": (with_tensor((1 << 63, 0)), "source.bad-header", "overflows 64 bits"),
+    "nearly overflow": (with_tensor(((1 << 63) - 1,)), "source.truncated", "ends at 36,893,488,147,419,103,"),
+    "block of a number": (with_tensor((), kind=2), "source.bad-header", "rows of [] are no whole blocks of 32 q4_0"),
+    "array beyond the file": (head(keys=1) + text("key") + array(0, 10) + bytes(9), "source.bad-header", "hold"),
+    "longest text": (with_value(struct.pack("<IQ", 8, 1 << 24)), "source.truncated", "needs 16,777,"),
+    "longer text": (with_value(struct.pack("<IQ", 8, (1 << 24) + 1)), "source.bad-header", "16,777,217 bytes"),
+    "nested 5 deep": (nested(5), "source.bad-header", "more than 4 deep"),
+    "long key": (gguf_bytes({"k" * ((1 << 16) + 1): 1}, {}), "source.bad-header", "longer than 65,536"),
+    "no key": (gguf_bytes({"": 1}, {}), "source.bad-header", "unusable metadata key ''"),
+    "tensor twice": (
+        head(tensors=2) + (text("t") + struct.pack("<IQIQ", 1, 0, 0, 0)) * 2 + bytes(64),
+        "source.bad-header",
+        "tensor t occurs twice",
+    ),
     "type": (with_tensor((32,), kind=4), "source.bad-header", "type 4"),
     "blocks": (with_tensor((33,), kind=2), "source.bad-header", "no whole blocks of 32 q4_0"),
     "outside": (with_tensor((1 << 20,)), "source.truncated", "ends at"),
@@ -132,9 +214,21 @@ def test_hostile_headers(case: str) -> None:
 
 
 def test_tensors_that_overlap() -> None:
-    infos = b"".join(text(name) + struct.pack("<IQIQ", 1, 64, 0, offset) for name, offset in (("a", 0), ("b", 32)))
-    with pytest.raises(MoeqError, match="overlaps"):
-        parsed(b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + infos + bytes(1024))
+    def placed(*tensors: tuple[str, int, int]) -> GgufHeader:
+        infos = (text(name) + struct.pack("<IQIQ", 1, size, 0, offset) for name, size, offset in tensors)
+        return parsed(head(tensors=len(tensors)) + b"".join(infos) + bytes(1024))
+
+    assert list(placed(("b", 16, 64), ("a", 16, 0), ("empty", 0, 32)).tensors) == ["b", "a", "empty"]
+    for other in (("b", 64, 32), ("b", 8, 96), ("b", 64, 0)):
+        with pytest.raises(MoeqError, match="overlaps the tensor before it"):
+            placed(("a", 32, 0), ("empty", 0, 32), other)
+
+
+def test_no_array_outgrows_the_limit_of_headers() -> None:
+    raw = head(keys=1) + text("key") + array(0, 1 << 28) + bytes(64)
+    with pytest.raises(MoeqError, match="has 268,435,456 items, more than 268,435,456 bytes") as caught:
+        read_gguf_header(lambda count: raw[:count], "m.gguf", 1 << 40)
+    assert caught.value.code == "source.bad-header"
 
 
 def mutations(raw: bytes, rng: random.Random) -> bytes:

@@ -33,3 +33,31 @@ def test_multi_token_prediction(name: str) -> None:
     assert found.name("blk.46.nextn.eh_proj.weight") == ("model.layers.46.eh_proj.weight", None)
     assert found.name("blk.46.nextn.shared_head_norm.weight") == ("model.layers.46.shared_head.norm.weight", None)
     assert found.config["nextn_predict_layers"] == "num_nextn_predict_layers"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stored", "expected"),
+    [
+        ("llama", "token_embd.weight", ("model.embed_tokens.weight", None)),
+        ("llama", "blk.7.attn_k.bias", ("model.layers.7.self_attn.k_proj.bias", "rotary")),
+        ("llama", "blk.7.ffn_gate_exps.weight", ("model.layers.7.block_sparse_moe.experts.gate_proj.weight", None)),
+        ("llama", "blk.7.ffn_up.12.weight", ("model.layers.7.block_sparse_moe.experts.12.w3.weight", None)),
+        ("qwen3moe", "blk.7.ffn_up.12.weight", ("model.layers.7.mlp.experts.12.up_proj.weight", None)),
+        ("jamba", "blk.0.ssm_a", ("model.layers.0.mamba.A_log", "logarithm")),
+        ("jamba", "blk.0.ssm_d", ("model.layers.0.mamba.D", None)),
+        ("jamba", "output_norm.weight", ("model.final_layernorm.weight", None)),
+        ("qwen3next", "output_norm.weight", ("model.norm.weight", "minus-one")),
+        ("qwen3next", "blk.1.ssm_dt.bias", ("model.layers.1.linear_attn.dt_bias", None)),
+        ("ernie4_5-moe", "blk.1.exp_probs_b.bias", ("model.layers.1.mlp.moe_statics.e_score_correction_bias", "row")),
+        ("qwen3moe", "blk.99999.attn_q.weight", ("model.layers.99999.self_attn.q_proj.weight", None)),
+        ("qwen3moe", "blk.100000.attn_q.weight", None),
+        ("qwen3moe", "blk.01.attn_q.weight", None),
+        ("qwen3moe", "blk.1.ffn_up.01.weight", None),
+        ("qwen3moe", "blk.1.attn_q.scale", None),
+        ("qwen3moe", "blk.1.attn_sinks.weight", None),
+        ("qwen3moe", "blk.1.ssm_a", None),
+        ("qwen3moe", "output_norm", None),
+    ],
+)
+def test_names(architecture: str, stored: str, expected: tuple[str, str | None] | None) -> None:
+    assert ARCHITECTURES[architecture].name(stored) == expected

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from gguf_files import gguf_bytes, moe_metadata, moe_tensors, write_model
+from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor, write_model
 
 from moeq.errors import MoeqError
 from moeq.gguf.header import GgufTensor
@@ -152,3 +153,57 @@ def test_the_tokenizer_needs_transformers(converts: bool, tmp_path: Path, monkey
     (tmp_path / "own" / "tokenizer.json").write_text("{}")
     source = open_checkpoint(tmp_path / "own").source
     assert (source.warnings, source.read_file("tokenizer.json", 9)) == ([], b"{}")
+
+
+def with_tensors(tmp_path: Path, architecture: str = "qwen3moe", **tensors: tuple[str, tuple[int, ...]]) -> Any:
+    """Open a model with some more tensors, by name (`__` is a dot)."""
+    rng = np.random.default_rng(3)
+    held = moe_tensors(rng, layers=1, hidden=64, inner=64, experts=2)
+    held |= {name.replace("__", "."): random_tensor(rng, *tensor) for name, tensor in tensors.items()}
+    metadata = moe_metadata(architecture, layers=1, hidden=64, inner=64, experts=2)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, held))
+    return open_checkpoint(tmp_path / "m.gguf").source
+
+
+def test_tensors_without_a_name_refuse_transcoding(tmp_path: Path) -> None:
+    extra = {f"blk__0__odd_{number}__weight": ("f32", (4,)) for number in range(4)}
+    source = with_tensors(tmp_path, **extra)
+    refusal = source.config["quantization_config"]["refusal"]
+    shown = "blk.0.odd_0.weight, blk.0.odd_1.weight, blk.0.odd_2.weight, blk.0.odd_3.weight"
+    assert refusal == f"moeq knows no Hugging Face names of 4 of its tensors: {shown}"
+    source = with_tensors(tmp_path, **extra, blk__0__odd_4__weight=("f32", (4,)))
+    assert source.config["quantization_config"]["refusal"].endswith("of 5 of its tensors: " + shown + " and 1 more")
+
+
+def test_computed_tensors_are_left_out(tmp_path: Path) -> None:
+    source = with_tensors(tmp_path, rope_freqs__weight=("f32", (4,)))
+    assert [one.code for one in source.warnings] == ["gguf.computed"]
+    assert "refusal" not in source.config["quantization_config"]
+    assert not [name for name in source.tensors if "rope" in name]
+
+
+def test_types_are_counted(tmp_path: Path) -> None:
+    table = with_tensors(tmp_path).config["quantization_config"]
+    assert table == {
+        "quant_method": "gguf",
+        "experts": {"q4_0": 3},
+        "others": {"q8_0": 6, "f32": 4},
+    }
+
+
+def test_two_names_for_one_tensor(tmp_path: Path) -> None:
+    words = r"m\.gguf: blk\.0\.ffn_norm\.weight and .*post_attention_norm.* are both .*post_attention_layernorm\.weight"
+    with pytest.raises(MoeqError, match=words) as caught:
+        with_tensors(tmp_path, blk__0__post_attention_norm__weight=("f32", (64,)))
+    assert caught.value.code == "source.bad-names"
+
+
+def test_half_a_projection_is_none(tmp_path: Path) -> None:
+    """Shared experts of Granite need both halves; one alone has no name."""
+    source = with_tensors(tmp_path, "granitemoe", blk__0__ffn_gate_shexp__weight=("f32", (8, 64)))
+    assert "1 of its tensors: blk.0.ffn_gate_shexp.weight" in source.config["quantization_config"]["refusal"]
+    halves = {f"blk__0__ffn_{one}_shexp__weight": ("f32", (8, 64)) for one in ("gate", "up")}
+    source = with_tensors(tmp_path, "granitemoe", **halves)
+    assert "refusal" not in source.config["quantization_config"]
+    entry = source.tensors["model.layers.0.shared_mlp.input_linear.weight"]
+    assert (entry.dtype, entry.shape, entry.file) == ("F32", (16, 64), "blk.0.ffn_gate_shexp of m.gguf")
