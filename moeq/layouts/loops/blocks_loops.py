@@ -1,12 +1,19 @@
-"""Loops of `moeq.layouts.loops.blocks`, a block at a time."""
+"""Loops of `moeq.layouts.loops.blocks`, one block or a few at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+from numba import uint64
 
 from moeq.layouts.loops.compiler import loop
+from moeq.layouts.loops.vectors import load, pick_bytes, store
 
 _LOW, _HIGH, _SIGN = np.uint8(15), np.uint8(0xF0), np.uint8(128)
+#: The low halves, and the sign bits, of eight bytes.
+_LOWS, _SIGNS = uint64(0x0F0F0F0F0F0F0F0F), uint64(0x8080808080808080)
 _1, _2, _3, _4, _12, _48, _192 = (np.uint8(n) for n in (1, 2, 3, 4, 12, 48, 192))
 
 
@@ -19,23 +26,47 @@ def _pack(source, half, out):  # type: ignore[no-untyped-def]
         out[half // 2 + i] = (first >> _4) | (second & _HIGH)
 
 
-@loop
-def split_q4_0(rows, codes, scales):  # type: ignore[no-untyped-def]
-    for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
-        for block in range(len(filled) // 16):
-            source = row[18 * block :]
-            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
-            _pack(source[2:], 16, filled[16 * block :])
+def _gathered(width: int, head: int, count: int) -> Callable[..., Any]:
+    """Return a function of the first and last 64 bytes of `count` blocks, of `width` bytes each, that gives their codes.
+
+    The codes are 64 bytes in all; each block's follow `head` bytes of scales.
+    """
+    places = (width * block + head + at for block in range(count) for at in range(64 // count))
+    return pick_bytes(*(place if place < 64 else place + 128 - width * count for place in places))
+
+
+_even_bytes = pick_bytes(*(64 * half + 16 * block + 2 * i for block in range(4) for half in range(2) for i in range(8)))
 
 
 @loop
-def split_mxfp4(rows, codes, scales):  # type: ignore[no-untyped-def]
-    for n in range(rows.shape[0]):
-        row, filled, heads = rows[n], codes[n], scales[n]
-        for block in range(len(filled) // 16):
-            heads[block] = row[17 * block]
-            _pack(row[17 * block + 1 :], 16, filled[16 * block :])
+def _neighbours(octets):  # type: ignore[no-untyped-def]
+    """Pack the codes of four blocks as `_pack` does."""
+    low, high = octets & _LOWS, (octets >> uint64(4)) & _LOWS
+    return _even_bytes(low | low >> uint64(4), high | high >> uint64(4))
+
+
+def _nibble_split(width: int, head: int) -> Callable[..., Any]:
+    """Return the loop that splits blocks of `width` bytes, `head` of them scales: four at once, the last ones alone."""
+    gathered, last = _gathered(width, head, 4), 4 * width - 64
+
+    @loop
+    def split(rows, codes, scales):  # type: ignore[no-untyped-def]
+        for n in range(rows.shape[0]):
+            row, filled, heads = rows[n], codes[n], scales[n]
+            count = len(filled) // 16
+            for block in range(0, count - 3, 4):
+                first = width * block
+                store(filled, 16 * block, _neighbours(gathered(load(row, first), load(row, first + last))))
+            for block in range(count - count % 4, count):
+                _pack(row[width * block + head :], 16, filled[16 * block :])
+            for block in range(count):
+                for i in range(head):
+                    heads[head * block + i] = row[width * block + i]
+
+    return split  # type: ignore[no-any-return]
+
+
+split_q4_0, split_mxfp4 = _nibble_split(18, 2), _nibble_split(17, 1)
 
 
 @loop
@@ -49,15 +80,21 @@ def split_nvfp4(rows, codes, scales):  # type: ignore[no-untyped-def]
                 _pack(row[start + 4 + 8 * i :], 8, filled[32 * block + 8 * i :])
 
 
+_pair_of_q8_0 = _gathered(34, 2, 2)
+
+
 @loop
 def split_q8_0(rows, codes, scales):  # type: ignore[no-untyped-def]
     for n in range(rows.shape[0]):
         row, filled, heads = rows[n], codes[n], scales[n]
-        for block in range(len(filled) // 32):
-            source, out = row[34 * block :], filled[32 * block :]
-            heads[2 * block], heads[2 * block + 1] = source[0], source[1]
-            for i in range(32):
-                out[i] = source[2 + i] ^ _SIGN
+        count = len(filled) // 32
+        for block in range(0, count - 1, 2):
+            found = _pair_of_q8_0(load(row, 34 * block), load(row, 34 * block + 4))
+            store(filled, 32 * block, found ^ _SIGNS)
+        for i in range(32 * (count & 1)):  # the last block of an odd number
+            filled[32 * (count - 1) + i] = row[34 * (count - 1) + 2 + i] ^ _SIGN
+        for block in range(count):
+            heads[2 * block], heads[2 * block + 1] = row[34 * block], row[34 * block + 1]
 
 
 @loop
