@@ -27,9 +27,9 @@ def _pack(source, half, out):  # type: ignore[no-untyped-def]
 
 
 def _gathered(width: int, head: int, count: int) -> Callable[..., Any]:
-    """Return a function of the first and last 64 bytes of `count` blocks, of `width` bytes each, that gives their codes.
+    """Return a function from the first and last 64 bytes of `count` blocks to the 64 bytes of their codes.
 
-    The codes are 64 bytes in all; each block's follow `head` bytes of scales.
+    A block has `width` bytes, of which the first `head` are scales.
     """
     places = (width * block + head + at for block in range(count) for at in range(64 // count))
     return pick_bytes(*(place if place < 64 else place + 128 - width * count for place in places))
