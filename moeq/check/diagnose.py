@@ -99,7 +99,7 @@ def _cause(evidence: Evidence, feature: int) -> str | None:
 
 
 def _span(numbers: list[int]) -> str:
-    """Spell ascending numbers as `3`, `0-15`, or `3, 17, 40 ...`."""
+    """Spell two or more ascending numbers as `0-15` or `3, 17, 40 ...`."""
     if numbers[-1] - numbers[0] + 1 == len(numbers):
         return f"{numbers[0]}-{numbers[-1]}"
     return ", ".join(map(str, numbers[:6])) + (" ..." if len(numbers) > 6 else "")

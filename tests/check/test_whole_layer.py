@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from moeq.check import parallel
 from moeq.check.inputs import Inputs
 from moeq.check.results import Run
-from moeq.check.whole_layer import LayerComparison, Passage
-from moeq.reference.arithmetic import UNIT
+from moeq.check.whole_layer import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
+from moeq.reference.arithmetic import UNIT, Emulated
+from moeq.reference.moe import Expert, Linear
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -60,6 +62,61 @@ def test_nothing_is_nothing(dtype: torch.dtype) -> None:
     for size, passes in ((2.0**-26 if dtype == torch.float16 else 2.0**-122, True), (2.0**-20, False)):
         found = comparison.result(0, torch.full((1, 3), size, dtype=torch.float64), (0,), 64)
         assert (found.exceedance <= 1) is passes
+
+
+def first_products(gate: bool, dtype: torch.dtype) -> dict[str, tuple[Emulated, ...]]:
+    """Emulations of gate and up: 6 (6.26 where weights are rounded) and 10, off by at most 2**-12 and 2**-13."""
+    values = {"gate": (6.26, 6.0, 2.0**-12), "up": (10.0, 10.0, 2.0**-13)}
+    return {
+        name: (Emulated("rounded", wide([plain]), wide([bound])), Emulated("exact", wide([exact]), wide([bound])))
+        for name, (plain, exact, bound) in values.items()
+        if gate or name == "up"
+    }
+
+
+def product(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+    return up * up if gate is None else gate * up
+
+
+def one_expert(gate: bool, bias: float | None = None) -> Expert:
+    gate_weight, up, down = (Linear(torch.tensor([[weight]])) for weight in (3.0, 5.0, 7.0))
+    return Expert(gate_weight if gate else None, up, replace(down, bias=None if bias is None else torch.tensor([bias])))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [None, 0.5])
+@pytest.mark.parametrize("gate", [True, False])
+def test_sixteen_bits_by_hand(gate: bool, bias: float | None, dtype: torch.dtype) -> None:
+    """x is 2, so gate is 2 x 3 and up is 2 x 5; hidden and down weights, gate and up each round once."""
+    found = pass_16bit(torch.tensor([[2.0]]), one_expert(gate, bias), first_products(gate, dtype), product, dtype)
+    u, more = UNIT[dtype], bias or 0
+    hidden = 60 if gate else 100
+    sizes = [hidden * u] * 2 + ([6 * u * 10, 10 * u * 6] if gate else [20 * u * 10 + (10 * u) ** 2])
+    assert float(found.expected) == 7 * hidden + more
+    assert float(found.variance) == pytest.approx(49 * sum(size**2 for size in sizes))
+    plain = float(torch.tensor(62.6 if gate else 100.0).to(dtype))
+    assert float(found.plain) == pytest.approx(7 * plain + more)
+    sums = 6 * 7 * plain + 4 * 7 * plain + (0 if bias is None else bias + 7 * plain)
+    assert float(found.extra) == pytest.approx(sums * 2.0**-24)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+def test_eight_bits_by_hand(gate: bool) -> None:
+    """Four codes of a hidden row may round the other way: a step of int8, 32 of e4m3, and twice its own rounding."""
+    x, dtype, expert = torch.tensor([[2.0]]), torch.bfloat16, one_expert(gate)
+    first, u, hidden = first_products(gate, dtype), 2.0**-8, 62.5 if gate else 100.0
+    found = pass_int8(x, expert, first, product, dtype)
+    flips = 4 * (hidden / 127 + 2 * u * hidden) * 7
+    assert float(found.expected) == float(found.plain) == pytest.approx(7 * hidden)
+    assert float(found.variance) == 0
+    assert float(found.extra) == pytest.approx(flips + (1 + 4) * 7 * hidden * 2.0**-24)
+    found = pass_fp8(x, expert, first, product, dtype, group=128, tensor_cores=True)
+    flips = 4 * (32 * hidden / 448 + 2 * u * hidden) * 7
+    spread = 6 * 7 * (2.0**-13 + (2.0**-12 if gate else 0))
+    sums = 7 * hidden * ((6 + 3 + 4) * 2.0**-24 + 4 * 2.0**-13)
+    assert float(found.expected) == float(found.plain) == pytest.approx(7 * hidden)
+    assert float(found.variance) == 0
+    assert float(found.extra) == pytest.approx(flips + spread + sums)
 
 
 def layer(weights: int, device: str = "cpu") -> Any:
