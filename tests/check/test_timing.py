@@ -78,7 +78,7 @@ def test_the_median_of_warm_calls(name: str, floor: float | None, monkeypatch: p
     (found,) = timing.time_runs([part], inputs, Activation(), 7)
     assert (found.layer, found.run, device.calls) == (7, "3 tokens", 23)
     assert found.microseconds == pytest.approx(105.0), "the median of 10, 20, ... 200"
-    # An expert has 48 codes, 12 scales of two bytes, 12 biases and 8 indices of four; 48 + 24 bytes in the other matrix.
+    # 48 codes, 12 scales of two bytes, 12 biases and 8 indices of four; the other matrix has codes and scales alone.
     assert (timing.expert_bytes(MATRIX), timing.expert_bytes(DOWN)) == (152, 72)  # type: ignore[arg-type]
     assert found.weight_bytes == 2 * (152 + 72)
     # Three tokens of 8 features are read and written, six rows of 6 are written and read, two bytes each.
