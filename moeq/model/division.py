@@ -115,7 +115,7 @@ def split_intermediate(where: str, w2: MatrixSpec, tp: int, unit: int | None) ->
 
 def _share(size: int, tp: int, unit: int | None) -> int:
     """Return the largest number of features of a rank."""
-    return size // tp if unit is None else -(-(size // unit) // tp) * unit
+    return size // tp if unit is None or size % unit else -(-(size // unit) // tp) * unit
 
 
 def _split_problem(w2: MatrixSpec, tp: int, unit: int | None) -> tuple[str, str] | None:
