@@ -150,15 +150,15 @@ class QuarkInt4(ReadOnlyFormat):
         rows = _nibbles(parts["weight"], reorder)
         scales = parts["weight_scale"]
         zeros = _nibbles(parts["weight_zero_point"], reorder) if "weight_zero_point" in parts else None
-        if rows.shape != (spec.n, spec.k):
+        if not _per_channel(parts):
             rows, scales = rows.t(), scales.t()
             zeros = None if zeros is None else zeros.t().contiguous()
         signed = 0 if zeros is not None else 8
         return QuantizedMatrix(spec, rows.contiguous() ^ signed, scales.contiguous(), zeros, bias=parts.get("bias"))
 
 
-def _per_channel(parts: Parts) -> bool:
-    return parts["weight_scale"].shape in ((parts["weight"].shape[0], 1), (parts["weight"].shape[0],))
+def _per_channel(parts: Parts | Mapping[str, Tensor]) -> bool:
+    return parts["weight_scale"].shape == (parts["weight"].shape[0], 1)
 
 
 def _nibbles(words: Tensor, reorder: bool) -> Tensor:
