@@ -78,9 +78,12 @@ def events_shown(progress: events.Progress | bool, title: str) -> Iterator[event
         yield progress
         return
     with shown(progress, title) as advance:
+        if advance is None:
+            yield None
+            return
 
         def tell(event: events.Event) -> None:
-            if advance is not None and isinstance(event, events.Advanced | events.Checking):
+            if isinstance(event, events.Advanced | events.Checking):
                 advance(event.done, event.total, event.label)
 
-        yield None if advance is None else tell
+        yield tell

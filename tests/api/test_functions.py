@@ -12,8 +12,9 @@ import pytest
 from rich import get_console
 
 import moeq
-from moeq.api import bars
-from moeq.api.functions import PlanKeywords, Where
+from moeq.api import bars, engine_backends
+from moeq.api.functions import PlanKeywords, Where, _bytes
+from moeq.check.run_check import CheckOptions
 from moeq.cli import options
 from moeq.cli.app import COMMANDS
 from moeq.pipeline.events import Finished
@@ -71,8 +72,30 @@ def test_a_plan_is_carried_out(checkpoints: Path, tmp_path: Path) -> None:
     assert caught.value.code == "usage.other-plan"
 
 
+def test_sizes_are_texts_or_bytes() -> None:
+    assert [_bytes(size) for size in ("2GiB", 5, None)] == [2 << 30, 5, None]
+
+
+def test_keywords_change_the_options_of_a_check(checkpoints: Path, tmp_path: Path) -> None:
+    source, out = checkpoints / NAME, tmp_path / "out"
+    moeq.convert(source, out, gpu="A100")
+    report = moeq.run_check(out, source, options=CheckOptions(kernels=False, seed=1), seed=3, digests=False)
+    assert (report.seed, report.layers, report.digests_checked) == (3, (), 0)
+    assert moeq.run_check(out, source, options=CheckOptions(kernels=False, seed=1)).digests_checked == 24
+
+
+@pytest.mark.parametrize(("engine", "code"), [("sglang", "usage.unknown-engine"), ("vllm", "environment.no-engine")])
+def test_engines_that_run_nothing_here(engine: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_backends, "find_spec", lambda name: None)
+    with pytest.raises(moeq.MoeqError) as caught:
+        engine_backends.run_engine_check("nowhere", engine=engine)
+    assert caught.value.code == code
+
+
 def test_transcode_checks_or_writes(checkpoints: Path, tmp_path: Path) -> None:
-    assert moeq.transcode(checkpoints / NAME, to="compressed-tensors", check_only=True).exact
+    told: list[Any] = []  # a function takes events, and a check has none
+    assert moeq.transcode(checkpoints / NAME, to="compressed-tensors", check_only=True, progress=told.append).exact
+    assert told == []
     assert moeq.transcode(checkpoints / NAME, tmp_path / "out", to="compressed-tensors").written
     with pytest.raises(TypeError, match="dst"):
         moeq.transcode(checkpoints / NAME, to="compressed-tensors")
