@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from bench.plan_cells import STORED, layer_of
 from bench.plan_regret import Cell, load, report, summary, time_of
-from moeq_kernels.hopper.w4a16.cost import inputs
+from moeq_kernels.hopper.cost import inputs
 from moeq_kernels.hopper.w4a16.w4a16_launches import rounded, work_of
-from moeq_kernels.hopper.w4a16.w4a16_plan import candidates, tiling
+from moeq_kernels.hopper.w4a16.w4a16_plan import candidates, cut
 
 #: Formats of cells of the kernels for 16-bit activations.
 FORMATS = [name for name, stored in STORED.items() if stored.family == "hopper-w4a16"]
@@ -46,12 +46,16 @@ class Data:
         found: list[tuple[Any, ...]] = []
         for number, row in enumerate(rows):
             work = work_of(layer_of(row).problem, rounded(row["tokens"]))
-            for plan in dict.fromkeys(candidates(work, mma=True)):
-                took = time_of(row["plans"], name_of(plan))
-                if took:  # or the plan of the same kernel with the nearest shares
-                    one = tiling(plan, work.kind)
-                    times = math.log(took / work.reading), math.log(took / min(row["plans"].values()))
-                    found.append((number, name_of(plan), inputs(work, one), one.family, one.key, work.kind, *times))
+            # The plan of the same kernel with the nearest shares stands for one that was not timed.
+            plans = {name_of(plan): cut(plan, work.kind) for plan in candidates(work, mma=True)}
+            timed = {name: took for name in plans if (took := time_of(row["plans"], name))}
+            x = inputs(work, *zip(*(plans[name] for name in timed), strict=True)).tolist()
+            for (name, took), values in zip(timed.items(), x, strict=True):
+                one, times = (
+                    plans[name][0],
+                    (math.log(took / work.reading), math.log(took / min(row["plans"].values()))),
+                )
+                found.append((number, name, values, one.family, one.key, work.kind, *times))
         cells, self.plans, x, families, kernels, kinds, times, ratios = zip(*found, strict=True)
         self.cell, self.x = torch.tensor(cells), torch.tensor(x)
         self.time, self.ratio = torch.tensor(times), torch.tensor(ratios)

@@ -20,9 +20,9 @@ from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import GPUS, H200
+from moeq_kernels.hopper.cost import tokens_per_hit
 from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
 from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
-from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
 from moeq_kernels.hopper.w4a16.w4a16_launches import work_of
 from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8

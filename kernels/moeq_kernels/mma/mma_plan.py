@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeq_kernels.gpu import Gpu
-from moeq_kernels.hopper.w4a16.cost import splits_for, tokens_per_hit
+from moeq_kernels.hopper.cost import splits_for, tokens_per_hit
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 

@@ -10,7 +10,8 @@ import torch
 
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.w4a16.cost import Work, microseconds
+from moeq_kernels.hopper import cost
+from moeq_kernels.hopper.cost import Work
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import (
     alike,
@@ -30,9 +31,9 @@ from moeq_kernels.hopper.w4a16.w4a16_plan import (
     Plan,
     Queue,
     Wide,
+    cut,
     kernel_for,
     ranked,
-    tiling,
 )
 from moeq_kernels.launch import Launch
 from moeq_kernels.mma import mma_launches as mma
@@ -78,7 +79,7 @@ def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Plan | Mma
         # Only this kernel reads the two matrices in different formats.
         sizes = kernel_for(WIDE32, kind_of(first), group_of(first), gpu)
         only = Plan(kernel_for(sizes, kind_of(second), group_of(second), gpu))
-        return ((microseconds(work_of(problem, tokens), tiling(only, kind_of(first))), only),)
+        return tuple(cost.ranked(work_of(problem, tokens), [(only, *cut(only, kind_of(first)))]))
     return tuple(ranked(work_of(problem, tokens), not any(mma.reasons(problem))))
 
 

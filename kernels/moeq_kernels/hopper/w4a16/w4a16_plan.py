@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16 import cost
-from moeq_kernels.hopper.w4a16.cost import Tiling, Work, splits_for
+from moeq_kernels.hopper import cost
+from moeq_kernels.hopper.cost import Tiling, Work, splits_for
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.mma.mma_plan import RESIDENT, MmaPlan
 from moeq_kernels.mma.mma_plan import choose as mma_plan
@@ -186,25 +186,33 @@ _WIDE_HEIGHTS = {
 }  # fmt: skip
 
 
-def tiling(plan: Plan | MmaPlan, kind: str) -> Tiling:
-    """Return how a plan cuts the products, as the cost model takes it."""
-    shares = plan.gate_up_splits, plan.down_splits
+@cache
+def tiling(kernel: Kernel | MmaPlan, kind: str) -> Tiling:
+    """Return how a kernel cuts the products, as the cost model takes it."""
     codes = "8" if KINDS[kind].bits == 8 else "int4" if kind == "uint4" else "e2m1"
+    size = kernel.tokens
+    if isinstance(kernel, MmaPlan):
+        return Tiling("mma", f"mma{size} {codes}", size, (size,), size, 256, 64, RESIDENT[size])
+    if isinstance(kernel, Wide):
+        key = f"wide{size}x{kernel.warpgroups}{' gathers' * kernel.gathers}{' fine' * kernel.fine} {codes}"
+        heights, grain = _WIDE_HEIGHTS[size, kernel.fine], 16 if kernel.fine else 32
+        return Tiling("wide", key, size, heights, grain, 128 * kernel.warpgroups, 64, 1)
+    if isinstance(kernel, Queue):
+        key = f"queue{size}x{kernel.resident}{'h' * (kernel.rows == 32)}{kernel.step} {codes}"
+        heights = tuple(one for one in (8, 16, 32, 64) if (kernel.least or size) <= one <= size)
+        return Tiling("queue", key, size, heights, size, 256, kernel.step, kernel.resident)
+    family = type(kernel).__name__.lower()
+    resident, rows = (kernel.resident, size) if isinstance(kernel, Narrow) else (3, 8)
+    return Tiling(family, f"{family}{size} {codes}", rows, (rows,), rows, 256, kernel.step, resident)
+
+
+def cut(plan: Plan | MmaPlan, kind: str) -> tuple[Tiling, tuple[int, int]]:
+    """Return how a plan cuts the products, and how many programs share a tile's k in each."""
     if isinstance(plan, MmaPlan):
-        size = plan.tokens
-        return Tiling("mma", f"mma{size} {codes}", size, (size,), 0, 256, 64, RESIDENT[size], shares)
-    one = plan.kernel
-    if isinstance(one, Wide):
-        key = f"wide{one.tokens}x{one.warpgroups}{' gathers' * one.gathers}{' fine' * one.fine} {codes}"
-        heights, grain = _WIDE_HEIGHTS[one.tokens, one.fine], 16 if one.fine else 32
-        return Tiling("wide", key, one.tokens, heights, grain, 128 * one.warpgroups, 64, 1, shares)
-    if isinstance(one, Queue):
-        key = f"queue{one.tokens}x{one.resident}{'h' * (one.rows == 32)}{one.step} {codes}"
-        heights = tuple(size for size in (8, 16, 32, 64) if (one.least or one.tokens) <= size <= one.tokens)
-        return Tiling("queue", key, one.tokens, heights, 0, 256, one.step, one.resident, (one.up, one.down))
-    family = type(one).__name__.lower()
-    resident, size = (one.resident, one.tokens) if isinstance(one, Narrow) else (3, 8)
-    return Tiling(family, f"{family}{one.tokens} {codes}", size, (size,), 0, 256, one.step, resident, shares)
+        return tiling(plan, kind), (plan.gate_up_splits, plan.down_splits)
+    kernel = plan.kernel
+    shares = (kernel.up, kernel.down) if isinstance(kernel, Queue) else (plan.gate_up_splits, plan.down_splits)
+    return tiling(kernel, kind), shares
 
 
 #: Largest means of tokens per expert, and most pairs, for which kernels are candidates.
@@ -213,11 +221,9 @@ MAX_DIRECT_MEAN, MAX_DIRECT_PAIRS, MAX_MMA_MEAN = 1.6, 128, 48.0
 MAX_WIDE_SHARES = 4
 
 
-def _fewer(up: int, down: int) -> Iterator[tuple[int, int]]:
-    """Yield shares of both products: none, as many as a power of two, and all of them."""
-    yield 1, 1
-    yield 1 << (up.bit_length() - 1), 1 << (down.bit_length() - 1)
-    yield up, down
+def _fewer(up: int, down: int) -> dict[tuple[int, int], None]:
+    """Return shares of both products: none, as many as a power of two, and all of them."""
+    return dict.fromkeys(((1, 1), (1 << (up.bit_length() - 1), 1 << (down.bit_length() - 1)), (up, down)))
 
 
 def kernels(kind: str) -> tuple[Kernel, ...]:
@@ -230,6 +236,12 @@ def kernels(kind: str) -> tuple[Kernel, ...]:
     return *WIDES, DIRECT, *narrows, QUEUE8, QUEUE16 if kind == "uint4" else QUEUE16_FOLDED, QUEUE16_PAIR, *queues
 
 
+@cache
+def kernels_for(kind: str, group: int, gpu: Gpu) -> tuple[Kernel, ...]:
+    """Return the kernels that plans of a layer may have, the simplest first."""
+    return tuple(dict.fromkeys(kernel_for(one, kind, group, gpu) for one in kernels(kind)))
+
+
 def candidates(work: Work, mma: bool = False) -> Iterator[Plan | MmaPlan]:
     """Yield the legal plans of a call whose tiles suit its tokens per expert, the simplest kernels first.
 
@@ -237,15 +249,13 @@ def candidates(work: Work, mma: bool = False) -> Iterator[Plan | MmaPlan]:
     """
     pairs, mean, gpu, kind, group = work.pairs, work.mean, work.gpu, work.kind, work.group
     hidden, intermediate = work.hidden, work.intermediate
-
-    for base in kernels(kind):
-        one = kernel_for(base, kind, group, gpu)
+    for one in kernels_for(kind, group, gpu):
         if isinstance(one, Wide):
             if min(mean / 3, 100.0) <= one.tokens <= mean * 8:
                 items = pairs / mean * max(1.0, mean / one.tokens) * -(-hidden // (128 * one.warpgroups))
                 most = max(1, min(MAX_WIDE_SHARES, -(-intermediate // 64) // 2))  # each has two steps at least
                 shares = max(1, min(most, int(gpu.multiprocessors / max(1.0, items))))
-                yield from (Plan(one, 1, splits) for splits in (1, shares, min(most, 2 * shares)))
+                yield from (Plan(one, 1, splits) for splits in dict.fromkeys((1, shares, min(most, 2 * shares))))
         elif isinstance(one, Direct):
             if work.gated and mean <= MAX_DIRECT_MEAN and pairs <= MAX_DIRECT_PAIRS:
                 up = shares_for(pairs * -(-intermediate // 128), -(-hidden // one.step), 16, gpu)
@@ -267,5 +277,4 @@ def candidates(work: Work, mma: bool = False) -> Iterator[Plan | MmaPlan]:
 
 def ranked(work: Work, mma: bool = False) -> list[tuple[float, Plan | MmaPlan]]:
     """Return the candidates with their predicted microseconds, the cheapest first; ties go to the simplest."""
-    found = [(cost.microseconds(work, tiling(one, work.kind)), one) for one in dict.fromkeys(candidates(work, mma))]
-    return sorted(found, key=lambda pair: pair[0])
+    return cost.ranked(work, [(one, *cut(one, work.kind)) for one in candidates(work, mma)])

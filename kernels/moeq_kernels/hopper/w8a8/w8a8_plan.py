@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.w4a16.cost import tokens_per_hit
+from moeq_kernels.hopper.cost import tokens_per_hit
 from moeq_kernels.hopper.w4a16.w4a16_plan import MAX_DIRECT_MEAN, shares_for
 
 

@@ -9,6 +9,7 @@ import pickle
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.cases import Recipe, make_layer
@@ -18,9 +19,9 @@ from bench.plan_regret import judged, load
 from moeq_kernels.cuda import promotion_of
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import GPUS, H200
+from moeq_kernels.hopper.cost import Tiling, Work, counts, microseconds, splits_for, tiles, tokens_per_hit
 from moeq_kernels.hopper.support import matrix_reasons, triton_reason
 from moeq_kernels.hopper.w4a16 import w4a16_launches as layer_of_hopper
-from moeq_kernels.hopper.w4a16.cost import Work, counts, microseconds, splits_for, tiles, tokens_per_hit
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.w4a16_plan import (
     MAX_DIRECT_MEAN,
@@ -32,10 +33,10 @@ from moeq_kernels.hopper.w4a16.w4a16_plan import (
     Queue,
     Wide,
     candidates,
+    cut,
     kernel_for,
     kernels,
     ranked,
-    tiling,
 )
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare
@@ -111,7 +112,8 @@ def test_time_grows_with_the_work_and_falls_with_the_memory_rate(kind: str) -> N
             continue
 
         def time_of(*sizes: int, plan: Plan = plan, **options: Any) -> float:
-            return microseconds(work_of(*sizes, kind, **options), tiling(plan, kind))
+            (time,) = microseconds(work_of(*sizes, kind, **options), *zip(cut(plan, kind), strict=True))
+            return float(time)
 
         base = time_of(64, 32, 4, 4096, 2048)
         assert base < time_of(256, 128, 4, 4096, 2048)
@@ -124,13 +126,18 @@ def test_time_grows_with_the_work_and_falls_with_the_memory_rate(kind: str) -> N
 
 def test_the_distribution_of_tokens_over_experts_is_binomial() -> None:
     for tokens, share in ((5, 0.25), (100, 0.0625), (4096, 0.03), (3000, 0.5), (7, 1.0)):
-        found = counts(tokens, share)
-        total = sum(chance for _, chance in found)
-        assert total == pytest.approx(1.0 - (1.0 - share) ** tokens, abs=0.02)
-        assert sum(count * chance for count, chance in found) == pytest.approx(tokens * share, rel=0.02)
-    number, rows = tiles(8, 1.0, 16, (8, 16), 0)  # each expert gets eight tokens: one tile, multiplied at eight
-    assert (number, rows) == pytest.approx((1.0, 8.0))
-    assert tiles(40, 1.0, 32, (32,), 32)[0] == pytest.approx(2.0)
+        numbers, chances = counts(tokens, share)
+        assert chances.sum() == pytest.approx(1.0 - (1.0 - share) ** tokens, abs=0.02)
+        assert numbers @ chances == pytest.approx(tokens * share, rel=0.02)
+    ones = [Tiling("wide", "", size, heights, grain, 128, 64, 1) for size, heights, grain in (
+        (16, (8, 16), 16), (32, (32,), 32), (96, (32, 64, 80, 96), 16))]  # fmt: skip
+    sizes = np.array([one.row for one in ones])
+    number, rows = tiles(8, 1.0, sizes)  # each expert gets eight tokens: one tile, multiplied at the least height
+    assert number.tolist() == [1.0, 1.0, 1.0]
+    assert rows.tolist() == [8.0, 32.0, 32.0]
+    number, rows = tiles(136, 1.0, sizes)  # the last kernel's tiles are 80 and 56 tokens
+    assert number.tolist() == [9.0, 5.0, 2.0]
+    assert rows.tolist() == [136.0, 160.0, 144.0]
 
 
 def test_kernels_without_a_gate_or_for_one_product_are_left_out() -> None:

@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from moeq_kernels.gpu import H200, Gpu
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 #: Least steps, of so many bytes of words, of a share in the queue kernel (see `product_launches`).
 _STEP_BYTES, _LEAST_STEPS = 16384, 4
+Array = NDArray[np.float64]
+Plan = TypeVar("Plan")
+#: Most eights of tokens in a tile, and where multiplied rows by eights begin in `Tiling.row`.
+_MOST_EIGHTS, _FIRST_EIGHT = 20, 7
 #: Most points at which the distribution of tokens over experts is evaluated.
 _POINTS = 24
 #: Inputs further than so many standard deviations from the mean of recorded cells are clipped.
@@ -118,15 +125,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a plan cuts the two products into items.
+    """How a kernel cuts the two products into items.
 
     Attributes:
         family, key: names of the kernel in "slopes" and in "kernels" of the coefficients.
         tokens: token rows per tile, which are multiplied at one of the `heights`.
-        grain: granularity of the heights of an expert's tiles, which are alike; 0: all but its last are full.
+        grain: granularity of the heights of an expert's tiles, which are alike; `tokens`: all but its last are full.
         columns, step: columns of weights in an item, and rows of k in a step.
         resident: programs that a multiprocessor holds.
-        shares: programs that share a tile's k in each product; for the queue kernel, most shares for each program.
     """
 
     family: str
@@ -137,92 +143,106 @@ class Tiling:
     columns: int
     step: int
     resident: int
-    shares: tuple[int, int]
+
+    @cached_property
+    def row(self) -> Array:
+        """Sizes, flags of the queue and the direct kernels, and multiplied rows by eights of a tile's tokens."""
+        flags = self.family == "queue", self.family == "direct"
+        sizes = self.tokens, self.grain, self.columns, self.step, self.resident
+        rows = [next((one for one in self.heights if one >= 8 * n), self.heights[-1]) for n in range(_MOST_EIGHTS + 1)]
+        return np.array([*sizes, *flags, *rows], dtype=float)
 
 
 @cache
-def counts(tokens: int, share: float) -> tuple[tuple[int, float], ...]:
+def counts(tokens: int, share: float) -> tuple[Array, Array]:
     """Return numbers of tokens that an expert may get, from 1 up, and their probabilities (binomial)."""
     if share >= 1.0:
-        return ((tokens, 1.0),)
+        return np.array([float(tokens)]), np.array([1.0])
     mean = tokens * share
     spread = math.sqrt(mean * (1.0 - share))
     low, high = max(1, int(mean - 6 * spread)), min(tokens, int(mean + 6 * spread) + 6)
     stride = max(1, (high - low) // _POINTS)
-    log_odds, log_miss = math.log(share) - math.log1p(-share), tokens * math.log1p(-share)
-    whole = math.lgamma(tokens + 1) + log_miss
-    return tuple(
-        (n, stride * math.exp(whole - math.lgamma(n + 1) - math.lgamma(tokens - n + 1) + n * log_odds))
-        for n in range(low, high + 1, stride)
-    )
+    whole = math.lgamma(tokens + 1) + tokens * math.log1p(-share)
+    log_odds = math.log(share) - math.log1p(-share)
+    found = range(low, high + 1, stride)
+    logs = [whole - math.lgamma(n + 1) - math.lgamma(tokens - n + 1) + n * log_odds for n in found]
+    return np.array(found, dtype=float), stride * np.exp(logs)
 
 
-@cache
-def tiles(tokens: int, share: float, size: int, heights: tuple[int, ...], grain: int) -> tuple[float, float]:
-    """Return the expected tiles of an expert and their multiplied rows."""
-    number = rows = 0.0
-    for count, chance in counts(tokens, share):
-        some = -(-count // size)
-        height = size
-        if grain:
-            height = -(-count // some // grain) * grain
-            some = -(-count // height)
-        last = count - (some - 1) * height
-        full, rest = (next((one for one in heights if one >= want), heights[-1]) for want in (height, last))
-        number += chance * some
-        rows += chance * ((some - 1) * full + rest)
-    return max(number, 1e-9), max(rows, 1e-9)
+def tiles(tokens: int, share: float, sizes: Array) -> tuple[Array, Array]:
+    """Return the expected tiles of an expert and their multiplied rows, for each of several `Tiling.row`."""
+    count, chance = counts(tokens, share)
+    grain = sizes[:, 1:2]
+    height = np.ceil(count / np.ceil(count / sizes[:, :1]) / grain) * grain
+    before = np.ceil(count / height) - 1.0
+    eights = np.ceil(np.stack((height, count - before * height)) * 0.125).astype(np.intp)
+    full, last = sizes[:, _FIRST_EIGHT:][np.arange(len(sizes))[:, None], eights]
+    return np.maximum((before + 1.0) @ chance, 1e-9), np.maximum((before * full + last) @ chance, 1e-9)
 
 
-def inputs(work: Work, one: Tiling) -> list[float]:
-    """Return what the factor of a plan's time depends on beside its kernel; the order is that of the coefficients.
+def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> Array:
+    """Return what the factors of plans' times depend on beside their kernels, `[plans, inputs]`.
 
     Of each product: logarithms of the waves of items, of how far rounding up adds to them, of the shares of a tile and
     of the steps of an item. Then logarithms of the multiplied rows of a tile, the part of reads that no other tile
     repeats, how full tiles are, pairs, features, experts, microseconds of reading, and the memory's rate for an SM.
+
+    Args:
+        shares: programs that share a tile's k in each product; for the queue kernel, most shares for each program.
     """
-    number, rows = float(work.pairs), 8.0 * work.pairs  # for few tokens every pair is a tile
-    if one.family != "direct":
-        tokens = max(1, work.pairs // work.top_k)
-        found = tiles(tokens, work.share, one.tokens, one.heights, one.grain)
-        number, rows = work.experts * found[0], work.experts * found[1]
-    slots = work.gpu.multiprocessors * one.resident
-    sizes = ((1 + work.gated) * work.intermediate, work.hidden), (work.hidden, work.intermediate)
-    products = []
-    for (columns, k), shares in zip(sizes, one.shares, strict=True):
-        items, steps = number * -(-columns // one.columns), -(-k // one.step)
-        if one.family == "queue":  # see `queue.cut`
-            least = _LEAST_STEPS * max(1, _STEP_BYTES // (32 * KINDS[work.kind].bits * one.step))
-            shares = max(1, min(int(shares * slots / max(1.0, items)), steps // least))
-        waves = items * shares / slots
-        rounded = math.ceil(waves) / max(1.0, waves)
-        products.append((min(max(waves, 0.05), 20.0), rounded, float(shares), float(-(-steps // shares))))
-    return [
-        math.log(value)
-        for value in (
-            *products[0], *products[1], rows / number, min(1.0, work.hit / number), work.mean / one.tokens, work.pairs,
-            work.hidden, work.intermediate, work.hit, work.reading,
-            work.memory_rate / work.gpu.multiprocessors,
-        )
-    ]  # fmt: skip
+    sizes = np.array([one.row for one in kernels])
+    tokens, _, columns, step, resident, is_queue, is_direct = sizes.T[:_FIRST_EIGHT, :, None]
+    number, rows = tiles(max(1, work.pairs // work.top_k), work.share, sizes)
+    number, rows = number[:, None] * work.experts, rows[:, None] * work.experts
+    if is_direct.any():  # every pair is a tile
+        number, rows = np.where(is_direct, work.pairs, number), np.where(is_direct, 8.0 * work.pairs, rows)
+    slots = work.gpu.multiprocessors * resident
+    features, k = np.array((((1 + work.gated) * work.intermediate, work.hidden), (work.hidden, work.intermediate)))
+    items, steps, each = number * np.ceil(features / columns), np.ceil(k / step), np.array(shares, dtype=float)
+    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * KINDS[work.kind].bits * step))  # see `queue.cut`
+    cut = np.minimum(each * slots // np.maximum(1.0, items), steps // least)
+    each = np.where(is_queue, np.maximum(1.0, cut), each)
+    waves = items * each / slots
+    products = (
+        np.minimum(np.maximum(waves, 0.05), 20.0),
+        np.ceil(waves) / np.maximum(1.0, waves),
+        each,
+        np.ceil(steps / each),
+    )
+    found = np.stack(products, 2).reshape(len(sizes), 8)
+    of_tiles = rows / number, np.minimum(1.0, work.hit / number), work.mean / tokens
+    of_call = (
+        work.pairs, work.hidden, work.intermediate, work.hit, work.reading, work.memory_rate / work.gpu.multiprocessors,
+    )  # fmt: skip
+    return np.log(np.concatenate((found, *of_tiles, np.full((len(sizes), 6), of_call)), 1))
 
 
 @cache
 def _coefficients() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(__file__).with_name("coefficients.json").read_text())
-    return found
+    return {
+        name: np.array(some) if isinstance(some, list) else {one: np.array(values) for one, values in some.items()}
+        for name, some in found.items()
+    }
 
 
-def microseconds(work: Work, one: Tiling) -> float:
-    """Return the predicted time of a plan."""
+def microseconds(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> Array:
+    """Return the predicted times of plans; the arguments are those of `inputs`."""
     fitted = _coefficients()
-    x = [
-        min(_WIDEST, max(-_WIDEST, (value - middle) / scale))
-        for value, middle, scale in zip(inputs(work, one), fitted["middle"], fitted["scale"], strict=True)
-    ]
-    kind = fitted["kinds"][_SIMILAR.get(work.kind, work.kind)]
-    bias, *kernel = fitted["kernels"][one.key]
-    factor = bias + sum(map(mul, fitted["slopes"][one.family], x))
-    for weights, output, part, other in zip(fitted["weights"], fitted["output"], kernel, kind, strict=True):
-        factor += output * math.tanh(part + other + sum(map(mul, weights, x)))
-    return work.reading * math.exp(factor)
+    x = (inputs(work, kernels, shares) - fitted["middle"]) / fitted["scale"]
+    x = np.minimum(np.maximum(x, -_WIDEST), _WIDEST)
+    own = np.array([fitted["kernels"][one.key] for one in kernels])
+    slopes = np.array([fitted["slopes"][one.family] for one in kernels])
+    hidden = np.tanh(x @ fitted["weights"].T + own[:, 1:] + fitted["kinds"][_SIMILAR.get(work.kind, work.kind)])
+    return work.reading * np.exp(own[:, 0] + (x * slopes).sum(1) + hidden @ fitted["output"])
+
+
+def ranked(work: Work, candidates: Sequence[tuple[Plan, Tiling, tuple[int, int]]]) -> list[tuple[float, Plan]]:
+    """Return plans with their predicted microseconds, the cheapest first; ties go to the first one.
+
+    Args:
+        candidates: plans, and how each cuts the products (see `inputs`).
+    """
+    plans, kernels, shares = zip(*candidates, strict=True)
+    times = microseconds(work, kernels, shares)
+    return [(float(times[i]), plans[i]) for i in np.argsort(times, kind="stable")]
