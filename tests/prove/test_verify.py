@@ -61,6 +61,16 @@ def test_a_clean_conversion(clean, checkpoints) -> None:
     assert verify(clean, checkpoints / NAME, slow=True).ok
 
 
+def test_every_step_is_counted_once(clean, checkpoints) -> None:
+    tensors = len(LocalSource(clean, "").tensors)
+    for source, slow, total in ((None, False, tensors), (None, True, tensors + 8), (checkpoints / NAME, True, None)):
+        told: list[tuple[int, int, str]] = []
+        assert verify(clean, source, slow=slow, progress=lambda *step, to=told: to.append(step)).ok
+        done, of, _ = told[-1]
+        assert done == of == (total or of)
+        assert [step[0] for step in told].count(of) == 1
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_byte_names_its_expert(out, workers) -> None:
     path, start, size = place(out, f"{PREFIX}.w2_weight")
