@@ -53,7 +53,7 @@ _PUBLIC = {
     "load_tensors": "moeq.load.torch_loader:load_tensors",
     "writable_layer": "moeq.update.layers:writable_layer",
     "Writer": "moeq.update.writer:Writer",
-    "snapshot": "moeq.update.writer:snapshot",
+    "snapshot": "moeq.update.snapshot:snapshot",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from moeq.model import Checkpoint as Checkpoint
     from moeq.model import open as open
     from moeq.update.layers import writable_layer as writable_layer
+    from moeq.update.snapshot import snapshot as snapshot
     from moeq.update.writer import Writer as Writer
-    from moeq.update.writer import snapshot as snapshot
 
     gpu = parse_gpu
 

@@ -121,11 +121,12 @@ def logical_digest(matrix: QuantizedMatrix) -> str:
 
 def new_digest(spec: MatrixSpec) -> blake3:
     """Begin the digest of a matrix, before its first tensor (see `logical_digest`)."""
-    return blake3(_header(spec))
+    return blake3(header_of(spec))
 
 
 @lru_cache(maxsize=256)
-def _header(spec: MatrixSpec) -> bytes:
+def header_of(spec: MatrixSpec) -> bytes:
+    """Return the bytes that are hashed before the first tensor."""
     header = {
         "n": spec.n,
         "k": spec.k,
@@ -138,17 +139,16 @@ def _header(spec: MatrixSpec) -> bytes:
     return json.dumps(header, sort_keys=True).encode()
 
 
-def begin_field(digest: blake3, name: str, nbytes: int) -> None:
-    """Begin a tensor; its bytes are added to the digest afterwards."""
-    digest.update(name.encode())
-    digest.update(nbytes.to_bytes(8, "little"))
+def field_header(name: str, nbytes: int) -> bytes:
+    """Return the bytes that are hashed before those of a tensor."""
+    return name.encode() + nbytes.to_bytes(8, "little")
 
 
 def _update(digest: blake3, name: str, tensor: Tensor) -> None:
     import torch
 
     data = tensor.contiguous().view(-1).view(torch.uint8)
-    begin_field(digest, name, data.numel())
+    digest.update(field_header(name, data.numel()))
     digest.update(data.numpy().data)
 
 

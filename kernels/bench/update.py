@@ -3,9 +3,9 @@
     PYTHONPATH=.:kernels python kernels/bench/update.py --out update.json
 
 Checked first: the bytes of the gather kernel against those of the CPU, a CUDA graph that was captured before an update
-and replayed after it, and updates on one stream beside reads on another. Then a layer and an expert are timed, written
-by the kernel alone and through `moeq.Writer`, and `moeq.snapshot` of the layer; the model's times are those of its 48
-layers.
+and replayed after it, updates on one stream beside reads on another, and digests against those of the CPU. Then a layer
+and an expert are timed, written by the kernel alone and through `moeq.Writer`, and `moeq.snapshot` of the layer; the
+model's times are those of its 48 layers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 import moeq
@@ -31,7 +33,9 @@ from moeq.model.shards import Range
 from moeq.update.layers import WritableLayer
 from moeq.update.placing import placement_of
 from moeq.update.quantize import quantize
+from moeq.update.snapshot import is_gathered, read_digests
 from moeq.update.writer import Writer
+from moeq_kernels.blake3 import digests
 from moeq_kernels.index_maps import Packing
 from moeq_kernels.placement import place
 
@@ -201,6 +205,41 @@ def check_streams(places: Places) -> None:
         assert torch.equal(weight, versions[turn % 2][2]), turn
 
 
+def check_hashes(places: Places) -> None:
+    """Check digests of random messages against the CPU's."""
+    for length in (0, 1, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024 + 7, 777_777, (1 << 20) + 1, 3_145_728):
+        messages = torch.zeros(3, -(-max(length, 1) // 64) * 64, dtype=torch.uint8, device=DEVICE)
+        messages[:, :length] = torch.randint(256, (3, length), dtype=torch.uint8, device=DEVICE)
+        for message, digest in zip(messages.cpu(), digests(messages, length).cpu(), strict=True):
+            assert digest.numpy().tobytes() == blake3(message[:length].numpy().data).digest(), length
+
+
+#: Converted layers whose digests are checked: with gate and up rows in pairs, scales of blocks, and
+#: zero points.
+CONVERTED = {
+    "mxfp4-gptoss": "marlin-mxfp4-interleaved/1",
+    "ct-fp8-block-qwen3moe": "xpu-fp8-block/1",
+    "awq-int4-g32-qwen3moe": "triton-wna16/1",
+}
+
+
+def check_snapshots(places: Places) -> None:
+    """Check digests of layers in several layouts against those of the CPU, before and after an update."""
+    for name, layout in CONVERTED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            source, out = f"tests/data/checkpoints/{name}", f"{folder}/out"
+            moeq.convert(source, out, gpu="H100", engine="moeq", layout=layout, force_layout=True)
+            layer, cpu = (moeq.writable_layer(out, 0, device=one, check_gpu=False) for one in (DEVICE, "cpu"))
+            assert is_gathered(layer), layout
+            assert moeq.snapshot(layer) == moeq.snapshot(cpu) == Writer([cpu]).digest(0), layout
+            spec = layer.specs["w2"]
+            weight = torch.randn(spec.n, spec.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+            one, other = Writer([layer]), Writer([cpu])
+            one.update(0, 1, "down", weight)
+            other.update(0, 1, "down", weight)
+            assert one.digest(0) == other.digest(0) == moeq.snapshot(layer), layout
+
+
 class Inputs:
     """New weights of a layer's experts, in floats and as packed words, and the tensors that are written."""
 
@@ -256,6 +295,12 @@ class Inputs:
         }
         self.writer.update(0, 0, "w13", half)
 
+    def hasher(self) -> Callable[[], object]:
+        """Return a call that hashes as many bytes as the codes of a layer have."""
+        size = EXPERTS * INTERMEDIATE * HIDDEN // 2
+        messages = torch.randint(256, (EXPERTS, size // EXPERTS), dtype=torch.uint8, device=DEVICE)
+        return lambda: [digests(messages, messages.shape[1]) for _ in range(3)]
+
     def copier(self) -> Callable[[], None]:
         """Return a call that copies a layer as it is, from other memory."""
         pairs = [(one, one.clone()) for parts in self.into.values() for one in parts.values()]
@@ -272,6 +317,11 @@ def measure(places: Places) -> dict[str, float]:
         inputs.from_words()
     floats, words = seconds(inputs.from_floats), seconds(inputs.from_words)
     replayed, copied = seconds(graph.replay, 20), seconds(inputs.copier(), 20)
+    layer = inputs.writer.layers[0]
+    start = time.perf_counter()
+    assert read_digests(layer, (), gather=False) == read_digests(layer, ())
+    on_cpu = time.perf_counter() - start
+    digested = seconds(lambda: moeq.snapshot(layer), 10)
     return {
         "model_from_bf16_s": LAYERS * floats,
         "model_from_words_s": LAYERS * words,
@@ -281,7 +331,10 @@ def measure(places: Places) -> dict[str, float]:
         "graph_rate_of_copy": copied / replayed,
         "one_expert_us": 1e6 * seconds(inputs.one_expert, 50),
         "one_expert_of_writer_us": 1e6 * seconds(inputs.expert_of_writer, 50),
-        "snapshot_of_layer_ms": 1e3 * seconds(lambda: moeq.snapshot(inputs.writer.layers[0]), 2),
+        "snapshot_of_layer_ms": 1e3 * digested,
+        "snapshot_rate_of_copy": copied / digested,
+        "hashes_of_layer_ms": 1e3 * seconds(inputs.hasher(), 10),
+        "snapshot_of_layer_on_cpu_ms": 1e3 * on_cpu,
     }
 
 
@@ -292,7 +345,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this benchmark needs a GPU")
     places = Places()
-    for check in (check_bytes, check_graph, check_streams):
+    for check in (check_bytes, check_graph, check_streams, check_hashes, check_snapshots):
         check(places)
         print(f"{check.__name__}: ok")
     found = {"gpu": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), **measure(places)}

@@ -1,4 +1,4 @@
-"""Index maps of packed tensors as digits of numbers, and how the source of a write holds its elements."""
+"""Index maps of packed tensors as digits of numbers, for writes and reads, and how a write's source holds elements."""
 
 from __future__ import annotations
 
@@ -108,3 +108,33 @@ class Packing:
         order = self.order or tuple(range(self.per))
         digits = sum(place << (4 * element) for element, place in enumerate(order))
         return {"PER": self.per, "ALONG_ROWS": self.along_rows, "ORDER": digits, "SIGN": self.sign}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Words and fields of a packed tensor in which the elements of a matrix lie.
+
+    Attributes:
+        rows: digits of a row's number: radix, multiple, whether it counts backwards, words and fields by which it
+            counts.
+        columns: the same for a column's number.
+        bits: bits of an element.
+        fields: elements in a word.
+        flip: bits of each element that are stored inverted.
+        steps: permutation of the bits of a stored word as `(left shift, mask)` pairs; empty for none.
+        shared: rows of the matrix that share a stored row.
+        half: stored row of the matrix from which on `above` is added to find the packed row, below it `below`.
+        below: see `half`.
+        above: see `half`.
+    """
+
+    rows: tuple[tuple[int, int, int, int, int], ...]
+    columns: tuple[tuple[int, int, int, int, int], ...]
+    bits: int
+    fields: int
+    flip: int = 0
+    steps: tuple[tuple[int, int], ...] = ()
+    shared: int = 1
+    half: int = 0
+    below: int = 0
+    above: int = 0

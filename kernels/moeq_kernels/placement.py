@@ -1,32 +1,32 @@
-"""Write a matrix into a packed tensor in place, by an index map that is given as digits of row and column numbers.
+"""Write a matrix into a packed tensor in place, or read it, by an index map that is given as digits of numbers.
 
-The kernel is launched on the current stream and never synchronises: later work of the stream reads the new words, and
+Kernels are launched on the current stream and never synchronise: later work of the stream reads the new words, and
 graphs that were captured before find them at the same address.
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moeq_kernels import interpreter
 from moeq_kernels.areas import Area, contiguous
 from moeq_kernels.errors import KernelArgumentError
-from moeq_kernels.gpu import gpu_of
-from moeq_kernels.index_maps import Packing, Placement
-from moeq_kernels.launch import Launch, Schedule, run_with_triton
+from moeq_kernels.index_maps import Packing, Placement, Reading
+from moeq_kernels.launch import Launch
 from moeq_kernels.placement_tiles import tiling_of
-
-if TYPE_CHECKING:
-    from moeq_kernels.cuda import Bound
+from moeq_kernels.queued import Queued
 
 #: Words that a program writes, one by one.
 BLOCK = 512
+
+#: Rows and columns that a program reads.
+READ_TILE = (16, 128)
 
 #: Upper bound of the planned launches that are kept: one for each part, shape and source.
 KEPT = 256
@@ -66,32 +66,103 @@ def place(
     )
     if source.device != target.device:
         raise KernelArgumentError(f"a matrix on {source.device} cannot be written to {target.device}")
-    addresses = (0, source.data_ptr(), target.data_ptr())  # there is no workspace
-    if source.device.type != "cuda" or (addresses[1] | addresses[2]) % 16 or gpu_of(source.device).backend != "cuda":
-        run_with_triton([found.launch], {"source": source.view(found.source), "target": target})
-        return
-    device = source.device.index
-    here = nullcontext() if torch.cuda.current_device() == device else torch.cuda.device(device)
-    with here:
-        if device not in found.bound:
-            found.bound[device] = _bind(found.launch, source.device)
-        found.bound[device].run(addresses, (), torch.cuda.current_stream(device).cuda_stream)
+    found.queued.run(source.view(found.source), target)
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Elements of several matrices in a tensor.
+
+    Attributes:
+        rows: rows of a matrix.
+        columns: elements of the tensor that a row takes.
+        first: element of the tensor at which the first matrix begins.
+        step: elements of the tensor from one matrix to the next.
+    """
+
+    rows: int
+    columns: int
+    first: int
+    step: int
+
+
+def read(
+    source: Tensor, target: Tensor, reading: Reading, first_row: int, into: Elements, *, pairs: bool = False
+) -> None:
+    """Read rows of several matrices out of their packed words, in the order of the current stream.
+
+    Args:
+        source: words of the packed matrices, `[matrices, ...]`, contiguous.
+        target: where elements are written, contiguous.
+        reading: where elements lie.
+        first_row: row of each matrix at which they begin.
+        into: elements of the target that are written.
+        pairs: whether a byte of the target takes two elements of four bits, that of the even column in its low half.
+
+    Raises:
+        KernelArgumentError: if no dtype holds a word of the reading.
+    """
+    shapes = (target.dtype, target.numel(), source.dtype, tuple(source.shape))
+    planned_reading(reading, first_row, pairs, into, *shapes).run(source, target)
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """Planned write: the launch, the dtype as which it reads the source, and the launch as bound to each device."""
+    """Planned write: its launch, and the dtype as which it reads the source."""
 
     launch: Launch
     source: torch.dtype
-    bound: dict[int, Bound] = field(default_factory=dict)
+
+    @cached_property
+    def queued(self) -> Queued:
+        """The launch on tensors."""
+        return Queued([self.launch], ("source", "target"))
 
 
-def _bind(launch: Launch, device: torch.device) -> Bound:
-    """Compile and load a launch for a device, which is current."""
-    from moeq_kernels.cuda import Bound
-
-    return Bound(Schedule((launch,), 0), ("workspace", "source", "target"), {}, gpu_of(device), device.index)
+@lru_cache(maxsize=KEPT)
+def planned_reading(
+    reading: Reading,
+    first_row: int,
+    pairs: bool,
+    into: Elements,
+    written: torch.dtype,
+    target_size: int,
+    stored: torch.dtype,
+    sizes: tuple[int, ...],
+) -> Queued:
+    """Plan a read. Raises KernelArgumentError as `read`."""
+    size = -(-reading.bits * reading.fields // 8)
+    if size not in _WORDS:
+        raise KernelArgumentError(f"words of {size} bytes cannot be read")
+    words = math.prod(sizes) * stored.itemsize // size
+    arguments: dict[str, Any] = {
+        "source": Area.of("source", _WORDS[size], words),
+        "target": Area.of("target", written, target_size),
+        "rows": into.rows,
+        "columns": into.columns,
+        "first_row": first_row,
+        "half": reading.half,
+        "below": reading.below,
+        "above": reading.above,
+        "source_step": words // max(sizes[0], 1),
+        "target_step": into.step,
+        "target_first": into.first,
+    }
+    rows, columns = (512, 256) if interpreter.active() else READ_TILE
+    constants = {
+        "ROW_DIGITS": reading.rows,
+        "COLUMN_DIGITS": reading.columns,
+        "SHARED": reading.shared,
+        "BITS": reading.bits,
+        "FLIP": reading.flip,
+        "STEPS": reading.steps,
+        "WIDE": size == 8,
+        "PAIRS": pairs,
+        "ROWS": rows,
+        "COLUMNS": columns,
+    }
+    grid = (-(-into.columns // columns), -(-into.rows // rows), sizes[0])
+    return Queued([Launch("device.placement:read_words", grid, arguments, constants)], ("source", "target"))
 
 
 @lru_cache(maxsize=KEPT)

@@ -198,7 +198,7 @@ class ArrangedLayout(Layout):
         found: dict[str, Tensor] = {}
         for name, part in self.parts(spec).items():
             elements = rearrange(part, parts[name], self.element_shape(part, spec))
-            found[part.field] = self.decode(name, elements, spec)
+            found[part.field] = repeat_rows(part, self.decode(name, elements, spec), spec)
         return QuantizedMatrix(
             spec=spec,
             codes=found["codes"],
@@ -219,15 +219,14 @@ class ArrangedLayout(Layout):
         return tensor if part.field == "codes" or as_stored(part, matrix.spec) else tensor.to(torch_dtype(part.dtype))
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
-        """Invert `encode`, from the words of `unpack_words`."""
+        """Invert `encode` element by element, from the words of `unpack_words`; no row is repeated."""
         part = self.parts(spec)[name]
         if part.field == "codes":
             return elements.view(torch_dtype("U8"))
         if part.field == "zeros":
             return elements.view(torch_dtype("U8")).to(torch_dtype("I16"))
         logical = torch_dtype(logical_dtype(part, spec))
-        stored = elements.view(logical if as_stored(part, spec) else torch_dtype(part.dtype)).to(logical)
-        return stored if part.rows == 1 else stored.repeat_interleave(part.rows, dim=0)[: spec.n].contiguous()
+        return elements.view(logical if as_stored(part, spec) else torch_dtype(part.dtype)).to(logical)
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         """Return whether a part holds other values than the logical tensor (and so might lose some)."""
@@ -248,7 +247,8 @@ class ArrangedLayout(Layout):
             if self.recodes(part, matrix.spec):
                 before: Tensor = getattr(matrix, part.field)
                 words = self.encode(name, matrix).contiguous().view(word_dtype(part.bits))
-                yield part.field, before.reshape(-1), self.decode(name, words, matrix.spec).reshape(-1)
+                after = repeat_rows(part, self.decode(name, words, matrix.spec), matrix.spec)
+                yield part.field, before.reshape(-1), after.reshape(-1)
 
     def _measured(self, matrix: QuantizedMatrix) -> str:
         """Say how far numbers are rounded, ` (scales by at most 0.2 %)`; empty where one changes by 100 % or more."""
@@ -356,6 +356,11 @@ class ArrangedLayout(Layout):
             )
         shard = replace(spec, n=(n[1] - n[0]) * (2 if is_gated_w13(spec) else 1))
         return shard if k == (0, spec.k) else shard.with_sizes(k=k[1] - k[0])
+
+
+def repeat_rows(part: Part, stored: Tensor, spec: MatrixSpec) -> Tensor:
+    """Return all rows of a matrix, of which a part stores one for each `part.rows`."""
+    return stored if part.rows == 1 else stored.repeat_interleave(part.rows, dim=0)[: spec.n].contiguous()
 
 
 def is_common(part: Part, spec: MatrixSpec) -> bool:

@@ -1,14 +1,16 @@
-"""Turn the index map of a layout's part into the placement of a block that a GPU writes by one gather kernel."""
+"""Turn the index map of a layout's part into what a GPU writes, or reads, by one gather kernel."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import Part
+from moeq.layouts.arrangement import Arrangement
 
 if TYPE_CHECKING:
-    from moeq_kernels.index_maps import Digit, Placement
+    from moeq_kernels.index_maps import Digit, Placement, Reading
 
 
 def placement_of(
@@ -31,12 +33,7 @@ def placement_of(
     arrangement = part.arrangement
     height, width = part.padded(*shape)
     radices = arrangement.radices(height, width)
-    multiples: dict[str, tuple[int, int]] = {}
-    for axis, digits in enumerate((arrangement.rows, arrangement.columns)):
-        multiple = 1
-        for digit in reversed(digits):
-            multiples[digit.name] = (axis, multiple)
-            multiple *= radices[digit.name]
+    multiples = _multiples(arrangement, radices)
     limits = _limits(part, shape, (height, width), rows, columns, half)
     if limits is None or part.halves_swapped:
         return None
@@ -59,6 +56,58 @@ def placement_of(
         fields.append((offset[0], offset[1]))
     steps = part.rewrite.steps if part.rewrite is not None else ()
     return Placement(tuple(found), tuple(fields), part.bits, part.flip, steps, origin)
+
+
+def reading_of(part: Part, shape: tuple[int, int]) -> Reading:
+    """Return where the elements of a part lie.
+
+    Args:
+        part: part of a packed matrix.
+        shape: `(rows, columns)` of all its elements, without the padding inside the layout.
+    """
+    from moeq_kernels.index_maps import Reading
+
+    arrangement = part.arrangement
+    height, width = part.padded(*shape)
+    radices = arrangement.radices(height, width)
+    multiples = _multiples(arrangement, radices)
+    digits: tuple[list[tuple[int, int, int, int, int]], ...] = ([], [])
+    for which, places in enumerate((arrangement.words, arrangement.fields)):
+        stride = 1
+        for one in reversed(places):
+            axis, multiple = multiples[one.name]
+            radix = radices[one.name]
+            counts = (stride, 0) if which == 0 else (0, stride)
+            digits[axis].append((radix, multiple, int(one.reversed), *counts))
+            stride *= radix
+    half = shape[0] // 2
+    below, above = (half, -half) if part.halves_swapped else (0, 0)
+    if arrangement.has_halves:  # padding lies behind each half
+        gap = height // 2 - half
+        below, above = (below + gap, above) if part.halves_swapped else (below, above + gap)
+    return Reading(
+        rows=tuple(digits[0]),
+        columns=tuple(digits[1]),
+        bits=part.bits,
+        fields=arrangement.fields_per_word,
+        flip=part.flip,
+        steps=part.rewrite.inverse.steps if part.rewrite is not None else (),
+        shared=part.rows,
+        half=half,
+        below=below,
+        above=above,
+    )
+
+
+def _multiples(arrangement: Arrangement, radices: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the axis of each digit, and the rows or columns by which it counts."""
+    found: dict[str, tuple[int, int]] = {}
+    for axis, digits in enumerate((arrangement.rows, arrangement.columns)):
+        multiple = 1
+        for digit in reversed(digits):
+            found[digit.name] = (axis, multiple)
+            multiple *= radices[digit.name]
+    return found
 
 
 def _limits(

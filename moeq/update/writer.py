@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
+from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.deploy.deployment import Deployment
-from moeq.digest import logical_digest
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
-from moeq.matrix import QuantizedMatrix, split_projections
-from moeq.model.regroup import ungroup
+from moeq.matrix import QuantizedMatrix
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import reshaped, same_matrix
 from moeq.update.device import obstacle, place_all, place_matrix, places_all
@@ -28,10 +26,11 @@ from moeq.update.incoming import (
     read_layer,
     read_update,
 )
-from moeq.update.layers import WritableLayer, snapshot_digest
+from moeq.update.layers import WritableLayer
 from moeq.update.loss import RoundingLoss, measure
 from moeq.update.merge import merged_matrix, regrouped, whole_matrix
 from moeq.update.quantize import Rule
+from moeq.update.snapshot import Digests, as_source, digests_of, layer_digest, read_digests, read_matrix, stored_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +98,7 @@ class Writer:
             _check_deployment(layer, deployment)
         _check_shared_memory(self.layers.values())
         self._rule, self._gather = rule, gather
-        self._digests = {number: _known_digests(layer) for number, layer in self.layers.items()}
+        self._digests: dict[int, Digests] = {number: _known_digests(layer) for number, layer in self.layers.items()}
         self._calibrations: dict[tuple[int, StackedRole], list[float]] = {}
 
     def update(
@@ -206,8 +205,8 @@ class Writer:
         """
         found = self._layer(layer)
         held = self._digests[layer]
-        held.update(_read_digests(found, held))
-        return snapshot_digest(layer, iter((*key, value) for key, value in sorted(held.items())))
+        held.update(read_digests(found, held))
+        return layer_digest(found, held)
 
     def _gathers(self, layer: WritableLayer, projection: str, block: ProjectionBlock | None) -> bool:
         """Return whether the gather kernel writes an update: it writes whole stacked matrices."""
@@ -251,7 +250,7 @@ class Writer:
         new = whole_matrix(layer, role, given) if block is None else None
         rounded = any(one.weight is not None for one in given.values())
         old = read_matrix(layer, role, places[0]) if new is None or rounded else None
-        loss = measure(given, _as_source(layer, role, old) if block is None and layer.is_whole and old else None)
+        loss = measure(given, as_source(layer, role, old) if block is None and layer.is_whole and old else None)
         if new is None:
             assert old is not None  # read just above
             _check_reversible(layer, role, old, places[0])
@@ -262,7 +261,7 @@ class Writer:
         _replace(layer, role, places, packed)
         if calibrations is not None:
             self._calibrations[layer.layer, role] = calibrations
-        digests = {name: value for name, value in _digests_of(layer, role, held) if name in given}
+        digests: dict[str, str] = {name: value for name, value in digests_of(layer, role, held) if name in given}
         self._digests[layer.layer] |= {(expert, name): value for name, value in digests.items()}
         written = len(places) * sum(tensor[0].nbytes for tensor in layer.tensors[role].values())
         return Update(self.digest(layer.layer), digests, tuple(places), written, losses, loss)
@@ -316,16 +315,6 @@ class Writer:
             raise MoeqError("usage.no-such-expert", f"layer {layer.layer} has experts 0 to {last}, not {expert!r}")
 
 
-def snapshot(layer: WritableLayer) -> str:
-    """Read all experts that a rank holds and return the layer's digest, equal to `Writer.digest` of true weights."""
-    return snapshot_digest(layer.layer, iter((*key, value) for key, value in sorted(_read_digests(layer, {}).items())))
-
-
-def read_matrix(layer: WritableLayer, role: StackedRole, row: int) -> QuantizedMatrix:
-    """Unpack one row of the stacked tensors: the rank's part of an expert's `w13` or `w2`, without padding."""
-    return layer.padding.unpad(layer.layout.unpack(_stored_row(layer, role, row), layer.padded(role)))
-
-
 def pack(
     layer: WritableLayer, layout: Layout, role: StackedRole, matrix: QuantizedMatrix
 ) -> tuple[Packed, QuantizedMatrix, int]:
@@ -353,16 +342,6 @@ def pack(
     return packed, layer.padding.unpad(unpacked), losses
 
 
-def _stored_row(layer: WritableLayer, role: StackedRole, row: int) -> dict[str, Tensor]:
-    """Return the parts of a row in the dtypes of the layout; engines round some scales and biases."""
-    from moeq.layouts.arranged import torch_dtype
-
-    wanted = layer.layout.tensors(layer.padded(role))
-    return {
-        name: tensor[row].to("cpu", torch_dtype(wanted[name].dtype)) for name, tensor in layer.tensors[role].items()
-    }
-
-
 def _check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatrix, row: int) -> None:
     """Check that weights which stay keep their bytes, where packing rounds.
 
@@ -373,7 +352,7 @@ def _check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMat
 
     if not layer.layout.allow_lossy or (layer.layout.calibration_scope is not None and layer.layout.lossy is None):
         return
-    stored = _stored_row(layer, role, row)
+    stored = stored_row(layer, role, row)
     layout = layer.layout
     padded = layer.padding.pad(old)
     value = layout.calibrate(padded) if layout.calibration_scope is not None else None
@@ -408,31 +387,8 @@ def _replace(layer: WritableLayer, role: StackedRole, places: Sequence[int], pac
             raise
 
 
-def _read_digests(layer: WritableLayer, known: Container[tuple[int, str]]) -> dict[tuple[int, str], str]:
-    """Return the digests of projections that are not known, read from the tensors."""
-    found = {}
-    for row, expert in enumerate(layer.experts):
-        for role in STACKED_ROLES:
-            names = [name for name in layer.projections if (name == "down") == (role == "w2")]
-            if all((expert, name) in known for name in names):
-                continue
-            for name, digest in _digests_of(layer, role, read_matrix(layer, role, row)):
-                found[expert, name] = digest
-    return found
-
-
 def _known_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
     return {(expert, name): values[expert] for name, values in layer.digests.items() for expert in set(layer.experts)}
-
-
-def _as_source(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> QuantizedMatrix:
-    """Return the matrix in the groups of the source."""
-    group = layer.specs[role].group_size
-    return matrix if group == layer.written[role].group_size else ungroup(matrix, group)
-
-
-def _digests_of(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix) -> list[tuple[str, str]]:
-    return [(name, logical_digest(part)) for name, part in split_projections(_as_source(layer, role, matrix))]
 
 
 def _calibrations(layer: WritableLayer, role: StackedRole) -> list[float]:

@@ -1,4 +1,4 @@
-"""Gather the elements of a matrix into the words of a packed tensor: one kernel for every index map."""
+"""Gather the elements of a matrix into the words of a packed tensor, and back: one kernel for every index map."""
 
 from __future__ import annotations
 
@@ -173,3 +173,94 @@ def place_tiles(
     live = (top_row < top_rows) & (top_column < top_columns)
     place = tl.multiple_of(place, RUN) + number % RUN
     tl.store(target + matrix * target_step + place, packed.to(target.dtype.element_ty), live)
+
+
+@triton.jit
+def _places(number, DIGITS: tl.constexpr):
+    """Return what row or column numbers contribute to the number of a word, and to that of a field."""
+    word = tl.zeros(number.shape, tl.int64)
+    field = tl.zeros(number.shape, tl.int32)
+    for i in tl.static_range(len(DIGITS)):
+        # Names of one iteration may not be constants in another, hence the indices.
+        digit = number // DIGITS[i][1] % DIGITS[i][0]
+        if DIGITS[i][2]:
+            digit = DIGITS[i][0] - 1 - digit
+        word += digit.to(tl.int64) * DIGITS[i][3]
+        field += digit * DIGITS[i][4]
+    return word, field
+
+
+@triton.jit
+def _element(
+    source, row, column, live, BITS: tl.constexpr, FLIP: tl.constexpr, STEPS: tl.constexpr, WIDE: tl.constexpr
+):
+    """Load elements at the words and fields of their rows and columns."""
+    word = tl.load(source + row[0] + column[0], live, 0)
+    shift = BITS * (row[1] + column[1])
+    if WIDE:
+        value = _moved_bits(word.to(tl.uint64), STEPS) >> shift.to(tl.uint64)
+    else:
+        value = _moved_bits(word.to(tl.uint32), STEPS) >> shift.to(tl.uint32)
+    if BITS < 32:
+        value &= (1 << BITS) - 1
+    return value ^ FLIP
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "columns",
+        "first_row",
+        "half",
+        "below",
+        "above",
+        "source_step",
+        "target_step",
+        "target_first",
+    ]
+)
+def read_words(
+    source,  # packed words
+    target,  # elements in rows of `columns`, or pairs of them
+    rows,  # rows that are read of a matrix
+    columns,  # elements, or pairs, in a row
+    first_row,  # row of the matrix at which they begin
+    half,  # stored row of the matrix from which on `above` is added, below which `below` is
+    below,
+    above,
+    source_step,  # packed words from one matrix to the next
+    target_step,  # elements of the target from one matrix to the next
+    target_first,  # element of the target with which the first matrix begins
+    # Digits of the row number, and of the column number: radix, multiple, reversed, and by how many words and fields
+    # the digit counts.
+    ROW_DIGITS: tl.constexpr,
+    COLUMN_DIGITS: tl.constexpr,
+    SHARED: tl.constexpr,  # rows of the matrix that share a stored row
+    BITS: tl.constexpr,  # bits of an element in the packed word
+    FLIP: tl.constexpr,  # bits of an element that are stored inverted
+    STEPS: tl.constexpr,  # permutation of the bits of a stored word: (left shift, mask) pairs that are OR-ed
+    WIDE: tl.constexpr,  # whether words have 64 bits
+    PAIRS: tl.constexpr,  # whether the target holds two elements of four bits in a byte
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Read a tile of the elements of one matrix."""
+    matrix = tl.program_id(2).to(tl.int64)
+    source += matrix * source_step
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    live = (row < rows)[:, None] & (column < columns)[None, :]
+    stored = (row + first_row) // SHARED
+    across = _places(stored + tl.where(stored < half, below, above), ROW_DIGITS)
+    across = (across[0][:, None], across[1][:, None])
+    if PAIRS:
+        even = _places(2 * column, COLUMN_DIGITS)
+        odd = _places(2 * column + 1, COLUMN_DIGITS)
+        low = _element(source, across, (even[0][None, :], even[1][None, :]), live, BITS, FLIP, STEPS, WIDE)
+        high = _element(source, across, (odd[0][None, :], odd[1][None, :]), live, BITS, FLIP, STEPS, WIDE)
+        value = low | (high << 4)
+    else:
+        one = _places(column, COLUMN_DIGITS)
+        value = _element(source, across, (one[0][None, :], one[1][None, :]), live, BITS, FLIP, STEPS, WIDE)
+    place = row[:, None].to(tl.int64) * columns + column[None, :]
+    tl.store(target + target_first + matrix * target_step + place, value.to(target.dtype.element_ty), live)

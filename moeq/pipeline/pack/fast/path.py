@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
-from moeq.digest import begin_field, new_digest
+from moeq.digest import field_header, new_digest
 from moeq.layouts.float_bits import e4m3_values
 from moeq.layouts.loops import transpose
 from moeq.layouts.loops.columns import repeat_columns
@@ -409,7 +409,8 @@ class FastPath:
         for field in (name for name in _FIELDS if name in read[0]):
             hashed = _GROUPED[field] if self.times > 1 and field in _GROUPED else field
             for digest, fields in zip(digests, read, strict=True):
-                begin_field(digest, field, fields[hashed].size * (2 if field == "zeros" else fields[hashed].itemsize))
+                size = fields[hashed].size * (2 if field == "zeros" else fields[hashed].itemsize)
+                digest.update(field_header(field, size))
             for projection, rows in self._proven(field, read, outputs, scratch):
                 if rows is None:
                     return None

@@ -22,15 +22,16 @@ from torch import Tensor
 
 from moeq_kernels import interpreter, portable
 from moeq_kernels.areas import Area, Arena, contiguous
+from moeq_kernels.blake3 import planned as planned_digests
 from moeq_kernels.compiling import compile_one, specialise
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError, KernelEnvironmentError
 from moeq_kernels.formats import FORMATS, Format, find_format
 from moeq_kernels.gpu import GPUS, Gpu
-from moeq_kernels.index_maps import Digit, Packing, Placement
+from moeq_kernels.index_maps import Digit, Packing, Placement, Reading
 from moeq_kernels.launch import Launch
 from moeq_kernels.lora import activation_launch, sum_launch
-from moeq_kernels.placement import planned
+from moeq_kernels.placement import Elements, planned, planned_reading
 from moeq_kernels.portable import quantize_launch
 from moeq_kernels.problem import Piece, Problem, symbolic
 from moeq_kernels.records import PackedMatrix
@@ -124,6 +125,9 @@ def _small_kernels() -> list[Case]:
         "sum_choices",
         "place_words",
         "place_tiles",
+        "read_words",
+        "hash_chunks",
+        "join_nodes",
         "activate_rows",
         "add_choices",
     )
@@ -210,6 +214,11 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
         return quantize_launch(area(case.dtype, 64, HIDDEN), codes, scales, None, False)
     if case.epilogue in ("place_words", "place_tiles"):
         return _placement_launch(case.epilogue == "place_tiles")
+    if case.epilogue == "read_words":
+        return _reading_launch()
+    if case.epilogue in ("hash_chunks", "join_nodes"):
+        queued, _ = planned_digests(2, INTERMEDIATE * HIDDEN // 2, INTERMEDIATE * HIDDEN // 2)
+        return queued.launches[0 if case.epilogue == "hash_chunks" else 1]
     if case.epilogue == "activate_rows":
         sums, more = area(torch.float32, 64, 2 * INTERMEDIATE), area(torch.float32, 64, INTERMEDIATE)
         areas = {"sums": sums, "gate": more, "up": more, "out": area(case.dtype, 64, INTERMEDIATE)}
@@ -259,6 +268,16 @@ def _placement_launch(whole: bool) -> Launch:
     words = (INTERMEDIATE * HIDDEN // 8,)
     given, written = (torch.uint8, source, contiguous(source)), (torch.int32, words, contiguous(words))
     return planned(placement, Packing(2), (source[1], HIDDEN), *given, *written).launch
+
+
+def _reading_launch() -> Launch:
+    """Return the launch that reads int4 codes, two to a byte, out of Marlin's order."""
+    rows = ((8, 1, 0, 4, 0), (2, 8, 0, 0, 2), (4, 16, 0, 1, 0), (INTERMEDIATE // 64, 64, 0, 32, 0))
+    columns = ((2, 1, 0, 0, 4), (4, 2, 0, 1, 0), (2, 8, 0, 0, 1), (HIDDEN // 16, 16, 0, INTERMEDIATE // 2, 0))
+    bytes_of_matrix = INTERMEDIATE * HIDDEN // 2
+    into = Elements(INTERMEDIATE, HIDDEN // 2, 13, bytes_of_matrix + 64)
+    given = torch.uint8, 2 * bytes_of_matrix + 128, torch.int32, (2, bytes_of_matrix // 4)
+    return planned_reading(Reading(rows, columns, 4, 8), 0, True, into, *given).launches[0]
 
 
 def _meta_matrix(case: Case, n: int, k: int) -> PackedMatrix:
