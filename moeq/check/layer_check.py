@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from moeq.check.timing import time_runs
 from moeq.check.whole_layer import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
 from moeq.checkpoint.manifest import LayerEntry, Projection
 from moeq.errors import MoeqError
-from moeq.load.packed_sample import load_packed
+from moeq.load.packed_sample import PackedPart, load_packed
 from moeq.model import Checkpoint
 from moeq.reference.arithmetic import (
     Emulated,
@@ -31,9 +30,6 @@ from moeq.reference.arithmetic import (
 )
 from moeq.reference.moe import Activation, Expert, Linear, activate
 from moeq.reference.stored_floats import stored_weight
-
-if TYPE_CHECKING:
-    from moeq.load.packed_sample import PackedPart
 
 #: Largest number of other experts that a failing one is compared with, to recognise a swap.
 MOST_SUSPECTS = 16

@@ -15,6 +15,7 @@ import torch
 from moeq.check.layer_check import LayerCheck, check_layer
 from moeq.check.results import LayerReport
 from moeq.model import Checkpoint
+from moeq.model import open as open_checkpoint
 from moeq.spelling import for_shell, spelled
 
 #: Fewest weights of a layer for which a process of its own, which imports torch and triton, pays.
@@ -122,7 +123,6 @@ def _place(checkpoint: Checkpoint) -> _Place:
 
 
 def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[str]]:
-    from moeq.model import open as open_checkpoint
     from moeq_kernels import interpreter
 
     torch.set_num_threads(threads)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeq.cli import options, shards
+from moeq.cli.conversion_report import ConversionReport
 from moeq.cli.out import Output
 from moeq.cli.plan import render_needs, warn_of_scales, warn_overridden, warn_slow
 from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
+from moeq.report.text import counted, human_bytes, line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,7 +65,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
-    from moeq.cli.conversion_report import ConversionReport
     from moeq.pipeline.convert import convert
     from moeq.pipeline.run.resources import parse_size
     from moeq.report.publishing import open_push
@@ -186,8 +187,6 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     """Print a conversion for people."""
     from rich.text import Text
 
-    from moeq.report.text import counted, human_bytes, line
-
     plan = conversion.plan
     head = (f"{_deed(conversion)} {shards.of(conversion)}{conversion.destination}", "bold")
     count = f"{'in all ' if conversion.shard else ''}{counted(len(plan.files), 'file')}"
@@ -262,7 +261,6 @@ def regrouping_lines(conversion: Conversion) -> list[str]:
 def _render_loading(console: Console, conversion: Conversion) -> None:
     """Print what loads the result, and with what."""
     from moeq.oracle.loaders import loads_in
-    from moeq.report.text import line
 
     target, loaders = conversion.verdict.convert, conversion.loaders
     line(console, "loads in", loads_in(loaders))
@@ -285,7 +283,6 @@ def sharding_lines(conversion: Conversion) -> list[str]:
 
 def _render_proof(console: Console, conversion: Conversion) -> None:
     from moeq.layouts.registry import layout_class
-    from moeq.report.text import counted, line
 
     manifest = conversion.manifest
     if manifest is None:

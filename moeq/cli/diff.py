@@ -8,6 +8,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Compare experts by dequantised values, whatever their packing. Exit 0: equal, 1: different."""
-    from moeq.cli.progress import ProgressReport
     from moeq.prove.diff import diff
 
     out: Output = ctx.obj

@@ -9,8 +9,12 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.fits import converted_deployment, fit_document, fit_lines
+from moeq.cli.inspect import asked_deployment
 from moeq.cli.out import Output
+from moeq.deploy.detect import environment
 from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.plan.options import Question
+from moeq.report.text import human_bytes, line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,8 +33,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Show environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
-    from moeq.deploy.detect import environment
-
     out: Output = ctx.obj
     document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None, "fit": None}
     found, problem = (None, None) if src is None else _asked(src, revision, given, document)
@@ -48,12 +50,10 @@ def _asked(
     src: str, revision: str | None, given: options.GivenDeployment, document: dict[str, Any]
 ) -> tuple[Answer | None, MoeqError | None]:
     """Return the answer about a checkpoint and its problem: a doctor reports what other commands raise."""
-    from moeq.cli.inspect import asked_deployment
     from moeq.model import open as open_checkpoint
     from moeq.model.converted import ConvertedCheckpoint
     from moeq.pipeline.plan.commands import next_of_converted
     from moeq.pipeline.plan.decide import advised
-    from moeq.pipeline.plan.options import Question
     from moeq.report.advice import advice
     from moeq.transcode.advise import advise
 
@@ -98,8 +98,6 @@ def _asked(
 
 def render(console: Console, document: dict[str, Any]) -> None:
     """Print the summary."""
-    from moeq.report.text import human_bytes, line
-
     console.print("moeq doctor", style="bold")
     for label, text in document["environment"].items():
         line(console, label, str(text))

@@ -9,8 +9,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from moeq.checkpoint.warning import EXPLAINED
 from moeq.errors import EXIT_CODES, MoeqError
+from moeq.layouts.registry import layout_facts
 from moeq.oracle.explain import Entry, catalog
+from moeq.schemes.registry import FORMATS, get_format
 
 #: Engines whose backends `moeq explain` describes, whatever a user asked for.
 _ENGINES = ("vllm@0.33.0", "moeq")
@@ -34,7 +37,6 @@ def errors() -> Iterator[Entry]:
 
 def checkpoint_warnings() -> Iterator[Entry]:
     """Yield what `inspect` calls odd, and what `--scan` finds."""
-    from moeq.checkpoint.warning import EXPLAINED
     from moeq.model.scan import MESSAGES
 
     for code, text in EXPLAINED.items():
@@ -84,8 +86,6 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 def layouts() -> Iterator[Entry]:
     """Yield an entry for every layout. Imports torch."""
-    from moeq.layouts.registry import layout_facts
-
     for row in layout_facts():
         facts = [("devices", row.arch), ("layout_of", row.source), ("slices", row.slicing), ("padding", row.padding)]
         facts.append(("order_of_w13", row.w13_order))
@@ -95,8 +95,6 @@ def layouts() -> Iterator[Entry]:
 
 def formats() -> Iterator[Entry]:
     """Yield an entry for every checkpoint format."""
-    from moeq.schemes.registry import FORMATS, get_format
-
     for found in map(get_format, FORMATS):
         text = "moeq converts it." if found.refusal is None else f"Not converted: {found.refusal}."
         yield Entry(found.id, "format", found.title, text)

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from moeq.cli import options
+from moeq.cli.conversion_report import ConversionReport
+from moeq.cli.convert import document, render
 from moeq.cli.out import Output
 from moeq.cli.plan import warn_of_scales
 
@@ -23,8 +25,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Check that all shards are there and agree, then publish. Options are taken from the shards."""
-    from moeq.cli.conversion_report import ConversionReport
-    from moeq.cli.convert import document, render
     from moeq.pipeline.finalize import finalize
 
     out: Output = ctx.obj

@@ -6,7 +6,9 @@ import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
+from moeq.pipeline.plan.options import Question, Ranks
 
 if TYPE_CHECKING:
     from moeq.cli.options import GivenDeployment
@@ -20,8 +22,6 @@ def converted_deployment(checkpoint: ConvertedCheckpoint, given: GivenDeployment
     Returns:
         None if no option was given.
     """
-    from moeq.deploy.deployment import Deployment
-
     if given.empty:
         return None
     own = Deployment.from_json(checkpoint.manifest.deployment)
@@ -35,7 +35,6 @@ def converted_problem(checkpoint: ConvertedCheckpoint, deployment: Deployment) -
     from moeq.load.ranks import Rank, plan_rank
     from moeq.load.torch_loader import require_arch, uneven_unit
     from moeq.pipeline.plan.layer_verdict import heads_problem
-    from moeq.pipeline.plan.options import Ranks
 
     ranks = Ranks.of(deployment.tp, deployment.ep)
     try:
@@ -57,7 +56,6 @@ def _conversion(checkpoint: ConvertedCheckpoint, deployment: Deployment, error: 
     from moeq.model import open as open_checkpoint
     from moeq.pipeline.plan.commands import convert_command
     from moeq.pipeline.plan.decide import advised
-    from moeq.pipeline.plan.options import Question
 
     source = checkpoint.manifest.source
     try:

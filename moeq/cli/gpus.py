@@ -9,6 +9,9 @@ import typer
 
 from moeq.cli import completion, options
 from moeq.cli.out import Output
+from moeq.deploy.detect import detect_gpu
+from moeq.deploy.gpus import known_gpus, parse_gpu
+from moeq.report.text import line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,10 +30,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """List the GPUs that `--gpu` knows, or say which one a name means."""
-    from moeq.deploy.detect import detect_gpu
-    from moeq.deploy.gpus import known_gpus, parse_gpu
-    from moeq.report.text import line
-
     out: Output = ctx.obj
     gpus = [parse_gpu(name)] if name else list(known_gpus().values())
     here = detect_gpu()

@@ -11,7 +11,12 @@ from moeq.cli import options
 from moeq.cli.files import require_writable, write_text
 from moeq.cli.fits import converted_deployment, fit_document, fit_lines
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
+from moeq.pipeline.plan.options import Question
+from moeq.report.backend_matrix import TP_SIZES
 
 if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
@@ -94,9 +99,6 @@ def _fit(checkpoint: Checkpoint, given: options.GivenDeployment) -> dict[str, An
 
 def _page(checkpoint: Checkpoint, deployment: Deployment | None) -> str:
     """Render backends by GPU: the one that was asked about, then common ones."""
-    from moeq.deploy.deployment import Deployment
-    from moeq.deploy.gpus import parse_gpu
-    from moeq.report.backend_matrix import TP_SIZES
     from moeq.report.oracle_page import DEVICES, render
 
     checkpoint.require_source()
@@ -107,7 +109,6 @@ def _page(checkpoint: Checkpoint, deployment: Deployment | None) -> str:
 
 def scan_experts(out: Output, checkpoint: Checkpoint) -> list[CheckpointWarning]:
     """Read the data of the experts and return what it shows beyond the headers."""
-    from moeq.cli.progress import ProgressReport
     from moeq.model.scan import scan
 
     if checkpoint.kind == "converted":
@@ -129,7 +130,6 @@ def asked_deployment(given: options.GivenDeployment) -> Deployment | None:
 def decided(checkpoint: Checkpoint, deployment: Deployment | None) -> tuple[Answer | None, str | None]:
     """Return the answer, or why there is none. A forced backend that does not fit is an error here too."""
     from moeq.pipeline.plan.decide import advised, without_loss
-    from moeq.pipeline.plan.options import Question
 
     if checkpoint.kind == "converted":
         return None, "already converted"

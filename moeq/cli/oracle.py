@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moeq.cli import options
 from moeq.cli.files import require_writable, write_text
+from moeq.cli.inspect import verdict_document
 from moeq.cli.out import Output
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
+from moeq.oracle.sweep import Cell, deployments, matrix, matrix_markdown, unmet
+from moeq.pipeline.plan.options import Question
+from moeq.report.backend_matrix import TP_SIZES
+from moeq.report.text import human_bytes, line, ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,18 +94,14 @@ def _opened(src: str, revision: str | None) -> Checkpoint:
 
 def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list[int]) -> str:
     """Render backends by GPU and size; sizes that were not given are the usual ones."""
-    from moeq.deploy.gpus import parse_gpu
-    from moeq.report.backend_matrix import TP_SIZES
     from moeq.report.oracle_page import render
 
     return render(checkpoint, base, [parse_gpu(name) for name in gpus] or [base.gpu], sizes or TP_SIZES)
 
 
 def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment, *, brief: bool, rank: bool) -> int:
-    from moeq.cli.inspect import verdict_document
     from moeq.pipeline.plan.commands import next_command
     from moeq.pipeline.plan.decide import advised, rank_backends
-    from moeq.pipeline.plan.options import Question
     from moeq.transcode.advise import advise
 
     found = advised(checkpoint, Question(deployment), explain=True)
@@ -110,7 +113,6 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
     rankings = [rank_backends(checkpoint, found, part) for part in found.parts] if rank else []
 
     def render(console: Console) -> None:
-        from moeq.report.text import line, ranges
         from moeq.report.verdict_text import render_part, render_ranking
 
         for part in found.parts:
@@ -145,13 +147,11 @@ def _single(out: Output, src: str, checkpoint: Checkpoint, deployment: Deploymen
 
 def _upgrade(out: Output, src: str, checkpoint: Checkpoint, deployment: Deployment) -> int:
     """Show what each version of a range decides and what changed; the answer is no if the newest one refuses."""
-    from dataclasses import replace
     from functools import cache
 
     from moeq.oracle.upgrade import steps
     from moeq.oracle.versions import version_range
     from moeq.pipeline.plan.decide import answer
-    from moeq.pipeline.plan.options import Question
 
     @cache
     def asked(engine: str) -> Answer:
@@ -199,8 +199,6 @@ def _exit_code(verdicts: Sequence[Verdict]) -> ExitCode:
 
 def _details(console: Console, verdict: Verdict) -> None:
     """Print the rest of a verdict: asked, keys, sizes, memory, what mattered, gates, notes."""
-    from moeq.report.text import human_bytes, line
-
     facts = [("asked", verdict.asked), ("method", verdict.method), ("keys", verdict.weight_key)]
     if verdict.sizes:
         s = verdict.sizes
@@ -232,9 +230,6 @@ def _matrix(
     require: Sequence[str],
     markdown: bool,
 ) -> int:
-    from moeq.deploy.gpus import parse_gpu
-    from moeq.oracle.sweep import matrix_markdown, unmet
-
     gpus = [parse_gpu(name) for name in axes[0]] or [base.gpu]
     swept = _cells(checkpoint, base, gpus, axes[1] or [base.tp], axes[2] or [base.ep])
     tables = list(swept.items())
@@ -267,9 +262,7 @@ def _cells(
     checkpoint: Checkpoint, base: Deployment, gpus: Sequence[Gpu], tps: Sequence[int], eps: Sequence[int]
 ) -> dict[str, list[Cell]]:
     """Decide every cell of GPUs x TP x EP, by scheme. Impossible cells are refusals, never exceptions."""
-    from moeq.oracle.sweep import Cell, deployments
     from moeq.pipeline.plan.decide import answer
-    from moeq.pipeline.plan.options import Question
 
     found: dict[str, list[Cell]] = {}
     for where in deployments(base, gpus, tps, eps):
@@ -305,8 +298,6 @@ def _cell(cell: Cell) -> dict[str, Any]:
 def _table(console: Console, title: str, cells: Sequence[Cell]) -> None:
     from rich.table import Table
     from rich.text import Text
-
-    from moeq.oracle.sweep import matrix
 
     columns, rows = matrix(cells)
     table = Table(title=title, title_justify="left")

@@ -9,6 +9,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Run vLLM's own CPU-runnable packing on sampled experts. Exit 0: bit-equal, 1: different, 3: no vLLM here."""
-    from moeq.cli.progress import ProgressReport
     from moeq.prove.parity import parity
 
     out: Output = ctx.obj

@@ -11,6 +11,7 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.report.text import counted, human_bytes, human_seconds, line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,6 @@ def warn_of_scales(out: Output, job: Job) -> None:
 def render(console: Console, job: Job, needs: Needs) -> None:
     """Print the plan for people."""
     from moeq.oracle.loaders import loads_in
-    from moeq.report.text import line
     from moeq.report.verdict_text import rounding_text
 
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in job.plan.layers))
@@ -97,8 +97,6 @@ def render(console: Console, job: Job, needs: Needs) -> None:
 
 def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
     """Print units and what they need: totals, then one line per kind."""
-    from moeq.report.text import counted, human_bytes, line
-
     memory = needs.memory
     read = sum(unit.bytes_in for unit in plan.units)
     peak, base, per_worker = (human_bytes(size) for size in (memory.peak, memory.base, memory.per_worker))
@@ -124,8 +122,6 @@ def render_needs(console: Console, plan: Plan, needs: Needs) -> None:
 
 def _time(plan: Plan, needs: Needs) -> str:
     """Say how long the processors take, and a disk of a stated speed: the slower of both counts."""
-    from moeq.report.text import counted, human_bytes, human_seconds
-
     moved = sum(unit.bytes_in for unit in plan.units) + plan.bytes_out
     disk = f"{human_seconds(moved / DISK_RATE)} to read and write at {human_bytes(DISK_RATE)}/s"
     workers = counted(needs.memory.workers, "worker")
@@ -134,8 +130,6 @@ def _time(plan: Plan, needs: Needs) -> str:
 
 def _stream_line(needs: Needs) -> dict[str, str]:
     """Say what a repository takes to read, where the source is one."""
-    from moeq.report.text import human_bytes
-
     if needs.stream is None:
         return {}
     fetched, peak = human_bytes(needs.stream.fetched_bytes), human_bytes(needs.stream.peak_bytes)

@@ -10,6 +10,8 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
+from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +55,6 @@ def push_conversion(
     out: Output, folder: Path, target: PushTarget, base_model: str | None, sign: Path | None, *, quiet: bool
 ) -> Pushed:
     """Push `folder` with its card, showing progress; the manifest is adapted and signed anew."""
-    from moeq.cli.progress import ProgressReport
     from moeq.pipeline.plan.side_files import SIGNATURE_NAME
     from moeq.report.publishing import push_with_card
 
@@ -75,8 +76,6 @@ def document(pushed: Pushed) -> dict[str, Any]:
 def render(console: Console, pushed: Pushed) -> None:
     """Print the answer for people."""
     from rich.text import Text
-
-    from moeq.report.text import counted, human_bytes
 
     console.print(
         Text.assemble(("pushed", "bold"), f" {pushed.url}: {counted(pushed.files, 'file')}, {human_bytes(pushed.size)}")

@@ -9,6 +9,8 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
+from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +33,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Rebuild the source checkpoint, file by file and byte by byte."""
-    from moeq.cli.progress import ProgressReport
     from moeq.prove.restore import restore
 
     out: Output = ctx.obj
@@ -56,8 +57,6 @@ def document(restoration: Restoration) -> dict[str, Any]:
 def render(console: Console, restoration: Restoration) -> None:
     """Print the answer for people."""
     from rich.text import Text
-
-    from moeq.report.text import counted, human_bytes
 
     total = human_bytes(sum(restoration.files.values()))
     verb = "compared" if restoration.existed else "restored"

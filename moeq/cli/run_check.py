@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeq.api.engine_backends import run_engine_check
 from moeq.cli import options
 from moeq.cli.files import require_writable, write_text
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.detect import environment
 from moeq.errors import ExitCode, MoeqError
+from moeq.report import html as page
+from moeq.report import junit as xml
+from moeq.report.backend_matrix import backend_matrix
+from moeq.report.html import Provenance
+from moeq.report.text import human_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +84,6 @@ def command(
         if path is not None:
             require_writable(path)
     from moeq.check.run_check import CheckOptions, prepare_device, run_check
-    from moeq.cli.progress import ProgressReport
     from moeq.report.check_text import render
 
     out: Output = ctx.obj
@@ -120,7 +128,6 @@ def _in_engine(
     out: Output, paths: tuple[str, str | None, str | None], chosen: CheckOptions, engine: str, *, every: bool
 ) -> None:
     """Run the engine's backends instead of moeq's kernels."""
-    from moeq.api.engine_backends import run_engine_check
     from moeq.report.check_text import render_backends
 
     dst, source, revision = paths
@@ -133,7 +140,6 @@ def _in_engine(
 def _announce(out: Output, found: Workload) -> None:
     """Say how long a check on a CPU will take, and which one is short, where it takes long."""
     from moeq.check.workload import ANNOUNCED_SECONDS
-    from moeq.report.text import human_seconds
 
     if found.seconds > ANNOUNCED_SECONDS:
         short = f"{found.smallest} takes about {human_seconds(found.smallest_seconds)}"
@@ -148,9 +154,6 @@ def complaints(report: CheckReport) -> list[str]:
 
 def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path | None, command: str) -> list[MoeqError]:
     """Write the reports that go into files; returns what could not be written, so that no result is lost."""
-    from moeq.report import html as page
-    from moeq.report import junit as xml
-
     renderers: list[tuple[Path | None, Callable[[], str]]] = [
         (html, lambda: page.render(report, *_illustrations(dst), provenance=_provenance(dst, command))),
         (junit, lambda: xml.render(report)),
@@ -168,8 +171,6 @@ def _write_files(report: CheckReport, dst: str, html: Path | None, junit: Path |
 def _provenance(dst: str, command: str) -> Provenance:
     """Say when, by what and from what a report was made."""
     from moeq.checkpoint.manifest import read_manifest
-    from moeq.deploy.detect import environment
-    from moeq.report.html import Provenance
 
     manifest = read_manifest(Path(dst))
     facts = environment()
@@ -187,7 +188,6 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
     from moeq.check.tile_picture import tile_picture
     from moeq.checkpoint.manifest import read_manifest
     from moeq.model import open as open_checkpoint
-    from moeq.report.backend_matrix import backend_matrix
 
     converted, manifest = open_checkpoint(dst), read_manifest(Path(dst))
     entry = manifest.layers[0]
@@ -200,8 +200,6 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
 
 def deployment_of(manifest: Manifest) -> Deployment:
     """Return the deployment that a manifest records."""
-    from moeq.deploy.deployment import Deployment
-
     return Deployment.from_json(manifest.deployment)
 
 

@@ -8,6 +8,7 @@ import typer
 
 from moeq.cli import completion, options
 from moeq.cli.out import Output
+from moeq.report.schemas import load_schema, schema_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +23,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Print the schema of a command's document (docs/reference/json.md has the promise), or list all documents."""
-    from moeq.report.schemas import load_schema, schema_names
-
     out: Output = ctx.obj
     if name is None:
         names = schema_names()

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import moeq
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -35,7 +37,6 @@ def command(
     """Test run-check itself on deliberate damage, which is done in memory: no file of DST is touched."""
     from moeq.check.run_check import prepare_device
     from moeq.check.selftest import selftest
-    from moeq.cli.progress import ProgressReport
     from moeq.report.check_text import render_selftest
 
     out: Output = ctx.obj
@@ -54,7 +55,6 @@ def command(
 
 def every_format(seed: int, device: str, advance: Callable[[int, int, str], None]) -> list[SelftestReport]:
     """Run the self-test on a small checkpoint of every format, in a temporary folder."""
-    import moeq
     from moeq.check.selftest import selftest
     from moeq.check.synthetic import RECIPES
 

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moeq.cli import completion, options, shards
+from moeq.cli.conversion_report import ConversionReport
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode, MoeqError
+from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +59,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Write the same values in another checkpoint format, which engines load directly. Exit 0: every value is equal."""
-    from moeq.cli.conversion_report import ConversionReport
-    from moeq.cli.progress import ProgressReport
     from moeq.pipeline.run.resources import parse_size
     from moeq.transcode.naming import NAMES
     from moeq.transcode.target_formats import TARGETS
@@ -113,8 +114,6 @@ def command(
 
 def render(console: Console, found: Transcoding) -> None:
     """Print the answer for people."""
-    from moeq.report.text import counted, human_bytes
-
     plan = found.plan
     verb = "wrote" if found.written else f"did shard {found.shard} of" if found.shard else "would write"
     verb = "already done," if found.already_done else verb

@@ -8,7 +8,9 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.cli.progress import ProgressReport
 from moeq.errors import ExitCode
+from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,6 @@ def command(
     json: options.JsonOption = False,
 ) -> None:
     """Check every byte against the manifest, or with --source against the source itself. Exit 1: something differs."""
-    from moeq.cli.progress import ProgressReport
     from moeq.prove.verify import verify
 
     out: Output = ctx.obj
@@ -59,8 +60,6 @@ def command(
 def render(console: Console, found: Verification) -> None:
     """Print the answer for people."""
     from rich.text import Text
-
-    from moeq.report.text import counted, human_bytes
 
     held = "every byte is as moeq.json records it" if found.source is None else "the values that were converted"
     verdict = held if found.ok else counted(len(found.mismatches), "mismatch", "mismatches")

@@ -10,7 +10,9 @@ import typer
 
 from moeq.cli import options
 from moeq.cli.out import Output
+from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
+from moeq.report.text import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -58,8 +60,6 @@ def command(
 
 def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
     """Return the deployment that was given; ranks and dtype default to those of the conversion."""
-    from moeq.deploy.deployment import Deployment
-
     converted, named = Deployment.from_json(manifest.deployment), given.named
     ranks = {"tp", "ep", "dp"}
     missing = (set() if named.keys() & ranks else ranks) | {"dtype"} - named.keys()
@@ -74,8 +74,6 @@ def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
 
 def render(console: Console, found: WarmUp) -> None:
     """Print the answer for people."""
-    from moeq.report.text import counted
-
     for kind in found.kinds:
         console.print(f"{counted(len(kind.layers), 'layer')}: {kind.what}")
     console.print(f"{counted(found.kernels, 'kernel')}, {found.compiled} compiled now, {found.seconds:.1f} s")

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,13 +46,12 @@ from moeq.engines.experts_source import PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import check_device, check_kernel, layer_entry, open_converted
+from moeq.model import Checkpoint
+from moeq.model.converted import ConvertedCheckpoint
 from moeq.model.quantized_modules import QuantizedModule, decode, quantized_linears
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
 from moeq.oracle.versions import BUILTIN
-
-if TYPE_CHECKING:
-    from moeq.model import Checkpoint
-    from moeq.model.converted import ConvertedCheckpoint
+from moeq.schemes.dequantize import dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -345,8 +344,6 @@ class DequantizeLinear(ConversionOps):  # type: ignore[misc]
 
     def convert(self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Return `{module}.weight` in the dtype of the model's parameter."""
-        from moeq.schemes.dequantize import dequantize
-
         name, described = f"{self.linear.name}.weight", self.linear.described
         parts = {
             key.rpartition(".")[2]: value[0] if isinstance(value, list) else value for key, value in input_dict.items()

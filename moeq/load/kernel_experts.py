@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
+from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.base import check_index_parts
 from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
@@ -116,8 +117,6 @@ def empty_parts(
             weights with 16-bit activations they round them to the dtype of the activations. None: the stored dtype.
     """
     import torch
-
-    from moeq.layouts.arranged import torch_dtype
 
     found: dict[StackedRole, dict[str, Tensor]] = {}
     for role, spec in specs.items():

@@ -22,6 +22,8 @@ from moeq.model.info import CheckpointInfo
 from moeq.model.quantized_modules import decode
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration
+from moeq.schemes.dequantize import dequantize
+from moeq.schemes.joining import concatenate_rows, select_rows
 from moeq.schemes.registry import get_format
 from moeq.shown import Shown
 
@@ -138,8 +140,6 @@ class Checkpoint(Shown):
             MoeqError: `source.not-quantized`, `source.bad-data` if the data is impossible, `source.inconsistent` if
                 gate and up cannot be joined into `w13`.
         """
-        from moeq.schemes.joining import concatenate_rows, select_rows
-
         check_role(role)
         kind = self.kind_of(layer, expert)
         wanted = kind.spec(role)
@@ -159,8 +159,6 @@ class Checkpoint(Shown):
 
     def dequantize(self, layer: int, expert: int, projection: Literal["gate", "up", "down"]) -> Tensor:
         """Return float32 `[N, K]`, the exact product `scale * (code - zero)`."""
-        from moeq.schemes.dequantize import dequantize
-
         return dequantize(self.matrix(layer, expert, projection))
 
     def _layer(self, layer: int) -> Experts:

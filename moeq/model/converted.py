@@ -15,6 +15,7 @@ from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout, TensorSpec
+from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections
 from moeq.model.checkpoint import Checkpoint, check_role
@@ -154,8 +155,6 @@ class ConvertedCheckpoint(Checkpoint):
 
 def written_padding(layout: Layout, matrices: Mapping[StackedRole, MatrixEntry]) -> PaddingPlan:
     """Return the padding with which a layer's matrices were written."""
-    from moeq.layouts.padding import PaddingPlan
-
     w13, w2 = matrices["w13"], matrices["w2"]
     return PaddingPlan(layout.padding, w13.padded_spec, w2.padded_spec, w13.spec, w2.spec)
 

@@ -12,6 +12,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.dequantize import check_matrix
 from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.registry import get_format, match_format
 from moeq.schemes.unquantized import PLAIN_DTYPES
@@ -123,8 +124,6 @@ def read_module(source: Source, module: QuantizedModule, rows: tuple[int, int] |
 
 def decode(parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme, module: str) -> QuantizedMatrix:
     """Decode the stored parts of a matrix and check its scales. Raises MoeqError `source.*`, naming the module."""
-    from moeq.schemes.dequantize import check_matrix
-
     try:
         matrix = get_format(scheme.format).unpack(parts, spec, scheme)
     except MoeqError as error:

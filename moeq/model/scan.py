@@ -15,6 +15,7 @@ from moeq.checkpoint.warning import CheckpointWarning
 from moeq.model.checkpoint import Checkpoint
 from moeq.model.expert_kinds import ExpertKind
 from moeq.schemes.format import Described, PartRole
+from moeq.schemes.gptq import impossible_groups, stored_zeros
 from moeq.schemes.registry import get_format
 
 if TYPE_CHECKING:
@@ -152,8 +153,6 @@ def _report(findings: _Findings, name: str, found: Mapping[str, Tensor]) -> None
 
 
 def _scan_zeros(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
-    from moeq.schemes.gptq import stored_zeros
-
     scheme, spec = described.scheme, described.spec
     if scheme.format != "gptq" or "qzeros" not in parts:
         return
@@ -173,8 +172,6 @@ def _scan_zeros(parts: Mapping[str, Tensor], described: Described, where: str, f
 
 def _scan_order(parts: Mapping[str, Tensor], described: Described, where: str, findings: _Findings) -> None:
     import torch
-
-    from moeq.schemes.gptq import impossible_groups
 
     part = next((part for part in _parts_of(described, "index") if part in parts), None)
     spec = described.spec

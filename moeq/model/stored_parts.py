@@ -11,6 +11,7 @@ from moeq.checkpoint.manifest import StackedRole
 from moeq.checkpoint.names import StoredName
 from moeq.matrix import QuantizedMatrix
 from moeq.model.expert_kinds import ExpertKind, Experts, is_whole
+from moeq.model.tensor_bytes import as_bytes
 from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 
@@ -39,8 +40,6 @@ class StoredPart:
     @property
     def data(self) -> memoryview | None:
         """Bytes of the rebuilt part; None if there is none, or if it is not of the stored size."""
-        from moeq.model.tensor_bytes import as_bytes
-
         if self.rebuilt is None:
             return None
         found = as_bytes(self.rebuilt)

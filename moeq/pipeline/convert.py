@@ -12,11 +12,15 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 from moeq.checkpoint.manifest import Manifest
+from moeq.checkpoint.source import Source
+from moeq.deploy.deployment import Deployment
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
+from moeq.oracle.loaders import Loader
+from moeq.oracle.records import Verdict
 from moeq.pipeline.events import Finished, Progress
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.decide import without_loss
@@ -33,12 +37,6 @@ from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import check_destination, job_stamp
 from moeq.shown import Shown
 from moeq.spelling import option
-
-if TYPE_CHECKING:
-    from moeq.checkpoint.source import Source
-    from moeq.deploy.deployment import Deployment
-    from moeq.oracle.loaders import Loader
-    from moeq.oracle.records import Verdict
 
 
 @dataclass(frozen=True, repr=False)

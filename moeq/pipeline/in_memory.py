@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.digest import default_workers
+from moeq.layouts.arranged import torch_dtype
 from moeq.pipeline.pack.experts import ExpertResult, Packer
 from moeq.pipeline.plan.conversion_plan import FilePlan, Plan
 from moeq.pipeline.plan.job import Work
@@ -173,8 +174,6 @@ class TensorSink:
     def write(self, data: memoryview, position: int) -> None:
         """Put the part of one expert, which begins at a place of the file, into its tensor."""
         import torch
-
-        from moeq.layouts.arranged import torch_dtype
 
         (start, stop), (tensor, spec) = list(self._targets.items())[bisect(self._starts, position) - 1]
         row = (position - start) * len(tensor) // (stop - start)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
-from moeq.pipeline.plan.layer_plan import plan_layer
-
-if TYPE_CHECKING:
-    from moeq.pipeline.plan.layer_plan import LayerPlan
-    from moeq.pipeline.plan.options import Question
+from moeq.model.regroup import regroup
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
+from moeq.pipeline.plan.options import Question
 
 
 def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, str]) -> MoeqError | None:
@@ -47,7 +44,6 @@ def _loss(checkpoint: Checkpoint, plan: LayerPlan) -> MoeqError | None:
     layout, entry, shard = plan.layout, plan.entry, plan.shards[0]
     if type(layout).lossy is None or plan.allow_lossy or layout.calibration_scope is not None:
         return None
-    from moeq.model.regroup import regroup
 
     for role in STACKED_ROLES:
         try:

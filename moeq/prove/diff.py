@@ -21,6 +21,7 @@ from moeq.model import open as open_checkpoint
 from moeq.model.quantized_modules import QuantizedModule, quantized_modules, read_module
 from moeq.pipeline.events import Advance
 from moeq.prove.diff_bytes import equal_bytes, same_layer
+from moeq.schemes.dequantize import dequantize
 from moeq.typed import spell_floats
 
 if TYPE_CHECKING:
@@ -224,8 +225,6 @@ def _compare(
 
 def numbers(checkpoint: Checkpoint, layer: int, expert: int, projection: Projection) -> tuple[Tensor, Tensor | None]:
     """Read one projection as float32 `[N, K]` and its bias `[N]`, dequantised if it is quantised."""
-    from moeq.schemes.dequantize import dequantize
-
     if checkpoint.scheme_of(layer, expert, projection).format == "unquantized":
         return _plain(checkpoint, layer, expert, projection)
     matrix: QuantizedMatrix = checkpoint.matrix(layer, expert, projection)
@@ -366,8 +365,6 @@ def _shown(side: tuple[_Rows, tuple[int, int]] | None) -> str:
 
 def _values(source: Source, stored: _Stored) -> tuple[_Rows, tuple[int, int]] | None:
     """Return a function that reads a module's numbers, and their shape; None if it is not a matrix."""
-    from moeq.schemes.dequantize import dequantize
-
     if isinstance(stored, QuantizedModule):
         matrix = read_module(source, stored)
         spec = matrix.spec

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
 from moeq.matrix import QuantizedMatrix
+from moeq.schemes.awq import NIBBLE_OF_COLUMN, column_words
+from moeq.schemes.bits import pack_nibbles, pack_stream, stream_codes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +187,6 @@ def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
     import torch
 
     from moeq.model.stored_parts import interleaved
-    from moeq.schemes.bits import pack_nibbles
 
     namespace = _marlin(engine)
     namespace["get_marlin_input_dtype"] = lambda prefix=None: None
@@ -260,8 +261,6 @@ class _Operations:
         self, b_q_weight: Tensor, size_k: int, size_n: int, num_bits: int, is_a_8bit: bool = False
     ) -> Tensor:
         """Pack one expert from words along K `[K / per word, N]`."""
-        from moeq.schemes.bits import stream_codes
-
         return self._pack(stream_codes(b_q_weight.t(), num_bits, size_k).t(), num_bits)
 
     def gptq_marlin_moe_repack(
@@ -277,9 +276,6 @@ class _Operations:
     ) -> Tensor:
         """Pack several experts from words along N in AWQ's order `[K, N / per word]`."""
         import torch
-
-        from moeq.schemes.awq import NIBBLE_OF_COLUMN
-        from moeq.schemes.bits import stream_codes
 
         def codes(words: Tensor) -> Tensor:
             found = stream_codes(words, num_bits, size_n)
@@ -305,16 +301,12 @@ def _stack(matrices: Sequence[QuantizedMatrix], part: Callable[[QuantizedMatrix]
 
 def _row_words(matrix: QuantizedMatrix) -> Tensor:
     """Pack codes into int32 `[N, K / per word]`, vLLM's canonical form of every format but AWQ."""
-    from moeq.schemes.bits import pack_stream
-
     return pack_stream(matrix.codes.contiguous(), matrix.spec.bits, matrix.spec.k * matrix.spec.bits // 32)
 
 
 def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
     """Pack zero points into int32 `[N / per word, G]`."""
     import torch
-
-    from moeq.schemes.bits import pack_stream
 
     if matrix.zeros is None:
         return None
@@ -323,15 +315,11 @@ def _packed_zeros(matrix: QuantizedMatrix) -> Tensor | None:
 
 
 def _awq_words(matrix: QuantizedMatrix) -> Tensor:
-    from moeq.schemes.awq import column_words
-
     return column_words(matrix.codes.t().contiguous(), matrix.spec.bits, matrix.spec.n * matrix.spec.bits // 32)
 
 
 def _awq_zeros(matrix: QuantizedMatrix) -> Tensor:
     import torch
-
-    from moeq.schemes.awq import column_words
 
     spec = matrix.spec
     zeros = matrix.zeros

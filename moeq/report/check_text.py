@@ -176,8 +176,6 @@ def _repeats(layers: tuple[LayerReport, ...]) -> str:
 
 def render_backends(console: Console, rows: Sequence[BackendResult]) -> None:
     """Print the table of backends."""
-    from rich.table import Table
-
     from moeq.check.engine_check import FACTOR
 
     tokens = list(dict.fromkeys(count for row in rows for count in row.microseconds or ()))

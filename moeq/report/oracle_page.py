@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from moeq.deploy.deployment import Deployment, Gpu
+from moeq.model import Checkpoint
 from moeq.report.backend_matrix import BackendMatrix, MatrixCell, backend_matrix
 from moeq.report.html import template
 from moeq.report.inspect_text import checkpoint_facts
 from moeq.report.verdict_text import deployment_text, engine_text
-
-if TYPE_CHECKING:
-    from moeq.deploy.deployment import Deployment, Gpu
-    from moeq.model import Checkpoint
 
 #: Words for the states of a cell.
 _WORDS = {"chosen": "chosen", "works": "works", "no": "no", "absent": "–"}

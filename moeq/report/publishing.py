@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from moeq.foreign import in_code, in_data, in_markdown
 from moeq.pipeline.plan.side_files import CARD, SIGNATURE_NAME, SOURCE_CARD
-from moeq.pipeline.push import base_model_of, check_name, gather, open_target, published_manifest, push
+from moeq.pipeline.push import (
+    Pushed,
+    PushTarget,
+    base_model_of,
+    check_name,
+    gather,
+    open_target,
+    published_manifest,
+    push,
+)
 from moeq.pipeline.state.signature import Signer
 from moeq.report.conversion_facts import conversion_facts, proof, table
 from moeq.report.text import human_bytes
-
-if TYPE_CHECKING:
-    from moeq.checkpoint.manifest import Manifest
-    from moeq.pipeline.push import Pushed, PushTarget
 
 
 def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:

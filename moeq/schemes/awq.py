@@ -21,6 +21,7 @@ from moeq.errors import MoeqError
 from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
+from moeq.schemes.bits import pack_stream, stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     Context,
@@ -173,8 +174,6 @@ def check_constant(zeros: Tensor, spec: MatrixSpec) -> None:
 
 def _columns(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpack int32 words that are packed along columns: uint8 `[rows, count]`."""
-    from moeq.schemes.bits import stream_codes
-
     codes = stream_codes(words, bits, count)
     if bits != 4:
         return codes
@@ -183,8 +182,6 @@ def _columns(words: Tensor, bits: int, count: int) -> Tensor:
 
 def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
     """Pack codes `[rows, columns]` along columns, the inverse of `_columns`: int32 `[rows, words]`."""
-    from moeq.schemes.bits import pack_stream
-
     if bits == 4:
         column_of_nibble = sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__)
         codes = codes.reshape(codes.shape[0], -1, 8)[..., column_of_nibble].flatten(1)
@@ -225,8 +222,6 @@ class AwqGemv(Format):
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        from moeq.schemes.bits import stream_codes
-
         return QuantizedMatrix(
             spec=spec,
             codes=stream_codes(parts["qweight"], 4, spec.k),
@@ -237,8 +232,6 @@ class AwqGemv(Format):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         import torch
-
-        from moeq.schemes.bits import pack_stream
 
         if part == "scales":
             return torch.nn.functional.pad(matrix.scales, (0, sig.shape[1] - matrix.spec.num_groups))

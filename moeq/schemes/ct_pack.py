@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
+from moeq.schemes.bits import lane_codes, pack_lanes, pack_stream, stream_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     INTEGERS,
@@ -159,8 +160,6 @@ _LAST_LANES = (0, 17)
 
 
 def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tensor:
-    from moeq.schemes.bits import lane_codes, stream_codes
-
     width = words.shape[-1]
     dense = width == _dense(count, bits)
     if dense and width == _lanes(count, bits) and 32 % bits:
@@ -170,8 +169,6 @@ def _row_codes(words: Tensor, bits: int, count: int, writer: str | None) -> Tens
 
 def _row_words(codes: Tensor, bits: int, words: int) -> Tensor:
     """Pack rows, the inverse of `_row_codes`: dense or whole codes per word, whichever has `words` words."""
-    from moeq.schemes.bits import pack_lanes, pack_stream
-
     dense = words == _dense(codes.shape[1], bits)
     return pack_stream(codes, bits, words) if dense else pack_lanes(codes, bits, words)
 

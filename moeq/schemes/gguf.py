@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declaration, Declared
+from moeq.schemes.dequantize import dequantize
 from moeq.schemes.format import (
     Context,
     Described,
@@ -46,8 +47,6 @@ def dequantized(kind: str, rows: Tensor) -> Tensor:
         kind: name of the type.
         rows: uint8 `[N, bytes of a row]`.
     """
-    from moeq.schemes.dequantize import dequantize
-
     form, parts = Gguf(), {part_of(kind): rows}
     signatures = {part: PartSig("U8", tuple(tensor.shape)) for part, tensor in parts.items()}
     described = form.describe(signatures, Context(kind, "down", Declared(METHOD)))

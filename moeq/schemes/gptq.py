@@ -19,6 +19,7 @@ from moeq.errors import MoeqError
 from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
+from moeq.schemes.bits import PLANES, pack_stream, planar_codes, stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     INTEGERS,
@@ -228,8 +229,6 @@ class Gptq(Format):
         )
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        from moeq.schemes.bits import pack_stream
-
         spec = matrix.spec
         if scheme.checkpoint_format == "gptq_p" and 8 % spec.bits:
             return None  # bit planes
@@ -273,8 +272,6 @@ def _bits(context: Context, words: int, k: int) -> int:
 
 def _codes(words: Tensor, bits: int, count: int, variant: str) -> Tensor:
     """Unpack int32 words `[rows, W]`: uint8 `[rows, count]`."""
-    from moeq.schemes.bits import PLANES, planar_codes, stream_codes
-
     if variant == "gptq_p" and bits in PLANES:
         return planar_codes(words.contiguous(), bits, count)
     return stream_codes(words, bits, count)
@@ -305,8 +302,6 @@ def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
 
 def _packed_zeros(matrix: QuantizedMatrix, sig: PartSig, *, raw: bool) -> Tensor:
     """Pack zero points along N; version 1 subtracts one from every field of the whole word, borrows included."""
-    from moeq.schemes.bits import pack_stream
-
     groups, words = sig.shape
     packed = pack_stream(zero_fields(matrix, groups), matrix.spec.bits, words)
     return packed if raw else packed - _ones(matrix.spec.bits, words)

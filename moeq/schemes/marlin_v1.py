@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
+from moeq.schemes.bits import stream_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
@@ -70,8 +71,6 @@ class MarlinV1(ReadOnlyFormat):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
-
-        from moeq.schemes.bits import stream_codes
 
         nibbles = stream_codes(parts[_weight(parts)], 4, spec.n * 16).reshape(spec.k // 16, -1, 1024)
         flat = torch.empty_like(nibbles)

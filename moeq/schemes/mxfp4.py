@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
-from moeq.schemes.bits import nibble_codes
+from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
     Context,
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> Tensor | None:
     """Return codes or scales of an MXFP4 matrix as they were stored; every stored bit is one of theirs."""
     import torch
-
-    from moeq.schemes.bits import pack_nibbles
 
     if role == "codes":
         octets = pack_nibbles(matrix.codes).reshape(sig.shape)

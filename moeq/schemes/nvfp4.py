@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
-from moeq.schemes.bits import nibble_codes
+from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, matrices
 from moeq.schemes.mxfp4 import fp4_spec, weight_part
@@ -89,8 +89,6 @@ class Nvfp4(Format):
         )
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        from moeq.schemes.bits import pack_nibbles
-
         if part in _MATRICES:
             found = matrix.scales if part == "weight_scale" else pack_nibbles(matrix.codes)
             return _transposed(found) if scheme.packing == _BY_COLUMNS else found

@@ -15,6 +15,7 @@ from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.awq import NIBBLE_OF_COLUMN
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.bits import stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
 from moeq.schemes.format import (
     Context,
@@ -162,8 +163,6 @@ def _per_channel(parts: Parts | Mapping[str, Tensor]) -> bool:
 
 
 def _nibbles(words: Tensor, reorder: bool) -> Tensor:
-    from moeq.schemes.bits import stream_codes
-
     codes = stream_codes(words, 4, words.shape[1] * 8)
     if not reorder:
         return codes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
-from moeq.schemes.bits import nibble_codes
+from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declaration, Declared, Fields
 from moeq.schemes.format import (
     Context,
@@ -86,8 +86,6 @@ class W4AFp8(Format):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         import torch
-
-        from moeq.schemes.bits import pack_nibbles
 
         if part == "weight":
             return pack_nibbles(matrix.codes ^ _SIGN).view(torch.int8)

@@ -18,6 +18,10 @@ from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
+from moeq.matrix import split_projections
+from moeq.model.regroup import regroup, ungroup
+from moeq.model.shards import join_shards
+from moeq.model.tensor_bytes import as_bytes, one_torch_thread, reshaped, same_matrix
 from moeq.pipeline.pack.inputs import (
     INPUT_BUFFERS,
     OUTPUT_BUFFERS,
@@ -212,9 +216,6 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _on_reference_path(self, expert: int) -> ExpertResult:
         from moeq.digest import logical_digest
-        from moeq.matrix import split_projections
-        from moeq.model.shards import join_shards
-        from moeq.model.tensor_bytes import one_torch_thread, same_matrix
         from moeq.pipeline.state.restore_data import unrestorable
 
         one_torch_thread()
@@ -250,8 +251,6 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _regrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the matrix with the groups that are written."""
-        from moeq.model.regroup import regroup
-
         entry = self._layer.entry
         if entry.source_group is None:
             return matrix
@@ -259,8 +258,6 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the matrix with the groups that the source has."""
-        from moeq.model.regroup import ungroup
-
         group = self._layer.entry.source_group
         return matrix if group is None else ungroup(matrix, group)
 
@@ -294,8 +291,6 @@ class Packer(UnitWorker[PackUnit, int]):
         hashes: list[bytes],
     ) -> QuantizedMatrix:
         """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
-        from moeq.model.tensor_bytes import as_bytes, reshaped
-
         row = expert - self._unit.experts.start
         written: dict[str, Tensor] = {}
         try:

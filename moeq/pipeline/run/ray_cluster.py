@@ -223,7 +223,6 @@ def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> 
 
     # A nested function travels by value, so that it also runs where moeq is missing.
     def look() -> tuple[bool, str | None]:
-        import time
         from importlib.metadata import PackageNotFoundError
         from importlib.metadata import version as installed
 

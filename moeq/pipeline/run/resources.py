@@ -11,17 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
+from moeq.model import Checkpoint
 from moeq.pipeline.pack.memory import MIB, Need, SpareMemory, Way, mebibytes
+from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import Unit
 from moeq.pipeline.run.workers import worker_of
 from moeq.spelling import option
-
-if TYPE_CHECKING:
-    from moeq.model import Checkpoint
-    from moeq.pipeline.plan.job import Work
 
 #: Bytes of Python with moeq and numpy; of numba, which compiles loops when a machine first uses them (loading compiled
 #: ones takes 100 MiB less); of torch, which only the reference path imports.
