@@ -2,7 +2,8 @@
 
 SITE is the folder of the unpacked wheel. `tables` executes its decisions on every device and writes
 `moeq/oracle/engines/vllm/tables/VERSION.json`; `names` executes `load_weights` of its model classes and updates
-`expert_names.json`; `parameters` executes `create_weights` of its methods and updates `parameters.json`; `models`
+`expert_names.json`; `linears` builds them and updates `linears.json`; `parameters` executes `create_weights` of its
+methods and updates `parameters.json`; `models`
 follows the constructors of its model classes and updates `tools/pages/vllm_models.json`; `architectures` lists what its
 registry holds and updates `architectures.json`. README.md beside this file lists what has to be installed.
 """
@@ -17,8 +18,9 @@ from pathlib import Path
 from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm import architectures as registered
 from moeq.oracle.engines.vllm import expert_names
+from moeq.oracle.engines.vllm import linears as asking
 from moeq.oracle.engines.vllm.parameters import FACTS
-from vllm_tables import architectures, models, names, parameters, tables
+from vllm_tables import architectures, linears, models, names, parameters, tables
 from vllm_tables.storing import changes, packed, text
 
 MODELS = Path(__file__).parent / "pages" / "vllm_models.json"
@@ -28,7 +30,7 @@ DATA = Path(__file__).parents[1] / "moeq" / "oracle" / "engines" / "vllm"
 def main(arguments: list[str] | None = None) -> int:
     """Run one extractor and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("tables", "names", "parameters", "models", "architectures"))
+    parser.add_argument("what", choices=("tables", "names", "linears", "parameters", "models", "architectures"))
     parser.add_argument("version")
     parser.add_argument("--site", required=True, help="folder of the unpacked wheel")
     parser.add_argument(
@@ -55,6 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
             content = json.dumps(
                 architectures.merged(rows, options.version, architectures.extract(options.site)), indent=1
             )
+        elif options.what == "linears":
+            out = DATA / asking.FACTS
+            known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
+            content = json.dumps(linears.merged(known, options.version, linears.extract(options.site)), indent=1)
         elif options.what == "models":
             out = MODELS
             known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}

@@ -53,6 +53,7 @@ ACTIVATION = ("hidden_act", "hidden_activation", "mlp_hidden_act", "ffn_config.f
 SCORING = ("scoring_func", "moe_router_activation_func", "expert_selection_fn")
 RENORMALIZE = ("norm_topk_prob", "moe_renormalize", "route_norm")
 SCALING = ("routed_scaling_factor", "moe_router_scaling_factor", "router_scaling_factor", "moe_routed_scaling_factor")
+KV_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads", "num_kv_heads")
 GROUPS = ("n_group", "num_expert_group")
 GROUPS_KEPT = ("topk_group",)
 LAYER_LISTS = ("layers_block_type", "hybrid_override_pattern", "layer_types", "mlp_layer_types")

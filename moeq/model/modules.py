@@ -16,6 +16,7 @@ _QUANT_LEAVES = frozenset(
         "weight_scale",
         "weight_scale_inv",
         "weight_scale_2",
+        "weight_global_scale",
         "scales",
         "SCB",
         "W_q",
@@ -85,10 +86,10 @@ def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[Modu
     modules: dict[str, _Module] = {}
     sizes: dict[str, int] = {}
     for entry in tensors:
-        name, _, leaf = entry.name.rpartition(".")
+        name = entry.name.rpartition(".")[0]
         module = modules.setdefault(name, _Module())
         module.matrix |= len(entry.shape) >= 2
-        module.quantized |= _is_quantised_leaf(leaf) or (leaf == "weight" and entry.dtype in _QUANT_DTYPES)
+        module.quantized |= is_quantized_module([entry])
         part = part_of(name)
         sizes[part] = sizes.get(part, 0) + entry.nbytes
     counts: dict[str, list[int]] = {}
@@ -103,6 +104,12 @@ def parts_of_module(tensors: Mapping[str, TensorEntry], module: str) -> list[Ten
     """List the tensors of a module that hold its weights or their scales."""
     names = (f"{module}.{leaf}" for leaf in ("weight", *sorted(_QUANT_LEAVES)))
     return [tensors[name] for name in names if name in tensors]
+
+
+def is_quantized_module(parts: Iterable[TensorEntry]) -> bool:
+    """Return whether a module's parts are those of quantised weights."""
+    leaves = ((part.name.rpartition(".")[2], part.dtype) for part in parts)
+    return any(_is_quantised_leaf(leaf) or (leaf == "weight" and dtype in _QUANT_DTYPES) for leaf, dtype in leaves)
 
 
 def quantized_routers(tensors: Iterable[TensorEntry]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Routers and output heads that the engine creates otherwise than they are stored are refused, with the reason."""
+"""Linear modules that the engine creates otherwise than they are stored are refused, with the reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
 ROUTER = "model.layers.0.mlp.gate"
+MEANT = f"the config quantises {ROUTER} (router), and the file holds BF16"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
@@ -76,7 +77,7 @@ def test_a_float_router_that_the_config_quantises(config: dict[str, Any], key: s
     plain = stored.plain(stored.EXPERTS, stored.HIDDEN)
     others = {**config, key: ["lm_head"]}
     excluded = {**config, key: ["lm_head", entry]}
-    assert "the config quantises the router" in refusal(tmp_path / "meant", others, plain)
+    assert MEANT in refusal(tmp_path / "meant", others, plain)
     assert refusal(tmp_path / "excluded", excluded, plain) == ""
     assert refusal(tmp_path / "other", others, plain, "Olmoe") == ""  # its class never quantises the router
 
@@ -88,7 +89,7 @@ def test_engines_that_read_from_the_file_what_is_quantised(tmp_path: Path) -> No
     assert refusal(tmp_path / "gptq", stored.GPTQ, plain) == ""
     rule = {**stored.GPTQ, "dynamic": {r"-:.*\.gate$": {}}}
     asked = "moe_wna16"
-    assert "the config quantises the router" in refusal(tmp_path / "asked", stored.GPTQ, plain, quantization=asked)
+    assert MEANT in refusal(tmp_path / "asked", stored.GPTQ, plain, quantization=asked)
     assert refusal(tmp_path / "rule", rule, plain, quantization=asked) == ""
 
 
@@ -97,11 +98,11 @@ def test_an_output_head_that_modelopt_means_to_quantise(tmp_path: Path) -> None:
     head = {"lm_head.weight": torch.zeros(64, stored.HIDDEN, dtype=torch.bfloat16)}
     flat = {**MODELOPT, "exclude_modules": ["lm_head", "*.gate"]}
     made = refusal(tmp_path / "old", flat, {}, engine="vllm@0.31.0", more=head)
-    assert "the config quantises the output head" in made
+    assert "the config quantises lm_head" in made
     assert refusal(tmp_path / "new", flat, {}, more=head) == ""
     listed = {**MODELOPT, "ignore": ["lm_head", "*.gate"]}
     assert refusal(tmp_path / "listed", listed, {}, engine="vllm@0.31.0", more=head) == ""
-    assert "output head" in refusal(tmp_path / "none", {**MODELOPT, "exclude_modules": []}, {}, more=head)
+    assert "lm_head" in refusal(tmp_path / "none", {**MODELOPT, "exclude_modules": []}, {}, more=head)
     assert refusal(tmp_path / "fp8", FP8, {}, more=head) == ""
 
 
@@ -110,3 +111,45 @@ def test_a_quantised_router_that_the_engine_creates_as_floats(tmp_path: Path) ->
     assert refusal(tmp_path / "both", FP8, router) == ""
     assert "creates it as float numbers" in refusal(tmp_path / "excluded", {**FP8, "ignored_layers": [ROUTER]}, router)
     assert "creates it as float numbers" in refusal(tmp_path / "class", FP8, router, "Olmoe")
+
+
+ATTENTION = "model.layers.0.self_attn"
+
+
+def attention(**made: stored.Parts) -> dict[str, torch.Tensor]:
+    """Projections of the first layer's attention; `q`, `k`, `v` and `o`."""
+    return {
+        f"{ATTENTION}.{name}_proj.{part}": torch.zeros(shape, dtype=torch.float32).to(dtype)
+        for name, parts in made.items()
+        for part, (dtype, shape) in parts.items()
+    }
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
+def test_attention_that_the_config_lists_by_a_part_of_its_name(version: str, tmp_path: Path) -> None:
+    """vLLM compares whole names of modules for FP8, and parts of them for ModelOpt."""
+    plain, engine = attention(**dict.fromkeys("qkvo", stored.plain(256, 256))), f"vllm@{version}"
+    whole = [ROUTER, *(f"{ATTENTION}.{name}_proj" for name in "qkvo")]
+    short = {**FP8, "modules_to_not_convert": [ROUTER, "self_attn"]}
+    text = f"the config quantises {ATTENTION}.o_proj (attention), and the file holds BF16"
+    assert text in refusal(tmp_path / "short", short, {}, more=plain, engine=engine)
+    assert refusal(tmp_path / "whole", {**FP8, "modules_to_not_convert": whole}, {}, more=plain, engine=engine) == ""
+    listed = {**MODELOPT, "ignore": ["lm_head", "self_attn"]}
+    assert refusal(tmp_path / "modelopt", listed, {}, more=plain, engine=engine) == ""
+
+
+def test_attention_that_is_quantised_in_part(tmp_path: Path) -> None:
+    """The engine makes one module of query, key and value."""
+    fp8, bf16 = stored.fp8_block(256, 256), stored.plain(256, 256)
+    assert refusal(tmp_path / "all", FP8, {}, more=attention(q=fp8, k=fp8, v=fp8, o=fp8)) == ""
+    mixed = attention(q=fp8, k=fp8, v=bf16, o=fp8)
+    listed = {**FP8, "ignored_layers": [f"{ATTENTION}.v_proj"]}
+    assert "one module of them" in refusal(tmp_path / "some", listed, {}, more=mixed)
+    excluded = {**FP8, "ignored_layers": [f"{ATTENTION}.{name}_proj" for name in "qkv"]}
+    assert "creates it as float numbers" in refusal(tmp_path / "excluded", excluded, {}, more=mixed)
+
+
+def test_attention_in_another_encoding(tmp_path: Path) -> None:
+    nvfp4 = attention(**dict.fromkeys("qkvo", stored.nvfp4(256, 256)))
+    assert "cannot be loaded: the file has" in refusal(tmp_path / "fp8", FP8, {}, more=nvfp4)
+    assert refusal(tmp_path / "modelopt", {**MODELOPT, "ignore": ["lm_head", "*.gate"]}, {}, more=nvfp4) == ""

@@ -383,6 +383,16 @@ def _heads(spellings: tuple[dict[str, str], ...], container: str) -> Iterator[tu
 
 def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, method: str | None) -> Probe:
     """A model class of the imported vLLM on the meta device. `method`: `quant_method` that the config declares."""
+    model, whole = make(model_type, architecture, more)
+    if method is not None:  # classes that load in several ways look at the config then
+        whole.model_config.hf_config.quantization_config = {"quant_method": method}
+    return Probe(model, whole)
+
+
+def make(
+    model_type: str, architecture: str, more: Mapping[str, Any] | None, quantization: Any = None
+) -> tuple[Any, Any]:  # fmt: skip
+    """A small model on the meta device, and vLLM's config of it; `quantization` is its quantisation config."""
     import torch
     from transformers import AutoConfig
     from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
@@ -401,13 +411,12 @@ def build(model_type: str, architecture: str, more: Mapping[str, Any] | None, me
         Path(folder, "config.json").write_text(json.dumps(document, default=str), encoding="utf-8")
         made = ModelConfig(model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
         whole = VllmConfig(model_config=made, device_config=DeviceConfig(device="cpu"))
+        whole.quant_config = quantization
         with set_current_vllm_config(whole):
             _one_rank(folder)
             with torch.device("meta"):
                 model = initialize_model(whole)
-    if method is not None:  # classes that load in several ways look at the config then
-        made.hf_config.quantization_config = {"quant_method": method}
-    return Probe(model, whole)
+    return model, whole
 
 
 def _shrink(config: Any, more: Mapping[str, Any]) -> None:
@@ -443,7 +452,10 @@ _libraries: list[Any] = []  # operator definitions live as long as these
 
 def install(site: str) -> None:
     """Import vLLM from `site` as on a CPU, and make its classes buildable. Once a process."""
-    sys.meta_path.insert(0, sandbox._Finder({"xgrammar"}))
+    from transformers.utils import is_torchvision_available
+
+    is_torchvision_available()  # is remembered: what follows is only there to be imported
+    sys.meta_path.insert(0, sandbox._Finder({"xgrammar", "torchvision"}))
     sandbox.preload()
     sandbox.install(site, {"kind": "cpu", "arch": "x86", "amx": True, "flags": {}, "env": {}})
     prepare()

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from moeq.checkpoint.facts import GROUPS, MTP, Facts
+from moeq.checkpoint.facts import GROUPS, KV_HEADS, MTP, Facts
 from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
-from moeq.model.modules import parts_of_module, quantized_routers
-from moeq.oracle.engines.vllm.case import Method
-from moeq.oracle.engines.vllm.expert_names import names_of_class
 from moeq.oracle.judge import judge, method_for
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
 from moeq.pipeline.plan.calibration import with_scales
+from moeq.pipeline.plan.linear_modules import CLASSES_OF_SETS, linear_gate
 from moeq.schemes.base import Scheme
-from moeq.schemes.unquantized import PLAIN_DTYPES
 from moeq.spelling import option
 
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 EXPERT_DTYPE = ("expert_dtype", "quantization_config.expert_dtype")
-KV_HEADS = ("num_key_value_heads", "attn_config.kv_n_heads", "num_kv_heads")
 
 # How engines name routing rules: by scoring, renormalisation and correction bias. DeepSeek's rule is told from
 # MiniMax's by the config having expert groups at all (even one).
@@ -78,8 +73,7 @@ def judge_checkpoint(
     stored = scheme in (None, checkpoint.scheme_of(layer))
     gates = (
         side_config_gate(checkpoint, deployment) if stored else None,
-        router_gate(checkpoint, verdict, layer, moe_shape(checkpoint, layer)) if stored else None,
-        head_gate(checkpoint, verdict, moe_shape(checkpoint, layer)) if stored else None,
+        linear_gate(checkpoint, verdict, layer, moe_shape(checkpoint, layer)) if stored else None,
         count_gate(checkpoint, deployment, layer),
         width_gate(checkpoint, deployment, layer) if stored else None,
         size_gate(checkpoint, deployment, layer) if stored else None,
@@ -129,11 +123,6 @@ def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> 
         return None
     module = module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), range(1))
     return method_for(config, moe_shape(checkpoint, layer), deployment, module)
-
-
-#: Classes of engines that build one layer and one router for each set of experts, and give the routers the config's
-#: method (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
-CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
 
 
 def module_of_set(architecture: str, prefix: str, experts: range) -> str:
@@ -348,71 +337,3 @@ def routing_name(rule: RoutingInfo, *, grouped: bool) -> Routing:
     """Return the engine's name of a routing rule; `Custom` if it has none."""
     name = _ROUTING.get((rule.scoring, rule.renormalize, rule.correction_bias), "Custom")
     return "MiniMax2" if name == "DeepSeekV3" and not grouped else name
-
-
-#: Classes that give the router the config's method (vLLM 0.26.0 to 0.33.0).
-_QUANTISED_ROUTERS = ("Lfm2MoeForCausalLM", "Qwen3MoeForCausalLM", "Qwen3VLMoeForConditionalGeneration")
-#: Methods whose config quantises experts alone.
-_EXPERTS_ONLY = ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod")
-
-
-def router_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Gate | None:
-    """Return the failed gate if the engine creates a quantised router for a float one, or the other way round."""
-    family, prefix = find_family(checkpoint.info.model_type), checkpoint.expert_prefix(layer)
-    published = family and prefix.endswith(f".{family.experts}")
-    experts, gate = (family.experts, family.router) if family and published else ("experts", "gate")
-    router = prefix.removesuffix(experts) + gate
-    parts = parts_of_module(checkpoint.source.tensors, router)
-    name, _, version = verdict.engine.partition("@")
-    architecture = checkpoint.info.architecture
-    takes = architecture in (*_QUANTISED_ROUTERS, *CLASSES_OF_SETS)
-    if not parts or name != "vllm" or not (takes or names_of_class(version, architecture)):
-        return None
-    stored = bool(quantized_routers(parts))
-    module = f"{router.removesuffix('gate')}text_experts_gate" if architecture in CLASSES_OF_SETS else router
-    meant = takes and _is_meant(checkpoint, verdict.deployment, module, shape)
-    if stored == meant:
-        return None
-    if meant:
-        text = f"the config quantises the router, and {router}.weight is {parts[0].dtype}"
-        remedy = "the router in the config's list of modules that are not quantised"
-    else:
-        text = f"{router} is quantised ({parts[0].name.rpartition('.')[2]}), and the engine creates it as float numbers"
-        remedy = "a checkpoint whose router is not quantised"
-    return Gate("G14", "router and output head", False, text, "ValueError", "LOADING", remedy)
-
-
-def head_gate(checkpoint: Checkpoint, verdict: Verdict, shape: MoeShape) -> Gate | None:
-    """Return the failed gate if ModelOpt's config quantises an output head that is stored as float numbers.
-
-    Source: vLLM 0.26.0 to 0.33.0, `ModelOptQuantConfigBase.get_quant_method`; other configs leave heads alone or name
-    them by an option of their own.
-    """
-    head = checkpoint.source.tensors.get("lm_head.weight")
-    config = checkpoint.quantization_config or {}
-    if head is None or not str(config.get("quant_method")).startswith("modelopt"):
-        return None
-    tied = checkpoint.source.config.get("tie_word_embeddings")
-    if tied or head.dtype not in PLAIN_DTYPES or not _is_meant(checkpoint, verdict.deployment, "lm_head", shape):
-        return None
-    text = f"the config quantises the output head, and {head.name} is {head.dtype}"
-    remedy = '"ignore": ["lm_head"] in the config'
-    return Gate("G14", "router and output head", False, text, "RuntimeError", "LOADING", remedy)
-
-
-def _is_meant(checkpoint: Checkpoint, deployment: Deployment, module: str, shape: MoeShape) -> bool:
-    """Return whether the engine's config quantises a module of a class that lets it."""
-    config = checkpoint.quantization_config
-    if config is None:
-        return False
-    method, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
-    named = checkpoint.info.architecture not in CLASSES_OF_SETS  # whose routers have other names than the file's
-    if method == "awq" and not config.get("modules_to_not_convert") and not reads_no_file and named:
-        return False  # the engine reads from the file what is quantised
-    if method == "gptq":
-        if not reads_no_file or "modules_in_block_to_quantize" in config:
-            return False
-        rules = [rule[2:] for rule in config.get("dynamic") or {} if rule.startswith("-:")]
-        return not any(re.match(rule, module) for rule in rules)
-    found = method_for(config, shape, deployment, module)
-    return isinstance(found, Method) and found.family != "unquantized" and found.name not in _EXPERTS_ONLY

@@ -120,12 +120,16 @@ def resolve(
 
 
 def method_of(
-    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, prefix: str
-) -> Method | str:
-    """Return the method that a config gives one layer's experts, or why the engine refuses the config."""
+    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, prefix: str,
+    fused: str | None = None,
+) -> Method | str:  # fmt: skip
+    """Return the method that a config gives one layer's experts, or another module (see `ConfigQuestion`).
+
+    Where the engine refuses the config, the answer is why.
+    """
     entry, probe = _probe(policy, config, shape, deployment)
     try:
-        return _read(entry, ConfigQuestion(config, probe, prefix))
+        return _read(entry, ConfigQuestion(config, probe, prefix, fused))
     except ConfigRefusal as refusal:
         return refusal.text
 

@@ -86,6 +86,27 @@ def parameters_of(version: str, method: Method) -> Parameters | None:
     return None
 
 
+def unfit_part(version: str, method: Method, stored: Mapping[str, str]) -> str | None:
+    """Return which part of a linear module a method cannot load, or None.
+
+    Methods of a config give linear modules the parameters that they give experts.
+
+    Args:
+        version: the engine's.
+        method: what the config gives the module.
+        stored: dtype of every stored part.
+    """
+    for name, (dtype, shape) in (parameters_of(version, method) or {}).items():
+        head, _, part = name.partition("_")
+        if head != "w2" or "input" in part or part in _OPTIONAL:
+            continue
+        if part not in stored:
+            return f"no {part}"
+        if shape is not None and stored[part] not in _LOADS.get(dtype, (stored[part],)):
+            return f"{part} as {stored[part]}"
+    return None
+
+
 def with_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Outcome:
     """Return the outcome for a file with these tensors: with gate G13 if it fails, and with uncalibrated experts."""
     outcome = replace(outcome, uncalibrated=uncalibrated(outcome.case, tensors))

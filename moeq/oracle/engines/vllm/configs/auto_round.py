@@ -154,7 +154,9 @@ def _of_module(question: ConfigQuestion, base: _Weights) -> _Weights | None:
             return _overridden(question, base, extra[short])
     blocks = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
-    if blocks and not any(prefix.startswith(name) for name in blocks):
+    if question.is_head:
+        base = _Weights(16, -1, sym=True)
+    if blocks and not any(question.renamed(prefix).startswith(question.renamed(name)) for name in blocks):
         base = _Weights(16, -1, sym=True)
     patterns = ((name, row) for name, row in extra.items() if set(name) & set(r"*+?^$()[]{}|\\"))
     return _overridden(question, base, next((row for name, row in patterns if _searched(name, prefix)), {}))

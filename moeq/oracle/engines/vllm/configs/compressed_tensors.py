@@ -142,9 +142,13 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
 def _group_of(targets: Mapping[str, Group], question: ConfigQuestion, name: str) -> Group | None:
     """Return the config group of a projection; None if the projection is ignored or no group matches."""
     names = name, question.engine_path(name)
-    if any(_entry_matches(entry, *names) for entry in question.config.get("ignore") or ()):
+    fused = question.fused or name
+    spelled = (names, (fused, question.engine_path(fused)))
+    if any(_entry_matches(entry, *one) for entry in question.config.get("ignore") or () for one in spelled):
         return None
     named = next((group for target, group in targets.items() if _entry_matches(target, *names)), None)
+    if question.fused is not None:
+        return named or (None if question.is_head else targets.get("Linear"))
     return named or next((group for target, group in targets.items() if _names_experts(target)), targets.get("Linear"))
 
 
@@ -178,7 +182,7 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
         gate, up, down = _PROJECTIONS.get(question.probe.shape.architecture, projections)
         projections = (gate, up if question.gated else "None", down)
     modules = [f"{question.prefix}.0.{name}" for name in projections]
-    if "experts" not in question.prefix:
+    if question.fused is not None:
         modules = [question.prefix]
     found = [_group_of(targets, question, module) for module in modules]
     if len({_scheme(row[1]) if row else None for row in found}) > 1:

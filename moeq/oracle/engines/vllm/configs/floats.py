@@ -66,7 +66,8 @@ def read_deepseek_v4(question: ConfigQuestion) -> Method:
         ConfigRefusal: if `expert_dtype` is neither fp4 nor fp8.
     """
     config = question.config
-    if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
+    listed = config.get("ignored_layers") or config.get("modules_to_not_convert")
+    if skipped_module(listed, question.prefix, question.fused):
         return unquantized()
     experts = question.probe.shape.expert_dtype or "fp4"
     if experts not in ("fp4", "fp8"):
@@ -96,7 +97,8 @@ def block_key(rows: int, columns: int) -> str:
 def read_fp8(question: ConfigQuestion) -> Method:
     """Read FP8 with scales per block (DeepSeek) or per tensor."""
     config, case = question.config, question.probe
-    if skipped_module(config.get("ignored_layers") or config.get("modules_to_not_convert"), question.prefix):
+    listed = config.get("ignored_layers") or config.get("modules_to_not_convert")
+    if skipped_module(listed, question.prefix, question.fused):
         return unquantized()
     base = Method("Fp8MoEMethod", "fp8", "fp8", "kFp8StaticTensorSym", None, 8, -1, vllm_cutlass=False)
     block = config.get("weight_block_size")
@@ -240,7 +242,7 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
         flat = config.get("exclude_modules", []) if question.policy.since("0.33.0") else []
         entries = config.get("ignore", flat)
     table = _mixed_table(question.policy, source) if mixed else {}
-    if excluded(entries, question.prefix):
+    if excluded(entries, question):
         return unquantized()
     if mixed:
         return _mixed(question, table)
@@ -300,6 +302,8 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
     """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
     row = _mixed_row(table, question.prefix)
     algorithm = _algorithm(row)
+    if question.fused is not None and algorithm and algorithm not in _MIXED:
+        refuse(f"{algorithm} of {question.prefix} is not followed")
     if algorithm in _BLOCK_FP8 and question.policy.since("0.30.0"):
         size = _block_size(row)
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
@@ -330,6 +334,14 @@ def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
     return {}
 
 
-def excluded(entries: Iterable[str], prefix: str) -> bool:
-    """Tell whether ModelOpt's exclude list names the experts: exact names, parts of names, or wildcards."""
-    return skipped_module(entries, prefix) or any(entry in prefix or fnmatch(prefix, entry) for entry in entries)
+def excluded(entries: Iterable[str], question: ConfigQuestion) -> bool:
+    """Tell whether ModelOpt's exclude list names a module: exact names, parts of names, or wildcards.
+
+    Parts and wildcards are compared with a fused module's own name, not with those of its shards.
+    """
+    if question.renamings is not None:
+        ends = (entry for entry in entries if entry.endswith("*") and not entry.endswith(".*") and len(entry) > 1)
+        entries = [*entries, *(entry[:-1] for entry in ends)]
+    name = question.fused or question.prefix
+    named = skipped_module(entries, question.prefix, question.fused)
+    return named or any(entry in name or fnmatch(name, entry) for entry in entries)

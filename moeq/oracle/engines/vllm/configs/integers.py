@@ -97,7 +97,8 @@ def read_moe_wna16(question: ConfigQuestion) -> Method:
         zero = bool(required(config, "zero_point"))
         check_awq_fallback(question)
         # Entries are not renamed for classes with images, as those of other configs are.
-        if skipped_by(config.get("modules_to_not_convert"), question.engine_path(question.prefix)):
+        names = (question.prefix, question.fused or question.prefix)
+        if any(skipped_by(config.get("modules_to_not_convert"), question.engine_path(name)) for name in names):
             return unquantized()
     else:
         refuse(f"moe_wna16 takes GPTQ and AWQ checkpoints, this is {declared}")
@@ -130,7 +131,8 @@ def read_awq(question: ConfigQuestion) -> Method:
     bits, group = integer(config, "w_bit", "bits"), integer(config, "q_group_size", "group_size")
     zero = bool(required(config, "zero_point"))
     check_awq_bits(bits)
-    if skipped_by(config.get("modules_to_not_convert"), question.prefix):
+    names = (question.prefix, question.fused or question.prefix)
+    if any(skipped_by(config.get("modules_to_not_convert"), name) for name in names):
         return unquantized()
     if marlin_fails(question, group):
         integer(config, "bits"), integer(config, "group_size")  # the fallback reads only these spellings

@@ -47,9 +47,12 @@ def ignored(entries: Iterable[str], question: ConfigQuestion) -> bool:
     """Tell whether `exclude` names the experts; one excluded child excludes them all."""
     prefix = question.prefix
     names = [entry for entry in entries if not entry.startswith("re:")]
-    if any(name == prefix or name.startswith(prefix + ".") for name in names):
+    if any(name == prefix or (name.startswith(prefix + ".") and question.fused is None) for name in names):
         return True
-    return any(re.match(entry[3:], prefix) if entry.startswith("re:") else entry == prefix for entry in entries)
+    spelled = (prefix, question.fused or prefix)
+    return any(
+        re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in entries for name in spelled
+    )
 
 
 def _matched(config: Config, prefix: str) -> dict[str, Any]:

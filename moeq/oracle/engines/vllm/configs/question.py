@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from moeq.oracle.engines.vllm.case import INTEGER_VARIABLES, Case, Method, is_integer
 from moeq.oracle.engines.vllm.filters import marlin_shape
+from moeq.oracle.engines.vllm.linears import HEAD, renamings
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 Config = Mapping[str, Any]
@@ -31,11 +32,35 @@ class ConfigRefusal(Exception):
 
 @dataclass(frozen=True)
 class ConfigQuestion:
-    """Input of a reader: the config, and a case (`probe`) whose method is still open."""
+    """Input of a reader: the config, and a case (`probe`) whose method is still open.
+
+    Attributes:
+        config: the checkpoint's `quantization_config`.
+        probe: the case.
+        prefix: module path of the experts, or of another linear module.
+        fused: None for experts; of another linear module, the path of the fused one that it is part of, or its own.
+    """
 
     config: Config
     probe: Case
     prefix: str = PREFIX
+    fused: str | None = None
+
+    @property
+    def renamings(self) -> Mapping[str, str] | None:
+        """Starts of names that the model class replaces in entries of the config; None if it tells the config none."""
+        return renamings(self.policy.version, self.probe.shape.architecture)
+
+    def renamed(self, name: str) -> str:
+        """Return a name of the checkpoint or of its config as the engine's module is called."""
+        for old, new in (self.renamings or {}).items():
+            name = name.replace(old, new, 1) if name.startswith(old) else name
+        return name
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the module is the output head."""
+        return self.prefix.endswith(HEAD)
 
     @property
     def policy(self) -> EnginePolicy:
@@ -123,10 +148,13 @@ def skipped_by(entries: Iterable[str] | None, prefix: str) -> bool:
     return any(entry in prefix for entry in entries or ())
 
 
-def skipped_module(entries: Iterable[str] | None, prefix: str) -> bool:
-    """Tell whether a list of exact module names skips the experts: one of them lies in the experts' module."""
-    if "experts" not in prefix:
-        return prefix in (entries or ())
+def skipped_module(entries: Iterable[str] | None, prefix: str, fused: str | None = None) -> bool:
+    """Tell whether a list of exact module names skips the experts: one of them lies in the experts' module.
+
+    Shared experts count as experts, unless they are part of a fused module.
+    """
+    if "experts" not in prefix or fused not in (None, prefix):
+        return any(name in (entries or ()) for name in (prefix, fused or prefix))
     return any("experts" in entry and prefix in entry for entry in entries or ())
 
 

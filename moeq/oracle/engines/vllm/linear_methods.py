@@ -1,0 +1,73 @@
+"""What a quantisation config gives a linear module that is no expert: the readers of configs get its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moeq.deploy.deployment import Deployment
+from moeq.oracle.engines.vllm.case import Method
+from moeq.oracle.engines.vllm.configs.integers import dynamic_rule
+from moeq.oracle.engines.vllm.linears import HEAD, LinearModule, renamings
+from moeq.oracle.engines.vllm.outcome import method_of
+from moeq.oracle.engines.vllm.policy import EnginePolicy
+from moeq.oracle.records import MoeShape
+
+#: Methods whose config quantises experts alone.
+_EXPERTS_ONLY = ("GptOssMxfp4MoEMethod", "Mxfp4MoEMethod")
+#: Methods that may quantise an output head without an option that names it.
+_TAKE_HEADS = ("modelopt", "compressed-tensors", "auto-round")
+
+
+def method_of_linear(
+    policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, linear: LinearModule,
+    shard: str, above: str, *, stored: bool,
+) -> Method | bool:  # fmt: skip
+    """Return what a config gives a linear module: a method, whether it is quantised where no method is known, or False.
+
+    Args:
+        policy: version of the engine.
+        config: the checkpoint's `quantization_config`.
+        shape: experts of the layer.
+        deployment: where it is to run.
+        linear: the module of the class.
+        shard: the module of the checkpoint that is a part of it.
+        above: path of the layer, with a dot; empty for the output head.
+        stored: whether the file holds it quantised; GPTQ and AWQ without a list take that for the answer.
+    """
+    fused, module = above + linear.path, above + (shard if linear.listed else linear.path)
+    declared, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
+    if linear.path == HEAD and not declared.startswith(_TAKE_HEADS):
+        return bool(config.get(HEAD)) and stored
+    if declared == "awq" and not config.get("modules_to_not_convert") and not reads_no_file:
+        return stored
+    if declared == "gptq":
+        listed = config.get("modules_in_block_to_quantize")
+        named = any(entry in module for entry in _flat(listed)) if listed else stored or reads_no_file
+        return named and not (dynamic_rule(config, fused) or {}).get("skip")
+    found = method_of(policy, config, shape, deployment, module, fused)
+    if isinstance(found, str):
+        return True
+    plain = found.family == "unquantized" or found.name in _EXPERTS_ONLY or found.config in ("online", "experts_int8")
+    return False if plain else found
+
+
+def lists_some_shards(
+    policy: EnginePolicy, config: Mapping[str, Any], architecture: str, linear: LinearModule, above: str
+) -> bool:
+    """Tell whether the whole names that FP8 and ModelOpt exclude are those of some shards of a module, and not of all.
+
+    Source: vLLM 0.26.0 to 0.33.0, `is_layer_skipped`, before any part of a name or wildcard is looked at.
+    """
+    if not linear.listed or not str(config.get("quant_method")).startswith(("fp8", "modelopt")):
+        return False
+    nested = config.get("quantization")
+    keys = ("ignored_layers", "modules_to_not_convert", "exclude_modules", "ignore")
+    entries = {name for one in (config, nested or {}) for key in keys for name in one.get(key) or ()}
+    if renamings(policy.version, architecture) is not None:
+        entries |= {entry[:-1] for entry in entries if entry.endswith("*")}
+    return above + linear.path not in entries and len({above + shard in entries for shard in linear.shards}) > 1
+
+
+def _flat(entries: Any) -> list[str]:
+    return [one for entry in entries for one in (_flat(entry) if isinstance(entry, list) else [entry])]

@@ -1,0 +1,83 @@
+"""LinearModule modules of vLLM's model classes that ask the quantisation config for a method, beside experts.
+
+`tools/extract.py linears` builds the classes and writes `linears.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from moeq.oracle.versions import release
+
+FACTS = "linears.json"
+#: Name of the output head.
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True)
+class LinearModule:
+    """One linear module of a layer, or the output head.
+
+    Attributes:
+        path: path below the layer in the engine: `self_attn.qkv_proj`.
+        shards: paths of the modules of a checkpoint that it is made of, `self_attn.q_proj` first.
+        listed: whether the config is asked about the shards, too.
+        split: how ranks divide it: by `row`s of the stored matrix transposed (input features), by `column`s (output
+            features), `whole` for none.
+    """
+
+    path: str
+    shards: tuple[str, ...]
+    listed: bool
+    split: str
+
+
+@cache
+def _facts() -> Any:
+    return json.loads(files(__package__).joinpath(FACTS).read_text(encoding="utf-8"))
+
+
+@cache
+def _row(version: str, architecture: str) -> Mapping[str, Any]:
+    """Return what is known of a class; empty if nothing is.
+
+    A version in which the extractor could not build the class counts as the newest older one in which it could, else
+    as the oldest newer one.
+    """
+    rows = {one: row for row in _facts().get(architecture, ()) for one in row["versions"]}
+    older = [one for one in rows if release(one) <= release(version)]
+    return (rows[max(older, key=release) if older else min(rows, key=release)]) if rows else {}
+
+
+def renamings(version: str, architecture: str) -> Mapping[str, str] | None:
+    """Return the starts of names in a checkpoint that a class replaces in entries of configs; None if it tells none."""
+    found: Mapping[str, str] | None = _row(version, architecture).get("renamed")
+    return found
+
+
+@cache
+def _shards_by_leaf() -> dict[str, list[str]]:
+    """Map a fused module's name to its shards' names, as some class declares them."""
+    modules = [row["modules"] for rows in _facts().values() for row in rows]
+    rows = [(path, shards) for one in modules for path, (_, *shards) in one.items()]
+    return {_leaf(path): [_leaf(name) for name in shards] for path, shards in rows if shards}
+
+
+def _leaf(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+@cache
+def linears_of(version: str, architecture: str) -> tuple[LinearModule, ...]:
+    """List the modules that ask the config; empty if the class is unknown."""
+    found = []
+    for path, (split, *shards) in _row(version, architecture).get("modules", {}).items():
+        above, _, leaf = path.rpartition(".")
+        named = tuple(shards) or tuple(f"{above}.{one}" for one in _shards_by_leaf().get(leaf, ())) or (path,)
+        found.append(LinearModule(path, named, bool(shards), split))
+    return tuple(found)
