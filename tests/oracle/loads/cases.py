@@ -11,7 +11,7 @@ from typing import Any
 
 from oracle.loads.draft import Draft, Place, add_exclusions
 from oracle.loads.formats import FAMILIES, Encoding, Part, Row
-from oracle.loads.models import COMMON, DEEPSEEK_V4, EXPERTS, GPT_OSS, LAYERS, MODELS, Model
+from oracle.loads.models import COMMON, DEEPSEEK_V4, DENSE, DENSE_INTER, EXPERTS, GPT_OSS, LAYERS, MODELS, Model
 from oracle.loads.twists import TWISTS, applies, twist_gpt_oss
 
 
@@ -28,6 +28,7 @@ def case(seed: int | str, number: int) -> Row:
         rng, model, encoding, config, hidden, inter, second if model.sets > 1 else None, stem=model.stem,
         total=count * model.sets, count=count, declared=dict(encoding.extra.get("declared", {})),
     )  # fmt: skip
+    _place_linears(draft)
     _fill(draft)
     twist = "none"
     if rng.random() < 0.6:
@@ -63,6 +64,24 @@ def _copy(value: Any) -> Any:
     return [_copy(one) for one in value] if isinstance(value, list) else value
 
 
+def _place_linears(draft: Draft) -> None:
+    """Decide which linear modules other than experts are encoded as experts are: all, none, or some kinds."""
+    rng, encoding, model = draft.rng, draft.encoding, draft.model
+    if model.linears and model.count_key == "n_routed_experts" and "table" not in encoding.extra:
+        draft.dense = rng.choice((0, 0, 1))
+    draft.declared |= {"first_k_dense_replace": draft.dense} if draft.dense else {}
+    covered = {kind: rng.random() < 0.5 for kind in ("self_attn", "shared", "dense")}
+    if encoding.skip is None or draft.config is None:
+        covered = dict.fromkeys(covered, False)
+    for layer in range(LAYERS):
+        shared = [path for path in model.linears if layer >= draft.dense or "shared" not in path]
+        for path in (*shared, *(DENSE if layer < draft.dense else ())):
+            kind = "self_attn" if "self_attn" in path else "shared" if "shared" in path else "dense"
+            fits = draft.linear_size(layer, path)[1] % encoding.unit == 0 and draft.linear_size(layer, path)[0] % 8 == 0
+            draft.linears[layer, path] = encoding if covered[kind] and fits else None
+    draft.linears[-1, model.head.removesuffix(".weight")] = None
+
+
 def _fill(draft: Draft) -> None:
     """Encode every expert, and complete the config as its exporter would."""
     rng, encoding, model = draft.rng, draft.encoding, draft.model
@@ -73,18 +92,19 @@ def _fill(draft: Draft) -> None:
                 for part, (dtype, shape, values) in encoding.parts(n * (2 if leaf != "down_proj" else 1), k).items():
                     draft.stacked[layer, leaf, part] = (dtype, (EXPERTS, *shape), values)
         return
-    for layer in range(LAYERS):
+    for layer in range(draft.dense, LAYERS):
         for expert in range(draft.total):
             for projection in ("gate", "up", "down"):
                 draft.encode(encoding, layer, expert, projection)
     if draft.config is None or encoding.skip is None:
         return
     if encoding.skip[0] != "dynamic":
-        add_exclusions(draft.config, encoding, draft.routers(), rng)
+        add_exclusions(draft.config, encoding, draft.plain_modules(), rng)
     if "table" in encoding.extra:
         modules = [draft.module(*at) for at in draft.every()]
         whole = [f"{model.above}layers.{layer}.{model.experts}" for layer in range(LAYERS)]
-        draft.config["quantized_layers"] = dict.fromkeys(modules if encoding.extra["each"] else whole)
+        others = [draft.linear(*at) for at, encoded in draft.linears.items() if encoded]
+        draft.config["quantized_layers"] = dict.fromkeys((modules if encoding.extra["each"] else whole) + others)
         for name in draft.config["quantized_layers"]:
             draft.config["quantized_layers"][name] = dict(encoding.extra["table"])
 
@@ -94,25 +114,32 @@ def _document(draft: Draft) -> Row:
     inter = draft.inter if second is None else [draft.inter, second]
     found = {**COMMON, **model.config, "hidden_size": draft.hidden}
     found[model.inter_key] = inter
-    found.setdefault("intermediate_size", draft.inter)
+    found.setdefault("intermediate_size", DENSE_INTER if draft.dense else draft.inter)
     found |= {model.count_key: draft.count if model.sets == 1 else [draft.count] * model.sets, **draft.declared}
     found = {**model.outer, "text_config": found} if model.outer else found
     return {**found, "quantization_config": draft.config} if draft.config is not None else found
 
 
 def _frame(draft: Draft) -> dict[str, Part]:
-    """Tensors that are no experts'. Attention is left out."""
+    """Tensors that are no experts'."""
     stem = f"{draft.stem}." if draft.stem else ""
     hidden, model, count = draft.hidden, draft.model, draft.count
     found: dict[str, Part] = {
         f"{stem}{model.embedding}.weight": ("BF16", (64, hidden), "scale"),
         f"{stem}norm.weight": ("BF16", (hidden,), "scale"),
-        model.head: ("BF16", (64, hidden), "scale"),
     }
+    plain = FAMILIES["plain"][0](Random(1))
+    for at, encoding in draft.linears.items():
+        parts = (encoding or plain).parts(*draft.linear_size(*at))
+        found |= {f"{draft.linear_name(*at)}.{part}": row for part, row in parts.items()}
     for layer in range(LAYERS):
         above = f"{stem}layers.{layer}."
         for norm in model.norms:
             found[f"{above}{norm}.weight"] = ("BF16", (hidden,), "scale")
+        for norm, size in model.inner_norms.items():
+            found[f"{above}{norm}.weight"] = ("BF16", (hidden if size == "hidden" else int(size),), "scale")
+        if layer < draft.dense:
+            continue
         if model.bias:
             dtype = "F32" if model.bias.endswith("correction_bias") or model is DEEPSEEK_V4 else "BF16"
             found[f"{above}{model.bias}"] = (dtype, (count,) if model.sets == 1 else (model.sets, count), "scale")
@@ -122,8 +149,7 @@ def _frame(draft: Draft) -> dict[str, Part]:
             for name in ("weight", "weight_1"):
                 found[f"{above}{model.router}.{name}"] = ("F32", (hidden, count), "scale")
             continue
-        plain: dict[str, Part] = {"weight": ("BF16", (count, hidden), "scale")}
-        parts = draft.encoding.parts(count, hidden) if draft.router else plain
+        parts = (draft.encoding if draft.router else plain).parts(count, hidden)
         found |= {f"{above}{model.router}.{part}": row for part, row in parts.items()}
     return found
 

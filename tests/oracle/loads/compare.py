@@ -69,8 +69,9 @@ def loaded(engine: Row) -> Loaded:
     unfilled = sorted(name for name in engine.get("unfilled", {}) if not _HARMLESS.search(name))
     if unfilled:
         return Loaded(False, False, f"unfilled: {', '.join(unfilled)}")
-    if engine.get("router"):
-        return Loaded(False, False, f"router: {', '.join(engine['router'])}")
+    for kind in ("linears", "lost"):
+        if engine.get(kind):
+            return Loaded(False, False, f"{kind}: {', '.join(engine[kind][:4])}")
     if engine.get("bad_scales"):
         return Loaded(False, False, f"scales: {', '.join(engine['bad_scales'])}")
     if engine.get("stale"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from oracle.loads.formats import Encoding, Part, Row
-from oracle.loads.models import EXPERTS, LAYERS, Model
+from oracle.loads.models import DENSE, DENSE_INTER, EXPERTS, LAYERS, Model
 
 #: A tensor's place: layer, expert, projection (`gate`, `up`, `down`), part.
 Place = tuple[int, int, str, str]
@@ -33,6 +33,9 @@ class Draft:
         count: experts that config.json names.
         declared: sizes in config.json that are not those of the tensors.
         router: whether routers are encoded as experts are.
+        linears: encodings of the other linear modules, by layer and path; None stands for plain numbers, and layer -1
+            for the output head.
+        dense: layers in front that have no experts.
         stale: tensors of a second listed file, whose index names the first file's, and whether the index names them.
         side: files beside config.json.
     """
@@ -52,6 +55,8 @@ class Draft:
     count: int = EXPERTS
     declared: Row = field(default_factory=dict)
     router: bool = False
+    linears: dict[tuple[int, str], Encoding | None] = field(default_factory=dict)
+    dense: int = 0
     stale: dict[Place, Part] = field(default_factory=dict)
     side: dict[str, Row] = field(default_factory=dict)
 
@@ -88,7 +93,26 @@ class Draft:
 
     def routers(self) -> list[str]:
         """Module names of the routers, which no exporter quantises."""
-        return [f"{self.model.above}layers.{layer}.{self.model.router}" for layer in range(LAYERS)]
+        return [f"{self.model.above}layers.{layer}.{self.model.router}" for layer in range(self.dense, LAYERS)]
+
+    def linear(self, layer: int, path: str) -> str:
+        """Module name of a linear module that is no expert's."""
+        return path if layer < 0 else f"{self.model.above}layers.{layer}.{path}"
+
+    def linear_name(self, layer: int, path: str) -> str:
+        """Name of such a module in the file, whose wrapper may be another than the config's."""
+        return path if layer < 0 else f"{self.stem}.layers.{layer}.{path}".removeprefix(".")
+
+    def linear_size(self, layer: int, path: str) -> tuple[int, int]:
+        """N and K of a linear module that is no expert's."""
+        sizes = {"hidden": self.hidden, "inter": self.inter, "dense": DENSE_INTER}
+        n, k = (64, "hidden") if layer < 0 else {**self.model.linears, **DENSE}[path]
+        return (sizes.get(n, n), sizes.get(k, k))  # type: ignore[arg-type, return-value]
+
+    def plain_modules(self) -> list[str]:
+        """Module names that hold plain numbers, as an exporter lists them."""
+        plain = [self.linear(*at) for at, encoding in self.linears.items() if encoding is None and at[0] >= 0]
+        return [*self.routers(), *plain]
 
     def module(self, layer: int, expert: int | str, projection: str) -> str:
         """Module name of a matrix, as config entries spell it."""

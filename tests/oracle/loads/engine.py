@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -32,18 +33,20 @@ from vllm_tables import inside, models, names, sandbox
 Row = dict[str, Any]
 
 CAPABILITIES = {"A100": (8, 0), "H100": (9, 0), "B200": (10, 0)}
-#: What is left out of the engine's models, by module: attention and shared experts.
+#: What is left out of the engine's models, by module: parts for images, and the attention of some.
 _LEFT_OUT = {
-    "qwen3_moe": ("Qwen3MoeAttention",), "mixtral": ("MixtralAttention",), "olmoe": ("OlmoeAttention",),
-    "glm4_moe": ("Glm4MoeAttention", "Glm4MoeMLP"), "gpt_oss": ("OAIAttention",),
-    "deepseek_v2": ("DeepseekV2MLAAttention", "DeepseekV2MLP"), "qwen3_vl": ("Qwen3_VisionTransformer",),
+    "gpt_oss": ("OAIAttention",), "qwen3_vl": ("Qwen3_VisionTransformer",),
     "qwen3_vl_moe": ("Qwen3_VisionTransformer",), "glm4_1v": ("Glm4vVisionTransformer",),
     "gemma4": ("Gemma4Attention", "Gemma4MLP"), "gemma4_mm": ("AutoModel", "Gemma4MultimodalEmbedder"),
     "llama4": ("Llama4Attention", "LlamaMLP"), "mllama4": ("Llama4VisionModel", "Llama4MultiModalProjector"),
     "ernie45_vl_moe": ("Ernie4_5_VLMoeAttention", "Ernie4_5_VLMoeMLP"),
 }  # fmt: skip
-#: Ends of the names of routers.
+#: Ends of the names of routers, which some classes make without a linear layer.
 _ROUTERS = (".gate", ".router", ".router.proj", "_experts_gate")
+#: Parts of linear modules that a method may have and a file need not hold.
+_UNNEEDED = re.compile(r"bias|g_idx|weight_shape|input|zero_point")
+#: Parts of a file whose loss changes numbers.
+_SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales", "qzeros", "scale")
 
 
 def worlds() -> dict[str, Row]:
@@ -193,14 +196,14 @@ def _load(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    modules = found["_model"].named_modules()
-    routers = {name: module for name, module in modules if name.endswith(_ROUTERS)}
-    fresh, fresh_routers = _parameters(found["_experts"]), _parameters(routers)
+    linears = _linears(found["_model"], attention=any(".self_attn." in name for name in case["tensors"]))
+    fresh, fresh_linears = _parameters(found["_experts"]), _parameters(linears)
     whole = found["_config"]
     with set_current_vllm_config(whole):
         DefaultModelLoader(whole.load_config).load_weights(found["_model"], whole.model_config)
     found["unfilled"] = _unfilled(found["_experts"], fresh)
-    found["router"] = _untouched(routers, fresh_routers)
+    found["linears"] = _untouched(linears, fresh_linears)
+    found["lost"] = _lost(case, linears, whole.quant_config)
     further = f".layers.{LAYERS}."  # of multi-token prediction, which is a model of its own
     experts = {name for name in case["tensors"] if ".experts" in name and further not in name}
     # A class that reads all tensors first, and a loader that makes others of them: what it took is not known.
@@ -241,18 +244,56 @@ def _unfilled(experts: Row, fresh: dict[tuple[str, str], Any]) -> dict[str, floa
     return found
 
 
-def _untouched(routers: Row, fresh: dict[tuple[str, str], Any]) -> list[str]:
-    """Parameters of routers that are as they were before loading."""
+def _linears(model: Any, *, attention: bool) -> Row:
+    """Modules with a matrix that are no experts. Some cases are files without attention."""
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    kinds = (LinearBase, VocabParallelEmbedding)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if (isinstance(module, kinds) or name.endswith(_ROUTERS)) and ".experts." not in name
+        if attention or "attn." not in name
+    }
+
+
+def _untouched(linears: Row, fresh: dict[tuple[str, str], Any]) -> list[str]:
+    """Parameters of linear modules of which a tenth or more is as it was before loading."""
     import torch
 
     found = set()
     for (name, part), before in fresh.items():
-        after = getattr(routers[name], part, None)
-        if after is None or (after.shape, after.dtype) != (before.shape, before.dtype):
+        after = getattr(linears[name], part, None)
+        if after is None or (after.shape, after.dtype) != (before.shape, before.dtype) or _UNNEEDED.search(part):
             continue
-        if torch.equal(after.detach().view(torch.uint8), before.view(torch.uint8)):
-            found.add(part)
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[after.element_size()]
+        same = after.detach().reshape(-1).view(bits) == before.reshape(-1).view(bits)
+        if after.numel() and float(same.float().mean()) >= 0.1:
+            found.add(f"{re.sub(r'^.*layers', '', name)}.{part}")
     return sorted(found)
+
+
+def _lost(case: Row, linears: Row, config: Any) -> list[str]:
+    """Scales of linear modules in the file that no parameter takes: their numbers are lost."""
+    packed = dict(getattr(config, "packed_modules_mapping", None) or {})
+    homes = {}
+    for name, module in linears.items():
+        above, _, leaf = name.rpartition(".")
+        for shard in (leaf, *packed.get(leaf, ())):
+            homes[_below(f"{above}.{shard}")] = module
+    found = set()
+    for name in case["tensors"]:
+        module_name, _, part = name.rpartition(".")
+        module = homes.get(_below(module_name))
+        if part in _SCALES and module is not None and not hasattr(module, part):
+            found.add(f"{_below(module_name)}.{part}")
+    return sorted(found)
+
+
+def _below(name: str) -> str:
+    """A module's name from its layer on; the last part of one that lies in no layer."""
+    return name.partition("layers.")[2] or name.rpartition(".")[2]
 
 
 def _padding(moe: Any) -> float:
@@ -264,22 +305,34 @@ def _padding(moe: Any) -> float:
 def _process(case: Row, folder: Path, found: Row) -> None:
     from vllm.config import set_current_vllm_config
 
-    failures: list[Exception] = []
+    failures: dict[str, Exception] = {}
     with set_current_vllm_config(found["_config"]):
-        for module in found["_experts"].values():
+        for name, module in found["_experts"].items():
             try:
                 module.quant_method.process_weights_after_loading(module)
             except Exception as error:  # noqa: BLE001 - a device may be missing for one layer, and the next has scales too
-                failures.append(error)
-        found["bad_scales"] = sorted({name for module in found["_experts"].values() for name in _bad_scales(module)})
+                failures[name] = error
+        scales = [
+            name
+            for at, module in found["_experts"].items()
+            for name in _bad_scales(module, processed=at not in failures)
+        ]
+        found["bad_scales"] = sorted(set(scales))
     if failures:
-        raise failures[0]
+        raise next(iter(failures.values()))
 
 
-def _bad_scales(module: Any) -> list[str]:
-    """Scales of activations that the engine hands its kernel, of which some are no positive finite numbers."""
+def _bad_scales(module: Any, *, processed: bool) -> list[str]:
+    """Scales of activations that the engine hands its kernel, of which some are no positive finite numbers.
+
+    Where the missing device stops the method before it has taken the largest scale of all, only numbers count that
+    no larger one hides.
+    """
     import torch
 
+    if not processed:
+        raw = {name: param for name, param in module.named_parameters() if "input_scale" in name}
+        return [name for name, scale in raw.items() if scale.isnan().any() or scale.isposinf().any()]
     made, _ = inside.attempt(module.quant_method.get_fused_moe_quant_config, module)
     scales = {name: getattr(made, name, None) for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")}
     tensors = {name: scale.float() for name, scale in scales.items() if isinstance(scale, torch.Tensor)}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from oracle.loads.formats import Row
 
 EXPERTS, LAYERS = 4, 2
+#: Intermediate size of a layer without experts.
+DENSE_INTER = 256
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,9 @@ class Model:
         norms: norms of a layer.
         bias: parameter of the router that a layer has beside its weight, below the layer.
         sets: sets of experts in a layer, numbered on in one list.
+        linears: rows and columns of the layer's other linear modules: a number, `hidden`, `inter` (of experts) or
+            `dense` (of a layer without experts). Empty: they are left out of the engine's class.
+        inner_norms: sizes of norms between them, a number or `hidden`.
     """
 
     config: Row
@@ -42,6 +47,8 @@ class Model:
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     bias: str | None = None
     sets: int = 1
+    linears: dict[str, tuple[int | str, int | str]] = field(default_factory=dict)
+    inner_norms: dict[str, int | str] = field(default_factory=dict)
 
     @property
     def above(self) -> str:
@@ -54,8 +61,26 @@ COMMON: Row = {
     "num_experts_per_tok": 2, "hidden_act": "silu", "torch_dtype": "bfloat16", "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
 }  # fmt: skip
+_ATTENTION: dict[str, tuple[int | str, int | str]] = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (256, "hidden")),
+    "self_attn.o_proj": ("hidden", 256),
+}  # fmt: skip
+_LATENT: dict[str, tuple[int | str, int | str]] = {
+    "self_attn.q_a_proj": (128, "hidden"), "self_attn.q_b_proj": (512, 128),
+    "self_attn.kv_a_proj_with_mqa": (160, "hidden"), "self_attn.kv_b_proj": (512, 128),
+    "self_attn.o_proj": ("hidden", 256),
+}  # fmt: skip
+_LATENT_NORMS: dict[str, int | str] = {"self_attn.q_a_layernorm": 128, "self_attn.kv_a_layernorm": 128}
+_SHARED: dict[str, tuple[int | str, int | str]] = {
+    **dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), ("inter", "hidden")),
+    "mlp.shared_experts.down_proj": ("hidden", "inter"),
+}  # fmt: skip
+#: Modules of a layer without experts.
+DENSE: dict[str, tuple[int | str, int | str]] = {
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ("dense", "hidden")), "mlp.down_proj": ("hidden", "dense"),
+}  # fmt: skip
 _DEEPSEEK: Row = {
-    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
     "first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 1.0, "moe_layer_freq": 1,
 }  # fmt: skip
@@ -73,7 +98,11 @@ _QWEN_VISION: Row = {
 _MROPE: Row = {"rope_parameters": {"rope_type": "default", "mrope_section": [8, 4, 4], "rope_theta": 1e6}}
 
 MODELS: dict[str, Model] = {
-    "qwen3_moe": Model({"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN}),
+    "qwen3_moe": Model(
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN},
+        linears=_ATTENTION,
+        inner_norms={"self_attn.q_norm": 32, "self_attn.k_norm": 32},
+    ),
     "mixtral": Model(
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
         "block_sparse_moe.experts",
@@ -81,20 +110,26 @@ MODELS: dict[str, Model] = {
         "block_sparse_moe.gate",
         "num_local_experts",
         "intermediate_size",
+        linears=_ATTENTION,
     ),
     "olmoe": Model(
         {"architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "norm_topk_prob": False},
         inter_key="intermediate_size",
+        linears=dict.fromkeys(_ATTENTION, ("hidden", "hidden")),
+        inner_norms=dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), "hidden"),
     ),
     "deepseek_v3": Model(
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_DEEPSEEK},
         count_key="n_routed_experts",
         bias=_CORRECTION,
+        linears={**_LATENT, **_SHARED},
+        inner_norms=_LATENT_NORMS,
     ),
     "glm4_moe": Model(
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **_GLM},
         count_key="n_routed_experts",
         bias=_CORRECTION,
+        linears={**_ATTENTION, **_SHARED},
     ),
     "qwen3_vl_moe": Model(
         {"model_type": "qwen3_vl_moe_text", **_QWEN, **_MROPE},
@@ -103,13 +138,19 @@ MODELS: dict[str, Model] = {
             "architectures": ["Qwen3VLMoeForConditionalGeneration"], "model_type": "qwen3_vl_moe",
             "vision_config": _QWEN_VISION,
         },
+        linears=_ATTENTION,
+        inner_norms={"self_attn.q_norm": 32, "self_attn.k_norm": 32},
     ),
     "glm4v_moe": Model(
-        {"model_type": "glm4v_moe_text", **_GLM, **_MROPE},
+        {
+            "model_type": "glm4v_moe_text", **_GLM,
+            "rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [4, 2, 2]},
+        },
         count_key="n_routed_experts",
         stem="model.language_model",
         outer={"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe", "vision_config": {}},
         bias=_CORRECTION,
+        linears={**_ATTENTION, **_SHARED},
     ),
     "kimi_k25": Model(
         {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", **_DEEPSEEK},
@@ -118,6 +159,8 @@ MODELS: dict[str, Model] = {
         outer={"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {}},
         head="language_model.lm_head.weight",
         bias=_CORRECTION,
+        linears={**_LATENT, **_SHARED},
+        inner_norms=_LATENT_NORMS,
     ),
     "gemma4": Model(
         {

@@ -99,7 +99,7 @@ def _wrong_config(draft: Draft) -> None:
     other = FAMILIES[name][0](draft.rng)
     draft.config = other.config
     if other.config is not None and other.skip is not None:
-        add_exclusions(other.config, other, draft.routers(), draft.rng)
+        add_exclusions(other.config, other, draft.plain_modules(), draft.rng)
     if own is not None and draft.rng.random() < 0.5:
         draft.config = own
         numbers: dict[str, tuple[Any, ...]] = {
@@ -221,6 +221,37 @@ def _router(draft: Draft) -> None:
         drop_exclusions(draft.config, draft.encoding, draft.routers())
 
 
+def _modules(draft: Draft) -> None:
+    """Linear modules that are no experts' are listed otherwise than they are stored, or spelled otherwise."""
+    rng, config = draft.rng, draft.config
+    chosen = rng.choice(sorted(draft.linears))
+    kind = chosen[1].rpartition(".")[0] or chosen[1]
+    tests: tuple[Callable[[tuple[int, str]], bool], ...] = (
+        lambda at: at == chosen,
+        lambda at: at[1] == chosen[1],
+        lambda at: at[1].startswith(kind),
+        lambda at: at[0] == chosen[0] and at[1].startswith(kind),
+    )
+    inside = rng.choice(tests)
+    touched = [at for at in draft.linears if inside(at) and draft.linear_size(*at)[1] % draft.encoding.unit == 0]
+    how = rng.choice(("stored", "listed", "dropped", "both", "spelled", "spelled"))
+    if how in ("stored", "both"):
+        for at in touched:
+            draft.linears[at] = None if draft.linears[at] else draft.encoding
+    if config is None or draft.encoding.skip is None or how == "stored":
+        return
+    plain = [draft.linear(*at) for at in touched if draft.linears[at] is None]
+    if how == "dropped":
+        drop_exclusions(config, draft.encoding, plain)
+    elif how == "spelled":  # as people shorten them: a part of the path, the leaf, wildcards, the engine's fused name
+        drop_exclusions(config, draft.encoding, plain)
+        short = (kind, f"{kind}.*", f"*{kind}*", chosen[1].rpartition(".")[2], f"*.{chosen[1]}", draft.linear(*chosen))
+        fused = draft.linear(*chosen).replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
+        add_exclusions(config, draft.encoding, [rng.choice((*short, fused, f"re:.*{kind}.*"))], rng)
+    else:
+        add_exclusions(config, draft.encoding, [draft.linear(*at) for at in touched], rng)
+
+
 _FAULTS = (0.0, float("inf"), float("nan"), -0.5, None)
 
 
@@ -313,7 +344,7 @@ TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
     "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
     "excluded": (_excluded, 8), "dynamic": (_dynamic, 12), "names": (_names, 6), "sizes": (_sizes, 4),
     "router": (_router, 5), "scales": (_scales, 25), "overlay": (_overlay, 3), "order": (_order, 20),
-    "further-layer": (_further_layer, 6), "table": (_table, 30), "blocks": (_blocks, 15),
+    "further-layer": (_further_layer, 6), "modules": (_modules, 45), "table": (_table, 30), "blocks": (_blocks, 15),
 }  # fmt: skip
 
 
@@ -325,6 +356,7 @@ def applies(name: str, draft: Draft) -> bool:
         **dict.fromkeys(("side-file", "names"), draft.model is not DEEPSEEK_V4),
         "order": any(at[3].endswith("g_idx") for at in draft.experts),
         "blocks": method == "auto-round",
+        "modules": draft.config is not None and bool(draft.model.linears),
         "table": method in ("quark", "auto-round") or "quantized_layers" in (draft.config or {}),
         "dynamic": method in ("gptq", "compressed-tensors"),
         "further-layer": draft.model.count_key == "n_routed_experts" and draft.model is not DEEPSEEK_V4,
