@@ -48,6 +48,8 @@ CASES = {
     "nvfp4-fp8": Case("qwen3-30b-a3b", "nvfp4", 0.38, ("fp8", "--allow-lossy")),
     "fp8-channel-fp8": Case("qwen3-30b-a3b", "fp8-channel", 0.62, ("fp8", "--allow-lossy")),
     "mxfp4-bf16": Case("gpt-oss-120b", "mxfp4", 1.7, ("bf16",), experts=64),
+    "gptq-kt-int4": Case("qwen3-30b-a3b", "gptq", 0.35, ("kt-amx-int4", "--allow-lossy")),
+    "gptq-kt-int8": Case("qwen3-30b-a3b", "gptq", 0.35, ("kt-amx-int8", "--allow-lossy")),
     "gguf-q8_0-ct": Case("qwen3-30b-a3b", "gguf-q8_0", 0.62, ("compressed-tensors",)),
     "gguf-q4_0-ct": Case("qwen3-30b-a3b", "gguf-q4_0", 0.33, ("compressed-tensors",)),
     "gguf-mxfp4-ct": Case("gpt-oss-120b", "gguf-mxfp4", 1.7, ("compressed-tensors",), experts=64),

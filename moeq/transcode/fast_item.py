@@ -22,8 +22,11 @@ from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
 from moeq.pipeline.pack.fast.path import Inputs, MatrixReader, ProjectionReader, StoredMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.schemes.kt_amx import KtAmx
+from moeq.schemes.registry import get_format
 from moeq.transcode.act_order_fast import Sorting
 from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
+from moeq.transcode.stored_tiles import StoredTiles
 from moeq.transcode.transcode_plan import WrittenProjection
 
 
@@ -227,4 +230,6 @@ def bind(
 def _stored(one: WrittenProjection) -> StoredMatrix | None:
     if one.projected.spelling in PLAIN:
         return StoredFloats(one.described.spec, tuple(one.packed), one.projected.spelling != "plain")
+    if isinstance(form := get_format(one.described.scheme.format), KtAmx):
+        return StoredTiles(one.described.spec, form, len(one.packed) // 2)
     return stored_projection(one.packed, one.described.spec, one.described.scheme, any_order=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moeq.layouts.float_bits import BIAS, bits_of, numbers_of
-from moeq.layouts.loops import floats, recode, transpose
+from moeq.layouts.loops import floats, kt_amx, recode, transpose
 from moeq.layouts.loops.blocks import NUMBERS
 from moeq.layouts.loops.blocks import numbers as block_numbers
 from moeq.layouts.loops.columns import repeat_columns, repeats_columns
@@ -21,7 +21,7 @@ from moeq.layouts.loops.compare import same
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.scratch import Array
-from moeq.transcode.spellings import BLOCK, FP8_BLOCKS
+from moeq.transcode.spellings import BLOCK, FP8_BLOCKS, KT_AMX
 from moeq.transcode.transcode_plan import WrittenProjection
 
 #: Codes of MXFP4 that share an exponent.
@@ -262,56 +262,63 @@ class ToFloats(Rounded):
 
 
 @dataclass(frozen=True)
-class FromBlocks(Rounded):
-    """Recodes GGUF blocks that are no codes under scales, as floats or FP8 blocks.
+class ByNumbers(Rounded):
+    """Recodes numbers, some rows at a time: GGUF blocks and floats to floats or FP8 blocks, anything to AMX tiles.
 
     Attributes:
-        type: name of the blocks' type.
+        type: name of the source's type if it is GGUF blocks or floats.
     """
 
-    type: str
+    type: str | None
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):
-            for start, numbers in self._numbers(one):
-                rows = slice(start, start + len(numbers))
+            for rows, numbers in _strips(one, self.before, self.type):
                 if "values" in other:
                     floats.write_numbers(numbers, other["values"][rows], binary16=self.after.element == "f16")
-                    continue
-                powers = floats.write_fp8_strip(numbers, _bytes(other)[rows])
-                if powers is not None:  # else a value is not finite, and the comparison says so
+                elif self.after.element != "e4m3":
+                    scales = other["scales"][rows].view(np.float32)
+                    kt_amx.quantize(numbers, self.after.bits, _bytes(other)[rows], scales)
+                elif (powers := floats.write_fp8_strip(numbers, _bytes(other)[rows])) is not None:
                     scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
                     other["scales"][rows] = bits_of(scales, self.after.scale_dtype)
+                # Where a value is not finite, the comparison says so.
 
     def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
-        rows = ((start, numbers, self._found(other, start, len(numbers))) for start, numbers in self._numbers(one))
+        if "codes" in one and "codes" in other:
+            return floats.measure_codes(coded(one, self.before), coded(other, self.after), self._block)
+        sides = zip(_strips(one, self.before, self.type), _strips(other, self.after), strict=True)
+        rows = ((cut.start, numbers, found) for (cut, numbers), (_, found) in sides)
         return floats.measure_numbers(rows, self.before.k, self._block)
 
     @property
     def _block(self) -> tuple[int, int]:
-        return (BLOCK, BLOCK) if self.after.element == "e4m3" else (1, self.before.group_size)
+        if self.after.bits > 8:
+            return 1, self.before.group_size
+        return (BLOCK, BLOCK) if self.after.element == "e4m3" else (1, self.after.group_size)
 
-    def _numbers(self, fields: Fields) -> Iterator[tuple[int, Array]]:
-        """Yield the first of some rows and their numbers, float32, in memory that the next ones take."""
-        blocks = fields["blocks"]
-        buffer = np.empty((min(BLOCK, len(blocks)), self.before.k), np.float32)
-        for start in range(0, len(blocks), BLOCK):
-            rows = blocks[start : start + BLOCK]
-            numbers = buffer[: len(rows)]
-            if self.type in NUMBERS:
-                block_numbers(self.type, rows, numbers)
-            else:
-                np.copyto(numbers, numbers_of(rows.view(f"u{self.before.bits // 8}"), self.type))
-            yield start, numbers
 
-    def _found(self, fields: Fields, start: int, count: int) -> Array:
-        """Return some rows of what was written, as contiguous float32 numbers."""
-        rows = slice(start, start + count)
-        if "values" in fields:
-            return numbers_of(fields["values"][rows], self.after.element)
-        scales = numbers_of(fields["scales"][rows], self.after.scale_dtype)
-        values = numbers_of(_bytes(fields)[rows], "e4m3")
-        return values * scales.repeat(self.after.group_size, axis=1)[:, : self.after.k]
+def _strips(fields: Fields, spec: MatrixSpec, kind: str | None = None) -> Iterator[tuple[slice, Array]]:
+    """Yield some rows of a matrix and their numbers, float32, in memory that the next ones take.
+
+    Args:
+        fields: the matrix as codes, floats, or blocks.
+        spec: its sizes and types.
+        kind: type of its blocks.
+    """
+    matrix = next(fields[name] for name in ("codes", "values", "blocks") if name in fields)
+    whole = coded(fields, spec) if "codes" in fields else None
+    buffer = np.empty((min(BLOCK, len(matrix)), spec.k), np.float32)
+    for start in range(0, len(matrix), BLOCK):
+        rows = slice(start, min(start + BLOCK, len(matrix)))
+        numbers = buffer[: rows.stop - start]
+        if whole is not None:
+            floats.write(whole.rows(rows), numbers.view(np.uint32), binary16=False)
+        elif kind in NUMBERS:
+            block_numbers(kind, matrix[rows], numbers)
+        else:
+            np.copyto(numbers, numbers_of(matrix[rows].view(f"u{spec.bits // 8}"), spec.element))
+        yield rows, numbers
 
 
 def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
@@ -344,12 +351,15 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     if before.bias_dtype != after.bias_dtype:
         return ()
     spelling = one.projected.spelling
+    # Gate and up are one item, and have the same recoders.
+    specs = replace(before, role="w2", gated=False), replace(after, role="w2", gated=False)
+    kind = one.projected.source.scheme.checkpoint_format if before.bits > 8 else None
+    if spelling.startswith(KT_AMX):
+        return (ByNumbers(*specs, kind),) if kind or before.element in floats.ELEMENTS else ()
     found = [_of_mxfp4(spelling, before, after), _copied(one, before, after)]
     if spelling in PLAIN or (spelling in FP8_BLOCKS and not halved):
-        # Gate and up are one item, and have the same recoders.
-        specs = [replace(spec, role="w2", gated=False) for spec in (before, after)]
         if before.bits > 8:
-            found.append(FromBlocks(specs[0], specs[1], one.projected.source.scheme.checkpoint_format))
+            found.append(ByNumbers(*specs, kind))
         elif before.element in floats.ELEMENTS:
             found.append(ToFloats(*specs) if spelling in PLAIN else ToFp8Blocks(*specs))
     return tuple(recoder for recoder in found if recoder is not None)

@@ -156,6 +156,18 @@ def test_both_paths_write_the_same_of_gguf(kind, target, tmp_path, monkeypatch, 
     assert bool(ways) == (target != "compressed-tensors" or kind in CODED)
 
 
+@pytest.mark.cover(every=12)
+@pytest.mark.parametrize(("bits", "nodes"), [(4, 1), (8, 1), (8, 2)])
+@pytest.mark.parametrize("name", [*(name for name in CHECKPOINTS if name != "mxfp4-gptoss"), *CODED, *blocks.NUMBERS])
+def test_both_paths_write_the_same_for_ktransformers(name, bits, nodes, checkpoints, tmp_path, equal, ways) -> None:
+    source = checkpoints / name
+    if name not in CHECKPOINTS:
+        source = write_model(tmp_path / "m.gguf", layers=1, experts=2, hidden=256, expert_type=name)
+    assert equal(source, f"kt-amx-int{bits}", numa=nodes, allow_lossy=True)
+    assert bool(ways) == (tmp_path / f"fast-kt-amx-int{bits}").is_dir()  # some sizes are refused
+    assert all(ways)
+
+
 @pytest.mark.parametrize("target", ["compressed-tensors", "bf16"])
 def test_both_paths_widen_integers_of_gguf(target, tmp_path, equal, ways) -> None:
     source = write_model(tmp_path / "m.gguf", layers=1, experts=2, expert_type="q4_0", down_type="q8_0")

@@ -8,7 +8,7 @@ and reads what was written by arithmetic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ class Coded:
     scales: Array
     index: Array
     run: int
+
+    def rows(self, rows: slice) -> Coded:
+        """Return some rows."""
+        return replace(self, codes=self.codes[rows], zeros=self.zeros[rows], scales=self.scales[rows])
 
 
 @dataclass(frozen=True)

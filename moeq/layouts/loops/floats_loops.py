@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from moeq.layouts.loops.compiler import loop, loop_of_sums
+from moeq.layouts.loops.compiler import loop, loop_of_sums, scratch
 from moeq.layouts.loops.recode import BLOCK
 
 _1, _16, _13 = np.uint32(1), np.uint32(16), np.uint32(13)
@@ -25,6 +25,8 @@ _NOT_FINITE = np.uint32(0x7F800000)
 
 #: Stands for the exponent of a block with such a number.
 _NO_POWER = 1 << 20
+
+_meanings = scratch(np.float32, 16)
 
 
 @loop
@@ -50,13 +52,34 @@ def round_numbers(bits_of, kind, out):  # type: ignore[no-untyped-def]
 def _look_up(codes, bits, table, zeros, index, ends, scales, first, values):  # type: ignore[no-untyped-def]
     """Fill `values` with the float32 values of a row from column `first` on."""
     start, end = first, first + len(values)
+    meanings = _meanings()
     while start < end:
         scale, zero = scales[index[start]], np.float64(zeros[index[start]])
         stop = min(np.int64(ends[start]), end)
-        for k in range(start, stop):
-            code = codes[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15) if bits == 4 else codes[k]
-            values[k - first] = np.float32((np.float64(table[code]) - zero) * scale)
+        filled = values[start - first : stop - first]
+        if bits == 8:
+            octets = codes[start:stop]
+            for k in range(len(filled)):
+                filled[k] = np.float32((np.float64(table[octets[k]]) - zero) * scale)
+        else:
+            for code in range(16):
+                meanings[code] = np.float32((np.float64(table[code]) - zero) * scale)
+            _look_up_nibbles(codes, meanings, start, filled)
         start = stop
+
+
+@loop
+def _look_up_nibbles(codes, meanings, start, values):  # type: ignore[no-untyped-def]
+    """Fill `values` with the meanings of 4-bit codes from column `start` on."""
+    odd = start & 1
+    if odd:
+        values[0] = meanings[codes[start >> 1] >> np.uint8(4)]
+    octets, rest = codes[(start + 1) >> 1 :], values[odd:]
+    for byte in range(len(rest) >> 1):
+        rest[2 * byte] = meanings[octets[byte] & np.uint8(15)]
+        rest[2 * byte + 1] = meanings[octets[byte] >> np.uint8(4)]
+    if len(rest) & 1:
+        rest[len(rest) - 1] = meanings[octets[len(rest) >> 1] & np.uint8(15)]
 
 
 @loop
@@ -268,9 +291,9 @@ def _compare_numbers(n, width, values, read, bits_of_values, bits_of_read, sums,
     for place in range(len(touched)):
         start = place * width
         stop = min(start + width, len(values))
-        changed = np.int32(0)
-        for k in range(start, stop):
-            changed += np.int32(values[k] != read[k])
+        before, after, changed = values[start:stop], read[start:stop], np.int32(0)
+        for k in range(len(before)):
+            changed += np.int32(before[k] != after[k])
         if changed and counts[0] == 0:
             column = start
             while values[column] == read[column]:
@@ -306,26 +329,38 @@ def _decode(codes, element, zeros, index, run, scales, values):  # type: ignore[
     start = 0
     while start < len(index):
         scale, stop = scales[index[start]], min(start + run, len(index))
-        offset = np.float64(zeros[index[start]]) * scale
-        if element == 8:
-            for k in range(start, stop):
-                values[k] = np.float32(np.float64(codes[k]) * scale - offset)
-        elif element == 43:
-            for k in range(start, stop):
-                values[k] = _e4m3(codes[k], scale)
+        offset, filled = np.float64(zeros[index[start]]) * scale, values[start:stop]
+        if element == 8 or element == 43:
+            _decode_octets(codes[start:stop], element, scale, offset, filled)
         elif (start | stop) & 1:
             for k in range(start, stop):
                 code = codes[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15)
                 values[k] = np.float32(np.float64(code) * scale - offset) if element == 4 else _e2m1(code, scale)
-        elif element == 4:
-            for byte in range(start >> 1, stop >> 1):
-                values[2 * byte] = np.float32(np.float64(codes[byte] & np.uint8(15)) * scale - offset)
-                values[2 * byte + 1] = np.float32(np.float64(codes[byte] >> np.uint8(4)) * scale - offset)
         else:
-            for byte in range(start >> 1, stop >> 1):
-                values[2 * byte] = _e2m1(codes[byte] & np.uint8(15), scale)
-                values[2 * byte + 1] = _e2m1(codes[byte] >> np.uint8(4), scale)
+            _decode_nibbles(codes[start >> 1 : stop >> 1], element, scale, offset, filled)
         start += run
+
+
+@loop
+def _decode_octets(octets, element, scale, offset, filled):  # type: ignore[no-untyped-def]
+    if element == 8:
+        for k in range(len(filled)):
+            filled[k] = np.float32(np.float64(octets[k]) * scale - offset)
+    else:
+        for k in range(len(filled)):
+            filled[k] = _e4m3(octets[k], scale)
+
+
+@loop
+def _decode_nibbles(octets, element, scale, offset, filled):  # type: ignore[no-untyped-def]
+    if element == 4:
+        for k in range(len(octets)):
+            filled[2 * k] = np.float32(np.float64(octets[k] & np.uint8(15)) * scale - offset)
+            filled[2 * k + 1] = np.float32(np.float64(octets[k] >> np.uint8(4)) * scale - offset)
+    else:
+        for k in range(len(octets)):
+            filled[2 * k] = _e2m1(octets[k] & np.uint8(15), scale)
+            filled[2 * k + 1] = _e2m1(octets[k] >> np.uint8(4), scale)
 
 
 @loop
