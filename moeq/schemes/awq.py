@@ -188,14 +188,28 @@ def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
     return pack_stream(codes, bits, words)
 
 
-class AwqGemv(Format):
+class _PaddedAwq(Format):
+    """Base of the gemv packings, whose rows of scales are filled with zeros: only the config tells the group size."""
+
+    parts = PARTS
+    padded_scales = True
+
+    def _describe_padded(
+        self, parts: Parts, context: Context, n: int, k: int, scales: int, storage: str, packing: str
+    ) -> Described:
+        """Describe `[n, k]` codes of 4 bits under rows of `scales` stored scales."""
+        size = padded_group_size(context, k, scales)
+        scale_dtype = float_name(parts, "scales", context)
+        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype, symmetric=False)
+        return self._described(spec, context.declared, group_encoding(context, spec, storage, packing, "stored"))
+
+
+class AwqGemv(_PaddedAwq):
     """AWQ weights in the gemv packing."""
 
     id = "awq-gemv"
     title = "AWQ gemv: int32 words along K, padded scales"
     rows = ("qweight", 0)
-    parts = PARTS
-    padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         found = matrices(parts, qweight=("I32",), qzeros=(), scales=())
@@ -206,20 +220,10 @@ class AwqGemv(Format):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["qweight"].shape
-        k, padded = words * 8, parts["scales"].shape[1]
-        size = padded_group_size(context, k, padded)
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=size,
-            scale_dtype=float_name(parts, "scales", context),
-            symmetric=False,
+        k = words * 8
+        return self._describe_padded(
+            parts, context, n, k, parts["scales"].shape[1], "i32-packed", "nibbles along K, low first"
         )
-        encoding = group_encoding(context, spec, "i32-packed", "nibbles along K, low first", "stored")
-        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         return QuantizedMatrix(
@@ -250,14 +254,12 @@ def padded_group_size(context: Context, k: int, scales: int) -> int:
     return size
 
 
-class AwqGemvFast(Format):
+class AwqGemvFast(_PaddedAwq):
     """AWQ weights in the gemv_fast packing."""
 
     id = "awq-gemv-fast"
     title = "AWQ gemv_fast: int16 words over four rows"
     rows = ("scales", 1)
-    parts = PARTS
-    padded_scales = True
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         return matrices(parts, qweight=("I16",), scales=()) is not None
@@ -267,19 +269,7 @@ class AwqGemvFast(Format):
         padded, n = parts["scales"].shape
         if rows * 4 != n or k % 64:
             context.refuse(f"qweight is {[rows, k]}, expected [N / 4, K] with N={n} and K a multiple of 64")
-        size = padded_group_size(context, k, padded)
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=size,
-            scale_dtype=float_name(parts, "scales", context),
-            symmetric=False,
-        )
-        encoding = group_encoding(context, spec, "i16-packed", "nibbles over four rows", "stored")
-        return self._described(spec, context.declared, encoding)
+        return self._describe_padded(parts, context, n, k, padded, "i16-packed", "nibbles over four rows")
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch

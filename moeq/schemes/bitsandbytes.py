@@ -29,6 +29,7 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     expect_input_features,
     expect_shape,
+    float_matrix,
     matrix_spec,
 )
 
@@ -153,10 +154,7 @@ class BitsAndBytes4(ReadOnlyFormat):
         codes = torch.stack([octets >> 4, octets & 15], dim=-1).flatten()
         values = parts["weight.quant_map"][codes.int()]
         values *= absmax.repeat_interleave(state.block)[:numbers]
-        rounded = values.to(getattr(torch, state.dtype)).float().reshape(spec.n, spec.k)
-        if not bool(torch.isfinite(rounded).all()):
-            raise MoeqError("source.bad-data", "some numbers are not finite", "the checkpoint is damaged")
-        return QuantizedMatrix(spec, rounded, torch.ones(spec.n, 1), bias=parts.get("bias"))
+        return float_matrix(spec, values.to(getattr(torch, state.dtype)).float().reshape(spec.n, spec.k), parts)
 
 
 class BitsAndBytes8(ReadOnlyFormat):

@@ -319,6 +319,15 @@ def matrix_spec(
     )
 
 
+def float_matrix(spec: MatrixSpec, values: Tensor, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
+    """Make a matrix of numbers under scales of 1. Raises MoeqError `source.bad-data` if some are not finite."""
+    import torch
+
+    if not bool(torch.isfinite(values).all()):
+        raise MoeqError("source.bad-data", "some numbers are not finite", "the checkpoint is damaged")
+    return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=parts.get("bias"))
+
+
 def expect_input_features(k: int, context: Context) -> None:
     """Check `K`, as the shape of `weight` gives it, against the sibling projection."""
     if context.k_hint not in (None, k):

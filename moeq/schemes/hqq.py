@@ -26,6 +26,7 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     expect_input_features,
     expect_shape,
+    float_matrix,
     float_name,
     matrix_spec,
 )
@@ -164,9 +165,7 @@ class Hqq(ReadOnlyFormat):
         shifts = range(sizes.bits * (sizes.codes_per_element - 1), -1, -sizes.bits)
         codes = torch.cat([(packed >> shift & mask).to(scale.dtype) for shift in shifts])[: sizes.grouped[0]]
         values = ((codes - parts["zero"].to(scale.dtype)) * scale).reshape(spec.n, spec.k).float()
-        if not bool(torch.isfinite(values).all()):
-            raise MoeqError("source.bad-data", "some numbers are not finite", "the checkpoint is damaged")
-        return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=parts.get("bias"))
+        return float_matrix(spec, values, parts)
 
 
 def _sizes(shape: tuple[int, ...]) -> HqqSizes:

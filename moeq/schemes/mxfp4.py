@@ -27,7 +27,6 @@ from moeq.schemes.format import (
     Encoding,
     FastView,
     Format,
-    PartRole,
     PartRoles,
     Parts,
     PartSig,
@@ -37,16 +36,6 @@ from moeq.schemes.format import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def repack_fp4(matrix: QuantizedMatrix, role: PartRole | None, sig: PartSig) -> Tensor | None:
-    """Return codes or scales of an MXFP4 matrix as they were stored; every stored bit is one of theirs."""
-    import torch
-
-    if role == "codes":
-        octets = pack_nibbles(matrix.codes).reshape(sig.shape)
-        return octets.view(torch.int8) if sig.dtype == "I8" else octets
-    return matrix.scales if role == "scale" else None
 
 
 def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int, scale_dtype: str) -> MatrixSpec:
@@ -59,15 +48,28 @@ def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int
     return matrix_spec(parts, context, n, k, element="e2m1", group_size=group, scale_dtype=scale_dtype)
 
 
-class Mxfp4Blocks(Format):
+class _Mxfp4(Format):
+    """Base of the spellings, which differ in names and shapes of parts."""
+
+    fast_view = FastView()
+    bijective = ("codes", "scale")
+
+    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
+        import torch
+
+        if self.parts.get(part) == "codes":
+            octets = pack_nibbles(matrix.codes).reshape(sig.shape)
+            return octets.view(torch.int8) if sig.dtype == "I8" else octets
+        return matrix.scales if self.parts.get(part) == "scale" else None
+
+
+class Mxfp4Blocks(_Mxfp4):
     """MXFP4 as gpt-oss stores it."""
 
     id = "mxfp4"
     title = "gpt-oss MXFP4: fused blocks and scales"
     rows = ("blocks", 0)
     parts: ClassVar[PartRoles] = {"blocks": "codes", "scales": "scale", "bias": "bias"}
-    fast_view = FastView()
-    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         blocks, scales = parts.get("blocks"), parts.get("scales")
@@ -88,23 +90,18 @@ class Mxfp4Blocks(Format):
         codes = nibble_codes(parts["blocks"].flatten(-2))
         return QuantizedMatrix(spec, codes, parts["scales"].contiguous(), bias=parts.get("bias"))
 
-    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        return repack_fp4(matrix, self.parts.get(part), sig)
-
 
 def weight_part(names: Mapping[str, object]) -> str:
     """Return the name of the part with the codes."""
     return "weight_packed" if "weight_packed" in names else "weight"
 
 
-class Mxfp4Packed(Format):
+class Mxfp4Packed(_Mxfp4):
     """MXFP4 with one byte matrix per projection."""
 
     id = "ct-mxfp4"
     title = "MXFP4: byte matrix and exponent bytes per projection"
     parts: ClassVar[PartRoles] = {"weight_packed": "codes", "weight": "codes", "weight_scale": "scale", "bias": "bias"}
-    fast_view = FastView()
-    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         return matrices(parts, **{weight_part(parts): ("U8",), "weight_scale": ("U8", "F8_E8M0")}) is not None
@@ -121,18 +118,13 @@ class Mxfp4Packed(Format):
         codes = nibble_codes(parts[weight_part(parts)])
         return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
 
-    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        return repack_fp4(matrix, self.parts.get(part), sig)
 
-
-class DeepSeekFp4(Format):
+class DeepSeekFp4(_Mxfp4):
     """FP4 experts as DeepSeek-V4 stores them; the numbers are those of MXFP4."""
 
     id = "deepseek-fp4"
     title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"
     parts: ClassVar[PartRoles] = {"weight": "codes", "scale": "scale", "bias": "bias"}
-    fast_view = FastView()
-    bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("scale")
@@ -147,6 +139,3 @@ class DeepSeekFp4(Format):
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         return QuantizedMatrix(spec, nibble_codes(parts["weight"]), parts["scale"].contiguous(), bias=parts.get("bias"))
-
-    def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        return repack_fp4(matrix, self.parts.get(part), sig)

@@ -33,6 +33,7 @@ from moeq.schemes.format import (
     ReadOnlyFormat,
     expect_input_features,
     expect_shape,
+    float_matrix,
     float_name,
     matrix_spec,
 )
@@ -118,6 +119,7 @@ class TorchAoInt(ReadOnlyFormat):
 
     id = "torchao-int"
     title = "torchao: integers in bytes (`Int8Tensor`, `IntxUnpackedToInt8Tensor`)"
+    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {
         "_weight_qdata": "codes",
         "_weight_scale": "scale",
@@ -134,9 +136,6 @@ class TorchAoInt(ReadOnlyFormat):
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         codes = parts.get("_weight_qdata")
         return BITS in parts and codes is not None and codes.dtype == "I8" and len(codes.shape) == 2
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["_weight_qdata"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["_weight_qdata"].shape
@@ -184,6 +183,7 @@ class TorchAoInt4(ReadOnlyFormat):
 
     id = "torchao-int4"
     title = "torchao: packed int4 (`Int4Tensor`)"
+    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {
         "_weight_qdata": "codes",
         "_weight_scale": "scale",
@@ -200,9 +200,6 @@ class TorchAoInt4(ReadOnlyFormat):
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         codes = parts.get("_weight_qdata")
         return INT4 in parts and codes is not None and codes.dtype in ("I8", "U8") and len(codes.shape) == 2
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["_weight_qdata"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["_weight_qdata"].shape
@@ -228,7 +225,6 @@ class TorchAoInt4(ReadOnlyFormat):
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        import torch
 
         codes = nibble_codes(parts["_weight_qdata"]) ^ 8
         scales, zeros = (parts[part].t().contiguous() for part in ("_weight_scale", "_weight_zero_point"))
@@ -238,9 +234,7 @@ class TorchAoInt4(ReadOnlyFormat):
             return QuantizedMatrix(spec, codes, scales, bias=parts.get("bias"))
         numbers = (codes.float() - 8).reshape(spec.n, scales.shape[1], -1)
         values = (numbers * scales.float().unsqueeze(2) + zeros.float().unsqueeze(2)).reshape(spec.n, spec.k)
-        if not bool(torch.isfinite(values).all()):
-            raise MoeqError("source.bad-data", "some numbers are not finite", "the checkpoint is damaged")
-        return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=parts.get("bias"))
+        return float_matrix(spec, values, parts)
 
 
 class TorchAoFloat8(ReadOnlyFormat):
@@ -248,6 +242,7 @@ class TorchAoFloat8(ReadOnlyFormat):
 
     id = "torchao-float8"
     title = "torchao: FP8 (`Float8Tensor`)"
+    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {"_weight_qdata": "codes", "_weight_scale": "scale", "bias": "bias"}
     refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
 
@@ -259,9 +254,6 @@ class TorchAoFloat8(ReadOnlyFormat):
         if codes is None or scale is None or codes.dtype != "F8_E4M3" or scale.dtype not in ("F32", "BF16", "F16"):
             return False
         return len(codes.shape) == 2 and len(scale.shape) in (0, 2)
-
-    def out_features(self, parts: Parts) -> int:
-        return parts["_weight_qdata"].shape[0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         plain = _plain(parts)
