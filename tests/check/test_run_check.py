@@ -236,10 +236,20 @@ def test_a_source_checkpoint_is_not_an_output(checkpoints) -> None:
 
 
 def test_a_sample_of_experts(converted, checkpoints) -> None:
+    told: list[tuple[int, int, str]] = []
     report = run_check(
-        converted[INT4], checkpoints / INT4, options=CheckOptions(tokens=[5], layers=[1], experts=[3, 1])
+        converted[INT4],
+        checkpoints / INT4,
+        options=CheckOptions(tokens=[5], layers=[1], experts=[3, 1]),
+        progress=lambda *step: told.append(step),
     )
     assert report.ok
+    assert report.layers[0].repeated == 1
+    # Every expert of both layers is hashed; two experts, and three runs, the last of which is not needed.
+    assert {total for _, total, _ in told} == {2 * 4 + 2 + 3}
+    labels = [f"layer {layer} expert {expert}" for layer in (0, 1) for expert in range(4)]
+    runs = ["layer 1, 5 tokens", "layer 1, 7 tokens, same experts", "layer 1 expert 3", "layer 1 expert 1"]
+    assert [label for _, _, label in told] == [*labels, *runs]
     sample = report.layers[0].sample
     assert (sample.experts, sample.top_k, sample.complete) == ((3, 1), 2, False)
     assert {one.expert for result in report.results for one in result.experts} == {1, 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -156,3 +157,18 @@ def test_threads_of_small_layers(more: list[int], threads: int) -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_interrupts_are_blocked_until_a_process_takes_them() -> None:
+    both = {signal.SIGINT, signal.SIGTERM}
+    before, handler = signal.pthread_sigmask(signal.SIG_UNBLOCK, both), signal.getsignal(signal.SIGINT)
+    try:
+        with parallel._interrupts_blocked():
+            assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= both
+            parallel._end_at_interrupts()  # what a process does first
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, both) & both
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & both
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

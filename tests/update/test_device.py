@@ -12,6 +12,7 @@ from update.updates import Experts
 import moeq
 from moeq.errors import MoeqError
 from moeq.update.device import obstacle, places_all
+from moeq.update.incoming import _fused
 
 CASES = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
@@ -87,25 +88,50 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
             assert places_all(layer, "w2") == (name not in APART)
 
 
-@pytest.mark.cover(every=4)
 @pytest.mark.parametrize(
-    ("projection", "weights", "words"),
+    ("source", "layout", "wrong"),
     [
-        ("down", torch.zeros(3, 256, 128), "float weights [4, 256, 128] are needed, not [3, 256, 128]"),
-        ("down", torch.zeros(4, 256, 128, dtype=torch.int32), "are needed"),
-        ("w13", torch.zeros(4, 256, 256), "pass the weights of gate and up"),
-        ("w13", {"gate": torch.zeros(4, 128, 256), "up": None}, "not NoneType"),
-        ("down", torch.full((4, 256, 128), float("nan")), "is nan"),
+        (
+            "ct-int4-g128-qwen3moe",
+            "marlin-wna16/1",
+            [
+                ("down", torch.zeros(3, 256, 128), "float weights [4, 256, 128] are needed, not [3, 256, 128]"),
+                ("down", torch.zeros(4, 256, 128, dtype=torch.int32), "float weights [4, 256, 128] are needed"),
+                ("w13", torch.zeros(4, 256, 256), "pass the weights of gate and up"),
+                ("w13", {"gate": torch.zeros(4, 128, 256), "up": None}, "not NoneType"),
+                ("gate", {"up": torch.zeros(4, 128, 256)}, "pass the weights of gate"),
+                ("down", torch.full((4, 256, 128), float("nan")), "is nan"),
+            ],
+        ),
+        (
+            "mxfp4-gptoss",
+            "marlin-mxfp4-interleaved/1",
+            [
+                ("gate_up", torch.zeros(4, 128, 256), "float weights [4, 256, 256] are needed, not [4, 128, 256]"),
+                ("gate_up", {"gate": torch.zeros(4, 128, 256)}, "pass the weights of gate_up"),
+            ],
+        ),
     ],
+    ids=["gate and up", "gate_up"],
 )
-def test_weights_that_are_not_of_all_experts_are_refused(projection, weights, words, checkpoints, tmp_path) -> None:
-    folder = pack(checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "out", "marlin-wna16/1")
+def test_weights_that_are_not_of_all_experts_are_refused(source, layout, wrong, checkpoints, tmp_path) -> None:
+    folder = pack(checkpoints / source, tmp_path / "out", layout)
     layers, before = layers_of(folder), layers_of(folder)
-    with pytest.raises(MoeqError, match=re.escape(words)):
-        moeq.Writer(layers.values(), gather=True).update_layer(0, projection, weights)
+    writer = moeq.Writer(layers.values(), gather=True)
+    for projection, weights, words in wrong:
+        with pytest.raises(MoeqError, match=re.escape(words)):
+            writer.update_layer(0, projection, weights)
     assert same_bytes(layers[0], before[0]) == []
 
 
 def test_layouts_that_are_no_index_map_say_why(checkpoints, tmp_path) -> None:
     folder = pack(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", "cpu-amx-int8/1")
     assert "more than an index map" in (obstacle(layers_of(folder)[0], "w13") or "")
+
+
+def test_rows_of_interleaved_gate_and_up_are_told_apart(checkpoints, tmp_path) -> None:
+    layer = layers_of(pack(checkpoints / "mxfp4-gptoss", tmp_path / "out", "marlin-mxfp4-interleaved/1"))[0]
+    weight = torch.randn(layer.specs["w13"].n, layer.specs["w13"].k, generator=torch.Generator().manual_seed(0))
+    found = _fused(layer, weight, "compressed-tensors")
+    for start, name in enumerate(("gate", "up")):
+        assert torch.equal(found[name].weight, weight[start::2])  # type: ignore[index, arg-type]
