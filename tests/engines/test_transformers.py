@@ -14,20 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.hub_server import OLDER, serving
+from engines.transformers_models import auto, load, packing_config
 from load.deployments import LAYOUTS, convert
 
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.engines.transformers_versions import check_version
 from moeq.errors import MoeqError
-
-transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
-
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
-import moeq.engines.transformers  # noqa: E402
-from moeq.engines.experts_module import ConvertedExperts  # noqa: E402
-from moeq.engines.transformers_versions import check_version  # noqa: E402
 
 IDS = torch.tensor([[1, 5, 9, 2, 33, 60, 17], [3, 3, 8, 21, 40, 7, 12]])
 
@@ -58,10 +52,10 @@ def awq(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 def source_model(folder: Path) -> torch.nn.Module:
     """The model that the source means, all weights dequantised: attention by the lines above, experts by moeq."""
     checkpoint = moeq.open(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = auto("AutoConfig").from_pretrained(folder)
     method, bits = config.quantization_config["quant_method"], config.quantization_config.get("bits")
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = auto().from_config(config, dtype=torch.float32).eval()
     state: dict[str, torch.Tensor] = {}
     linears: dict[str, dict[str, torch.Tensor]] = {}
     for name in checkpoint.source.tensors:
@@ -103,10 +97,8 @@ def expert_weights(checkpoint: moeq.Checkpoint, layer: int, gpt_oss: bool) -> di
 @pytest.mark.cover(every=10)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_a_source_is_packed_while_it_is_loaded(name, checkpoints) -> None:
-    config = moeq.engines.transformers.packing_config(str(checkpoints / name), prove_all=True)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        checkpoints / name, config=config, dtype=torch.float32, output_loading_info=True
-    )
+    config = packing_config(checkpoints / name, prove_all=True)
+    model, info = load(checkpoints / name, config=config, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
@@ -123,15 +115,13 @@ def test_what_convert_refuses_is_refused_while_loading(checkpoints, tmp_path) ->
     config["quantization_config"]["bits"] = 5
     (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
     with pytest.raises(MoeqError):
-        AutoModelForCausalLM.from_pretrained(
-            tmp_path / "broken", config=moeq.engines.transformers.packing_config(str(tmp_path / "broken"))
-        )
+        load(tmp_path / "broken", config=packing_config(tmp_path / "broken"))
 
 
 @pytest.mark.cover(every=4)
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_logits_and_greedy_tokens_are_those_of_the_source(name, converted, checkpoints) -> None:
-    model, info = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.float32, output_loading_info=True)
+    model, info = load(converted[name], dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
@@ -149,7 +139,7 @@ def test_an_activation_that_engines_call_otherwise(checkpoints, tmp_path) -> Non
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu_pytorch_tanh"}))
     moeq.convert(source, tmp_path / "out", Deployment(gpu=parse_gpu("H200"), backend="marlin"))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    model = load(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, source_model(source)(IDS).logits, rtol=1e-4, atol=1e-5)
 
@@ -158,13 +148,13 @@ def test_an_activation_that_engines_call_otherwise(checkpoints, tmp_path) -> Non
 @pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
 def test_the_kernels_give_the_same_logits(name, converted) -> None:
     """What a GPU runs, here in Triton's interpreter."""
-    model = AutoModelForCausalLM.from_pretrained(converted[name], dtype=torch.bfloat16)
+    model = load(converted[name], dtype=torch.bfloat16)
     with torch.no_grad():
         reference = model(IDS[:1, :3]).logits.float()
         experts = [module.converted for module in model.modules() if hasattr(module, "converted")]
         assert len(experts) == 2
         for converted_experts in experts:
-            assert isinstance(converted_experts, ConvertedExperts)
+            assert type(converted_experts).__name__ == "ConvertedExperts"
             converted_experts.run_on = "kernels"
         kernels = model(IDS[:1, :3]).logits.float()
     assert (kernels - reference).norm() < 0.02 * reference.norm()
@@ -172,7 +162,7 @@ def test_the_kernels_give_the_same_logits(name, converted) -> None:
 
 def in_kernels(folder: Path) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
     """The model with its experts in the kernels, and the modules of those."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = load(folder, dtype=torch.bfloat16)
     experts = [module for module in model.modules() if hasattr(module, "converted")]
     for module in experts:
         module.converted.run_on = "kernels"
@@ -198,7 +188,7 @@ def test_a_compiled_model_is_one_graph(converted) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_tensors_are_loaded_as_they_lie(dtype, converted) -> None:
     folder = converted["gptq-int4-g32-qwen3moe"]
-    model, checkpoint = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype), moeq.open(folder)
+    model, checkpoint = load(folder, dtype=dtype), moeq.open(folder)
     for name in checkpoint.manifest.layer(1).tensors:
         loaded = model.get_parameter(name)
         assert loaded.dtype == checkpoint.source.read(name).dtype
@@ -208,7 +198,7 @@ def test_packed_tensors_are_loaded_as_they_lie(dtype, converted) -> None:
 
 def test_a_device_map_works(converted) -> None:
     pytest.importorskip("accelerate", reason="device_map needs accelerate")
-    model = AutoModelForCausalLM.from_pretrained(converted["gptq-int4-g128-mixtral"], device_map="cpu")
+    model = load(converted["gptq-int4-g128-mixtral"], device_map="cpu")
     assert model(IDS).logits.shape == (2, 7, 64)
 
 
@@ -241,7 +231,7 @@ def test_weights_that_are_offloaded_are_not_held(converted) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_router_takes_the_dtype_of_the_model(dtype, converted) -> None:
     """Mixtral's is renamed while it is loaded, and transformers before 5.21 then leaves it in the dtype of the file."""
-    model = AutoModelForCausalLM.from_pretrained(converted["ct-int4-asym-g32-mixtral"], dtype=dtype)
+    model = load(converted["ct-int4-asym-g32-mixtral"], dtype=dtype)
     assert {layer.mlp.gate.weight.dtype for layer in model.model.layers} == {dtype}
 
 
@@ -254,7 +244,7 @@ def test_on_a_gpu(name, checkpoints, tmp_path) -> None:
     where = moeq.Deployment(gpu=moeq.gpu(f"sm{major}{minor}"))
     moeq.convert(checkpoints / name, tmp_path / "out", where, layout=LAYOUTS[name], force_layout=True)
     source = source_model(checkpoints / name)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16, device_map="cuda")
+    model = load(tmp_path / "out", dtype=torch.bfloat16, device_map="cuda")
     with torch.no_grad():
         wanted, found = source(IDS).logits, model(IDS.cuda()).logits.float().cpu()
         assert (found - wanted).norm() < 0.03 * wanted.norm()
@@ -271,7 +261,7 @@ class TestRefusals:
 
     def refused(self, folder: Path) -> MoeqError:
         with pytest.raises(MoeqError) as caught:
-            AutoModelForCausalLM.from_pretrained(folder)
+            load(folder)
         return caught.value
 
     def test_a_model_that_is_not_covered_is_named(self, converted, tmp_path) -> None:
@@ -290,25 +280,25 @@ class TestRefusals:
         assert "--tp 1" in (error.hint or "")
 
     def test_a_model_spread_over_processes(self, converted) -> None:
-        config = AutoConfig.from_pretrained(converted[self.name])
+        config = auto("AutoConfig").from_pretrained(converted[self.name])
         config.distributed_config = object()  # what `from_pretrained(tp_plan="auto")` leaves there
         with pytest.raises(MoeqError, match="split the model over processes"):
-            AutoModelForCausalLM.from_pretrained(converted[self.name], config=config)
+            load(converted[self.name], config=config)
 
     def test_no_manifest(self, converted, tmp_path) -> None:
         folder = tmp_path / "bare"
         shutil.copytree(converted[self.name], folder)
         (folder / "moeq.json").unlink()
         with pytest.raises((MoeqError, OSError), match=r"moeq\.json"):
-            AutoModelForCausalLM.from_pretrained(folder)
+            load(folder)
 
     def test_saving_would_lose_the_manifest(self, converted, tmp_path) -> None:
-        model = AutoModelForCausalLM.from_pretrained(converted[self.name])
+        model = load(converted[self.name])
         with pytest.raises(ValueError, match="moeq"):
             model.save_pretrained(tmp_path / "saved")
 
     def test_plain_weights_are_the_sources(self, converted) -> None:
-        model = AutoModelForCausalLM.from_pretrained(converted[self.name])
+        model = load(converted[self.name])
         with pytest.raises(MoeqError, match="not made plain weights again") as caught:
             model.dequantize()
         assert "moeq restore" in (caught.value.hint or "")

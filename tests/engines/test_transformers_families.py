@@ -8,14 +8,10 @@ import pytest
 import torch
 from bench_scripts import make_family
 from engines.families import write_family, write_model
+from engines.transformers_models import auto, load
 from load.deployments import convert
 
-transformers = pytest.importorskip("transformers", minversion="5.1", reason="transformers 5.1 is not installed")
-
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
-
-import moeq.engines.transformers  # noqa: E402, F401
-from moeq.errors import MoeqError  # noqa: E402
+from moeq.errors import MoeqError
 
 IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 
@@ -25,7 +21,7 @@ IDS = torch.tensor([[5, 9, 3, 33, 60, 17], [3, 3, 8, 21, 40, 7]])
 def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
     wanted = write_family(tmp_path / "source", family)
     folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, info = load(folder, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert any(hasattr(module, "converted") for module in model.modules())
@@ -37,17 +33,17 @@ def test_logits_are_those_of_the_source(family, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["AutoModelForImageTextToText", "AutoModelForCausalLM"])
 def test_a_model_that_sees_images_too(kind, tmp_path: Path) -> None:
     """Qwen3.5 as it is published, whole and its language model alone."""
-    config = type(AutoConfig.for_model("qwen3_5_moe"))(
+    config = type(auto("AutoConfig").for_model("qwen3_5_moe"))(
         text_config=make_family.family_config("qwen3_5_moe_text").to_dict(),
         vision_config={"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 128}
         | dict.fromkeys(("hidden_size", "intermediate_size"), 32),
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
-    write_model(tmp_path / "source", AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+    write_model(tmp_path / "source", auto("AutoModelForImageTextToText").from_config(config, dtype=torch.float32))
     folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
-    wanted = getattr(transformers, kind).from_pretrained(tmp_path / "source-plain", dtype=torch.float32)
-    model = getattr(transformers, kind).from_pretrained(folder, dtype=torch.float32)
+    wanted = auto(kind).from_pretrained(tmp_path / "source-plain", dtype=torch.float32)
+    model = auto(kind).from_pretrained(folder, dtype=torch.float32)
     assert sum(hasattr(module, "converted") for module in model.modules()) == 2
     with torch.no_grad():
         torch.testing.assert_close(model(IDS).logits, wanted(IDS).logits, rtol=1e-4, atol=1e-4)
@@ -68,10 +64,7 @@ def test_what_transformers_keeps_in_float32_is_kept(family, tmp_path: Path) -> N
     """A bias that corrects the choice of experts, rounded to bfloat16, would choose others."""
     write_family(tmp_path / "source", family)
     folder = convert(tmp_path / "source", tmp_path / "out", "marlin-wna16/1")
-    model, plain = (
-        AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16)
-        for place in (folder, tmp_path / "source-plain")
-    )
+    model, plain = (load(place, dtype=torch.bfloat16) for place in (folder, tmp_path / "source-plain"))
     found, wanted = ({name: one.dtype for name, one in each.state_dict().items()} for each in (model, plain))
     beside = {name for name in wanted if name in found}
     assert beside
