@@ -6,11 +6,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import grimp
 import pytest
+
+from pages.import_graph import imports_of
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = "tests/data/checkpoints/gptq-int4-g32-qwen3moe"
@@ -46,40 +47,15 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ("" if parts == ("__init__",) else parts[0]), path
 
 
-def type_checking_lines(nodes: list[ast.AST]) -> set[int]:
-    lines: set[int] = set()
-    for node in nodes:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    return lines
-
-
-@cache
-def imports(path: Path) -> list[tuple[str, bool, int]]:
+def imports(path: Path) -> Iterator[tuple[str, bool, int]]:
     """(imported module, at module level and at run time, line)."""
-    return list(read_imports(path))
-
-
-def read_imports(path: Path) -> Iterator[tuple[str, bool, int]]:
-    nodes = [*ast.walk(ast.parse(path.read_text()))]
-    typing_only = type_checking_lines(nodes)
-    inside = {
-        child.lineno
-        for node in nodes
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for child in ast.walk(node)
-        if isinstance(child, ast.Import | ast.ImportFrom)
-    }
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names = [node.module or ""]
+    for found in imports_of(path):
+        top = not (found.inside or found.typing)
+        if isinstance(found.node, ast.Import):
+            yield from ((alias.name, top, found.node.lineno) for alias in found.node.names)
         else:
-            continue
-        for name in names:
-            yield name, node.lineno not in inside and node.lineno not in typing_only, node.lineno
+            assert found.node.level == 0, f"{path}: relative import"
+            yield found.node.module or "", top, found.node.lineno
 
 
 def test_contracts_are_kept() -> None:

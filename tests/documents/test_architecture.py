@@ -3,50 +3,40 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from pages import import_graph as graph
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def graph() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("import_graph", ROOT / "tools" / "pages" / "import_graph.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def areas(graph: ModuleType) -> dict[str, set[str]]:
+def areas() -> dict[str, set[str]]:
     return graph.area_graph()
 
 
-def test_no_module_imports_itself_by_way_of_others(graph: ModuleType) -> None:
+def test_no_module_imports_itself_by_way_of_others() -> None:
     """Inside functions and for type checkers neither: whoever reads one module need not know the other."""
     assert graph.circles(graph.module_graph(typing=True)) == []
 
 
-def test_circles_are_found(graph: ModuleType) -> None:
+def test_circles_are_found() -> None:
     assert graph.circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [["a", "b", "c"]]
     with pytest.raises(ValueError, match="circular"):
         graph.levels({"a": {"b"}, "b": {"a"}})
 
 
 @pytest.mark.slow
-def test_the_picture_is_up_to_date(graph: ModuleType, areas: dict[str, set[str]]) -> None:
+def test_the_picture_is_up_to_date(areas: dict[str, set[str]]) -> None:
     drawn = graph.draw(areas)
     assert graph.PICTURE.read_text(encoding="utf-8") == drawn, "run: python tools/pages/import_graph.py"
 
 
-def test_an_arrow_that_follows_from_others_is_left_out(graph: ModuleType) -> None:
+def test_an_arrow_that_follows_from_others_is_left_out() -> None:
     assert graph.reduced({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == {"a": {"b"}, "b": {"c"}, "c": set()}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -36,23 +38,52 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(path: Path, known: Iterable[str], *, typing: bool = False) -> Iterator[str]:
+@dataclass(frozen=True)
+class Imports:
+    """A statement that imports.
+
+    Attributes:
+        node: the statement.
+        inside: it is in a function, which runs later.
+        typing: only type checkers see it.
+    """
+
+    node: ast.Import | ast.ImportFrom
+    inside: bool
+    typing: bool
+
+
+@cache
+def imports_of(path: Path) -> tuple[Imports, ...]:
+    """The statements of a file that import. Expressions, most of a file, are not looked into."""
+    return tuple(_imports(ast.parse(path.read_text(encoding="utf-8")), False, False))
+
+
+def _imports(above: ast.AST, inside: bool, typing: bool) -> Iterator[Imports]:
+    checked = isinstance(above, ast.If) and "TYPE_CHECKING" in ast.unparse(above.test)
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for node in getattr(above, field, ()):
+            hidden = typing or (checked and field == "body")
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield Imports(node, inside, hidden)
+            else:
+                function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                yield from _imports(node, inside or function, hidden)
+
+
+def imported(path: Path, known: Collection[str], *, typing: bool = False) -> Iterator[str]:
     """The known modules that a file imports, anywhere; with `typing`, for type checkers as well."""
-    nodes, names = [*ast.walk(ast.parse(path.read_text()))], set(known)
-    skipped = set()
-    for node in nodes:
-        if not typing and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            skipped.update(id(child) for statement in node.body for child in ast.walk(statement))
-    for node in nodes:
-        if id(node) in skipped:
+    for found in imports_of(path):
+        if found.typing and not typing:
             continue
+        node = found.node
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif node.module:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
-                if full in names or node.module in names:
-                    yield full if full in names else node.module
+                if full in known or node.module in known:
+                    yield full if full in known else node.module
 
 
 def module_graph(*, typing: bool = False) -> dict[str, set[str]]:
