@@ -130,6 +130,9 @@ def test_sizes_that_are_no_headers_take_few_requests(
     local = moeq.open(folder)
     assert answer["info"]["schemes"] == json.loads(json.dumps(local.info.to_json()))["schemes"]
     assert ask(repo, read=True)["sum"] == float(local.dequantize(0, 1, "up").sum())
+    files = {path.partition("/resolve/")[2] for _, path, _ in hub.requests[before:] if "/resolve/" in path}
+    assert "model.safetensors" in {file.rpartition("/")[2] for file in files}
+    assert {file for file in files if not file.startswith(SHA)} == {"main/config.json"}, "else a branch may have moved"
 
 
 def test_sharded_repository_equals_the_folder(hub: Hub, ask: Ask) -> None:

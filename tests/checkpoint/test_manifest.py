@@ -195,3 +195,15 @@ def test_a_conversion_that_lost_it_is_no_source(checkpoints, tmp_path) -> None:
     with pytest.raises(MoeqError, match=r"moeq wrote this, and moeq\.json is missing") as caught:
         moeq.open(tmp_path / "folder")
     assert caught.value.code == "source.no-manifest"
+
+
+@pytest.mark.parametrize(("gated", "projections"), [(True, ("gate", "up", "down")), (False, ("up", "down"))])
+def test_projections_and_groups_of_the_source(gated: bool, projections: tuple[str, ...]) -> None:
+    entry = manifest().layers[0]
+    w13 = dataclasses.replace(entry.matrices["w13"], spec=dataclasses.replace(entry.matrices["w13"].spec, gated=gated))
+    entry = dataclasses.replace(entry, matrices={**entry.matrices, "w13": w13})
+    assert entry.projections == projections
+    assert entry.source_spec("w13") == w13.spec
+    assert dataclasses.replace(entry, source_group=64).source_spec("w13") == dataclasses.replace(
+        w13.spec, group_size=64
+    )

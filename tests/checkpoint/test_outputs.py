@@ -98,6 +98,7 @@ def test_removing_a_file_removes_folders_that_it_leaves_empty(out: OutputFolder)
     out.remove("a/b/one")
     assert out.names() == []
     out.remove("a/b/one")
+    assert out.names() == []
 
 
 def test_removing_a_folder_with_what_is_in_it(out: OutputFolder) -> None:

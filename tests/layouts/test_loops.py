@@ -11,18 +11,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts.cases import LAYOUT_IDS, arranged, specs
 from layouts.matrices import random_matrix
 from torch import Tensor
 
+from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.marlin.maps import WEIGHT
+from moeq.layouts.registry import get_layout
 from moeq.layouts.words import pack_words, unpack_words
 from moeq.matrix import MatrixSpec
 
 pytest.importorskip("numba")
 
-from moeq.layouts.loops import columns, compare, marlin, transpose
+from moeq.layouts.loops import columns, compare, hopper, marlin, transpose
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +50,21 @@ def test_marlin_from_rows_and_from_columns_is_marlin_from_codes(bits: int, tiles
     back = np.zeros_like(rows)
     marlin.unpack(plain, bits, back)
     assert np.array_equal(back, rows)
+
+
+@pytest.mark.parametrize("rows", [16, 48])
+def test_hopper_from_rows_is_the_layout(rows: int) -> None:
+    spec = MatrixSpec("w2", 64, 128, "e2m1", 32, "e8m0")
+    matrix = random_matrix(spec)
+    plain = arranged("triton-kernels-hopper-w4/1").pack(matrix)["weight"].numpy().view(np.uint64).reshape(-1)
+    words = rows_of(matrix.codes, 4).view(np.uint64)
+    out, back = np.zeros_like(plain), np.zeros_like(words)
+    for first, last in ((0, rows), (rows, 64)):
+        hopper.pack(words[first:last], out, first)
+    assert np.array_equal(out, plain)
+    hopper.unpack(out, back[:rows])
+    hopper.unpack(out, back[rows:], rows)
+    assert np.array_equal(back, words)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -93,6 +111,29 @@ def test_scales_are_packed_as_by_the_plain_loops(
     plain = pack_words(arrangement, scales, bits, compiled=False)
     assert torch.equal(pack_words(arrangement, scales, bits, compiled=True), plain)
     assert torch.equal(unpack_words(arrangement, plain, (256, columns), bits, compiled=True), scales)
+
+
+def arrangements() -> dict[tuple[str, int], tuple[Arrangement, int, tuple[int, int]]]:
+    """Arrangements of elements that are packed into words, with their bits and a shape of three by two units."""
+    found = {}
+    for layout_id in LAYOUT_IDS:
+        for spec in specs(layout_id, rows=3) if isinstance(get_layout(layout_id), ArrangedLayout) else ():
+            for part in arranged(layout_id).parts(spec).values():
+                order = part.arrangement
+                if order.fields:
+                    shape = (3 * order.row_multiple, 2 * order.column_multiple)
+                    found[order.pattern, part.bits] = (order, part.bits, shape)
+    return found
+
+
+def test_words_of_every_layout_are_packed_as_by_the_plain_loops() -> None:
+    cases = arrangements()
+    assert {order.fields_per_word for order, _, _ in cases.values()} == {2, 4, 8, 16, 32}
+    for order, bits, shape in cases.values():
+        codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+        plain = pack_words(order, codes, bits, compiled=False)
+        assert torch.equal(pack_words(order, codes, bits, compiled=True), plain), order
+        assert torch.equal(unpack_words(order, plain, shape, bits, compiled=True), codes), order
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])

@@ -278,3 +278,11 @@ def test_an_interrupt_leaves_no_half_written_file_and_is_not_swallowed(
     with pytest.raises(KeyboardInterrupt):
         folder.write("loop.o", b"code")
     assert folder.names() == (["loop.o"] if moment == "after" else [])
+
+
+def test_loops_are_available_where_numba_is_or_the_cache_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for held in (False, True):
+        monkeypatch.setattr(native, "cached", lambda held=held: held)
+        assert native.available() is True
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    assert native.available() is False

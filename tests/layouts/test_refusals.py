@@ -10,6 +10,8 @@ from layouts.cases import LAYOUT_IDS, arranged
 from layouts.matrices import block, random_matrix, raw, same
 
 from moeq.errors import MoeqError
+from moeq.layouts.arranged import arrange
+from moeq.layouts.marlin import wna16
 from moeq.layouts.registry import NOT_OFFLINE, get_layout, layout_facts
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -201,3 +203,35 @@ def test_int8_zero_points_of_any_stored_type_are_not_lost(dtype: torch.dtype) ->
     found = layout.unpack(layout.pack(matrix), spec)
     assert found.zeros is not None
     assert torch.equal(found.zeros.int(), zeros.int())
+
+
+@pytest.mark.parametrize("layout_id", ["marlin-nvfp4/1", "cutlass-nvfp4/1", "trtllm-nvfp4/1"])
+def test_nvfp4_has_groups_of_16_and_no_others(layout_id: str) -> None:
+    spec = MatrixSpec("w2", 256, 256, "e2m1", 16, "e4m3")
+    layout = arranged(layout_id)
+    assert layout.problems(spec) == []
+    for size in (256, 32):
+        assert [one.code for one in layout.problems(replace(spec, group_size=size))] == ["layout.group-size"]
+
+
+def test_codes_around_their_zero_point() -> None:
+    """Up from 0 at or above it, down from 15 below it: each zero point permutes the sixteen codes."""
+    codes, zeros = torch.arange(16, dtype=torch.uint8), torch.arange(16, dtype=torch.uint8).unsqueeze(1)
+    rewritten = wna16._around(codes.expand(16, 16), zeros)
+    assert rewritten[5].tolist() == [15, 14, 13, 12, 11, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert torch.equal(wna16._back(rewritten, zeros), codes.expand(16, 16))
+    word = torch.tensor([0x76543210, 0xFEDCBA98 - (1 << 32)]).to(torch.int32)
+    assert [int(one) & 0xFFFFFFFF for one in wna16._around_midpoint_(word)] == [0x89ABCDEF, 0x76543210]
+
+
+def test_words_are_rewritten_after_they_are_packed() -> None:
+    layout = arranged("moeq-mxfp4/1")
+    matrix = random_matrix(MX)
+    matrix.scales.clamp_(max=188)
+    part = layout.parts(MX)["weight"]
+    assert part.rewrite is not None
+    plain = torch.empty(part.shape, dtype=torch.int32)
+    arrange(replace(part, rewrite=None), matrix.codes, plain)
+    packed = layout.pack(matrix)["weight"]
+    assert torch.equal(packed.flatten(), part.rewrite.apply_(plain.flatten().clone(), compiled=False))
+    assert not torch.equal(packed, plain)

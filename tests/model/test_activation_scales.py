@@ -22,7 +22,7 @@ from moeq.checkpoint.names import FUSED
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.model.activation_scales import _owners
+from moeq.model.activation_scales import ScaleFault, _owners
 from moeq.model.scan import scan
 from moeq.pipeline.plan.decide import Answer, advised
 from moeq.pipeline.plan.options import Question
@@ -273,3 +273,15 @@ def test_a_stacked_number_belongs_to_its_expert_or_to_all(
     entry = TensorEntry("input_scale", "F32", shape, "model.safetensors", 0, 4 * len(numbers))
     assert list(_owners(numbers, FUSED, entry, 3)) == list(zip(numbers, owners, strict=True))
     assert list(_owners(numbers, 2, entry, 3)) == [(number, {2}) for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [(1, "0"), (8, "0, 1, 2, 3, 4, 5, 6, 7"), (9, "0, 1, 2, 3, 4, 5, 6, 7 and 1 more")],
+)
+def test_many_experts_are_counted(count: int, shown: str) -> None:
+    fault = ScaleFault(3, "input_scale", "no", tuple(range(count)), ())
+    assert fault.text == f"layer 3: experts {shown} have no input_scale"
+    assert not fault.is_stored
+    down = ScaleFault(3, "input_scale", "a zero", (2,), ("down", "up"))
+    assert (down.text, down.is_stored) == ("layer 3: experts 2 have a zero input_scale of down, up", True)

@@ -10,7 +10,7 @@ from gguf_files import NUMBERS, random_tensor
 from moeq.errors import MoeqError
 from moeq.schemes.declared import Declared
 from moeq.schemes.dequantize import dequantize
-from moeq.schemes.format import Context, PartSig
+from moeq.schemes.format import Context, Described, PartSig
 from moeq.schemes.gguf import Gguf, part_of
 from moeq.schemes.gguf_blocks import AS_FLOAT32, CODED, FLOATS, WIDENED, exactness, readings
 
@@ -18,11 +18,36 @@ from moeq.schemes.gguf_blocks import AS_FLOAT32, CODED, FLOATS, WIDENED, exactne
 def values(kind: str, rows: np.ndarray) -> np.ndarray:
     """Decode rows of blocks as a checkpoint's projection is decoded."""
     parts = {part_of(kind): torch.from_numpy(rows.copy())}
-    signatures = {part: PartSig("U8", tuple(tensor.shape)) for part, tensor in parts.items()}
-    form = Gguf()
+    form, found = Gguf(), described(kind, rows.shape)
+    return dequantize(form.unpack(parts, found.spec, found.scheme)).numpy()
+
+
+def described(kind: str, shape: tuple[int, ...], k: int | None = None) -> Described:
+    form, signatures = Gguf(), {part_of(kind): PartSig("U8", tuple(shape))}
     assert form.matches(signatures, None)
-    described = form.describe(signatures, Context("m", "down", Declared("gguf")))
-    return dequantize(form.unpack(parts, described.spec, described.scheme)).numpy()
+    return form.describe(signatures, Context("m", "down", Declared("gguf"), k_hint=k))
+
+
+@pytest.mark.parametrize(
+    ("kind", "octets", "element", "shape"),
+    [
+        ("q4_0", 36, "int4", (1, 32)),
+        ("q4_0_int8", 36, "int8", (1, 32)),
+        ("q8_0", 68, "int8", (1, 32)),
+        ("nvfp4", 36, "e2m1", (1, 16)),
+        ("q6_k", 210, "f32", (1, 256)),
+        ("bf16", 128, "bf16", (1, 64)),
+    ],
+)
+def test_schemes_of_blocks(kind: str, octets: int, element: str, shape: tuple[int, int]) -> None:
+    found = described(kind, (4, octets))
+    k = 256 if kind == "q6_k" else 64
+    assert (found.spec.n, found.spec.k, found.spec.element, found.spec.group_size) == (4, k, element, shape[1])
+    assert found.scheme.weight.scale.group_shape == shape
+    assert (found.scheme.weight.scale2 is not None) is (kind == "nvfp4")
+    assert found.scheme.checkpoint_format == kind
+    with pytest.raises(MoeqError, match=f"weight has K={k}, the sibling projection implies 32"):
+        described(kind, (4, octets), 32)
 
 
 def random_rows(kind: str, seed: int, n: int = 64, k: int = 1024) -> np.ndarray:

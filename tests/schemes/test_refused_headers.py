@@ -61,6 +61,7 @@ GOOD: list[tuple[str, Headers, dict[str, Any], tuple[int, int, int]]] = [
     ("nvfp4", NVFP4 | {"weight_scale_2": ("F32", (1, 1))}, {}, (32, 64, 16)),
     ("marlin-v1", MARLIN, {}, (64, 64, 32)),
     ("w4afp8", W4AFP8, {}, (32, 256, 128)),
+    ("w4afp8", {"weight": ("I8", (2, 32)), "weight_scale_inv": ("BF16", (2, 1))}, {}, (2, 64, 64)),
     ("bitsandbytes-4bit", BNB, {}, (32, 64, 64)),
 ]
 
