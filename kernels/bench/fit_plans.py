@@ -1,4 +1,4 @@
-"""Fit the cost model of the W4A16 kernels to recorded cells, and write its `coefficients.json`.
+"""Fit the cost model of the Hopper kernels to recorded cells, and write its `coefficients.json`.
 
     python -m bench.fit_plans [--leave-out layers|gpu] [--out coefficients.json]
 
@@ -23,17 +23,15 @@ from torch import Tensor, nn
 
 from bench.plan_cells import STORED, layer_of
 from bench.plan_regret import Cell, load, report, summary, time_of
-from moeq_kernels.hopper.cost import inputs
-from moeq_kernels.hopper.w4a16.w4a16_launches import rounded, work_of
-from moeq_kernels.hopper.w4a16.w4a16_plan import candidates, cut
+from moeq_kernels.hopper.cost import inputs, rounded, uncorrected
 
-#: Formats of cells of the kernels for 16-bit activations.
-FORMATS = [name for name, stored in STORED.items() if stored.family == "hopper-w4a16"]
 #: Day from which on cells are those of today's kernels.
 SINCE = "2026-11-24"
 #: Hidden units, steps, rate of learning, and decay of weights. Logarithm of regret from which on it costs more.
 UNITS, STEPS, RATE, DECAY = 16, 350, 0.02, 0.5
 TAIL, TAIL_COST = 0.07, 8.0
+#: Coefficients of `cost.uncorrected` where cells say nothing: by data sheets and rates of instructions.
+EXPECTED = (4.0, 1.05, 1.0, 0.1, 0.0055)
 #: Logarithms of times over the best beyond which plans are left out of the fit.
 FAR = 0.5
 
@@ -42,22 +40,22 @@ class Data:
     """Timed candidates of cells: a row each."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self.rows = rows
+        self.rows: list[dict[str, Any]] = []
         found: list[tuple[Any, ...]] = []
-        for number, row in enumerate(rows):
-            work = work_of(layer_of(row).problem, rounded(row["tokens"]))
+        for row in rows:
+            work, cuts = layer_of(row).cuts(rounded(row["tokens"]))
             # The plan of the same kernel with the nearest shares stands for one that was not timed.
-            plans = {name_of(plan): cut(plan, work.kind) for plan in candidates(work, mma=True)}
+            plans = {name_of(plan): cut for plan, cut in cuts.items()}
             timed = {name: took for name in plans if (took := time_of(row["plans"], name))}
-            x = inputs(work, *zip(*(plans[name] for name in timed), strict=True)).tolist()
-            for (name, took), values in zip(timed.items(), x, strict=True):
-                one, times = (
-                    plans[name][0],
-                    (math.log(took / work.reading), math.log(took / min(row["plans"].values()))),
-                )
-                found.append((number, name, values, one.family, one.key, work.kind, *times))
-        cells, self.plans, x, families, kernels, kinds, times, ratios = zip(*found, strict=True)
-        self.cell, self.x = torch.tensor(cells), torch.tensor(x)
+            if len(timed) < 2:
+                continue  # nothing to choose from
+            self.rows.append(row)
+            x, parts = inputs(work, *zip(*(plans[name] for name in timed), strict=True))
+            for (name, took), *values in zip(timed.items(), x.tolist(), parts.tolist(), strict=True):
+                one, ratio = plans[name][0], math.log(took / min(row["plans"].values()))
+                found.append((len(self.rows) - 1, name, *values, one.family, one.key, work.kind, math.log(took), ratio))
+        cells, self.plans, x, parts, families, kernels, kinds, times, ratios = zip(*found, strict=True)
+        self.cell, self.x, self.parts = torch.tensor(cells), torch.tensor(x), torch.tensor(parts)
         self.time, self.ratio = torch.tensor(times), torch.tensor(ratios)
         self.middle, self.scale = self.x.mean(0), self.x.std(0)
         self.x = ((self.x - self.middle) / self.scale).clamp(-3.0, 3.0)
@@ -85,7 +83,7 @@ class Data:
 
 
 class Model(nn.Module):
-    """Factor of times that `cost` describes."""
+    """Cost model, as `cost` describes it."""
 
     def __init__(self, data: Data) -> None:
         super().__init__()
@@ -97,14 +95,21 @@ class Model(nn.Module):
         self.kinds = nn.Parameter(0.3 * torch.randn(kinds, UNITS))
         self.output = nn.Parameter(torch.zeros(UNITS))
         self.slopes = nn.Parameter(torch.zeros(families, width))
-        self.bias = nn.Parameter(torch.zeros(kernels))
+        self.physical = nn.Parameter(torch.zeros(kernels, len(EXPECTED)))
+        self.power = nn.Parameter(torch.zeros(()))
 
     def forward(self, data: Data, some: Tensor) -> Tensor:
-        """Return the logarithms of factors."""
+        """Return the logarithms of times."""
         family, kernel, kind = (place[some] for place in data.places)
         x = data.x[some]
         hidden = torch.tanh(x @ self.weights + self.kernels[kernel] + self.kinds[kind])
-        return self.bias[kernel] + (x * self.slopes[family]).sum(1) + hidden @ self.output
+        own, power = self.coefficients()
+        correction = (x * self.slopes[family]).sum(1) + hidden @ self.output
+        return uncorrected(data.parts[some], own[kernel], power).log() + correction
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """Return the coefficients of `cost.uncorrected` of all kernels, and its power."""
+        return torch.exp(self.physical) * torch.tensor(EXPECTED), 2.0 * torch.exp(self.power)
 
 
 def fit(data: Data, fitted: Tensor) -> Model:
@@ -138,18 +143,18 @@ def text_of(model: Model, data: Data) -> str:
     """Return the coefficients as `cost` reads them."""
 
     def numbers(values: Tensor) -> list[float]:
-        return [round(float(value), 4) for value in values.detach()]
+        return [float(f"{float(value):.4g}") for value in values.detach()]
 
     families, kernels, kinds = data.names
+    own, power = model.coefficients()
     parts: dict[str, Any] = {
         "middle": numbers(data.middle),
         "scale": numbers(data.scale),
+        "power": numbers(power[None])[0],
         "output": numbers(model.output),
         "weights": [numbers(row) for row in model.weights.T],
         "slopes": dict(zip(families, map(numbers, model.slopes), strict=True)),
-        "kernels": {
-            name: [*numbers(model.bias[i : i + 1]), *numbers(model.kernels[i])] for i, name in enumerate(kernels)
-        },
+        "kernels": {name: [*numbers(own[i]), *numbers(model.kernels[i])] for i, name in enumerate(kernels)},
         "kinds": dict(zip(kinds, map(numbers, model.kinds), strict=True)),
     }
     return re.sub(r"(?<=[\]}]),? (?=[\[\"])", ",\n", json.dumps(parts)) + "\n"
@@ -161,7 +166,7 @@ def main() -> int:
     parser.add_argument("--leave-out", choices=("layers", "gpu"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    data = Data([row for row in load() if row["format"].removesuffix("-silu") in FORMATS and row["plans"]
+    data = Data([row for row in load() if row["format"].removesuffix("-silu") in STORED and row["plans"]
                  and row["routing"] == "uniform" and row["date"] >= SINCE])  # fmt: skip
     everything = torch.ones(len(data.rows), dtype=torch.bool)
     if options.out:
@@ -172,12 +177,12 @@ def main() -> int:
     parts = [hashlib.sha256(one.encode()).digest()[1] % 8 for one in sizes]
     if options.leave_out == "gpu":
         parts = [row["gpu"] for row in data.rows]
-        data.x[:, -1] = 0.0  # the memory's rate is constant in the fit
     cells = []
     for left_out in sorted(set(parts)) if options.leave_out else ():
         judged = torch.tensor([part == left_out for part in parts])
-        cells += data.cells(fit(data, ~judged), judged)
-        print("without", left_out, summary(cells[-int(judged.sum()) :]), flush=True)
+        found = data.cells(fit(data, ~judged), judged)
+        print("without", left_out, summary(found), flush=True)
+        cells += found
     if cells:
         report(cells, 10)
     return 0

@@ -20,11 +20,10 @@ from moeq_kernels import PackedExperts, PackedMatrix
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import GPUS, H200
-from moeq_kernels.hopper.cost import tokens_per_hit
+from moeq_kernels.hopper.cost import Work
 from moeq_kernels.hopper.w4a8 import w4a8_launches as w4a8
 from moeq_kernels.hopper.w4a16 import w4a16_plan as w4a16
 from moeq_kernels.hopper.w4a16.kinds import KINDS, kind_of_format
-from moeq_kernels.hopper.w4a16.w4a16_launches import work_of
 from moeq_kernels.hopper.w8a8 import w8a8_plan as w8a8
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
@@ -68,6 +67,7 @@ STORED = {
     "fp8": Stored("fp8-identity/1", "e4m3", 0, "fp8-w8a8", torch.float32, "hopper-fp8"),
     "fp8-block": Stored("fp8-block-identity/1", "e4m3", 128, "fp8-block-w8a8", torch.float32, "hopper-fp8"),
     "mxfp4-fp8": replace(_MXFP4, floor="mxfp4-fp8", family="hopper-w4a8"),
+    "moeq-mxfp4-fp8": replace(_MXFP4, layout="moeq-mxfp4/1", floor="mxfp4-fp8", family="hopper-w4a8"),
     "int4-fp8": replace(_INT4, floor="int4-fp8", family="hopper-w4a8"),
 }
 #: The order in which formats are drawn; those whose plans matter most come twice.
@@ -148,14 +148,14 @@ class Layer:
         """Return the plan that a call would have."""
         return FAMILIES[self.family].plan_for(self.problem, tokens)
 
+    def cuts(self, tokens: int) -> tuple[Work, dict[Any, Any]]:
+        """Return what a call has to do, and every plan that may be the best with how it cuts the products."""
+        work, found = FAMILIES[self.family].cuts(self.problem, tokens)
+        return work, {plan: cut for plan, *cut in found}
+
     def candidates(self, tokens: int) -> list[Any]:
         """List every plan that may be the best, the chosen one first."""
-        found: Iterator[Any] = _bytes(self, tokens)
-        if self.family == "hopper-w4a16":
-            found = w4a16.candidates(work_of(self.problem, tokens), mma=True)
-        elif self.family == "hopper-w4a8":
-            found = (w4a8.W4a8Plan(kernel) for _, kernel in w4a8.TABLE)
-        return list(dict.fromkeys([self.chosen(tokens), *found]))
+        return list(dict.fromkeys([self.chosen(tokens), *self.cuts(tokens)[1]]))
 
 
 def _words(stored: Stored, experts: int, n: int, k: int, device: str) -> PackedMatrix:
@@ -316,36 +316,6 @@ def cells(formats: list[str], count: int, seed: int) -> Iterator[tuple[Layer, li
                 layer = None
             if layer is not None:
                 yield layer, numbers_of_tokens(generator, layer.shape)
-
-
-#: Tokens, stages, warpgroups and resident programs.
-_BYTE_SIZES = (
-    (8, 12, 1, 1), (8, 6, 1, 2), (8, 3, 1, 2), (8, 6, 2, 1), (16, 12, 1, 1), (16, 6, 1, 2), (16, 3, 1, 2),
-    (32, 5, 1, 2), (32, 10, 1, 1), (32, 3, 1, 2), (32, 6, 2, 1), (64, 4, 1, 2), (64, 8, 1, 1), (64, 5, 2, 1),
-    (128, 6, 1, 1), (128, 4, 2, 1),
-)  # fmt: skip
-BYTE_NARROWS = tuple(w8a8.Int8Narrow(*sizes) for sizes in _BYTE_SIZES)
-
-
-def _bytes(layer: Layer, tokens: int) -> Iterator[Any]:
-    """Yield plans of the kernels that multiply bytes by bytes."""
-    shape = layer.shape
-    pairs = tokens * shape.top_k
-    mean = tokens_per_hit(pairs, shape.experts)
-    if layer.format == "w8a8" and mean <= 1.6 and pairs <= 128 and shape.intermediate <= 4096:
-        yield w8a8.direct_plan(pairs, shape.hidden, shape.intermediate)
-    for kernel in BYTE_NARROWS:
-        if mean / 2 <= kernel.tokens <= max(16, mean * 5) and not (layer.format != "w8a8" and kernel.tokens == 128):
-            tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-            groups, resident = kernel.warpgroups, kernel.resident
-            up = w8a8.splits_for(tiles * -(-shape.intermediate // (64 * groups)), -(-shape.hidden // 128), resident)
-            down = w8a8.splits_for(tiles * -(-shape.hidden // (128 * groups)), -(-shape.intermediate // 128), resident)
-            yield w8a8.Int8Plan(kernel, up, down)
-            yield w8a8.Int8Plan(kernel)
-            if up > 1 and down > 1:
-                yield w8a8.Int8Plan(kernel, 1, down)
-    if mean >= 8:
-        yield w8a8.Int8Plan(w8a8.WIDE)
 
 
 def layer_of(row: dict[str, Any]) -> Layer:

@@ -31,7 +31,7 @@ import triton
 from support.hopper_layers import name_of
 from support.routing import ROUTINGS
 
-from bench.plan_cells import ROUND, Layer, cells, gpu_called, named_cells
+from bench.plan_cells import ROUND, STORED, Layer, cells, gpu_called, named_cells
 from bench.plan_regret import SCHEMA
 from bench.shapes import L2
 from bench.timing import graph_us, inputs
@@ -48,8 +48,9 @@ KEY = ("format", "shape", "experts", "top_k", "hidden", "intermediate", "tokens"
 APART = 2.5 * L2
 #: Calls of a graph at most.
 MOST_CALLS = 20
-#: Relative difference of two plans' results that their roundings explain.
-APART_AT_MOST = 0.03
+#: Relative difference of two plans' results that their roundings explain; some plans for 4-bit weights x e4m3 round
+#: activations to e4m3, and others do not.
+APART_AT_MOST, APART_BY_E4M3 = 0.03, 0.08
 
 
 def launches_of(layer: Layer, tokens: int, plan: Any) -> tuple[Launch, ...]:
@@ -88,10 +89,13 @@ class Sweep:
             error = float((call().float() - truth.float()).norm() / truth.float().norm())
         except Exception:  # noqa: BLE001 - `time_plan` looks after it
             return True
-        if not error <= APART_AT_MOST:  # NaN, too
+        right = error <= (
+            APART_BY_E4M3 if STORED[key[0].removesuffix("-silu")].family == "hopper-w4a8" else APART_AT_MOST
+        )
+        if not right:  # NaN, too
             print("WRONG", *key, name, f"differs by {error:.3g}", flush=True)
             self.bad.append([*key, name])
-        return error <= APART_AT_MOST
+        return right
 
     def time_plan(self, key: tuple[Any, ...], name: str, calls: list[Any]) -> float | None:
         """Return the median microseconds of a call; None where it fails."""

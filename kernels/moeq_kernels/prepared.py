@@ -20,7 +20,7 @@ from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.gpu import GPUS, Gpu, gpu_of
 from moeq_kernels.hopper import support
-from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
+from moeq_kernels.hopper.cost import rounded
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.operators import Forward, register
@@ -144,8 +144,11 @@ class PreparedLayer:
             name = launch.kernel.rpartition(":")[2]
             sizes = " ".join(f"{key}={value}" for key, value in launch.constants.items() if type(value) is int)
             lines.append(f"  {name} x {launch.programs} {sizes}")
-        if self.family == "hopper-w4a16" and self._plan is None:
-            lines += w4a16.predicted(self.problem, min(tokens, piece_tokens(self.family, self.problem)))
+        ranked_plans = getattr(FAMILIES[self.family], "ranked_plans", None)
+        if ranked_plans and self._plan is None:
+            ranked = ranked_plans(self.problem, rounded(min(tokens, piece_tokens(self.family, self.problem))))
+            pairs = zip(("predicted", "runner-up"), ranked, strict=False)
+            lines += [f"  {label} {time:.1f} us: {plan}" for label, (time, plan) in pairs]
         return "\n".join(lines)
 
     def __call__(

@@ -1,11 +1,13 @@
-"""Cost model of the kernels for 16-bit activations: microseconds of a plan, from shapes and a record of the GPU.
+"""Cost model of the Hopper kernels: microseconds of a plan, from shapes and a record of the GPU.
 
-A product is cut into items (a tile of tokens, a block of columns, a share of k), which programs take in waves. The time
-of a call is that of reading its experts' weights from memory, times a factor. The factor is a smooth function of waves,
-steps of an item, rows of a tile and so on (`inputs`), of the kernel and of the kind of codes. `bench.fit_plans` fits it
-to recorded cells and writes `coefficients.json`:
+A product is cut into items (a tile of tokens, a block of columns, a share of k), which programs take in waves. Memory
+reads the weights of its experts while multiprocessors decode and multiply them, so a product takes somewhat longer than
+the longer of the two (`uncorrected`); five coefficients of each kernel say how long. A smooth function of waves, steps
+of an item, rows of a tile and so on, of the kernel and of the kind of codes, but not of the GPU, corrects the sum:
 
-    log factor = bias[kernel] + slopes[family] . x + output . tanh(x @ weights + kernels[kernel] + kinds[kind])
+    log correction = slopes[family] . x + output . tanh(x @ weights + kernels[kernel] + kinds[kind])
+
+`bench.fit_plans` fits both to recorded cells and writes `coefficients.json`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS
 _STEP_BYTES, _LEAST_STEPS = 16384, 4
 Array = NDArray[np.float64]
 Plan = TypeVar("Plan")
+#: Coefficients of a kernel with a physical meaning (see `uncorrected`).
+PHYSICAL = 5
 #: Most eights of tokens in a tile, and where multiplied rows by eights begin in `Tiling.row`.
 _MOST_EIGHTS, _FIRST_EIGHT = 20, 7
 #: Most points at which the distribution of tokens over experts is evaluated.
@@ -41,6 +45,12 @@ _SIMILAR = {
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
 #: Start and end of a program, in steps.
 _OVERHEAD_STEPS = 2.5
+
+
+def rounded(tokens: int) -> int:
+    """Round a number of tokens up to one of eight to an octave, which share a plan: few are predicted and compiled."""
+    step = 1 << max(0, tokens.bit_length() - 4)
+    return -(-tokens // step) * step
 
 
 def tokens_per_hit(pairs: int, experts: int) -> float:
@@ -77,7 +87,7 @@ class Work:
     Attributes:
         pairs: routed ones, among `experts`.
         hidden, intermediate: packed sizes.
-        kind: a key of `kinds.KINDS`.
+        kind: a key of `kinds.KINDS`; of 8-bit codes beside 8-bit activations "int8", "e4m3" or "e4m3-blocks".
         top_k: pairs of a token, which have different experts.
         group: weights that share a scale, 0 for one scale for each output feature.
         gpu: GPU that is planned for.
@@ -95,6 +105,11 @@ class Work:
     gpu: Gpu
     both: bool = True
     gated: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight's code."""
+        return KINDS[self.kind].bits if self.kind in KINDS else 8
 
     @property
     def share(self) -> float:
@@ -120,7 +135,7 @@ class Work:
     def reading(self) -> float:
         """Microseconds in which memory reads the weights of all experts that are hit."""
         weights = self.hit * (2 + self.gated) * self.hidden * self.intermediate
-        return weights * KINDS[self.kind].bits / 8 / self.memory_rate
+        return weights * self.bits / 8 / self.memory_rate
 
 
 @dataclass(frozen=True)
@@ -180,12 +195,15 @@ def tiles(tokens: int, share: float, sizes: Array) -> tuple[Array, Array]:
     return np.maximum((before + 1.0) @ chance, 1e-9), np.maximum((before * full + last) @ chance, 1e-9)
 
 
-def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> Array:
-    """Return what the factors of plans' times depend on beside their kernels, `[plans, inputs]`.
+def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
+    """Return what the times of plans depend on beside their kernels: `[plans, inputs]` of the correction, and the work.
 
     Of each product: logarithms of the waves of items, of how far rounding up adds to them, of the shares of a tile and
     of the steps of an item. Then logarithms of the multiplied rows of a tile, the part of reads that no other tile
-    repeats, how full tiles are, pairs, features, experts, microseconds of reading, and the memory's rate for an SM.
+    repeats, how full tiles are, pairs, features and experts. None of them depends on the memory's rate.
+
+    The second result, `[plans, products, 4]`, are microseconds of reading the weights of a product, turns of items on a
+    multiprocessor, weights that it decodes in them (in units of 16,384), and these times the rows that they multiply.
 
     Args:
         shares: programs that share a tile's k in each product; for the queue kernel, most shares for each program.
@@ -199,7 +217,7 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     slots = work.gpu.multiprocessors * resident
     features, k = np.array((((1 + work.gated) * work.intermediate, work.hidden), (work.hidden, work.intermediate)))
     items, steps, each = number * np.ceil(features / columns), np.ceil(k / step), np.array(shares, dtype=float)
-    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * KINDS[work.kind].bits * step))  # see `queue.cut`
+    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * work.bits * step))  # see `queue.cut`
     cut = np.minimum(each * slots // np.maximum(1.0, items), steps // least)
     each = np.where(is_queue, np.maximum(1.0, cut), each)
     waves = items * each / slots
@@ -211,17 +229,32 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     )
     found = np.stack(products, 2).reshape(len(sizes), 8)
     of_tiles = rows / number, np.minimum(1.0, work.hit / number), work.mean / tokens
-    of_call = (
-        work.pairs, work.hidden, work.intermediate, work.hit, work.reading, work.memory_rate / work.gpu.multiprocessors,
-    )  # fmt: skip
-    return np.log(np.concatenate((found, *of_tiles, np.full((len(sizes), 6), of_call)), 1))
+    of_call = np.full((len(sizes), 4), (work.pairs, work.hidden, work.intermediate, work.hit))
+    reading = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
+    turns = 0.5 * (np.maximum(1.0, waves) + np.ceil(waves))  # some programs end earlier, and take the next item
+    weights = turns * products[3] * (columns * step * resident / 16384)
+    parts = np.stack(np.broadcast_arrays(reading, turns, weights, weights * rows / number), 2)
+    return np.log(np.concatenate((found, *of_tiles, of_call), 1)), parts
+
+
+def uncorrected(parts: Any, own: Any, power: Any) -> Any:
+    """Return microseconds of launches, reading and multiplying, from arrays or tensors.
+
+    Args:
+        parts: second result of `inputs`.
+        own: coefficients of each plan's kernel: microseconds of launches; memory's rate over the one it reaches;
+            microseconds of an item, of decoding 16,384 weights, and of multiplying them with a row.
+        power: how far reading and multiplying overlap: 1 is not at all, the larger one counts alone where it is large.
+    """
+    chip = (parts[:, :, 1:] * own[:, None, 2:]).sum(-1)
+    return own[:, 0] + ((chip**power + (own[:, 1:2] * parts[:, :, 0]) ** power) ** (1 / power)).sum(-1)
 
 
 @cache
 def _coefficients() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(__file__).with_name("coefficients.json").read_text())
     return {
-        name: np.array(some) if isinstance(some, list) else {one: np.array(values) for one, values in some.items()}
+        name: {one: np.array(values) for one, values in some.items()} if isinstance(some, dict) else np.array(some)
         for name, some in found.items()
     }
 
@@ -229,12 +262,14 @@ def _coefficients() -> dict[str, Any]:
 def microseconds(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> Array:
     """Return the predicted times of plans; the arguments are those of `inputs`."""
     fitted = _coefficients()
-    x = (inputs(work, kernels, shares) - fitted["middle"]) / fitted["scale"]
-    x = np.minimum(np.maximum(x, -_WIDEST), _WIDEST)
+    x, parts = inputs(work, kernels, shares)
+    x = np.minimum(np.maximum((x - fitted["middle"]) / fitted["scale"], -_WIDEST), _WIDEST)
     own = np.array([fitted["kernels"][one.key] for one in kernels])
     slopes = np.array([fitted["slopes"][one.family] for one in kernels])
-    hidden = np.tanh(x @ fitted["weights"].T + own[:, 1:] + fitted["kinds"][_SIMILAR.get(work.kind, work.kind)])
-    return work.reading * np.exp(own[:, 0] + (x * slopes).sum(1) + hidden @ fitted["output"])
+    hidden = np.tanh(x @ fitted["weights"].T + own[:, PHYSICAL:] + fitted["kinds"][_SIMILAR.get(work.kind, work.kind)])
+    correction = np.exp((x * slopes).sum(1) + hidden @ fitted["output"])
+    times: Array = uncorrected(parts, own[:, :PHYSICAL], fitted["power"]) * correction
+    return times
 
 
 def ranked(work: Work, candidates: Sequence[tuple[Plan, Tiling, tuple[int, int]]]) -> list[tuple[float, Plan]]:

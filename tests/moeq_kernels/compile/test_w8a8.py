@@ -16,9 +16,9 @@ from support.compile import w4a8
 from support.compile.w8a8 import cases, compile_case, compile_rows
 from support.compile.sass import disassemble, instructions, is_wgmma, main_loops, problems
 wanted = {
-    "int8-narrow8-gate-up-split", "int8-narrow8-gate-up-direct", "int8-narrow16-down", "int8-narrow64-oai",
-    "int8-wide128-gate-up", "e4m3-narrow64-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
-    "e4m3-wide128-block-gate-up",
+    "int8-narrow8x6-gate-up-split", "int8-narrow8x6-gate-up-direct", "int8-narrow16x6-down", "int8-narrow64x4-oai",
+    "int8-wide128x4-gate-up", "e4m3-narrow64x4-block-gate-up", "e4m3-wide128x4-block-down",
+    "e4m3-wide128x4-channel-oai", "e4m3-wide128x4-block-gate-up",
 }
 outcomes = {}
 for case in cases():
@@ -71,10 +71,10 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     found = {name: one["problems"] for name, one in outcomes.items() if one["problems"]}
     assert found | {name: one["local"] for name, one in outcomes.items() if len(one["local"]) > most.get(name, 0)} == {}
     # 128 of k in steps of 32, for two blocks of 64 rows (narrow) or of 128 columns (wide); a loop for each warpgroup
-    assert outcomes["int8-narrow16-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
-    assert outcomes["int8-wide128-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
-    assert outcomes["e4m3-narrow64-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
-    for name in ("e4m3-wide128-block-down", "e4m3-wide128-channel-oai", "e4m3-wide128-block-gate-up"):
+    assert outcomes["int8-narrow16x6-down"]["wgmma"] == [["IGMMA.64x16x32.S8.S8"] * 8]
+    assert outcomes["int8-wide128x4-gate-up"]["wgmma"] == [["IGMMA.64x128x32.S8.S8"] * 8] * 2
+    assert outcomes["e4m3-narrow64x4-block-gate-up"]["wgmma"] == [["QGMMA.64x64x32.F32.E4M3.E4M3"] * 8]
+    for name in ("e4m3-wide128x4-block-down", "e4m3-wide128x4-channel-oai", "e4m3-wide128x4-block-gate-up"):
         assert outcomes[name]["wgmma"] == [["QGMMA.64x128x32.F32.E4M3.E4M3"] * 8] * 2
     # a loop for each height, 64, 96, 128 and 160 tokens, of one product or two
     products = ((64,), (64, 32), (128,), (128, 32))
@@ -82,7 +82,7 @@ def test_products_multiply_bytes_from_shared_memory_and_never_spill(
     assert [set(loop) for loop in outcomes["w4a8-160-gate-up"]["wgmma"]] == heights * 2
     assert [set(loop) for loop in outcomes["w4a8-int4-160-g128"]["wgmma"]] == heights * 2
     assert all(int(str(one["shared"])) <= 227 * 1024 for one in outcomes.values())
-    assert int(str(outcomes["int8-narrow16-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
+    assert int(str(outcomes["int8-narrow16x6-down"]["shared"])) <= 113 * 1024  # two programs on a multiprocessor
 
 
 @pytest.mark.slow

@@ -13,20 +13,12 @@ from moeq_kernels import PackedExperts
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.formats import find_format
 from moeq_kernels.gpu import Gpu
-from moeq_kernels.hopper.w4a8.w4a8_launches import TABLE as W4A8_TABLE
+from moeq_kernels.hopper.w4a8.w4a8_launches import KERNELS as W4A8_KERNELS
 from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan
 from moeq_kernels.hopper.w4a16.kinds import kind_of_format
 from moeq_kernels.hopper.w4a16.w4a16_plan import Direct, Narrow, Plan, Queue, Wide, kernel_for, kernels
-from moeq_kernels.hopper.w8a8.w8a8_plan import (
-    E4M3_NARROW_TABLE,
-    E4M3_TABLE,
-    TABLE,
-    Int8Direct,
-    Int8Narrow,
-    Int8Plan,
-    Int8Wide,
-    direct_plan,
-)
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Narrow, Int8Plan, Int8Wide, direct_plan
+from moeq_kernels.hopper.w8a8.w8a8_plan import kernels as byte_kernels_of
 from moeq_kernels.launch import Launch
 from moeq_kernels.mma.mma_plan import MmaPlan
 from moeq_kernels.prepared import prepare_for
@@ -253,28 +245,24 @@ def plans_of(name: str, tokens: int) -> Iterator[Any]:
     yield from (byte_plans if name in BYTE_LAYERS else plans)(EVERY[name], tokens)
 
 
-def table_of(recipe: Recipe) -> Sequence[tuple[float, Int8Narrow | Int8Wide]]:
-    """Return the table that plans of an int8 or e4m3 layer come from."""
-    if recipe.element == "int8":
-        return TABLE
+def byte_kernels(recipe: Recipe) -> Sequence[Int8Narrow | Int8Wide]:
+    """Return the kernels that plans of an int8 or e4m3 layer come from."""
     two_blocks = recipe.layout == "fp8-block-identity/1" and recipe.order == "interleaved"
-    return E4M3_NARROW_TABLE if two_blocks else E4M3_TABLE
+    return byte_kernels_of(recipe.element == "int8", wide=not two_blocks)
 
 
 def byte_plans(recipe: Recipe, tokens: int) -> Iterator[Int8Plan | W4a8Plan | None]:
-    """Yield the chosen plan (None), every kernel of the table and two more, narrow ones also with shares of k."""
+    """Yield the chosen plan (None), every kernel and two more, narrow ones also with shares of k."""
     yield None
     if FAMILIES[recipe.element] == "hopper-w4a8":
-        yield from (W4a8Plan(kernel) for _, kernel in W4A8_TABLE)
+        yield from map(W4a8Plan, W4A8_KERNELS)
         return
     int8 = recipe.element == "int8"
     if tokens <= 40 and int8:
         few = direct_plan(8 * tokens, recipe.hidden, recipe.intermediate)
         yield few
         yield replace(few, kernel=Int8Direct(2), down_splits=1)
-    kernels = [kernel for _, kernel in table_of(recipe)]
-    kernels += [Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2)]
-    for kernel in dict.fromkeys(kernels):
+    for kernel in (*byte_kernels(recipe), Int8Narrow(8, 10), Int8Narrow(16, 5, warpgroups=2)):
         yield Int8Plan(kernel)
         if isinstance(kernel, Int8Narrow):
             yield Int8Plan(kernel, 2, 3)

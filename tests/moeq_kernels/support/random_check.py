@@ -46,7 +46,7 @@ from moeq_kernels.sorting import PAIR_LIMITS, TOKEN_LIMITS
 from moeq_kernels.warming import warmup
 from support.cases import Recipe, make_layer
 from support.comparison import FACTOR, random_map
-from support.hopper_layers import epilogue_of, name_of, plans, routed, table_of
+from support.hopper_layers import byte_kernels, epilogue_of, name_of, plans, routed
 from support.planned import pretend
 from support.reference import Layer, moe, relative_error, worst_row
 
@@ -162,7 +162,7 @@ def draw(generator: random.Random, family: str | None, device: str, formats: str
 
 
 def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, named: str = "") -> Any:
-    """Draw a kernel of the table that suits the layer, and shares of k; None stands for the chosen plan.
+    """Draw a kernel that suits the layer, and shares of k; None stands for the chosen plan.
 
     With `named`, words of which the plan's name has to hold one, the result is None where no plan for the layer does.
     """
@@ -172,14 +172,14 @@ def random_plan(drawn: Drawn, packed: PackedExperts, generator: random.Random, n
         found = (random_plan(drawn, packed, generator) for _ in range(100))
         return next((one for one in found if any(part in name_of(one) for part in named.split(","))), None)
     if drawn.family == "hopper-w4a8":
-        return w4a8.W4a8Plan(generator.choice(w4a8.TABLE)[1])
+        return w4a8.W4a8Plan(generator.choice(w4a8.KERNELS))
     if drawn.family == "mma-w4a16":
         return None
     if drawn.family == "hopper-w4a16":
         both = alike(packed.w13, packed.w2)
         found = list(plans(drawn.recipe, 1))
         return generator.choice([one for one in found if both or one is None or not isinstance(one.kernel, Queue)])
-    kernel = generator.choice(table_of(drawn.recipe))[1]
+    kernel = generator.choice(byte_kernels(drawn.recipe))
     if not isinstance(kernel, Int8Narrow):
         return Int8Plan(kernel)
     shares = [-(-size // 128) for size in (drawn.recipe.hidden, drawn.recipe.intermediate)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
 from moeq_kernels.hopper import cost
-from moeq_kernels.hopper.cost import Work
+from moeq_kernels.hopper.cost import Tiling, Work
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 from moeq_kernels.hopper.w4a16.product_launches import (
     alike,
@@ -31,6 +31,7 @@ from moeq_kernels.hopper.w4a16.w4a16_plan import (
     Plan,
     Queue,
     Wide,
+    candidates,
     cut,
     kernel_for,
     ranked,
@@ -52,12 +53,6 @@ MAX_COPIED_ROWS = 4
 HEIGHT_GRAIN = 32
 
 
-def rounded(tokens: int) -> int:
-    """Round a number of tokens up to one of eight to an octave, which share a plan: few are predicted and compiled."""
-    step = 1 << max(0, tokens.bit_length() - 4)
-    return -(-tokens // step) * step
-
-
 def work_of(problem: Problem, tokens: int) -> Work:
     """Return what a call of so many tokens has to do, in the terms of the cost model."""
     first, pairs = problem.w13, tokens * problem.top_k
@@ -66,27 +61,26 @@ def work_of(problem: Problem, tokens: int) -> Work:
     return Work(*sizes, *codes, problem.gpu, both, problem.epilogue.gated)
 
 
-def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
-    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
-    return ranked_plans(problem, rounded(tokens))[0][1]
+def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan, Tiling, tuple[int, int]]]]:
+    """Return what a call has to do, and its candidates with how each cuts the products."""
+    first, second, gpu, work = problem.w13, problem.w2, problem.gpu, work_of(problem, tokens)
+    found: Iterable[Plan | MmaPlan] = candidates(work, mma=not any(mma.reasons(problem)))
+    if not alike(first, second) and not one_group(first, second):
+        # Only this kernel reads the two matrices in different formats.
+        sizes = kernel_for(WIDE32, kind_of(first), group_of(first), gpu)
+        found = [Plan(kernel_for(sizes, kind_of(second), group_of(second), gpu))]
+    return work, [(one, *cut(one, work.kind)) for one in found]
 
 
 @cache
 def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Plan | MmaPlan], ...]:
     """Return the candidates of a call with their predicted microseconds, the cheapest first."""
-    first, second, gpu = problem.w13, problem.w2, problem.gpu
-    if not alike(first, second) and not one_group(first, second):
-        # Only this kernel reads the two matrices in different formats.
-        sizes = kernel_for(WIDE32, kind_of(first), group_of(first), gpu)
-        only = Plan(kernel_for(sizes, kind_of(second), group_of(second), gpu))
-        return tuple(cost.ranked(work_of(problem, tokens), [(only, *cut(only, kind_of(first)))]))
-    return tuple(ranked(work_of(problem, tokens), not any(mma.reasons(problem))))
+    return tuple(cost.ranked(*cuts(problem, tokens)))
 
 
-def predicted(problem: Problem, tokens: int) -> list[str]:
-    """Describe the plan of a call and the runner-up, with the times that the cost model predicts."""
-    pairs = zip(("predicted", "runner-up"), ranked_plans(problem, rounded(tokens)), strict=False)
-    return [f"  {label} {time:.1f} us: {plan}" for label, (time, plan) in pairs]
+def plan_for(problem: Problem, tokens: int) -> Plan | MmaPlan:
+    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
+    return ranked_plans(problem, cost.rounded(tokens))[0][1]
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan | MmaPlan) -> list[Launch]:

@@ -180,7 +180,7 @@ def shares_for(items: int, steps: int, most: int, gpu: Gpu = H200) -> int:
 
 
 #: Heights at which the wide kernel multiplies tiles, by tokens of a tile and whether heights are fine.
-_WIDE_HEIGHTS = {
+WIDE_HEIGHTS = {
     (32, False): (32,), (64, False): (32, 64), (96, False): (32, 64, 96), (160, False): (64, 96, 128, 160),
     (96, True): (32, 64, 80, 96), (160, True): (64, 80, 96, 128, 144, 160),
 }  # fmt: skip
@@ -195,7 +195,7 @@ def tiling(kernel: Kernel | MmaPlan, kind: str) -> Tiling:
         return Tiling("mma", f"mma{size} {codes}", size, (size,), size, 256, 64, RESIDENT[size])
     if isinstance(kernel, Wide):
         key = f"wide{size}x{kernel.warpgroups}{' gathers' * kernel.gathers}{' fine' * kernel.fine} {codes}"
-        heights, grain = _WIDE_HEIGHTS[size, kernel.fine], 16 if kernel.fine else 32
+        heights, grain = WIDE_HEIGHTS[size, kernel.fine], 16 if kernel.fine else 32
         return Tiling("wide", key, size, heights, grain, 128 * kernel.warpgroups, 64, 1)
     if isinstance(kernel, Queue):
         key = f"queue{size}x{kernel.resident}{'h' * (kernel.rows == 32)}{kernel.step} {codes}"

@@ -11,9 +11,11 @@ from typing import Any
 
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.cost import Tiling, Work
 from moeq_kernels.hopper.w4a8.fold import folded
 from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
 from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, kind_of
+from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE_HEIGHTS
 from moeq_kernels.hopper.w8a8 import w8a8_launches as w8a8
 from moeq_kernels.hopper.w8a8.w8a8_launches import Quantised, Rows
 from moeq_kernels.launch import Argument, Launch
@@ -49,14 +51,26 @@ class W4a8Plan:
 
 
 #: Kernels for small and large tiles. Words are decoded once per tile, so large tiles are faster.
-SMALL_TILES, LARGE_TILES = W4a8Wide(64, 7), W4a8Wide(160, 5)
-#: (largest mean of tokens per expert, kernel), tried in order. On an H200 small tiles are up to 9 % faster at 48 tokens
-#: per expert, large tiles up to 28 % at 64.
-TABLE = ((48.0, SMALL_TILES), (float("inf"), LARGE_TILES))
+KERNELS = W4a8Wide(64, 7), W4a8Wide(160, 5)
+#: Largest mean of tokens per expert for small tiles. On an H200 these are up to 9 % faster at 48 tokens per expert,
+#: large tiles up to 28 % at 64.
+MAX_SMALL_TOKENS = 48.0
 #: Largest mean of tokens per expert, by kind of weights, up to which 16-bit activations are faster on an H100.
 MAX_16_BIT_TOKENS = {"e2m1": 16.0, "uint4": 32.0, "e2m1-permuted": 96.0}
 #: Tokens per copy, and granularity of the heights of tiles.
 BOX = 32
+
+
+def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Any, Tiling, tuple[int, int]]]]:
+    """Return what a call has to do, and its candidates, those for 16-bit activations too, with how each cuts it."""
+    work, found = w4a16.cuts(problem, tokens)
+    codes = "int4" if work.kind == "uint4" else "e2m1"
+    own: list[tuple[Any, Tiling, tuple[int, int]]] = []
+    for kernel in KERNELS:
+        size = kernel.tokens
+        one = Tiling("w4a8", f"w4a8 {size} {codes}", size, WIDE_HEIGHTS[size, False], BOX, 256, 128, 1)
+        own.append((W4a8Plan(kernel), one, (1, 1)))
+    return work, found + own
 
 
 def plan_for(problem: Problem, tokens: int) -> Any:
@@ -64,7 +78,7 @@ def plan_for(problem: Problem, tokens: int) -> Any:
     mean = tokens * problem.top_k / problem.experts
     if mean <= MAX_16_BIT_TOKENS[kind_of(problem.w13)]:
         return w4a16.plan_for(problem, tokens)
-    return W4a8Plan(next(kernel for most, kernel in TABLE if mean <= most))
+    return W4a8Plan(KERNELS[mean > MAX_SMALL_TOKENS])
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Any) -> list[Launch]:

@@ -6,7 +6,8 @@ e4m3 rows have one scale, or one per 128 columns if weights have one per block o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -14,16 +15,15 @@ import torch
 
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.hopper.cost import Tiling, Work, ranked, rounded
 from moeq_kernels.hopper.w8a8.direct_launches import direct_launches, gate_up_rows, weight_boxes
 from moeq_kernels.hopper.w8a8.w8a8_plan import (
-    E4M3_NARROW_TABLE,
-    E4M3_TABLE,
-    TABLE,
     Int8Direct,
     Int8Narrow,
     Int8Plan,
     Int8Wide,
-    choose,
+    candidates,
+    tiling,
 )
 from moeq_kernels.launch import Argument, Launch, triton_dtype
 from moeq_kernels.problem import Piece, Problem
@@ -83,20 +83,26 @@ class Quantised:
     direct: bool
 
 
+def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Int8Plan, Tiling, tuple[int, int]]]]:
+    """Return what a call has to do, and its candidates with how each cuts the products."""
+    w13, interleaved = problem.w13, problem.epilogue.interleaved
+    kind = "int8" if w13.element == "int8" else "e4m3-blocks" if w13.layout == BLOCKS else "e4m3"
+    sizes = tokens * problem.top_k, problem.experts, w13.k, problem.intermediate
+    work = Work(*sizes, kind, problem.top_k, 0, problem.gpu)
+    # The wide kernel reads one scale per 128 rows of gate or of up; interleaved rows would lie in two blocks.
+    found = candidates(work, wide=w13.layout != BLOCKS or not interleaved)
+    return work, [(one, tiling(one.kernel, kind[:4]), (one.gate_up_splits, one.down_splits)) for one in found]
+
+
+@cache
+def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Int8Plan], ...]:
+    """Return the candidates of a call with their predicted microseconds, the cheapest first."""
+    return tuple(ranked(*cuts(problem, tokens)))
+
+
 def plan_for(problem: Problem, tokens: int) -> Int8Plan:
-    """Choose kernels and sizes for a number of tokens."""
-    pairs = tokens * problem.top_k
-    sizes = (pairs, problem.experts, problem.w13.k, problem.intermediate)
-    table = TABLE
-    if problem.w13.element != "int8":
-        # The wide kernel reads one scale per 128 rows of gate or of up; interleaved rows would lie in two blocks.
-        apart = problem.w13.layout != BLOCKS or not problem.epilogue.interleaved
-        table = E4M3_TABLE if apart else E4M3_NARROW_TABLE
-    plan = choose(*sizes, problem.gpu, table)
-    if pairs > MAX_FEW_PAIRS and isinstance(plan.kernel, Int8Narrow):
-        # The sum of a split k needs `expert_of_row`, which is written for few pairs only.
-        plan = replace(plan, gate_up_splits=1)
-    return plan
+    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
+    return ranked_plans(problem, rounded(tokens))[0][1]
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan) -> list[Launch]:

@@ -1,18 +1,20 @@
-"""Which kernel for products of bytes a call uses, and with what sizes: a table and a short rule, from shapes alone.
+"""Plans of the kernels for bytes x bytes: legal kernels and sizes for a call, of which `cost` finds the fastest.
 
 With few tokens per expert the time is that of reading weights, and the narrow kernel reads them as far ahead as shared
 memory reaches; its tiles take as many tokens as an expert is likely to get, so that weights are read once. With more,
-multiplying counts, and the wide kernel does it at the larger tile. The table was measured on an H200 with int8 (see
-kernels/bench/TUNING.md), the wide kernel with e4m3 as well, which has the same bytes and the same rate.
+multiplying counts, and the wide kernel does it at the larger tile.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 
 from moeq_kernels.gpu import H200, Gpu
-from moeq_kernels.hopper.cost import tokens_per_hit
-from moeq_kernels.hopper.w4a16.w4a16_plan import MAX_DIRECT_MEAN, shares_for
+from moeq_kernels.hopper.cost import Tiling, Work
+from moeq_kernels.hopper.w4a16.w4a16_plan import MAX_DIRECT_MEAN, MAX_DIRECT_PAIRS, shares_for
+from moeq_kernels.sorting import MAX_FEW_PAIRS
 
 
 @dataclass(frozen=True)
@@ -99,32 +101,22 @@ class Int8Plan:
     down_splits: int = 1
 
 
-Table = tuple[tuple[float, Int8Narrow | Int8Wide], ...]
-WIDE = Int8Wide(4)
-#: (tokens per hit expert up to, kernel), tried in order.
-TABLE: Table = (
-    (5.0, Int8Narrow(8, 6, resident=2)),
-    (10.0, Int8Narrow(16, 6, resident=2)),
-    (24.0, Int8Narrow(32, 5, resident=2)),
-    (48.0, Int8Narrow(64, 4, resident=2)),
-    (70.0, Int8Narrow(128, 6)),
-    (float("inf"), WIDE),
-)
-#: TABLE for e4m3, whose sums of a step take as many registers again: 128 tokens are too many for the narrow kernel,
-#: and with 64 it is behind the wide one where they are many.
-E4M3_TABLE = (*TABLE[:3], (30.0, TABLE[3][1]), TABLE[5])
-#: And where the wide kernel cannot be had.
-E4M3_NARROW_TABLE = (*TABLE[:3], (float("inf"), TABLE[3][1]))
+WIDE, DIRECT = Int8Wide(4), Int8Direct()
+#: Sizes of the narrow kernel: tokens, stages, warpgroups and resident programs. Fewer stages let the next launch begin
+#: earlier; more of them, in one program, read further ahead.
+NARROWS = tuple(
+    Int8Narrow(*sizes)
+    for sizes in (
+        (8, 6, 1, 2), (8, 3, 1, 2), (8, 12, 1, 1), (16, 6, 1, 2), (16, 3, 1, 2), (16, 12, 1, 1), (32, 5, 1, 2),
+        (32, 3, 1, 2), (64, 4, 1, 2), (128, 6, 1, 1),
+    )
+)  # fmt: skip
 #: Bytes of k in a step. Rows of other lengths begin within a line of the L2 cache, of which a step reads a part: fewer
 #: programs that are further ahead read more of it while it is there.
 STEP = 128
-#: Features of gate up to which 128 tokens a tile are left to the wide kernel: the other reads them once for each 64.
-FEW_FEATURES = 512
-#: Features of a row of activations that all programs can quantise for themselves (beyond, that takes too long), and
-#: steps of k whose codes a program holds.
-DIRECT_FEATURES, DIRECT_STEPS = 1024, 16
-#: Weights of an expert, and weights that all pairs together read, up to which pairs are not sorted.
-MAX_DIRECT_WEIGHTS, MAX_DIRECT_READ = 1 << 25, 165 * 10**6
+#: Features of a row of activations up to which all programs may quantise it for themselves, and steps of k whose codes
+#: a program holds.
+DIRECT_FEATURES, DIRECT_STEPS = 4096, 16
 #: Steps that a program keeps at least where several share k.
 LEAST_STEPS = 6
 
@@ -149,23 +141,53 @@ def direct_plan(pairs: int, hidden: int, intermediate: int, gpu: Gpu = H200) -> 
         return -(-steps // -(-steps // shares))
 
     up = shares(pairs * -(-intermediate // 64), -(-hidden // 128))
-    return Int8Plan(Int8Direct(), up, shares(pairs * -(-hidden // 128), -(-intermediate // 128)))
+    return Int8Plan(DIRECT, up, shares(pairs * -(-hidden // 128), -(-intermediate // 128)))
 
 
-def choose(pairs: int, experts: int, hidden: int, intermediate: int, gpu: Gpu = H200, table: Table = TABLE) -> Int8Plan:
-    """Choose the plan for `pairs` routed pairs among `experts` with these packed sizes; e4m3 has tables of its own."""
-    small = table is TABLE and 3 * hidden * intermediate <= MAX_DIRECT_WEIGHTS and intermediate <= DIRECT_FEATURES
-    mean = tokens_per_hit(pairs, experts)
-    if small and pairs * 3 * hidden * intermediate <= MAX_DIRECT_READ and mean <= MAX_DIRECT_MEAN:
-        return direct_plan(pairs, hidden, intermediate, gpu)
-    kernel = next(one for limit, one in table if mean <= limit)
+@cache
+def tiling(kernel: Int8Narrow | Int8Wide | Int8Direct, codes: str) -> Tiling:
+    """Return how a kernel cuts the products of `codes`, "int8" or "e4m3", as the cost model takes it."""
+    size = kernel.tokens
+    if isinstance(kernel, Int8Direct):
+        return Tiling("direct", f"direct{size} {codes}", 8, (8,), 8, 128, STEP, 3)
     if isinstance(kernel, Int8Wide):
-        return Int8Plan(kernel)
-    if kernel.tokens == 128 and intermediate <= FEW_FEATURES:
-        return Int8Plan(WIDE)
-    if table is TABLE and (hidden % STEP or intermediate % STEP) and kernel.tokens <= 16:
-        kernel = replace(kernel, stages=2 * kernel.stages, resident=1)
-    tiles = pairs / mean * max(1.0, mean / kernel.tokens)
-    gate_up = splits_for(tiles * -(-intermediate // (64 * kernel.warpgroups)), -(-hidden // 128), kernel.resident, gpu)
-    down = splits_for(tiles * -(-hidden // (128 * kernel.warpgroups)), -(-intermediate // 128), kernel.resident, gpu)
-    return Int8Plan(kernel, gate_up, down)
+        return Tiling("bytes wide", f"wide{size} {codes}", size, (size,), size, 256, STEP, 1)
+    key = f"narrow{size}x{kernel.stages}x{kernel.resident} {codes}"
+    return Tiling("bytes narrow", key, size, (size,), size, 128 * kernel.warpgroups, STEP, kernel.resident)
+
+
+def kernels(int8: bool, wide: bool = True) -> tuple[Int8Wide | Int8Narrow, ...]:
+    """Return the kernels that sort, for int8 or e4m3; `wide`: whether the wide kernel reads the layer.
+
+    e4m3's sums of a step take as many registers again, so 128 tokens are too many for the narrow kernel.
+    """
+    return *((WIDE,) if wide else ()), *(one for one in NARROWS if int8 or one.tokens < 128)
+
+
+def candidates(work: Work, wide: bool = True) -> Iterator[Int8Plan]:
+    """Yield the legal plans of a call whose tiles suit its tokens per expert.
+
+    Args:
+        wide: whether the wide kernel reads the layer.
+    """
+    int8, pairs, mean, gpu = work.kind == "int8", work.pairs, work.mean, work.gpu
+    hidden, intermediate = work.hidden, work.intermediate
+    if int8 and mean <= MAX_DIRECT_MEAN and pairs <= MAX_DIRECT_PAIRS and intermediate <= DIRECT_FEATURES:
+        yield direct_plan(pairs, hidden, intermediate, gpu)
+    unaligned = int8 and bool(hidden % STEP or intermediate % STEP)
+    for kernel in kernels(int8, wide):
+        if isinstance(kernel, Int8Wide):
+            if mean >= 8:
+                yield Int8Plan(kernel)
+            continue
+        if not (min(mean, pairs if wide else 128.0) / 2 <= kernel.tokens <= max(16.0, mean * 5)):
+            continue
+        if unaligned and kernel.tokens <= 16 and kernel.resident > 1:
+            continue
+        tiles = pairs / mean * max(1.0, mean / kernel.tokens)
+        width = 64 * kernel.warpgroups
+        up = splits_for(tiles * -(-intermediate // width), -(-hidden // STEP), kernel.resident, gpu)
+        down = splits_for(tiles * -(-hidden // (2 * width)), -(-intermediate // STEP), kernel.resident, gpu)
+        # Who adds shares of gate and up looks experts up in a list that is written for few pairs only.
+        up = up if pairs <= MAX_FEW_PAIRS else 1
+        yield from (Int8Plan(kernel, *shares) for shares in dict.fromkeys(((1, 1), (1, down), (up, down))))

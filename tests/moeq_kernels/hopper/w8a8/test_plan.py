@@ -8,21 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Recipe, make_layer
+from support.hopper_layers import on_meta
 
-from moeq_kernels.epilogue import PLAIN
+from moeq_kernels.epilogue import PLAIN, SILU
+from moeq_kernels.gpu import H200
+from moeq_kernels.hopper.cost import Work
 from moeq_kernels.hopper.support import int8_reasons, unsupported_reason
 from moeq_kernels.hopper.w8a8.w8a8_launches import plan_for
-from moeq_kernels.hopper.w8a8.w8a8_plan import (
-    E4M3_NARROW_TABLE,
-    E4M3_TABLE,
-    TABLE,
-    Int8Direct,
-    Int8Narrow,
-    Int8Wide,
-    choose,
-    splits_for,
-)
-from moeq_kernels.prepared import prepare
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Narrow, Int8Wide, candidates, kernels, splits_for
+from moeq_kernels.prepared import prepare, prepare_for
 from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.sorting import MAX_FEW_PAIRS
@@ -30,20 +24,29 @@ from moeq_kernels.sorting import MAX_FEW_PAIRS
 SHAPES = [(8, 2, 4096, 14336), (128, 8, 2048, 768), (256, 8, 7168, 256), (32, 4, 2880, 2880), (4, 1, 64, 48)]
 
 
-@pytest.mark.parametrize(("experts", "top_k", "hidden", "intermediate"), SHAPES)
-def test_every_number_of_tokens_gets_a_plan_without_empty_shares(
-    experts: int, top_k: int, hidden: int, intermediate: int
+def work_of(tokens: int, experts: int, top_k: int, hidden: int, intermediate: int, kind: str = "int8") -> Work:
+    return Work(tokens * top_k, experts, hidden, intermediate, kind, top_k, 0, H200)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "wide"), [("int8", True), ("e4m3", True), ("e4m3-blocks", False)])
+def test_every_number_of_tokens_has_candidates_without_empty_shares(
+    shape: tuple[int, int, int, int], kind: str, wide: bool
 ) -> None:
-    widths = []
-    for tokens in range(1, 3000, 7):
-        plan = choose(tokens * top_k, experts, hidden, intermediate)
-        widths.append(plan.kernel.tokens)
-        for splits, k in ((plan.gate_up_splits, hidden), (plan.down_splits, intermediate)):
-            steps = -(-k // 128)
-            assert 1 <= splits <= steps
-            assert splits == -(-steps // -(-steps // splits))
-            assert splits == 1 or isinstance(plan.kernel, (Int8Narrow, Int8Direct))
-    assert widths == sorted(widths)
+    for tokens in (*range(1, 40), *range(40, 5000, 211)):
+        work = work_of(tokens, *shape, kind)
+        found = list(candidates(work, wide))
+        assert len(set(found)) == len(found) > 0
+        for plan in found:
+            assert isinstance(plan.kernel, Int8Direct) or plan.kernel in kernels(kind == "int8", wide)
+            for splits, k in ((plan.gate_up_splits, work.hidden), (plan.down_splits, work.intermediate)):
+                steps = -(-k // 128)
+                assert 1 <= splits <= steps
+                assert splits == -(-steps // -(-steps // splits))
+                assert splits == 1 or not isinstance(plan.kernel, Int8Wide)
+            if isinstance(plan.kernel, Int8Direct):  # a program holds the codes of its steps
+                assert all(-(-k // 128) <= 16 * n for n, k in (
+                    (plan.gate_up_splits, work.hidden), (plan.down_splits, work.intermediate)))  # fmt: skip
 
 
 def test_only_few_tiles_share_k() -> None:
@@ -52,50 +55,29 @@ def test_only_few_tiles_share_k() -> None:
     assert splits_for(8, 11, 2) == 1  # every share keeps LEAST_STEPS
 
 
-@pytest.mark.cover(every=2)
-@pytest.mark.parametrize(
-    ("recipe", "experts"),
-    [
-        (Recipe("int8-w8a8/1", "int8", group_size=-1), 87),
-        (Recipe("fp8-block-identity/1", "e4m3", group_size=128, activation_dtype="fp8", order="interleaved"), 2),
-    ],
-)
-def test_the_k_of_gate_and_up_is_shared_only_where_rows_know_their_expert(recipe: Recipe, experts: int) -> None:
+def test_the_k_of_gate_and_up_is_shared_only_where_rows_know_their_expert() -> None:
     """Who adds shares finds scales and biases by `expert_of_row`, which is written for few pairs only."""
-    packed, _ = make_layer(dataclasses.replace(recipe, experts=experts, hidden=2560, intermediate=64))
-    problem = _problem(packed)
-    assert plan_for(problem, 2).gate_up_splits > 1
-    sizes = (problem.experts, 2560, 64, problem.gpu)
-    table = TABLE if recipe.element == "int8" else E4M3_NARROW_TABLE
-    assert choose(MAX_FEW_PAIRS + 2, *sizes, table).gate_up_splits > 1
-    assert plan_for(problem, MAX_FEW_PAIRS // 2 + 1).gate_up_splits == 1
+    for kind, wide, experts in (("int8", True, 87), ("e4m3-blocks", False, 2)):
+        for tokens, shared in ((2, True), (MAX_FEW_PAIRS // 2 + 1, False)):
+            found = candidates(work_of(tokens, experts, 2, 2560, 64, kind), wide)
+            assert any(one.gate_up_splits > 1 for one in found) == shared
 
 
-def test_few_pairs_of_small_experts_are_not_sorted() -> None:
-    """What counts is the weights that all pairs together read, up to 165 million, each for itself."""
+def test_few_pairs_of_int8_may_stay_unsorted() -> None:
     for pairs, experts, hidden, intermediate, direct in (
         (24, 128, 2048, 768, True),
-        (40, 256, 1280, 128, True),
-        (16, 20, 2048, 640, True),
-        (45, 256, 3072, 384, True),
-        (64, 256, 3072, 384, False),
-        (32, 183, 4480, 896, False),
-        (24, 439, 1152, 3072, False),  # too many features for all programs to quantise
+        (64, 256, 3072, 384, True),
+        (256, 512, 3072, 384, False),  # too many pairs
+        (24, 439, 1152, 6144, False),  # too many features for all programs to quantise
         (24, 8, 1024, 256, False),  # three pairs of each expert
     ):
-        plan = choose(pairs, experts, hidden, intermediate)
-        assert isinstance(plan.kernel, Int8Direct) == direct, (pairs, experts)
-        assert isinstance(choose(pairs, experts, hidden, intermediate, table=E4M3_TABLE).kernel, Int8Narrow)
-
-
-def test_the_wide_kernel_begins_earlier_for_e4m3() -> None:
-    for mean, wide, wide_of_e4m3 in ((24, False, False), (40, False, True), (64, False, True), (80, True, True)):
-        for table, wanted in ((TABLE, wide), (E4M3_TABLE, wide_of_e4m3)):
-            assert isinstance(choose(64 * mean, 64, 4096, 1408, table=table).kernel, Int8Wide) == wanted, mean
+        for kind in ("int8", "e4m3"):
+            found = candidates(work_of(pairs, experts, 1, hidden, intermediate, kind))
+            assert any(isinstance(one.kernel, Int8Direct) for one in found) == (direct and kind == "int8"), pairs
 
 
 def test_sizes_fit_a_multiprocessor() -> None:
-    for _, kernel in TABLE:
+    for kernel in kernels(int8=True):
         step = 128 * (128 * kernel.warpgroups + kernel.tokens) if isinstance(kernel, Int8Narrow) else 128 * 256
         step += 0 if isinstance(kernel, Int8Narrow) else 128 * kernel.tokens
         resident = kernel.resident if isinstance(kernel, Int8Narrow) else 1
@@ -105,9 +87,20 @@ def test_sizes_fit_a_multiprocessor() -> None:
             assert resident * 128 * (warpgroups + 1) * kernel.cap <= 65536
         if isinstance(kernel, Int8Wide):
             assert 128 * (warpgroups * kernel.registers + 24) <= 65536
-    limits = [limit for limit, _ in TABLE]
-    assert limits == sorted(limits)
-    assert limits[-1] == float("inf")
+
+
+def test_the_layer_says_what_it_predicts() -> None:
+    packed, _ = make_layer(Recipe("int8-w8a8/1", "int8", hidden=512, intermediate=256))
+    layer = prepare_for(
+        torch.empty(0, 512, dtype=torch.bfloat16, device="meta"), on_meta(packed), 2, 64, SILU, None,
+        family="hopper-w8a8", gpu="H200",
+    )  # fmt: skip
+    first, second = layer.explain(64).splitlines()[-2:]
+    assert first.startswith("  predicted ")
+    assert second.startswith("  runner-up ")
+    times = [float(line.split()[1]) for line in (first, second)]
+    assert 0.0 < times[0] <= times[1]
+    assert str(plan_for(layer.problem, 64)) in first
 
 
 def _problem(packed: PackedExperts, **options: Any) -> Problem:

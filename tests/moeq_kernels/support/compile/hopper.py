@@ -27,9 +27,9 @@ TRIMMED = {
     "queue16-mxfp4-oai", "queue8-mxfp4-permuted", "wide96-mxfp4-permuted", "narrow8-nvfp4", "queue8-fp8",
     "direct1-mxfp8-down", "wide32-down",
     "wide64-f16", "wide160-gate-up", "wide160-nvfp4", "wide96-fp8",
-    "int8-narrow8-gate-up", "int8-narrow128-down",
-    "int8-wide128-oai", "e4m3-narrow8-block-gate-up", "e4m3-wide128-block-down", "e4m3-wide128-channel-oai",
-    "e4m3-wide128-block-gate-up",
+    "int8-narrow8x6-gate-up", "int8-narrow128x6-down",
+    "int8-wide128x4-oai", "e4m3-narrow8x6-block-gate-up", "e4m3-wide128x4-block-down", "e4m3-wide128x4-channel-oai",
+    "e4m3-wide128x4-block-gate-up",
     "w4a8-64-oai", "w4a8-160-gate-up", "w4a8-160-permuted", "w4a8-int4-64-g32", "w4a8-int4-160-g128-down",
 }  # fmt: skip
 

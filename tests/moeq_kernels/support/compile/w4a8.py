@@ -10,7 +10,7 @@ from support.compile.w4a16 import _descriptor, _integers
 from support.compile.w8a8 import OAI, _compile
 
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w4a8.w4a8_launches import BOX, LARGE_TILES, SMALL_TILES, W4a8Wide
+from moeq_kernels.hopper.w4a8.w4a8_launches import BOX, KERNELS, W4a8Wide
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class W4a8Case:
 def cases() -> list[W4a8Case]:
     """Both sizes as gate-up (gpt-oss's too) and down product, moeq's order of bits, int4 with every group."""
     result = []
-    for kernel in (SMALL_TILES, LARGE_TILES):
+    for kernel in KERNELS:
         base = W4a8Case(f"w4a8-{kernel.tokens}-gate-up", kernel)
         result += [base, replace(base, name=f"w4a8-{kernel.tokens}-oai", epilogue=OAI, bias=True)]
         result.append(replace(base, name=f"w4a8-{kernel.tokens}-down", epilogue=PLAIN, bias=True, out="fp32"))

@@ -10,7 +10,7 @@ from typing import Any
 from support.compile.w4a16 import _ast_source, _descriptor, _integers
 
 from moeq_kernels.epilogue import PLAIN, SILU, Epilogue
-from moeq_kernels.hopper.w8a8.w8a8_plan import E4M3_TABLE, TABLE, Int8Direct, Int8Narrow, Int8Wide
+from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Narrow, Int8Wide, kernels
 
 OAI = Epilogue("swiglu_oai", gated=True, interleaved=True, limit=7.0)
 
@@ -43,13 +43,13 @@ class Int8Case:
 
 
 def cases() -> list[Int8Case]:
-    """Every kernel of the plan's table, as gate-up (whole and split) and down product, with biases and gpt-oss's."""
+    """Every kernel, as gate-up (whole and split) and down product, with biases and gpt-oss's."""
     direct = Int8Case("int8-direct-gate-up", Int8Direct())
     result = [direct, replace(direct, name="int8-direct-down", epilogue=PLAIN)]
     result.append(replace(direct, name="int8-direct-down-bias", epilogue=PLAIN, bias=True, out="fp16"))
-    for kernel in dict.fromkeys(kernel for _, kernel in TABLE):
+    for kernel in kernels(int8=True):
         narrow = isinstance(kernel, Int8Narrow)
-        name = f"int8-{'narrow' if narrow else 'wide'}{kernel.tokens}"
+        name = f"int8-{'narrow' if narrow else 'wide'}{kernel.tokens}x{kernel.stages}"
         base = Int8Case(f"{name}-gate-up", kernel)
         down = replace(base, name=f"{name}-down", epilogue=PLAIN, out="fp32")
         result += [base, down, replace(base, name=f"{name}-oai", bias=True, epilogue=OAI)]
@@ -57,11 +57,9 @@ def cases() -> list[Int8Case]:
         if narrow:
             result.append(replace(base, name=f"{name}-gate-up-split", split=True, out="i32"))
             result.append(replace(base, name=f"{name}-gate-up-direct", direct=True))
-            if kernel.tokens <= 16:  # where rows are no multiple of a step
-                ahead = replace(kernel, stages=2 * kernel.stages, resident=1)
-                result.append(replace(base, name=f"{name}-gate-up-ahead", kernel=ahead))
-    for _, kernel in E4M3_TABLE:
-        result += _e4m3_cases(kernel, f"e4m3-{'narrow' if isinstance(kernel, Int8Narrow) else 'wide'}{kernel.tokens}")
+    for kernel in kernels(int8=False):
+        kind = "narrow" if isinstance(kernel, Int8Narrow) else "wide"
+        result += _e4m3_cases(kernel, f"e4m3-{kind}{kernel.tokens}x{kernel.stages}")
     return result
 
 

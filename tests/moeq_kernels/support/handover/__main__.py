@@ -39,7 +39,7 @@ from moeq_kernels import interpreter
 
 
 def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
-    """Yield name, family, layer, plan and tokens of every kernel of the tables, over two rounds of its stages and more.
+    """Yield name, family, layer, plan and tokens of every kernel, over two rounds of its stages and more.
 
     Layers are small, but k is as long as the ring asks for.
     """
@@ -59,14 +59,12 @@ def cases() -> Iterator[tuple[str, str, Recipe, Any, int]]:
                 " gathering" * getattr(kernel, "gathers", False)
             )
             yield name, "hopper-w4a16", sized(int4, 64, fitting.stages), w4a16.Plan(fitting), kernel.tokens + 5
-    for element, recipe, table, family in (
-        ("int8", int8, w8a8.TABLE, "hopper-w8a8"), ("e4m3 blocks", blocks, w8a8.E4M3_TABLE, "hopper-fp8"),
-    ):  # fmt: skip
-        for kernel in dict.fromkeys(kernel for _, kernel in table):
+    for element, recipe, family in (("int8", int8, "hopper-w8a8"), ("e4m3 blocks", blocks, "hopper-fp8")):
+        for kernel in w8a8.kernels(element == "int8"):
             name = f"{element} {type(kernel).__name__} {kernel.tokens} x {kernel.stages}"
             yield name, family, sized(recipe, 128, kernel.stages), w8a8.Int8Plan(kernel), kernel.tokens + 5
     for element, recipe in (("e2m1", Recipe("marlin-mxfp4/1", "e2m1")), ("int4", int4)):
-        for _, size in w4a8.TABLE:
+        for size in w4a8.KERNELS:
             name = f"{element} x e4m3 {size.tokens} x {size.stages}"
             yield name, "hopper-w4a8", sized(recipe, 128, size.stages), w4a8.W4a8Plan(size), size.tokens + 5
 
