@@ -16,7 +16,7 @@ from moeq.cli import github, progress
 from moeq.cli.app import run
 from moeq.cli.conversion_report import ConversionReport, EventLog
 from moeq.cli.out import Output
-from moeq.cli.progress import ProgressReport
+from moeq.cli.progress import Beat, ProgressReport
 from moeq.errors import ExitCode
 from moeq.pipeline import events
 from moeq.report.text import human_seconds
@@ -134,6 +134,38 @@ class TestHeartbeats:
             left = report._measure().seconds_left
             assert left is not None
             assert left > 300, "at a tenth of a unit a second, 95 are left"
+
+    def test_nothing_is_said_of_a_step_that_stands_still(self, clock: Clock) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            assert report._measure() == Beat(0, 0, "preparing", 0.0, None)
+            for second in range(10, 30):
+                clock.now = float(second)
+                report.update(500, 1000, "experts")
+                beat = report._measure()
+            assert beat == Beat(500, 1000, "experts", 500 / 29, None)
+
+    def test_the_last_seconds_count(self, clock: Clock) -> None:
+        """Ten a second for 100 s, then one a second for 15: 990 after 99 s and 1015 now, 8985 of 10000 are left."""
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            for second in range(1, 116):
+                clock.now = float(second)
+                report.update(10 * min(second, 100) + max(second - 100, 0), 10_000, "experts")
+                beat = report._measure()
+        assert beat.rate == pytest.approx(1015 / 115)
+        assert beat.seconds_left == pytest.approx(8985 / (25 / 16))
+
+    def test_what_was_checked_before_the_start_is_no_rate(self, clock: Clock) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            clock.now = 1.0
+            report.update(9000, 10_000, "checking")
+            report._measure()
+            clock.now = 10.0
+            report.start(5000)
+            for second in range(11, 21):
+                clock.now = float(second)
+                report.update(5000 + 200 * (second - 10), 10_000, "experts")
+                beat = report._measure()
+        assert (beat.rate, beat.seconds_left) == pytest.approx((200.0, 15.0))
 
     def test_spans(self) -> None:
         spans = (0.04, 9.94, 9.96, 59.4, 59.6, 3599, 3600, 7500)
@@ -256,6 +288,11 @@ class TestGitHub:
         assert commands[0].startswith("::error title=moeq convert source.")
         assert "100%25,%0A" in commands[0] or "100%25," in commands[0]
         assert "### moeq convert failed" in summary.read_text()
+
+    def test_warnings_of_a_conversion(self, capsys: pytest.CaptureFixture[str]) -> None:
+        report = ConversionReport(Output("moeq.convert/1"), "convert", Path("out"), quiet=True)
+        report(events.Warned("code", "odd scales"))
+        assert "odd scales" in capsys.readouterr().err
 
     def test_warnings(self, summary: Path, capsys: pytest.CaptureFixture[str]) -> None:
         Output("moeq.convert/1").warning("50 % of\r\nit")
