@@ -153,3 +153,27 @@ def test_attention_in_another_encoding(tmp_path: Path) -> None:
     nvfp4 = attention(**dict.fromkeys("qkvo", stored.nvfp4(256, 256)))
     assert "cannot be loaded: the file has" in refusal(tmp_path / "fp8", FP8, {}, more=nvfp4)
     assert refusal(tmp_path / "modelopt", {**MODELOPT, "ignore": ["lm_head", "*.gate"]}, {}, more=nvfp4) == ""
+
+
+def test_blocks_and_groups_that_ranks_would_cut(tmp_path: Path) -> None:
+    """Every rank loads whole blocks of FP8, and whole groups of input features."""
+    fp8 = {**FP8, "ignored_layers": [ROUTER]}
+    parts = attention(**dict.fromkeys("qkvo", stored.fp8_block(256, 256)))
+    assert refusal(tmp_path / "two", fp8, {}, more=parts, tp=2, ep=2) == ""
+    four = refusal(tmp_path / "four", fp8, {}, more=parts, tp=4, ep=4)
+    assert "o_proj has 64 features on a rank of tp 4, and FP8 blocks have 128" in four
+    groups = attention(o=stored.gptq(256, 32))
+    assert "o_proj has 1 groups" not in refusal(tmp_path / "one", stored.GPTQ, {}, more=groups, tp=2, ep=2)
+    groups = attention(o=stored.gptq(256, 96))
+    assert "o_proj has 3 groups of input features, which tp 2 would cut" in refusal(
+        tmp_path / "three", stored.GPTQ, {}, more=groups, tp=2, ep=2
+    )
+
+
+def test_dense_modules_of_gptq_under_moe_wna16(tmp_path: Path) -> None:
+    """Before 0.32.0 the method asks a GPTQ config that has read no file: nothing but experts is quantised."""
+    parts, asked = attention(o=stored.gptq(256, 256)), {"quantization": "moe_wna16"}
+    rule = {**stored.GPTQ, "dynamic": {r"-:.*\.gate$": {}}}
+    assert refusal(tmp_path / "new", rule, {}, more=parts, **asked) == ""
+    old = refusal(tmp_path / "old", rule, {}, more=parts, engine="vllm@0.29.0", **asked)
+    assert "self_attn.o_proj is quantised" in old

@@ -23,6 +23,9 @@ from moeq.oracle.versions import choose_engine
 CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
 _ROUTER_OF_SETS = "text_experts_gate"
 _LISTED = "the module in the config's list of modules that are not quantised"
+_NEWER = "a GPU of compute capability 8.9 or higher"
+#: Method and platform of Quark's FP8, which only experts run on older devices (vLLM 0.33.0, `_check_scheme_supported`).
+_QUARK_FP8 = ("QuarkW8A8Fp8MoEMethod", "cuda")
 _MEANING = "a config that says how the module is stored"
 
 #: What was found of a checkpoint, by all that it depends on: a verdict is asked for many devices.
@@ -37,7 +40,7 @@ def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
     if layer != checkpoint.info.moe_layers[0] or checkpoint.is_packed(layer) or not verdict.engine.startswith("vllm"):
         return None
     where, known = verdict.deployment, _FOUND.setdefault(checkpoint, {})
-    key = (verdict.engine, where.quantization, where.gpu.platform, where.tp)
+    key = (verdict.engine, where.quantization, where.gpu.platform, where.gpu.capability, where.tp)
     if key not in known:
         known[key] = next(_problems(checkpoint, verdict, layer, shape), None)
     found = known[key]
@@ -68,7 +71,8 @@ def _of_router(
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Yield a quantised router of a class whose routers are float numbers whatever the config says."""
     family = find_family(checkpoint.info.model_type)
-    known = linears or names_of_class(version, checkpoint.info.architecture)
+    architecture = checkpoint.info.architecture
+    known = linears or names_of_class(version, architecture) or architecture.startswith("DeepseekV4")
     if family is None or not known or any(_in_file(path) == family.router for one in linears for path in one.shards):
         return
     parts = parts_of_module(checkpoint.source.tensors, above + family.router)
@@ -89,7 +93,7 @@ def _of_linear(
     """Yield what is wrong with one linear module of the class."""
     tensors, policy = checkpoint.source.tensors, load_policy(choose_engine(verdict.engine).policy)
     config = checkpoint.quantization_config and checked(checkpoint.quantization_config)
-    states, blocks = set(), None
+    states, blocks, gpu = set(), None, verdict.deployment.gpu
     for shard in linear.shards:
         module = above + _in_file(shard)
         parts = parts_of_module(tensors, module)
@@ -109,6 +113,8 @@ def _of_linear(
         elif stored and not isinstance(meant, bool):
             dtypes = {part.name.rpartition(".")[2]: part.dtype for part in parts}
             unfit = unfit_part(policy.version, meant, dtypes)
+            if (meant.name, gpu.platform) == _QUARK_FP8 and (gpu.capability or (0, 0)) < (8, 9):
+                yield f"{module}: Quark's FP8 outside experts needs compute capability 8.9, this is {gpu.name}", _NEWER
             blocks = blocks or (meant.block and (config or {}).get("weight_block_size", meant.block))
             if unfit is not None:
                 yield f"{meant.name} of {module} cannot be loaded: the file has {unfit}", _MEANING

@@ -330,12 +330,11 @@ def _bad_scales(module: Any, *, processed: bool) -> list[str]:
     """
     import torch
 
-    if not processed:
-        raw = {name: param for name, param in module.named_parameters() if "input_scale" in name}
-        return [name for name, scale in raw.items() if scale.isnan().any() or scale.isposinf().any()]
     made, _ = inside.attempt(module.quant_method.get_fused_moe_quant_config, module)
     scales = {name: getattr(made, name, None) for name in ("a1_scale", "a2_scale", "a1_gscale", "a2_gscale")}
     tensors = {name: scale.float() for name, scale in scales.items() if isinstance(scale, torch.Tensor)}
+    if not processed:  # a zero is the reciprocal of an infinite scale
+        return [name for name, scale in tensors.items() if scale.isnan().any() or ("g" in name and not scale.all())]
     return [name for name, scale in tensors.items() if not bool((scale.isfinite() & (scale > 0)).all())]
 
 

@@ -43,7 +43,8 @@ def method_of_linear(
         return stored
     if declared == "gptq":
         listed = config.get("modules_in_block_to_quantize")
-        named = any(entry in module for entry in _flat(listed)) if listed else stored or reads_no_file
+        without_list = policy.since("0.32.0") if reads_no_file else stored
+        named = any(entry in module for entry in _flat(listed)) if listed else without_list
         return named and not (dynamic_rule(config, fused) or {}).get("skip")
     found = method_of(policy, config, shape, deployment, module, fused)
     if isinstance(found, str):
