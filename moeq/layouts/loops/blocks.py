@@ -21,13 +21,13 @@ _loops = Loops("moeq.layouts.loops.blocks_loops")
 SCALE_BYTES = {"q4_0": 2, "q4_0_int8": 2, "q5_0": 2, "q8_0": 2, "iq4_nl": 2, "mxfp4": 1, "nvfp4": 4}
 
 #: Types that `numbers` computes.
-NUMBERS = ("q4_k", "q5_k", "q6_k")
+NUMBERS = ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 
-#: What 4-bit codes are as codes of int8: of IQ4_NL, the numbers of ggml's `kvalues_iq4nl`.
-_INT8 = {
-    "iq4_nl": np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8),
-    "q4_0_int8": np.arange(120, 136, dtype=np.uint8),
-}
+#: Codes of IQ4_NL as codes of int8: the numbers of ggml's `kvalues_iq4nl`.
+IQ4_NL_INT8 = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
+
+#: What 4-bit codes are as codes of int8.
+_INT8 = {"iq4_nl": IQ4_NL_INT8, "q4_0_int8": np.arange(120, 136, dtype=np.uint8)}
 
 
 def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 from numba import uint64
 
+from moeq.layouts.loops.blocks import IQ4_NL_INT8
 from moeq.layouts.loops.compiler import loop
 from moeq.layouts.loops.vectors import load, pick_bytes, store
 
 _LOW, _HIGH, _SIGN = np.uint8(15), np.uint8(0xF0), np.uint8(128)
 #: The low halves, and the sign bits, of eight bytes.
 _LOWS, _SIGNS = uint64(0x0F0F0F0F0F0F0F0F), uint64(0x8080808080808080)
+#: Numbers of IQ4_NL's codes.
+_IQ4_NL = (IQ4_NL_INT8.astype(np.int16) - 128).astype(np.float32)
 _1, _2, _3, _4, _12, _48, _192 = (np.uint8(n) for n in (1, 2, 3, 4, 12, 48, 192))
 
 
@@ -143,6 +146,88 @@ def _six_bits(packed, group):  # type: ignore[no-untyped-def]
         return packed[group] & np.uint8(63), packed[group + 4] & np.uint8(63)
     scale = (packed[group + 4] & _LOW) | ((packed[group - 4] >> np.uint8(2)) & np.uint8(48))
     return scale, (packed[group + 4] >> _4) | ((packed[group] >> np.uint8(2)) & np.uint8(48))
+
+
+@loop
+def q4_1(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 32):
+            source, filled = rows[n, 20 * block :], out[n, 32 * block :]
+            step, least = _half(source, 0, halves), _half(source, 2, halves)
+            for i in range(16):
+                filled[i] = np.float32(step * np.float32(source[4 + i] & _LOW)) + least
+                filled[16 + i] = np.float32(step * np.float32(source[4 + i] >> _4)) + least
+
+
+@loop
+def q5_1(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 32):
+            source, filled = rows[n, 24 * block :], out[n, 32 * block :]
+            step, least, fifth = _half(source, 0, halves), _half(source, 2, halves), _word(source, 4)
+            for i in range(16):
+                low, high = fifth >> np.uint32(i) & np.uint32(1), fifth >> np.uint32(i + 16) & np.uint32(1)
+                first, second = source[8 + i] & _LOW, source[8 + i] >> _4
+                filled[i] = np.float32(step * np.float32(first | np.uint8(low) << _4)) + least
+                filled[16 + i] = np.float32(step * np.float32(second | np.uint8(high) << _4)) + least
+
+
+@loop
+def q2_k(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 84 * block :], out[n, 256 * block :]
+            step, offset = _half(source, 80, halves), _half(source, 82, halves)
+            for group in range(16):
+                scale = np.float32(step * np.float32(source[group] & _LOW))
+                least = np.float32(offset * np.float32(source[group] >> _4))
+                codes, numbers = source[16 + _two_bits(group) :], filled[16 * group :]
+                shift = np.uint8(group & 6)
+                for i in range(16):
+                    numbers[i] = np.float32(scale * np.float32(codes[i] >> shift & _3)) - least
+
+
+@loop
+def q3_k(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 110 * block :], out[n, 256 * block :]
+            step = _half(source, 108, halves)
+            for group in range(16):
+                low = source[96 + (group & 7)] >> np.uint8(4 * (group >> 3)) & _LOW
+                high = source[104 + (group & 3)] >> np.uint8(2 * (group >> 2)) & _3
+                scale = np.float32(step * _centred(low | high << _4))
+                codes, third, numbers = (
+                    source[32 + _two_bits(group) :],
+                    source[16 * (group & 1) :],
+                    filled[16 * group :],
+                )
+                shift, bit = np.uint8(group & 6), np.uint8(group >> 1)
+                for i in range(16):
+                    code = np.int32(codes[i] >> shift & _3) + np.int32((third[i] >> bit & _1) << _2)
+                    numbers[i] = np.float32(scale * np.float32(code - np.int32(4)))
+
+
+@loop
+def _two_bits(group):  # type: ignore[no-untyped-def]
+    """Return the first byte of a group of 16 codes: eight groups share 32 bytes."""
+    return 32 * (group >> 3) + 16 * (group & 1)
+
+
+@loop
+def iq4_xs(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 136 * block :], out[n, 256 * block :]
+            step = _half(source, 0, halves)
+            for group in range(8):
+                low = source[4 + (group >> 1)] >> np.uint8(4 * (group & 1)) & _LOW
+                high = source[2 + (group >> 2)] >> np.uint8(2 * (group & 3)) & _3
+                scale = np.float32(step * _centred(low | high << _4))
+                codes, numbers = source[8 + 16 * group :], filled[32 * group :]
+                for i in range(16):
+                    numbers[i] = np.float32(scale * _IQ4_NL[codes[i] & _LOW])
+                    numbers[16 + i] = np.float32(scale * _IQ4_NL[codes[i] >> _4])
 
 
 @loop
