@@ -32,6 +32,9 @@ from moeq.report.html import heat_drawing, heat_legend, tile_drawing
 
 INT4 = MatrixSpec("w2", 256, 128, "int4", 32, "f16")
 
+#: Places (k, n) of Marlin's first eight codes in memory.
+MARLIN = [(0, 0), (8, 0), (0, 8), (8, 8), (1, 0), (9, 0), (1, 8), (9, 8)]
+
 
 def expert(number: int, exceedance: float, looks_like: str | None = None) -> ExpertError:
     features = 1 if exceedance > 1 else 0
@@ -173,7 +176,8 @@ def test_html_shows_times_where_there_are_some() -> None:
 @pytest.mark.parametrize(
     ("layout", "spec", "first"),
     [
-        ("marlin-wna16/1", INT4, [(0, 0), (8, 0), (0, 8), (8, 8), (1, 0), (9, 0), (1, 8), (9, 8)]),
+        ("marlin-wna16/1", INT4, MARLIN),
+        ("marlin-act-order/1", replace(INT4, act_order=True), MARLIN),
         ("triton-wna16/1", INT4, [(k, 0) for k in range(8)]),
         ("int8-w8a8/1", MatrixSpec("w2", 256, 128, "int8", 128, "bf16"), [(k, 0) for k in range(8)]),
     ],
