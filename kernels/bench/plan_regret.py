@@ -3,8 +3,8 @@
     python -m bench.plan_regret [sweep.jsonl ...] [--gpu H100] [--worst 10]
 
 Reads what `plan_sweep` wrote, by default every recorded cell. A plan that was not timed counts as the plan of the same
-kernel with the nearest shares of k; where there is none, its cell is left out and counted. `fit_plans --folds` judges
-layers that the cost model was not fitted to.
+kernel with the nearest shares of k; where there is none, its cell is left out and counted.
+`fit_plans --leave-out layers` judges layers that the cost model was not fitted to.
 """
 
 from __future__ import annotations

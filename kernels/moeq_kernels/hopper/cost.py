@@ -221,20 +221,18 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     cut = np.minimum(each * slots // np.maximum(1.0, items), steps // least)
     each = np.where(is_queue, np.maximum(1.0, cut), each)
     waves = items * each / slots
-    products = (
-        np.minimum(np.maximum(waves, 0.05), 20.0),
-        np.ceil(waves) / np.maximum(1.0, waves),
-        each,
-        np.ceil(steps / each),
-    )
-    found = np.stack(products, 2).reshape(len(sizes), 8)
-    of_tiles = rows / number, np.minimum(1.0, work.hit / number), work.mean / tokens
-    of_call = np.full((len(sizes), 4), (work.pairs, work.hidden, work.intermediate, work.hit))
-    reading = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
-    turns = 0.5 * (np.maximum(1.0, waves) + np.ceil(waves))  # some programs end earlier, and take the next item
-    weights = turns * products[3] * (columns * step * resident / 16384)
-    parts = np.stack(np.broadcast_arrays(reading, turns, weights, weights * rows / number), 2)
-    return np.log(np.concatenate((found, *of_tiles, of_call), 1)), parts
+    share_steps, turns = np.ceil(steps / each), np.maximum(1.0, waves)
+    found, parts = np.empty((len(sizes), 15)), np.empty((len(sizes), 2, 4))
+    found[:, 0:8:4], found[:, 1:8:4] = np.minimum(np.maximum(waves, 0.05), 20.0), np.ceil(waves) / turns
+    found[:, 2:8:4], found[:, 3:8:4] = each, share_steps
+    height = rows / number
+    found[:, 8:9], found[:, 9:10], found[:, 10:11] = height, np.minimum(1.0, work.hit / number), work.mean / tokens
+    found[:, 11:] = work.pairs, work.hidden, work.intermediate, work.hit
+    turns = 0.5 * (turns + np.ceil(waves))  # some programs end earlier, and take the next item
+    parts[:, :, 0] = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
+    parts[:, :, 1], parts[:, :, 2] = turns, turns * share_steps * (columns * step * resident / 16384)
+    parts[:, :, 3] = parts[:, :, 2] * height
+    return np.log(found), parts
 
 
 def uncorrected(parts: Any, own: Any, power: Any) -> Any:
