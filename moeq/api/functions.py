@@ -287,22 +287,24 @@ def transcode(
         to: format, such as `compressed-tensors`.
         check_only: transcode and compare in memory; write nothing.
         revision: Hub revision of `src`.
-        force: replace an earlier transcoding.
-        shard: do only this shard of the units.
-        executor: `local`, or `ray`.
-        ray_address: address of the Ray cluster.
+        force: replace an earlier transcoding; nothing else may stand at `dst`.
+        shard: do only this shard of the units (`3/8`); the same call without it does what is left and publishes.
+        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
+        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
         stream_source: fetch the files of a repository one after the other and drop them.
-        reread: read the source's tensors twice and compare.
-        workers: threads.
-        max_memory: bytes that this process must not exceed, or a text such as `8GiB`.
+        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
+        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
+        max_memory: bytes that this process must not exceed, or a text such as `8GiB`. None: workers are lowered to
+            stay below 1 GiB.
         progress: True for a bar, or a function that takes events.
         options: `regroup` (size of the groups of integer codes), `names` (spelling of the experts' names),
             `allow_lossy` (write the nearest values where some do not fit), `sort_act_order` (sort the columns of down
             projections by activation order), `numa` (NUMA nodes that `kt-amx-int4` and `kt-amx-int8` are cut for).
 
     Raises:
-        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`, `answer.not-exact`,
-            `answer.zero-points`, `usage.destination-exists`, `resources.*`, `source.*`.
+        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`, `usage.stream-source`;
+            `answer.not-exact`, `answer.zero-points`; `usage.destination-exists`, `usage.other-job`, `usage.running`;
+            `resources.disk-full`, `resources.memory`; `source.*` for damaged input.
     """
     from moeq.transcode import transcode as transcoding
 

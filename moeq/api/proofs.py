@@ -34,13 +34,15 @@ def verify(
         dst: output of `convert`.
         source: the checkpoint it came from.
         revision: Hub revision of `source`.
-        signed_by: minisign public key that has to have signed the manifest.
-        slow: also unpack every packed tensor and compare digests of the values.
-        workers: threads.
+        signed_by: minisign public key (a file, or the key) that has to have signed the manifest.
+        slow: also unpack every packed tensor, decode every expert of a given source, and compare digests of their
+            values: a second path that shares no code with packing.
+        workers: threads; None takes the cores there are, at most 8.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`, `usage.already-converted`, `usage.sign-key`, `source.*`.
+        MoeqError: `usage.not-converted`, `usage.already-converted` for a source that is a conversion, `usage.sign-key`,
+            and `source.*` for folders that cannot be read at all. Differences are no errors but the answer.
     """
     from moeq.prove.verify import verify as check
 
@@ -61,13 +63,14 @@ def restore(
     Args:
         dst: output of `convert`.
         out: folder to create; one that holds the source already is compared instead.
-        slow: take the independent reference path.
-        workers: threads.
+        slow: take the reference path, which shares no code with the fast path. The bytes are equal.
+        workers: threads; None takes the cores there are, at most 8.
         progress: True for a bar, or a function that takes bytes done, all bytes, and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`, `source.no-keepsake`, `source.digest-mismatch`, `usage.destination-exists`,
-            `resources.disk-full`.
+        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed, or no
+            digests of it; `source.digest-mismatch` if the conversion no longer holds what was converted;
+            `usage.destination-exists`; `resources.disk-full`. A failed run leaves no files.
     """
     from moeq.prove.restore import restore as rebuild
 
@@ -85,15 +88,18 @@ def diff(
 ) -> Difference:
     """Compare two checkpoints by dequantised values, whatever their packing. `.equal` is the answer.
 
+    Everything that is not an expert is compared byte for byte. Layers that are stored in the same bytes are equal
+    without dequantising.
+
     Args:
         left: a checkpoint, source or converted.
         right: another one.
         experts_only: compare routed experts alone.
-        workers: threads.
+        workers: threads; None takes the cores there are, at most 8.
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 
     Raises:
-        MoeqError: `source.*` for checkpoints that cannot be read.
+        MoeqError: `source.*` for checkpoints that cannot be read; a difference is no error but the answer.
     """
     from moeq.prove.diff import diff as compare
 
@@ -137,8 +143,10 @@ def run_check(
         progress: True for a bar, or a function that takes steps done, all steps, and a label.
 
     Raises:
-        MoeqError: `usage.not-converted`, `source.no-manifest`, `source.changed`, `answer.no-kernel`,
-            `environment.no-triton`, `usage.*` for layers or experts that do not exist.
+        MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
+            converted; `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`;
+            `usage.*` for layers or experts that do not exist. A failed check is no error but a report whose `.ok` is
+            False.
     """
     from moeq.check.run_check import CheckOptions
     from moeq.check.run_check import run_check as check

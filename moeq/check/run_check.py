@@ -65,21 +65,12 @@ def run_check(
     progress: Progress | None = None,
     announce: Announce | None = None,
 ) -> CheckReport:
-    """Check a converted checkpoint.
+    """Check a converted checkpoint, as `moeq.run_check` does, which says what most arguments and errors mean.
 
     Args:
-        dst: output of `moeq convert`.
-        source: the checkpoint it came from; None: the folder that its manifest names, if that exists.
-        revision: Hub revision of `source`.
+        dst, source, revision, progress: arguments of `moeq.run_check`.
         options: extent of the check; None: everything on a GPU, a sample on a CPU.
-        progress: called with steps done, steps in all, and the name of the step.
         announce: called before anything long starts on a CPU, with an estimate of its time.
-
-    Raises:
-        MoeqError: `usage.not-converted`, `source.no-manifest`; `source.changed` where `source` is not what was
-            converted; `answer.no-kernel` where moeq's kernels do not read the layout; `environment.no-triton`;
-            `usage.*` for layers or experts that do not exist. A failed check is not an error but a report whose `ok` is
-            False.
     """
     return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress, announce)
 

@@ -39,22 +39,14 @@ def finalize(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Check that shards have done all units of a conversion, write what is left (manifest, side files) and publish it.
+    """Publish a conversion that shards have done, as `moeq.finalize` does, which says what arguments mean.
 
     What was asked for is in the journals of the shards, so it need not be said again. Every byte is read once more.
     Nothing is done where `dst` is finished and no shards are left beside it.
 
-    Args:
-        dst: the folder to create, the `dst` of `convert`.
-        force: replace an earlier conversion at `dst`.
-        sign: minisign secret key to sign the manifest with.
-        workers: threads that check.
-        progress: told what happens.
-
     Raises:
-        MoeqError: `usage.nothing-to-finalize`; `answer.units-missing`, `answer.units-contradict`, by name;
-            `usage.other-job` if shards were run with different options, sources or versions; `source.changed`;
-            `usage.destination-exists`.
+        MoeqError: as `moeq.finalize`, with missing and contradicting units by name; `usage.other-job` for shards with
+            different options, sources or versions.
     """
     signer = None if sign is None else Signer(sign)
     begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)

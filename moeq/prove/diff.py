@@ -132,20 +132,7 @@ def diff(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Difference:
-    """Compare two checkpoints: experts by dequantised values, everything else byte for byte.
-
-    Layers that are stored in the same bytes are equal without dequantising.
-
-    Args:
-        left: a checkpoint, source or converted.
-        right: another checkpoint.
-        experts_only: compare routed experts alone.
-        workers: threads; None takes the cores there are, at most 8.
-        progress: called with steps done, steps in all and a label.
-
-    Raises:
-        MoeqError: `source.*` for checkpoints that cannot be read; a difference is no error but the answer.
-    """
+    """Compare two checkpoints, as `moeq.diff` does, which says what arguments and errors mean."""
     a, b = open_checkpoint(left), open_checkpoint(right)
     report = progress or (lambda done, total, label: None)
     layers = [layer for layer in a.info.moe_layers if layer in b.info.moe_layers]

@@ -78,22 +78,7 @@ def restore(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Restoration:
-    """Rebuild the source checkpoint from a conversion.
-
-    A folder that holds exactly the source's files already, from an earlier run, is compared byte by byte instead.
-
-    Args:
-        dst: output of `moeq convert`.
-        out: folder to create.
-        slow: rebuild everything by the reference path, which shares no code with the fast path. The bytes are equal.
-        workers: number of threads; None: the number of cores, at most 8.
-        progress: called with bytes done, bytes in all and a label.
-
-    Raises:
-        MoeqError: `usage.not-converted`; `source.no-keepsake` for conversions that did not keep what is needed, or no
-            digests of it; `source.digest-mismatch` if the conversion no longer holds what was converted;
-            `usage.destination-exists`; `resources.disk-full`. A failed run leaves no files.
-    """
+    """Rebuild the source checkpoint, as `moeq.restore` does, which says what arguments and errors mean."""
     checkpoint = open_checkpoint(dst)
     if not isinstance(checkpoint, ConvertedCheckpoint):
         raise not_converted(str(dst))

@@ -92,22 +92,7 @@ def verify(
     workers: int | None = None,
     progress: Advance | None = None,
 ) -> Verification:
-    """Check every byte of a conversion: against its manifest, or with the source against what that gives.
-
-    Args:
-        dst: output of `moeq convert`.
-        source: the checkpoint it came from.
-        revision: Hub revision of `source`.
-        signed_by: minisign public key (a file, or the key) that has to have signed the manifest.
-        slow: also unpack every packed tensor, and decode every expert of the source if there is one, and compare the
-            digests of their values: a second path that shares no code with packing.
-        workers: number of threads; None: the number of cores, at most 8.
-        progress: called with steps done, steps in all and a label.
-
-    Raises:
-        MoeqError: `usage.not-converted`, `usage.already-converted` for a source that is a conversion, `usage.sign-key`,
-            and `source.*` for folders that cannot be read at all. Differences are no errors but the answer.
-    """
+    """Check every byte of a conversion, as `moeq.verify` does, which says what arguments and errors mean."""
     converted = open_checkpoint(dst)
     if not isinstance(converted, ConvertedCheckpoint):
         raise not_converted(str(dst))

@@ -188,29 +188,9 @@ def transcode(
     progress: Progress | None = None,
     **options: Unpack[TranscodeKeywords],
 ) -> Transcoding:
-    """Write a checkpoint in another format. Nothing is done where `dst` already holds the result of the same job.
+    """Write a checkpoint in another format, as `moeq.transcode` does, which says what arguments and errors mean.
 
-    Args:
-        src: local folder or Hub repository.
-        dst: output folder; must not exist or be this job's result, or with `force` be an output of `transcode`.
-        to: a key of `moeq.transcode.target_formats.TARGETS`.
-        revision: Hub revision of `src`.
-        force: replace an earlier transcoding.
-        workers: threads; None takes the cores there are, at most 8. The bytes are the same.
-        max_memory: bytes that this process must not exceed. None: workers are lowered to stay below 1 GiB.
-        shard: do only this shard of the units (`3/8`); the same call without it does what is left and publishes.
-        executor: `local`, or `ray` for a Ray cluster whose nodes see `dst` and the source.
-        ray_address: address of the cluster; None takes the one that Ray finds, or starts one here.
-        stream_source: fetch the files of a repository one after the other and drop them.
-        reread: read the tensors of the source twice and compare, against faults of memory, disk and network.
-        progress: told what happens.
-        options: fields of `moeq.transcode.survey.TranscodeRequest`: `regroup`, `names`, `allow_lossy`,
-            `sort_act_order`, `numa`.
-
-    Raises:
-        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order`, `usage.stream-source`;
-            `answer.not-exact`, `answer.zero-points`; `usage.destination-exists`, `usage.other-job`, `usage.running`;
-            `resources.disk-full`, `resources.memory`; `source.*` for damaged input.
+    Nothing is done where `dst` already holds the result of the same job.
     """
     begun = time.monotonic()
     shard = parse_shard(shard, os.environ) if isinstance(shard, str) else shard
