@@ -25,7 +25,7 @@ _E4M3_MAX = 448.0
 
 
 class B12xNVFP4(TiledNVFP4):
-    """What vLLM hands to the b12x package for 4-bit activations; the package makes its own copy from that.
+    """NVFP4 as vLLM hands it to the b12x package for 4-bit activations; the package makes its own copy from that.
 
     w13 is gate rows, then up rows. The intermediate size is rounded up to 64, without a gate to 128. Source: vLLM
     0.33.0, `b12x_moe.py` (`prepare_nvfp4_moe_layer_for_b12x`).
@@ -39,7 +39,7 @@ class B12xNVFP4(TiledNVFP4):
 
 
 class B12xNVFP4A16(TiledNVFP4):
-    """What vLLM hands to the b12x package for 16-bit activations: w13 is up rows, then gate rows."""
+    """NVFP4 as vLLM hands it to the b12x package for 16-bit activations: w13 is up rows, then gate rows."""
 
     id = "b12x-nvfp4-a16/1"
     title = "B12X NVFP4, 16-bit activations"
@@ -77,7 +77,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         products = matrix.scales.float() * global_scale_of(matrix)[0]
-        beyond = int((~(products.abs() <= _E4M3_MAX)).sum())  # what becomes of those depends on the version of torch
+        beyond = int((~(products.abs() <= _E4M3_MAX)).sum())  # how torch casts these depends on its version
         if beyond:
             raise MoeqError(
                 "usage.scale-range",

@@ -21,12 +21,7 @@ from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SideFiles, copied_f
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
 from moeq.pipeline.state.publish import converted_config, index_of
 from moeq.pipeline.state.records import file_digest
-from moeq.pipeline.state.restore_data import (
-    restore_contents,
-    restore_data_of,
-    restore_entry,
-    restore_header,
-)
+from moeq.pipeline.state.restore_data import restore_contents, restore_data_of, restore_entry, restore_header
 from moeq.prove.derived import Derived, derive, entry_differences, info_differences, plan_of
 from moeq.prove.findings import Findings, values_mismatch
 

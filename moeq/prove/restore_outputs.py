@@ -34,11 +34,7 @@ WeightFiles = Mapping[str, WeightFile]
 
 
 class NewFiles:
-    """Files that are written into a folder.
-
-    Attributes:
-        folder: the folder.
-    """
+    """Files that are written into a folder."""
 
     def __init__(self, folder: OutputFolder) -> None:
         self.folder = folder
@@ -81,9 +77,6 @@ class NewFiles:
 class HeldFiles:
     """Files of an existing folder, which are compared with what `NewFiles` would write.
 
-    Attributes:
-        folder: the folder.
-
     Raises:
         MoeqError: `usage.destination-exists` from every method, for a file that differs.
     """
@@ -94,10 +87,10 @@ class HeldFiles:
     def require_names(self, names: tuple[str, ...]) -> None:
         """Check that the folder holds exactly these files."""
         held = {*self.folder.names()}
-        if strange := sorted(held.difference(names)):
-            raise self.differs(f"it holds {ascii(strange[0])[1:-1][:200]}")
-        if absent := sorted({*names} - held):
-            raise self.differs(f"it lacks {ascii(absent[0])[1:-1][:200]}")
+        if extra := sorted(held.difference(names)):
+            raise self.differs(f"it holds {ascii(extra[0])[1:-1][:200]}")
+        if missing := sorted({*names} - held):
+            raise self.differs(f"it lacks {ascii(missing[0])[1:-1][:200]}")
 
     def differs(self, how: str) -> MoeqError:
         """Make the error for a folder that is not what would be restored."""

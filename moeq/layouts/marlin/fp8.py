@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.marlin.maps import (
-    GROUPED,
-    MX_GROUPED,
-    MX_SINGLE,
-    SINGLE,
-    WEIGHT,
-    scale_part,
-    weight_part,
-)
+from moeq.layouts.marlin.maps import GROUPED, MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, scale_part, weight_part
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix

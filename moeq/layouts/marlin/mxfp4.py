@@ -14,15 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.layouts.arranged import Part, is_gated_w13
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, W13Order
-from moeq.layouts.marlin.maps import (
-    MX_GROUPED,
-    MX_SINGLE,
-    SINGLE,
-    WEIGHT,
-    WEIGHT_A8,
-    scale_part,
-    weight_part,
-)
+from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, WEIGHT_A8, scale_part, weight_part
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix

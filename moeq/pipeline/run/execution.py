@@ -173,9 +173,9 @@ def finished_units(
 ) -> dict[str, UnitRecord]:
     """Return records of units whose bytes are in the folder. Every byte is read and hashed again.
 
-    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again. Where a journal was begun
-    with files that are not recognised as these (a copy on another machine, another model of the same shape), its units
-    are packed from these once more, in memory, and have to come out the same.
+    A lost or torn write (power cut, truncated copy) shows here, and the unit is done again. A journal may have been
+    begun with a source that is not recognised as this one: a copy on another machine, or another model of the same
+    shape. Its units are packed from this source once more, in memory, and have to come out the same.
 
     Raises:
         MoeqError: `source.changed`.

@@ -10,14 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from moeq.oracle.engines.sglang.layer import (
-    Config,
-    Refused,
-    SglangChoice,
-    SglangLayer,
-    unquantised,
-    value,
-)
+from moeq.oracle.engines.sglang.layer import Config, Refused, SglangChoice, SglangLayer, unquantised, value
 from moeq.spelling import option
 
 #: Runners of which the FP8 method makes an object.
