@@ -67,10 +67,8 @@ def run_check(
 ) -> CheckReport:
     """Check a converted checkpoint, as `moeq.run_check` does, which says what most arguments and errors mean.
 
-    Args:
-        dst, source, revision, progress: arguments of `moeq.run_check`.
-        options: extent of the check; None: everything on a GPU, a sample on a CPU.
-        announce: called before anything long starts on a CPU, with an estimate of its time.
+    Without `options`, everything is checked on a GPU, a sample on a CPU. `announce` is called before anything long
+    starts on a CPU, with an estimate of its time.
     """
     return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress, announce)
 
