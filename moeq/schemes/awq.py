@@ -113,16 +113,9 @@ class Awq(Format):
         _check_width(bits, context)
         expect_shape(parts, "qzeros", (groups, words), context, ("I32",))
         symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element=f"int{bits}",
-            group_size=resolve_groups(context, k, groups),
-            scale_dtype=float_name(parts, "scales", context),
-            symmetric=symmetric,
-        )
+        size = resolve_groups(context, k, groups)
+        scale_dtype = float_name(parts, "scales", context)
+        spec = matrix_spec(parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric)
         zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
         encoding = group_encoding(context, spec, "i32-packed", packing, zero_point)

@@ -62,16 +62,10 @@ class Int8(Format):
             context.refuse(f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
         expect_input_features(k, context)
         expect_shape(parts, "weight_zero_point", scale, context, ("I8",))
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int8",
-            group_size=k // scale[1] if grouped else k,
-            scale_dtype=float_name(parts, "weight_scale", context),
-            symmetric="weight_zero_point" not in parts,
-        )
+        size = k // scale[1] if grouped else k
+        scale_dtype = float_name(parts, "weight_scale", context)
+        symmetric = "weight_zero_point" not in parts
+        spec = matrix_spec(parts, context, n, k, "int8", size, scale_dtype, symmetric=symmetric)
         declared = context.declared
         if declared.activation is None and declared.method == "w8a8_int8":
             declared = replace(declared, activation=_DYNAMIC_PER_TOKEN)

@@ -73,16 +73,12 @@ class CtPack(Format):
         expect_shape(parts, "weight_g_idx", (k,), context, INTEGERS)
         if "weight_shape" in parts:
             expect_shape(parts, "weight_shape", parts["weight_shape"].shape, context, INTEGERS)
+        size = resolve_groups(context, k, groups)
+        scale_dtype = float_name(parts, "weight_scale", context)
+        symmetric = "weight_zero_point" not in parts
+        act_order = declared.act_order and groups > 1 and "weight_g_idx" in parts
         spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element=f"int{bits}",
-            group_size=resolve_groups(context, k, groups),
-            scale_dtype=float_name(parts, "weight_scale", context),
-            symmetric="weight_zero_point" not in parts,
-            act_order=declared.act_order and groups > 1 and "weight_g_idx" in parts,
+            parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order
         )
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)

@@ -139,15 +139,9 @@ class Fp8Block(Format):
             detail = f"{name} is {list(found)}, blocks of {rows} x {columns} need {list(expected)}"
             context.refuse(detail, f"weight is [{n}, {k}]")
         integer = parts["weight"].dtype == "I8"
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int8" if integer else "e4m3",
-            group_size=min(columns, k),
-            scale_dtype=float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0", "U8")),
-        )
+        size = min(columns, k)
+        scale_dtype = float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0", "U8"))
+        spec = matrix_spec(parts, context, n, k, "int8" if integer else "e4m3", size, scale_dtype)
         storage = "i8" if integer else "f8"
         encoding = Encoding(storage, "one byte per code", granularity="block", group_shape=(rows, columns))
         return self._described(spec, context.declared, encoding)

@@ -197,16 +197,9 @@ class Gptq(Format):
         size = resolve_groups(context, k, groups)
         scale_dtype = float_name(parts, "scales", context)
         symmetric = declared.symmetric if declared.symmetric is not None else "qzeros" not in parts
+        act_order = declared.act_order and groups > 1 and "g_idx" in parts
         spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element=f"int{bits}",
-            group_size=size,
-            scale_dtype=scale_dtype,
-            symmetric=symmetric,
-            act_order=declared.act_order and groups > 1 and "g_idx" in parts,
+            parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order
         )
         zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
         packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"

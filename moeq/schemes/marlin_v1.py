@@ -57,15 +57,9 @@ class MarlinV1(ReadOnlyFormat):
         k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
         if n % 64:
             context.refuse(f"N={n} is not a multiple of 64, which Marlin needs")
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=resolve_groups(context, k, parts[_scale(parts)].shape[0]),
-            scale_dtype=float_name(parts, _scale(parts), context),
-        )
+        size = resolve_groups(context, k, parts[_scale(parts)].shape[0])
+        scale_dtype = float_name(parts, _scale(parts), context)
+        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
         encoding = group_encoding(context, spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
         return self._described(spec, context.declared, encoding)
 

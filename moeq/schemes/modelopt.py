@@ -125,15 +125,9 @@ class ModelOptInt4(ReadOnlyFormat):
         n, groups = parts["weight_scale"].shape
         k = parts["weight"].shape[1]
         expect_input_features(k, context)
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=resolve_groups(context, k, groups),
-            scale_dtype=float_name(parts, "weight_scale", context),
-        )
+        size = resolve_groups(context, k, groups)
+        scale_dtype = float_name(parts, "weight_scale", context)
+        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
         encoding = group_encoding(context, spec, "u8-packed", "two rows per byte, two's complement")
         return self._described(spec, context.declared, encoding)
 

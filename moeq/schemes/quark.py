@@ -132,16 +132,9 @@ class QuarkInt4(ReadOnlyFormat):
         if context.declared.bits not in (None, 4):
             context.refuse(f"int32 words of nibbles, the config declares {context.declared.bits} bits")
         symmetric = "weight_zero_point" not in parts
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=k if _per_channel(parts) else resolve_groups(context, k, groups),
-            scale_dtype=float_name(parts, "weight_scale", context),
-            symmetric=symmetric,
-        )
+        size = k if _per_channel(parts) else resolve_groups(context, k, groups)
+        scale_dtype = float_name(parts, "weight_scale", context)
+        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype, symmetric=symmetric)
         packing = "nibbles along K" if _per_channel(parts) else "nibbles along N, transposed"
         encoding = group_encoding(context, spec, "i32-packed", packing, "none" if symmetric else "stored")
         return self._described(spec, context.declared, encoding)

@@ -68,15 +68,9 @@ class W4AFp8(Format):
             wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
             context.refuse(f"weight_scale_inv is {list(found)}, {wanted}")
         expect_input_features(k, context)
-        spec = matrix_spec(
-            parts,
-            context,
-            n,
-            k,
-            element="int4",
-            group_size=min(GROUP, k),
-            scale_dtype=float_name(parts, "weight_scale_inv", context),
-        )
+        size = min(GROUP, k)
+        scale_dtype = float_name(parts, "weight_scale_inv", context)
+        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
         encoding = Encoding("i8-packed", "two codes per byte along K, two's complement", group_shape=(1, GROUP))
         return self._described(spec, context.declared, encoding)
 
