@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -59,10 +60,7 @@ class Placement:
     @property
     def words(self) -> int:
         """Number of words that are written."""
-        count = 1
-        for digit in self.digits:
-            count *= digit.extent
-        return count
+        return math.prod(digit.extent for digit in self.digits)
 
     @property
     def transposed(self) -> Placement:

@@ -54,7 +54,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rates:
-    """What bounds the time of a call.
+    """Bounds on the time of a call.
 
     Attributes:
         read: bytes a second from device memory.
@@ -75,7 +75,7 @@ class Times:
 
     Attributes:
         backend: backend's name in the verdict; `MOEQ` for moeq's kernels.
-        layout: begin of the id of the layout that the kernel read, if the backend has several.
+        layout: prefix of the id of the layout that the kernel read, if the backend has several.
         versions: versions that were measured; empty if they were not recorded.
         median: median leave-one-layer-out error, as a fraction.
         p90: 90th percentile of this error.
@@ -98,8 +98,8 @@ class Table:
         rates: bounds of this GPU and format.
         backends: times of each backend.
         compared: left-out calls for which at least two backends were measured.
-        right: how many of them the model names the fastest backend of.
-        regret: mean loss of time where the model's choice is used for all of them, as a fraction.
+        right: number of these calls whose fastest backend the model names.
+        regret: mean loss of time if the model's choice runs all these calls, as a fraction.
     """
 
     rates: Rates
@@ -115,7 +115,7 @@ class RankedBackend:
 
     Attributes:
         backend: backend's name in the verdict; `MOEQ` for moeq's kernels.
-        layout: begin of the id of the layout that the kernel reads, if the backend has several.
+        layout: prefix of the id of the layout that the kernel reads, if the backend has several.
         microseconds: tokens of a call to the estimated time of a layer.
         decode: geometric mean over `DECODE`, relative to the fastest backend.
         prefill: geometric mean over `PREFILL`, relative to the fastest backend.
@@ -150,7 +150,7 @@ class Ranking:
         reason: why nothing is ranked; empty otherwise.
         notes: differences between what was measured and what was asked.
         compared: left-out calls that the choice was validated on.
-        right: how many of them the model names the fastest backend of.
+        right: number of these calls whose fastest backend the model names.
         regret: mean loss of time by the model's choice, as a fraction.
     """
 

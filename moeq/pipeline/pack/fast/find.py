@@ -42,7 +42,8 @@ def bind(
     spec, times = kind.spec(role), kind.spec(role).group_size // written.group_size
     if replace(spec, group_size=written.group_size) != written:
         return None
-    # Stored projections of their own, packed whole: their rows are contiguous, or columns of a contiguous matrix.
+    # A stored projection that holds one logical one and is packed whole has contiguous rows, or is the transpose of a
+    # contiguous matrix.
     whole = len(shards) == 1 and shards[0].shard.intermediate.size == kind.spec("w2").k
     dense = whole and all(len(reader.holds) == 1 for reader in readers)
     ranks = [_shard_path(layout, written, plan, dense=dense) for plan in shards]
