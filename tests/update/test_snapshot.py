@@ -14,7 +14,6 @@ from moeq.layouts.registry import get_layout
 from moeq.update import snapshot
 from moeq.update.layers import WritableLayer
 
-
 #: Cases whose layouts are index maps of numbers that are decoded one by one.
 GATHERED = [
     (name, layout)
