@@ -149,6 +149,37 @@ def test_trainers_call_load_weights_themselves(running, folders, together) -> No
     assert bool((engine.model.model.norm.weight == 2).all())
 
 
+@pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
+def test_skyrl_sends_chunks_between_the_beginning_and_the_end_of_one_reload(running, folders) -> None:
+    """SkyRL a9564572: `skyrl_start_weight_update`, `update_weights_ipc` for each chunk, `skyrl_finish_weight_update`.
+
+    These call the engine's layerwise reload and the model's `load_weights`; here the chunks cut layers.
+    """
+    name, engine = running
+    layers = [moeq.writable_layer(moeq.open(folders[name]), number) for number in (0, 1)]
+    writer, made, weights = moeq.Writer(layers), torch.Generator().manual_seed(0), []
+    for layer in layers:
+        w13, w2 = layer.specs["w13"], layer.specs["w2"]
+        for expert in range(layer.num_experts):
+            for part, shape in (("gate", (w13.n // 2, w13.k)), ("up", (w13.n // 2, w13.k)), ("down", (w2.n, w2.k))):
+                weight = torch.randn(shape, generator=made).bfloat16()
+                writer.update(layer.layer, expert, part, weight)
+                weights.append((f"model.layers.{layer.layer}.mlp.experts.{expert}.{part}_proj.weight", weight))
+    weights.append(("model.norm.weight", torch.full((w13.k,), 2.0).bfloat16()))
+    addresses = {key: one.data_ptr() for key, one in engine.parameters(1).items()}
+    with set_current_vllm_config(engine.whole):
+        reload.initialize_layerwise_reload(engine.model)
+        for start in range(0, len(weights), 7):
+            engine.model.load_weights(weights=weights[start : start + 7])
+        reload.finalize_layerwise_reload(engine.model, engine.config)
+    for layer in layers:
+        for role, parts in layer.tensors.items():
+            for part, tensor in parts.items():
+                assert torch.equal(engine.parameters(layer.layer)[f"{role}_{part}"].data, tensor), (role, part)
+    assert addresses == {key: one.data_ptr() for key, one in engine.parameters(1).items()}
+    assert bool((engine.model.model.norm.weight == 2).all())
+
+
 @pytest.mark.parametrize("running", CASES, indirect=True)
 def test_a_converted_folder_is_reloaded(running, folders) -> None:
     """After a sleep of level 2 all weights are lost, and the engine reads its folder again."""
