@@ -158,6 +158,21 @@ def test_parts_of_other_shapes_and_dtypes_are_refused(part, gptq) -> None:
         assert caught.value.code == "usage.update-tensors", caught.value
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_refused_and_write_nothing(number, gptq) -> None:
+    experts, folder = gptq
+    layers, kept = layers_of(folder), layers_of(folder)
+    writer = moeq.Writer(layers.values())
+    parts, before = experts.parts(0, 1, "down"), writer.digest(0)
+    scales = parts["scales"].clone()
+    scales[1, 3] = number
+    with pytest.raises(MoeqError) as caught:
+        writer.update(0, 0, "down", parts | {"scales": scales})
+    assert caught.value.code == "source.bad-data"
+    assert same_bytes(layers[0], kept[0]) == []
+    assert writer.digest(0) == before
+
+
 def test_a_copy_that_fails_leaves_the_old_expert(gptq, monkeypatch) -> None:
     experts, folder = gptq
     layers, kept = layers_of(folder), layers_of(folder)
