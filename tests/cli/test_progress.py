@@ -154,6 +154,14 @@ class TestHeartbeats:
         assert beat.rate == pytest.approx(1015 / 115)
         assert beat.seconds_left == pytest.approx(8985 / (25 / 16))
 
+    def test_after_a_long_silence_the_last_measure_counts(self, clock: Clock) -> None:
+        with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
+            for second, done in ((1, 100), (2, 200), (40, 300)):
+                clock.now = float(second)
+                report.update(done, 10_000, "experts")
+                beat = report._measure()
+        assert beat.seconds_left == pytest.approx(9700 / (100 / 38))
+
     def test_what_was_checked_before_the_start_is_no_rate(self, clock: Clock) -> None:
         with ProgressReport(Output("moeq.x/1"), "work", quiet=True) as report:
             clock.now = 1.0

@@ -123,3 +123,14 @@ def test_reasons() -> None:
         found = list(int8_reasons(dataclasses.replace(problem, w2=dataclasses.replace(problem.w2, **changes))))
         assert len(found) == 1
         assert words in found[0]
+
+
+def test_registers_of_the_narrow_kernel() -> None:
+    """65,536 registers are shared by the multiplying warp groups and one that copies, of every resident program."""
+    assert [(one.cap, one.registers) for one in (Int8Narrow(8, 4), Int8Narrow(8, 4, 2), Int8Narrow(8, 4, 1, 2))] == [
+        (None, 255),
+        (None, 232),
+        (128, 128),
+    ]
+    assert Int8Narrow(8, 4, 1, 3).cap == 80, "85 in steps of eight"
+    assert [Int8Narrow(tokens, 4).box for tokens in (8, 32, 64, 128)] == [8, 8, 16, 32]
