@@ -26,6 +26,8 @@ CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 CLIENT = """
 import json, sys
 import moeq
+from moeq.checkpoint import hub, ranges
+hub._RETRY_SECONDS, ranges._FIRST_WAIT = (0.01, 0.02, 0.04), 0.01  # as many attempts, sooner
 for line in sys.stdin:
     ask = json.loads(line)
     try:

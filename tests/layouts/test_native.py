@@ -216,11 +216,13 @@ def test_a_loop_that_needs_numba_at_run_time_runs_and_is_not_kept() -> None:
 def test_arguments_arrive_as_they_are() -> None:
     numbers = np.arange(-12, 12, dtype=np.int16).reshape(4, 6)
     out = np.zeros(8, np.int64)
-    for matrix in (numbers, numbers.T, numbers[::-1, ::2], np.asfortranarray(numbers), numbers[:0]):
-        for scalar in (-3, np.uint8(200), np.int32(-5), True, 2**62):
-            assert Loop(__name__, "describes")(matrix, scalar, out) == matrix.shape[1] - 10
-            total = int((matrix.astype(np.int64) * np.arange(1, matrix.shape[0] + 1)[:, None]).sum())
-            assert out.tolist()[:4] == [*matrix.shape, int(scalar), total]
+    matrices = (numbers, numbers.T, numbers[::-1, ::2], np.asfortranarray(numbers), numbers[:0])
+    scalars = (-3, np.uint8(200), np.int32(-5), True, 2**62)
+    # Each kind is compiled, which takes half a second: every matrix with one number, every number with one matrix.
+    for matrix, scalar in [(numbers, scalar) for scalar in scalars] + [(matrix, -3) for matrix in matrices[1:]]:
+        assert Loop(__name__, "describes")(matrix, scalar, out) == matrix.shape[1] - 10
+        total = int((matrix.astype(np.int64) * np.arange(1, matrix.shape[0] + 1)[:, None]).sum())
+        assert out.tolist()[:4] == [*matrix.shape, int(scalar), total]
 
 
 @compiler.loop

@@ -46,7 +46,7 @@ class Waits:
         self.waited.add(interpreter_builder.grid_idx)
 
 
-@pytest.mark.cover(every=11)
+@pytest.mark.cover(every=14)
 @pytest.mark.parametrize("routed", ROUTED)
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case[0])
 def test_every_program_waits(case: Any, routed: str, monkeypatch: pytest.MonkeyPatch) -> None:
