@@ -10,7 +10,7 @@ import pytest
 
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
-from moeq.pipeline.plan.side_files import plan_side_files
+from moeq.pipeline.plan.side_files import copied_files, plan_side_files
 
 NAME = "gptq-int4-g32-qwen3moe"
 
@@ -47,3 +47,31 @@ def test_a_file_that_is_too_large_is_refused(source: Path) -> None:
         file.truncate((1 << 30) + 1)
     with pytest.raises(MoeqError, match=r"notes\.dat: 1,073,741,825 bytes, the limit for a file beside the weights is"):
         plan_side_files(LocalSource(source, ""), no_code=False)
+
+
+@pytest.mark.parametrize(
+    ("here", "source_has", "expected"),
+    [
+        ((), (), {}),
+        (("README.md",), (), {"README.md": "README.md"}),
+        (("README.md", "README.source.md"), (), {"README.md": "README.source.md"}),
+        (
+            ("README.md", "README.source.md"),
+            ("README.source.md",),
+            {"README.md": "README.md", "README.source.md": "README.source.md"},
+        ),
+    ],
+)
+def test_the_sources_card_has_another_name_where_a_conversion_was_pushed(
+    here: tuple[str, ...], source_has: tuple[str, ...], expected: dict[str, str], source: Path, tmp_path: Path
+) -> None:
+    for name in ("README.md", *source_has):
+        (source / name).touch()
+    plan = plan_side_files(LocalSource(source, ""), no_code=False)
+    converted = Path(shutil.copytree(source, tmp_path / "converted"))
+    for name in ("README.md", "README.source.md"):
+        (converted / name).unlink(missing_ok=True)
+    for name in here:
+        (converted / name).touch()
+    found = copied_files(LocalSource(converted, ""), plan)
+    assert {name: new for name, new in found.items() if name.startswith("README")} == expected
