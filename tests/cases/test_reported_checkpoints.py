@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,22 @@ def test_two_sets_of_experts(tmp_path: Path) -> None:
     assert "experts 0-3 have 192 intermediate features, 4-7 have 64" in found.error.message
     other = two_sets(tmp_path / "other", {**ERNIE, "architectures": ["Ernie4_5_MoeForCausalLM"]})
     assert "vllm runs one set of experts in Ernie4_5_MoeForCausalLM" in asked(other).verdict.refusal
+
+
+def test_a_second_set_that_the_engine_cannot_run(tmp_path: Path) -> None:
+    def block(expert: int, name: str, n: int, k: int) -> stored.Parts:
+        scales = (-(-n // 128), -(-k // 128))
+        return {"weight": (torch.float8_e4m3fn, (n, k)), "weight_scale_inv": (torch.float32, scales)}
+
+    table = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = {**ERNIE, "moe_intermediate_size": [256, 64], "quantization_config": table}
+    sets = [stored.experts("model.layers.0.mlp.experts", block, inter=size) for size in (256, 64)]
+    second = {re.sub(r"experts\.(\d)", lambda m: f"experts.{int(m[1]) + 4}", name): one
+              for name, one in sets[1].items() if ".experts." in name}  # fmt: skip
+    verdict = asked(stored.write(tmp_path / "made", config, [sets[0], second])).verdict
+    assert not verdict.ok
+    (gate,) = [gate for gate in verdict.gates if not gate.passed]
+    assert (gate.code, gate.text.partition(":")[0]) == ("G13", "experts 4-7")
 
 
 def test_two_sets_of_one_size_are_two_sets(tmp_path: Path) -> None:

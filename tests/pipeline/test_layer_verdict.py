@@ -13,6 +13,8 @@ from checkpoint.builder import config, quantization, write
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.matrix import MatrixSpec
+from moeq.pipeline.plan.layer_plan import _padded_group
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint, side_config_gate
 
 
@@ -81,3 +83,13 @@ def test_another_scheme_is_judged_without_the_sources_config(beside: Path, check
     verdict = judge_checkpoint(checkpoint, where(), 0, scheme=wanted, explain=True)
     assert verdict.ok
     assert next(row.unlock for row in verdict.candidates if row.backend == "XPU") == "a device of kind xpu"
+
+
+@pytest.mark.parametrize(
+    ("whole", "shard", "padded", "group"),
+    [(128, 32, 64, 32), (32, 32, 64, None), (128, 64, 128, None), (128, 32, 32, None), (128, 32, 48, None)],
+)
+def test_a_shard_of_one_group_that_is_padded_to_several(whole: int, shard: int, padded: int, group: int | None) -> None:
+    spec = MatrixSpec("w2", 64, whole, "int4", 32, "bf16")
+    part = spec.with_sizes(k=shard)
+    assert _padded_group(spec, part, part.with_sizes(k=padded)) == group

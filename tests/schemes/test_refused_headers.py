@@ -8,7 +8,7 @@ import pytest
 
 from moeq.errors import MoeqError
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import Context, Described, PartSig, matrices
+from moeq.schemes.format import Context, Described, PartSig, codes_fill_words, matrices
 from moeq.schemes.registry import FORMATS, get_format
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -207,3 +207,11 @@ def test_formats_that_do_not_exist() -> None:
     with pytest.raises(MoeqError, match="no format is called 'awk'") as caught:
         get_format("awk")
     assert (caught.value.code, caught.value.hint) == ("usage.unknown-format", f"known formats: {', '.join(FORMATS)}")
+
+
+@pytest.mark.parametrize(
+    ("count", "bits", "fill"),
+    [(8, 4, True), (16, 2, True), (4, 8, True), (7, 4, False), (32, 3, False)],
+)
+def test_codes_that_fill_words(count: int, bits: int, fill: bool) -> None:
+    assert codes_fill_words(count, bits) is fill
