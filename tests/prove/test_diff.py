@@ -242,3 +242,11 @@ def test_plain_experts_in_one_transposed_tensor_of_alternating_rows(checkpoints,
     save_file(tensors, plain / "model.safetensors")
     (row,) = diff(quantized, plain, experts_only=True).differing
     assert (row.name, row.differing, row.first.row, row.first.column) == ("layer 1 expert 3 gate", 1, 2, None)
+
+
+def test_a_tensor_of_one_side(checkpoints, tmp_path) -> None:
+    source = checkpoints / "gptq-int4-g32-qwen3moe"
+    more = rewritten(source, tmp_path / "more", lambda tensors: tensors | {"model.extra": torch.ones(3)})
+    for left, right in ((source, more), (more, source)):
+        found = diff(left, right)
+        assert (found.differing, found.other) == ((), (f"model.extra is in {more} only",))
