@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import DeviceConfig, VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -204,15 +205,17 @@ def ready(layer: Any) -> OneLayer:
     with _activations_by_method():
         method.process_weights_after_loading(layer)
     padded = 0 if method.skip_forward_padding else layer.moe_config.hidden_dim
+    config = get_current_vllm_config()
 
     def run(x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         hidden = x.shape[1]
         x = torch.nn.functional.pad(x, (0, max(0, padded - hidden)))  # as the engine's runner does
-        if method.is_monolithic:  # it routes by itself, to the same experts by these logits
-            logits = x.new_full((len(x), layer.global_num_experts), _NOT_CHOSEN)
-            found: Tensor = layer.forward_monolithic(x, logits.scatter(1, ids.long(), weights.log().to(x.dtype)))
-        else:
-            found = layer.forward_modular(x, weights, ids.int())
+        with set_forward_context(None, config):  # Humming reads the ranks' token counts from it
+            if method.is_monolithic:  # it routes by itself, to the same experts by these logits
+                logits = x.new_full((len(x), layer.global_num_experts), _NOT_CHOSEN)
+                found: Tensor = layer.forward_monolithic(x, logits.scatter(1, ids.long(), weights.log().to(x.dtype)))
+            else:
+                found = layer.forward_modular(x, weights, ids.int())
         return found[:, :hidden]
 
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
