@@ -74,7 +74,7 @@ def test_too_few_open_files_are_the_limits_fault(place: Place, spare: int) -> No
     if answer.code != 0:
         assert (answer.code, answer.error) == (5, "resources.open-files"), answer
         assert "ulimit -n" in answer.document["error"]["hint"]
-    assert place.convert().code == (2 if answer.code == 0 else 0)
+    assert place.convert().code == 0  # goes on, or says that all is done
 
 
 @pytest.mark.parametrize("error", [OSError, ImportError, RuntimeError])
