@@ -70,6 +70,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
     w13_order = "up-gate"
     lossy = "scales are multiplied by the global scale and rounded to E4M3, as the engine does at load"
     lossy_as_engine = True
+    rounds_jointly = True
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         baked = self._baked(matrix)

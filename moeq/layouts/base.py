@@ -154,6 +154,7 @@ class Layout(ABC):
         padding: how sizes are rounded up before packing.
         w13_order: how the gate and up rows of `w13` lie in the packed result.
         lossy: what is lost for some inputs, or None where packing is always exact.
+        rounds_jointly: lossy bytes depend on numbers of other rows that are not stored, so no part is packed alone.
         lossy_as_engine: lossy bytes are, bit for bit, what the engine makes of the checkpoint itself.
         family: weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
         calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
@@ -170,6 +171,7 @@ class Layout(ABC):
     padding: ClassVar[PaddingRule] = PaddingRule()
     w13_order: ClassVar[W13Order] = "gate-up"
     lossy: ClassVar[str | None] = None
+    rounds_jointly: ClassVar[bool] = False
     lossy_as_engine: ClassVar[bool] = False
     family: ClassVar[str] = "wna16"
     calibration_scope: ClassVar[str | None] = None

@@ -332,6 +332,7 @@ class OneScale(Fp8Layout):
     k_multiple = 16
     rearranges = True  # but for two scales, which the fast path leaves to the reference path
     lossy = "gate and up, which have a scale each, are requantised to the larger, as the engine does"
+    rounds_jointly = True
     lossy_as_engine = True
 
     def losses(self, matrix: QuantizedMatrix) -> int:

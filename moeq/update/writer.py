@@ -352,22 +352,23 @@ def _check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMat
 
     if not layer.layout.allow_lossy or (layer.layout.calibration_scope is not None and layer.layout.lossy is None):
         return
-    stored = stored_row(layer, role, row)
     layout = layer.layout
-    padded = layer.padding.pad(old)
-    value = layout.calibrate(padded) if layout.calibration_scope is not None else None
-    again = (layout if value is None else layout.with_calibration(value)).pack(padded)
-    same = all(
-        torch.equal(again[name].contiguous().view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
-        for name in stored
+    if not layout.rounds_jointly:
+        stored = stored_row(layer, role, row)
+        padded = layer.padding.pad(old)
+        value = layout.calibrate(padded) if layout.calibration_scope is not None else None
+        again = (layout if value is None else layout.with_calibration(value)).pack(padded)
+        if all(
+            torch.equal(again[name].contiguous().view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
+            for name in stored
+        ):
+            return
+    raise MoeqError(
+        "usage.shared-tensor",
+        f"layer {layer.layer} {role}: {layout.id} has rounded the weights that stay, and rounding them "
+        f"again would change them: {layout.lossy}",
+        f"write all of {role} in one update: projection '{role}' without rows and columns",
     )
-    if not same:
-        raise MoeqError(
-            "usage.shared-tensor",
-            f"layer {layer.layer} {role}: {layer.layout.id} has rounded the weights that stay, and rounding them "
-            f"again would change them: {layer.layout.lossy}",
-            f"write all of {role} in one update: projection '{role}' without rows and columns",
-        )
 
 
 def _replace(layer: WritableLayer, role: StackedRole, places: Sequence[int], packed: Packed) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from update.test_writer import same_bytes
-from update.updates import Experts, donors
+from update.test_writer import same_bytes, sizes_of
+from update.updates import Experts, changes, write
 
 import moeq
 from moeq.deploy.deployment import Deployment
@@ -51,11 +51,12 @@ def test_every_rank_writes_its_part(name, layout, axis, checkpoints, tmp_path) -
 
     served = packed(checkpoints / name, tmp_path / "before")
     writers = [moeq.Writer(layers, deployment) for layers in served]
-    for layer, expert, parts in donors(experts, 3, 6, joined=False):
-        for projection, tensors in parts.items():
-            done = [writer.update(layer, expert, projection, tensors) for writer in writers]
-            assert sum(len(one.rows) for one in done) == (1 if axis == "ep" else 2)
-            experts.copy(tensors, experts.parts(layer, expert, projection))
+    sizes = sizes_of(served[0][0])
+    for change in changes(experts, sizes, 3, 8):
+        spans = {"rows": change.rows, "columns": change.columns}
+        done = [writer.update(change.layer, change.expert, *change.target, **spans) for writer in writers]
+        assert sum(len(one.rows) for one in done) == (1 if axis == "ep" else 2)
+        write(experts, sizes, change)
     fresh = packed(experts.save(tmp_path / "source"), tmp_path / "after")
     for rank, layers in enumerate(served):
         for number, layer in enumerate(layers):
@@ -102,7 +103,8 @@ def test_smaller_groups_than_the_source_are_written(checkpoints, tmp_path) -> No
     writer.update(0, 1, "down", parts)
     half = {"qweight": parts["qweight"][:8], "scales": parts["scales"][:2], "qzeros": parts["qzeros"][:2]}
     writer.update(0, 2, "down", half, columns=(0, 64))
-    experts.copy(parts, experts.parts(0, 1, "down"))
+    for name, tensor in parts.items():
+        experts.parts(0, 1, "down")[name].copy_(tensor)
     for name, tensor in half.items():
         experts.parts(0, 2, "down")[name][: len(tensor)] = tensor
     fresh = packed(experts.save(tmp_path / "source"), tmp_path / "after")

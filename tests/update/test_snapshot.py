@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from blake3 import blake3
-from pipeline.test_every_layout import CASES, LOSSY_CASES
+from layouts.pairs import CASES, LOSSY_CASES
 from update.test_writer import layers_of, pack
 
 from moeq.checkpoint.manifest import STACKED_ROLES
