@@ -52,7 +52,7 @@ def placement_of(
         offset = [0, 0]
         for one, value in zip(arrangement.fields, values, strict=True):
             axis, multiple = multiples[one.name]
-            offset[axis] += value * multiple  # no layout reverses a digit of a word
+            offset[axis] += (radices[one.name] - 1 - value if one.reversed else value) * multiple
         fields.append((offset[0], offset[1]))
     steps = part.rewrite.steps if part.rewrite is not None else ()
     return Placement(tuple(found), tuple(fields), part.bits, part.flip, steps, origin)
