@@ -13,7 +13,7 @@ _WHOLE = ("fp8-tensor", "modelopt-fp8", "actorder")
 #: Checkpoints with one scale for all columns of a row.
 _CHANNELS = ("w8a8", "fp8-channel")
 #: Checkpoints whose gate and up share something that an update of one of them may change.
-_JOINED = ("nvfp4", "modelopt-fp8", "fp8-tensor", "actorder")
+_JOINED = ("nvfp4", "actorder")
 
 
 def written_kinds(name: str, layout: str) -> frozenset[str]:
@@ -23,8 +23,8 @@ def written_kinds(name: str, layout: str) -> frozenset[str]:
     def has(words: tuple[str, ...]) -> bool:
         return any(word in name for word in words)
 
+    kind = layout_class(layout)
     if layout in LOSSY.get(name, ()):
-        kind = layout_class(layout)
         if kind.calibration_scope is not None or layout in FP16_MXFP4:
             return frozenset()
         if kind.rounds_jointly:
@@ -33,6 +33,6 @@ def written_kinds(name: str, layout: str) -> frozenset[str]:
         found -= {"rows", "columns", "block"}
     if has(_CHANNELS):
         found -= {"columns", "block"}
-    if has(_JOINED):
+    if has(_JOINED) or getattr(kind, "scope", None) == "tensor":
         found -= {"projection"}
     return frozenset(found)

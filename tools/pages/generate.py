@@ -16,7 +16,7 @@ if __name__ == "__main__":
     HERE = Path(__file__).parents[2]
     sys.path[:0] = [str(HERE / name) for name in ("tools", "tests", "kernels", ".")]
 
-from pages import demo, documents, errors, import_graph, results, support, terminal, transcode_matrix
+from pages import demo, documents, errors, import_graph, results, support, terminal, transcode_matrix, update_matrix
 from pages.backends import backends_page
 from pages.commands import commands_page
 from pages.python_api import python_page
@@ -52,6 +52,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     REFERENCE / "documents.md": documents.documents_page,
     REFERENCE / "errors.md": errors.errors_page,
     REFERENCE / "oracle-accuracy.md": _accuracy,
+    REFERENCE / "update-matrix.md": update_matrix.matrix_page,
     REFERENCE / "tested.md": results.tested_page,
     REFERENCE / "vllm-models.md": models_page,
     DOCS / "explanation" / "architecture.svg": lambda: import_graph.draw(import_graph.area_graph()),
