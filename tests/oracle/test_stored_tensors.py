@@ -92,7 +92,7 @@ def test_one_layer_of_another_width_is_refused_alone(tmp_path: Path) -> None:
     assert judged(qwen(tmp_path / "whole", whole, *layers), 1).ok
 
 
-def test_deepseek_v4_with_fp8_experts_names_the_field(tmp_path: Path) -> None:
+def test_deepseek_v4_with_fp8_experts_names_the_field_and_one_size(tmp_path: Path) -> None:
     config = {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": stored.HIDDEN,
         "moe_intermediate_size": stored.HIDDEN, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -110,6 +110,11 @@ def test_deepseek_v4_with_fp8_experts_names_the_field(tmp_path: Path) -> None:
     assert '"expert_dtype": "fp8"' in verdict.nearest
     mended = judged(stored.write(tmp_path / "mended", {**config, "expert_dtype": "fp8"}, [layer]))
     assert mended.ok, mended.refusal
+    # transformers' config class, which vLLM uses from 0.33.0 on, takes either key for the size of experts.
+    both = {**config, "expert_dtype": "fp8", "intermediate_size": 2 * stored.HIDDEN}
+    folder = stored.write(tmp_path / "both", both, [layer])
+    assert f"the engine creates {2 * stored.HIDDEN} by the config" in judged(folder).refusal
+    assert "by the config" not in judged(folder, version="0.32.0").refusal
 
 
 def test_a_side_file_alone_needs_the_option(tmp_path: Path) -> None:

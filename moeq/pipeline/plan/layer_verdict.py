@@ -11,9 +11,11 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.info import RoutingInfo
+from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.judge import judge, method_for
 from moeq.oracle.records import Gate, MoeShape, Routing, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN as OWN_ENGINE
+from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.calibration import with_scales
 from moeq.pipeline.plan.linear_modules import CLASSES_OF_SETS, linear_gate
 from moeq.schemes.base import Scheme
@@ -202,8 +204,12 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
     A narrower tensor leaves numbers as they were allocated, and of a wider one a part is taken (vLLM 0.33.0,
     `RoutedExperts._load_w13`).
     """
-    family = find_family(checkpoint.info.model_type)
-    declared = Facts(checkpoint.source.config).count(family.intermediate_keys) if family else None
+    family, facts = find_family(checkpoint.info.model_type), Facts(checkpoint.source.config)
+    declared = facts.count(family.intermediate_keys) if family else None
+    if checkpoint.info.model_type == "deepseek_v4" and _is_vllm(deployment):
+        # From 0.33.0 on the config is transformers' class, where `intermediate_size` is the experts' and goes first.
+        renames = load_policy(choose_engine(deployment.engine).policy).since("0.33.0")
+        declared = (renames and facts.count(("intermediate_size",))) or declared
     if declared is None or checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
         return None
     found = checkpoint.spec(layer, "w2").k

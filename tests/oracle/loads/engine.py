@@ -4,7 +4,7 @@
 
 For a Python with torch and what vLLM's Python files import, with moeq on PYTHONPATH; SITE is the folder of the unpacked
 wheel. Everything is the engine's: reading the config, the model class, `create_weights`, the loader of files, and
-`load_weights`. What is pretended is the device. Attention and shared experts are left out of the models.
+`load_weights`. What is pretended is the device. Parts for images and the attention of some classes are left out.
 """
 
 from __future__ import annotations

@@ -208,7 +208,10 @@ def _sizes(draft: Draft) -> None:
     """config.json names other sizes than the tensors have."""
     rng, inter = draft.rng, draft.inter
     if rng.random() < 0.8:
-        draft.declared[draft.model.inter_key] = rng.choice((inter * 2, inter // 2, inter + 64, inter + 128, inter - 32))
+        # Where a config has both keys, transformers' class of DeepSeek-V4 takes the other one.
+        key = draft.model.inter_key
+        key = rng.choice((key, "intermediate_size")) if draft.model is DEEPSEEK_V4 else key
+        draft.declared[key] = rng.choice((inter * 2, inter // 2, inter + 64, inter + 128, inter - 32))
     else:
         draft.declared["hidden_size"] = rng.choice((draft.hidden * 2, draft.hidden - 64))
 
