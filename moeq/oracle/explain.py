@@ -90,8 +90,8 @@ def _entries() -> Iterator[Entry]:
         yield Entry(gate.code, "gate", gate.stage, gate.explain)
     yield Entry("G4", "gate", "selection", "Backend selection itself: the candidates and their reasons.")
     text = (
-        "The engine's model class loads experts under some names only, one by one or stacked; moeq transcode --names "
-        "writes others. Known for classes that could be executed."
+        "The engine's model class loads experts under some names only, one by one or stacked; moeq transcode "
+        "writes the family's. Known for classes that could be executed."
     )
     yield Entry("G12", "gate", "names of experts", text)
     text = (

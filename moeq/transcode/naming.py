@@ -12,7 +12,7 @@ from moeq.errors import MoeqError
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.spelling import option
 
-#: Names that may be asked for. `source`: the source's own, if the target format can have them.
+#: Names that may be asked for. `source`: the family's own; the source's where those are unknown or it has stacks.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
 NAMES: tuple[NamesOption, ...] = ("source", "mlp", "block-sparse-moe", "per-expert", "stacked")
 
@@ -111,7 +111,7 @@ def choose_naming(
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
     keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
-    own = family_naming(experts, family) if floats and asked == "source" else None
+    own = family_naming(experts, family, floats=floats) if asked == "source" and (floats or not keeps_stack) else None
     if own is not None:
         return own
     if asked == "stacked" or (asked == "source" and keeps_stack):
@@ -149,13 +149,14 @@ def choose_naming(
     return Naming(prefix, spelled, renamed=renamed)
 
 
-def family_naming(experts: Experts, family: ModelFamily | None) -> Naming | None:
+def family_naming(experts: Experts, family: ModelFamily | None, *, floats: bool) -> Naming | None:
     """Return the names that transformers loads; None if they are unknown, or none that this module spells.
 
-    transformers ignores experts of other names and fills the model's with random numbers.
+    transformers ignores experts of other names and fills the model's with random numbers. Quantised experts of families
+    that stack floats have no names of the family's.
     """
     layer, first = experts.layer, experts.kind(0)
-    if family is None or not first.gated:
+    if family is None or not first.gated or not (floats or family.stacking == "per-expert"):
         return None
     head = f"{layer.stack}.{layer.layer}"
     prefix = f"{head}.{family.experts}"
@@ -173,16 +174,6 @@ def family_naming(experts: Experts, family: ModelFamily | None) -> Naming | None
     return Naming(
         prefix, _STACKED, stacked=True, interleaved=family.interleaved, transposed=family.transposed, renamed=renamed
     )
-
-
-def misplaced(naming: Naming, family: ModelFamily | None) -> str | None:
-    """Return a note if experts lie in another container than engines look for in models of the family."""
-    found = ".".join(naming.prefix.split(".")[-2:])
-    paths = {f"{module}.experts": names for names, module in _CONTAINERS.items()}
-    if family is None or found == family.experts or not {found, family.experts} <= paths.keys():
-        return None
-    names = paths[family.experts]
-    return f"experts are called {found}; engines look for {family.experts} in such models: {option('names', names)}"
 
 
 def _prefix(prefix: str, asked: NamesOption) -> tuple[str, tuple[str, str] | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -40,7 +40,6 @@ from moeq.pipeline.state.publish import (
     index_of,
     require_units,
     sync_files,
-    without_quantization,
     write_json,
 )
 from moeq.pipeline.state.records import UnitRecord
@@ -48,8 +47,8 @@ from moeq.pipeline.state.stamps import work_stamp
 from moeq.spelling import option
 from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
-from moeq.transcode.naming import misplaced
-from moeq.transcode.result_check import warnings, with_expert_dtype
+from moeq.transcode.planned_result import written_config
+from moeq.transcode.result_check import warnings
 from moeq.transcode.survey import Projected, TranscodeKeywords, TranscodeRequest
 from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
@@ -57,10 +56,6 @@ from moeq.version import __version__
 
 REPORT_NAME = "moeq-transcode.json"
 REPORT_SCHEMA = "moeq.transcoding/1"
-
-#: Config keys of a model's dtype.
-_DTYPE_KEYS = ("dtype", "torch_dtype")
-_DTYPE_NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 #: Takes items done, items in all, and a label.
 Advance = Callable[[int, int, str], None]
@@ -354,12 +349,12 @@ def _carries(projected: Projected | None, part: str) -> bool:
 
 
 def notes(plan: TranscodePlan) -> tuple[str, ...]:
-    """List what to know beside the values: names that engines do not look for, and how they quantise activations."""
+    """List what to know beside the values, such as how engines quantise activations."""
     kinds = {
         (projected.source.scheme.activation, reader.scheme.activation)
         for (projected, _), reader in plan.described.items()
     }
-    found = list(filter(None, {misplaced(layer.naming, plan.survey.family) for layer in plan.survey.layers}))
+    found: list[str] = []
     if plan.target.pack:
         found.append(f"SGLang takes the rest of the model from a GGUF file: put one beside the pack as {GGUF_NAME}")
     if plan.request.sort_act_order:
@@ -387,7 +382,7 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
     copy_side_files(source, job.side_files, folder.files, leave_out={*SIDE_CONFIGS, *job.side_configs})
     for name, document in job.side_configs.items():
         write_json(folder.files, name, document)
-    config = written_config(job)
+    config = written_config(source.config, job.plan)
     write_json(folder.files, CONFIG_NAME, config)
     if isinstance(pack := job.plan.files[0], PackPlan):
         manifest = finish_pack(folder.files, pack, job.checkpoint, config)
@@ -399,32 +394,6 @@ def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRec
     document = report(job, found)
     write_json(folder.files, REPORT_NAME, {**document, "plan": job.plan.digest, "sample": folder.stamp.sample})
     folder.publish()
-
-
-def written_config(job: TranscodeJob) -> dict[str, Any]:
-    """Make `config.json`: the source's, with the target's quantisation config in place of its own.
-
-    SGLang's loader of expert packs takes the source's as it is.
-    """
-    if job.plan.target.pack:
-        return dict(job.checkpoint.source.config)
-    config = with_expert_dtype(without_quantization(job.checkpoint.source.config), job.plan)
-    if job.plan.config is not None:
-        return {**config, "quantization_config": dict(job.plan.config)}
-    element = job.plan.target.element or "bf16"
-    name = _DTYPE_NAMES[element]
-    if not any(key in config for key in _DTYPE_KEYS):
-        config["torch_dtype"] = name
-    return dict(_with_dtype(config, name))
-
-
-def _with_dtype(config: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of a config with every dtype of a model or of one of its parts set."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield key, dict(_with_dtype(value, name))
-        else:
-            yield key, name if key in _DTYPE_KEYS and isinstance(value, str) else value
 
 
 def report(job: TranscodeJob, found: Transcoding) -> dict[str, Any]:

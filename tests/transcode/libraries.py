@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,17 @@ def source_values(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield found.name, dequantize(read_module(ckpt.source, found))
 
 
+def with_names_of_mixtral(name: str) -> str:
+    """A module's or tensor's name as Mixtral's class calls it."""
+    name = name.replace(".mlp.", ".block_sparse_moe.")
+    for long, short in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
+        name = re.sub(rf"(\.experts\.\d+)\.{long}\b", rf"\1.{short}", name)
+    return name
+
+
 def parts_of(tensors: Tensors, module: str) -> Tensors:
-    """A module's tensors by part; projections may be called w1, w3, w2."""
-    short = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    head, _, leaf = module.rpartition(".")
-    for name in (module, f"{head}.{short.get(leaf, leaf)}"):
+    """A module's tensors by part; experts may have Mixtral's names."""
+    for name in (module, with_names_of_mixtral(module)):
         found = {key[len(name) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{name}.")}
         if found:
             return found

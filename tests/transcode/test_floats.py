@@ -203,7 +203,7 @@ def test_experts_that_no_engine_loads_from_modelopt_are_refused(
 ) -> None:
     """vLLM's class for ModelOpt's FP8 experts has one weight scale per tensor and static activation scales."""
     source, _ = build(make, config)
-    with pytest.raises(MoeqError, match="engines would not load the result: layer 1: ") as error:
+    with pytest.raises(MoeqError, match="engines would not load the result: layer 0: ") as error:
         transcode(source, tmp_path / "out", "modelopt")
     assert error.value.code == "usage.target"
     assert "ModelOptFp8MoEMethod cannot load the experts" in error.value.message
@@ -213,7 +213,7 @@ def test_experts_that_no_engine_loads_from_modelopt_are_refused(
 def test_blocks_of_experts_are_in_a_mixed_table(build: Callable[..., tuple[Path, Any]], tmp_path: Path) -> None:
     """vLLM reads experts with blocks from a mixed table, under DeepSeek's names; other modules have ModelOpt's."""
     source, _ = build(fp8_block, {**FP8, "weight_block_size": [128, 128]})
-    prefix, (parts, _) = "model.layers.0.self_attn.q_proj", fp8_block(256, 256, torch.Generator().manual_seed(3))
+    prefix, (parts, _) = "model.layers.0.self_attn.o_proj", fp8_block(256, 256, torch.Generator().manual_seed(3))
     kept = {name: one for name, one in tensors_of(source).items() if not name.startswith(prefix)}
     kept |= {f"{prefix}.{part}": one for part, one in parts.items()}
     save_file(kept, source / "model.safetensors", {"format": "pt"})

@@ -32,7 +32,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
         return replace(verdict, notes=(*verdict.notes, note))
     if problem is None or not (vllm or listed):
         return verdict
-    remedy = "moeq transcode --names"
+    remedy = "moeq transcode"
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
     rows = tuple(replace(row, unlock=None) for row in verdict.candidates)
     return replace(verdict, gates=(*verdict.gates, gate), candidates=rows, works=None)

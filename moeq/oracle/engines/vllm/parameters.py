@@ -121,13 +121,12 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
         return None
     online = case.method.config == "online" or case.deployment.quantization == "experts_int8"
     created = _ONLINE_PARAMETERS if online else parameters_of(case.policy.version, case.method)
-    if created is None:
-        return None
     placeholder = case.method.name == "MoeWNA16Method" and not case.method.zero_points
     packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
-    if placeholder and "awq" in packing:  # only GPTQ's files get one
+    if created and placeholder and "awq" in packing:  # only GPTQ's files get one
         created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
-    problem = next(_problems(case, created, tensors), None) or _other_packing(case, packing, tensors)
+    problem = None if created is None else next(_problems(case, created, tensors), None)
+    problem = problem or _other_packing(case, packing, tensors)
     cut = _cut_blocks(outcome, tensors) or _cut_groups(case, tensors)
     if problem is None and cut is not None:  # other ranks may divide the sizes, and moeq's kernels run them
         return Gate("G5", "sizes per rank", False, cut, "RuntimeError", "LOADING")
@@ -158,7 +157,7 @@ def _cut_blocks(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None
 def _cut_groups(case: Case, tensors: Sequence[StoredTensor]) -> str | None:
     """Return why the groups of a four-bit float format cannot be split between the ranks that share an expert.
 
-    Every rank loads whole groups, and its last one stays unfilled (vLLM 0.33.0, `RoutedExperts._load_w2`).
+    Every rank loads whole groups, and its last one stays unfilled (vLLM 0.26.0 to 0.33.0, `RoutedExperts._load_w2`).
     """
     key, inner, ranks = case.method.weight_key or "", case.shape.intermediate_size, case.moe_tp
     group = 32 if key.startswith("kMxfp4") else 16
