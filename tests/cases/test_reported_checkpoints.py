@@ -398,4 +398,6 @@ def test_floats_get_the_names_that_transformers_loads(tmp_path: Path, checkpoint
     assert "model.layers.0.block_sparse_moe.gate.weight" in names
     assert not any(".mlp." in name for name in names)
     asked_for = transcode(source, tmp_path / "other", "bf16", names="mlp", allow_lossy=True)
-    assert "transformers looks for model.layers.0.block_sparse_moe.experts.0.w2.weight" in asked_for.warnings[0]
+    looked_for = "transformers looks for model.layers.0.block_sparse_moe.experts.0.w2.weight"
+    assert any(looked_for in warning for warning in asked_for.warnings)
+    assert any("MixtralForCausalLM does not load" in warning for warning in asked_for.warnings)
