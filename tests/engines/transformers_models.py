@@ -20,6 +20,8 @@ def auto(kind: str = "AutoModelForCausalLM") -> Any:
     """A class of transformers that finds the model's, once moeq is registered there."""
     import transformers
 
+    import moeq.engines.transformers  # noqa: F401 - registers moeq's experts
+
     return getattr(transformers, kind)
 
 
