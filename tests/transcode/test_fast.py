@@ -60,7 +60,7 @@ _FP4 = {"nvfp4", "nvfp4-compressed-tensors"}
 #: Targets that the fast path takes every expert of a checkpoint to, exactly. To floats it takes all, and may round.
 FAST: dict[str, set[str]] = {
     "awq-int4-g32-qwen3moe": _INTEGERS,
-    "ct-fp8-block-qwen3moe": {"compressed-tensors", "fp8"},
+    "ct-fp8-block-qwen3moe": {"compressed-tensors", "fp8", "modelopt"},
     "ct-fp8-channel-qwen3moe": {"compressed-tensors"},
     "ct-fp8-tensor-qwen3moe": {"compressed-tensors", "fp8", "modelopt"},
     "ct-int4-asym-g32-mixtral": _INTEGERS,
