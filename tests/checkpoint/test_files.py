@@ -118,7 +118,7 @@ def test_what_is_no_file(kind: str, code: str, words: str, tmp_path: Path) -> No
 
 
 def test_links_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A link may lead to the folder itself, and to blobs of the Hub client's cache: of the same repository there."""
+    """A link may lead to the folder itself, and to blobs that the Hub client's cache holds of the same repository."""
     cache = tmp_path / "cache"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     folder, snapshot = tmp_path / "folder", cache / "models--a--b" / "snapshots" / "commit"
