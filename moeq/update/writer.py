@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -139,18 +138,19 @@ class Writer:
         block = _block(found, projection, rows, columns)
         rule = self._rule_of(found)
         places = found.rows(expert)
-        gathers = self._gathers(found, projection, block)
-        with torch.device(found.device if gathers else "cpu"):
-            given = read_update(found, projection, tensors, block, rule)
-            role: StackedRole = "w2" if "down" in given else "w13"
-            whole = whole_matrix(found, role, given) if places and block is None else None
-            if gathers and whole is not None:
+        if places and self._gathers(found, projection, block):
+            with torch.device(found.device):
+                given = read_update(found, projection, tensors, block, rule)
+                role: StackedRole = "w2" if "down" in given else "w13"
+                whole = whole_matrix(found, role, given)
+            if whole is not None:
                 return self._place(found, expert, role, places, given, whole)
-            if gathers and places:  # a bias is missing, which only the CPU keeps
-                return self._on_cpu().update(layer, expert, projection, tensors)
-        if not places:
-            return Update(self.digest(layer), {}, (), 0, 0, {})
-        return self._write(found, expert, role, places, given, block)
+        with torch.device("cpu"):  # also keeps a bias that an update leaves out
+            given = read_update(found, projection, tensors, block, rule)
+            role = "w2" if "down" in given else "w13"
+            if not places:
+                return Update(self.digest(layer), {}, (), 0, 0, {})
+            return self._write(found, expert, role, places, given, block)
 
     def update_layer(
         self, layer: int, projection: str, weights: Tensor | Mapping[str, Tensor], *, expected: str | None = None
@@ -215,12 +215,6 @@ class Writer:
         role: StackedRole = "w2" if "down" in names else "w13"
         whole = names in ({"down"}, {*layer.projections} - {"down"})
         return asked and block is None and whole and obstacle(layer, role) is None
-
-    def _on_cpu(self) -> Writer:
-        """Return this writer with the gather kernel left out; both know the same digests."""
-        found = copy(self)
-        found._gather = False
-        return found
 
     def _place(
         self,

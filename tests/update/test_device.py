@@ -48,6 +48,21 @@ def test_the_gather_kernel_writes_what_the_cpu_writes(name, checkpoints, tmp_pat
     assert writer.digest(0) == cpu.digest(0) == moeq.snapshot(layers[0])
 
 
+@pytest.mark.parametrize("name", ["mxfp4-gptoss", "awq-int4-g32-qwen3moe"])
+def test_the_default_device_of_the_caller_does_not_matter(name, checkpoints, tmp_path) -> None:
+    """Engines call with the GPU as torch's default device; "meta" holds no numbers, so one tensor made there tells."""
+    layers, wanted = (layers_of(pack(checkpoints / name, tmp_path / one, CASES[name])) for one in "ab")
+    spec = layers[0].specs["w2"]
+    weight = torch.randn(spec.n, spec.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    moeq.Writer(wanted.values(), gather=False).update(0, 1, "down", weight)
+    writer = moeq.Writer(layers.values(), gather=True)
+    with torch.device("meta"):
+        writer.update(0, 1, "down", weight)
+        digests = writer.digest(0), moeq.snapshot(layers[0])
+    assert same_bytes(layers[0], wanted[0]) == []
+    assert digests == (moeq.snapshot(wanted[0]),) * 2
+
+
 def test_float_weights_are_quantised_on_the_device(checkpoints, tmp_path) -> None:
     name = "ct-int4-g128-qwen3moe"
     folder = pack(checkpoints / name, tmp_path / "out", "marlin-wna16/1")
