@@ -19,9 +19,11 @@ ROOT = Path(__file__).parents[1]
 OPENING = re.compile(
     r"(Of|That of|Those of|As (of|an?|the)|The same for|Such|It|This|Nothing|All but)\b", re.IGNORECASE
 )
-#: `name: text`, a line of an `Args:` or `Attributes:` block, and the text of a comment `#: text`.
+#: `name: text`, a line of an `Args:` or `Attributes:` block, and the text of a comment `#: text`, which stands above or
+#: beside a name.
 DESCRIBED = re.compile(r"^\s+\*{0,2}\w+(?:, \*{0,2}\w+)*(?: \([^)]*\))?: (?P<text>\S.*)")
 COMMENT = re.compile(r"^\s*#: (?P<text>\S.*)")
+BESIDE = re.compile(r"^\s*\w+: .*\S  #: (?P<text>\S.*)")
 SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Yields|Raises):\s*$")
 
 
@@ -35,7 +37,7 @@ def faults(text: str) -> Iterator[tuple[int, str]]:
         yield from docstring_faults(line, docstring)
     previous = ""
     for line, words in enumerate(text.splitlines(), 1):
-        comment = COMMENT.match(words)
+        comment = COMMENT.match(words) or BESIDE.match(words)
         if comment and not COMMENT.match(previous) and OPENING.match(comment["text"]):
             yield line, comment["text"]
         previous = words
@@ -91,6 +93,7 @@ def test_no_docstring_opens_without_its_noun() -> None:
         'def f(dtype):\n    """Do it.\n\n    Args:\n        dtype (str): As a scale of of `g`.\n    """',
         'class Tile:\n    tokens: int\n    """Those of a whole tile."""',
         "#: Nothing larger fits.\nLIMIT = 3",
+        "class Tile:\n    tokens: int = 8  #: of a tile at most (32 or 64)",
     ],
 )
 def test_openings_are_found(text: str) -> None:
@@ -104,6 +107,7 @@ def test_openings_are_found(text: str) -> None:
         'class Tile:\n    """Rows and columns.\n\n    Attributes:\n        tokens: token rows per tile\n    """',
         'def f():\n    """Return the offset.\n\n    Whatever comes next: of no interest here.\n    """',
         "#: The limit of a file,\n#: of which there are many.\nLIMIT = 3",
+        "class Tile:\n    tokens: int = 8  #: token rows per tile",
     ],
 )
 def test_other_openings_are_not(text: str) -> None:

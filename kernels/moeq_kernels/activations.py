@@ -12,31 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation of gate g and up u, or of one projection x, in float32.
+    """Activation of gate g and up u, or of one projection x, in float32."""
 
-    Attributes:
-        name: name in `fused_moe`.
-        gated: formula with a gate, or empty where there is none.
-        ungated: formula without a gate, or empty where there is none.
-        engine: names in vLLM's `MoEActivation`, which `moeq` uses for models; without a gate `_no_mul` follows.
-        reference: function of vLLM 0.33 or of torch that computes it.
-        alpha, beta: default parameters, None where the formula has none.
-        limit: role of `limit`: `before` clamps g from above and u on both sides before the formula; `inside` is a
-            number of the formula.
-        alpha_required: whether a caller has to give alpha.
-        default_limit: limit where a caller gives none; 0 for no limit.
-    """
-
-    name: str
-    gated: str
-    ungated: str
+    name: str  #: name in `fused_moe`
+    gated: str  #: formula with a gate, or empty where there is none
+    ungated: str  #: formula without a gate, or empty where there is none
+    #: Names in vLLM's `MoEActivation`, which `moeq` uses for models; without a gate `_no_mul` follows.
     engine: tuple[str, ...]
-    reference: str
+    reference: str  #: function of vLLM 0.33 or of torch that computes it
+    #: Default parameters, None where the formula has none.
     alpha: float | None = None
     beta: float | None = None
+    #: Role of `limit`: `before` clamps g from above and u on both sides before the formula; `inside` is a number of the
+    #: formula.
     limit: str = "before"
-    alpha_required: bool = False
-    default_limit: float = 0.0
+    alpha_required: bool = False  #: whether a caller has to give alpha
+    default_limit: float = 0.0  #: limit where a caller gives none; 0 for no limit
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -16,19 +16,14 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Placeholder for a strided tensor inside a root: an argument of the call, a weight tensor, or the workspace.
+    """Placeholder for a strided tensor inside a root: an argument of the call, a weight tensor, or the workspace."""
 
-    Attributes:
-        root: name of the memory that the tensor lies in.
-        dtype, shape, strides: attributes of the tensor; strides count elements.
-        offset: bytes from the beginning of the root.
-    """
-
-    root: str
+    root: str  #: name of the memory that the tensor lies in
+    #: Attributes of the tensor; strides count elements.
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int = 0
+    offset: int = 0  #: bytes from the beginning of the root
 
     @classmethod
     def of(cls, root: str, dtype: torch.dtype, *shape: int, offset: int = 0) -> Area:

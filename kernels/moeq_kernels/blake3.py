@@ -30,8 +30,7 @@ def digests(messages: Tensor, length: int) -> Tensor:
     Returns:
         uint8 `[messages, 32]`, the digests.
 
-    Raises:
-        KernelArgumentError: if the messages are of another form.
+    Raises KernelArgumentError if the messages are of another form.
     """
     fits = messages.dim() == 2 and messages.dtype == torch.uint8 and messages.is_contiguous()
     if not fits or messages.shape[1] % BLOCK or not 0 <= length <= messages.shape[1] or not messages.shape[1]:

@@ -10,50 +10,33 @@ from moeq_kernels.formats import FORMATS
 
 @dataclass(frozen=True)
 class Capability:
-    """Weight layout that the kernels read.
+    """Weight layout that the kernels read."""
 
-    Attributes:
-        layout: layout id.
-        elements: element types of the codes.
-        group_sizes: numbers of codes that share a scale; -1 is one scale per output feature. Empty for unquantised
-            weights.
-        zero_points: whether stored zero points are read.
-        act_order: whether columns are permuted (act-order).
-        dtypes: torch dtype names of the activations.
-        int8_activations: whether activations are quantised to int8 per token.
-        fp8_activations: whether `PackedMatrix.activation_dtype` may ask for e4m3 activations, quantised per token, or
-            per token and group of the weights.
-        n_multiple, k_multiple: granularity of stored output features (per half for gate and up) and input features.
-        biases: whether expert biases are added.
-        activations: gated activations, each in both gate-up and interleaved row order.
-        ungated_activations: activations without a gate.
-        activation_formats: `standard` (`[tokens, hidden]`) and `batched` (`[experts, max_tokens, hidden]`).
-        expert_parallel: whether experts may live on other ranks (expert map).
-        router_weight_on_input: whether router weights may multiply the input.
-        minimum_cuda: lowest NVIDIA compute capability.
-        rocm: AMD architectures for which the kernels are compiled, but were not run.
-        interpreter: whether the kernels run without a GPU.
-    """
-
-    layout: str
-    elements: tuple[str, ...]
+    layout: str  #: layout id
+    elements: tuple[str, ...]  #: element types of the codes
+    #: Numbers of codes that share a scale; -1 is one scale per output feature. Empty for unquantised weights.
     group_sizes: tuple[int, ...]
-    zero_points: bool
-    act_order: bool
-    dtypes: tuple[str, ...]
-    int8_activations: bool
+    zero_points: bool  #: whether stored zero points are read
+    act_order: bool  #: whether columns are permuted (act-order)
+    dtypes: tuple[str, ...]  #: torch dtype names of the activations
+    int8_activations: bool  #: whether activations are quantised to int8 per token
+    #: Whether `PackedMatrix.activation_dtype` may ask for e4m3 activations, quantised per token, or per token and group
+    #: of the weights.
     fp8_activations: bool
+    #: Granularity of stored output features (per half for gate and up) and input features.
     n_multiple: int
     k_multiple: int
-    biases: bool = True
-    activations: tuple[str, ...] = GATED
-    ungated_activations: tuple[str, ...] = UNGATED
+    biases: bool = True  #: whether expert biases are added
+    activations: tuple[str, ...] = GATED  #: gated activations, each in both gate-up and interleaved row order
+    ungated_activations: tuple[str, ...] = UNGATED  #: activations without a gate
+    #: `standard` (`[tokens, hidden]`) and `batched` (`[experts, max_tokens, hidden]`).
     activation_formats: tuple[str, ...] = ("standard", "batched")
-    expert_parallel: bool = True
-    router_weight_on_input: bool = True
-    minimum_cuda: tuple[int, int] = (8, 0)
+    expert_parallel: bool = True  #: whether experts may live on other ranks (expert map)
+    router_weight_on_input: bool = True  #: whether router weights may multiply the input
+    minimum_cuda: tuple[int, int] = (8, 0)  #: lowest NVIDIA compute capability
+    #: AMD architectures for which the kernels are compiled, but were not run.
     rocm: tuple[str, ...] = ("gfx942", "gfx950")
-    interpreter: bool = True
+    interpreter: bool = True  #: whether the kernels run without a GPU
 
 
 def _capability(layout: str) -> Capability:

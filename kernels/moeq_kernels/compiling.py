@@ -51,37 +51,23 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Specialisation:
-    """Build of a kernel.
+    """Build of a kernel."""
 
-    Attributes:
-        kernel: device function as in `Launch.kernel`.
-        types: Triton types by parameter; all other parameters are constants.
-        constants: values of constants by parameter.
-        aligned: parameters that are multiples of 16.
-        options: options for Triton's compiler.
-    """
-
-    kernel: str
-    types: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Any], ...]
-    aligned: frozenset[str]
-    options: tuple[tuple[str, Any], ...]
+    kernel: str  #: device function as in `Launch.kernel`
+    types: tuple[tuple[str, str], ...]  #: Triton types by parameter; all other parameters are constants
+    constants: tuple[tuple[str, Any], ...]  #: values of constants by parameter
+    aligned: frozenset[str]  #: parameters that are multiples of 16
+    options: tuple[tuple[str, Any], ...]  #: options for Triton's compiler
 
 
 @dataclass(frozen=True)
 class Warmed:
-    """Result of a warm-up.
+    """Result of a warm-up."""
 
-    Attributes:
-        kernels: number of builds that are needed.
-        compiled: number of builds that were missing in the cache.
-        seconds: duration.
-        kept: whether the cache holds the builds now; without a writable folder every process compiles them again.
-    """
-
-    kernels: int
-    compiled: int
-    seconds: float
+    kernels: int  #: number of builds that are needed
+    compiled: int  #: number of builds that were missing in the cache
+    seconds: float  #: duration
+    #: Whether the cache holds the builds now; without a writable folder every process compiles them again.
     kept: bool = True
 
     def __add__(self, other: Warmed) -> Warmed:
@@ -154,23 +140,15 @@ def compile_one(wanted: Specialisation, gpu: Gpu) -> Any:
 
 @dataclass(frozen=True)
 class Binary:
-    """Machine code for an NVIDIA GPU and its launch parameters.
+    """Machine code for an NVIDIA GPU and its launch parameters."""
 
-    Attributes:
-        code: cubin.
-        name: name of the kernel in the cubin.
-        warps: warps per program.
-        shared: bytes of dynamic shared memory per program.
-        boxes: swizzle (CUtensorMapSwizzle) and block of each descriptor of the copy engine.
-        parameters: bytes of each kernel parameter.
-    """
-
-    code: bytes
-    name: str
-    warps: int
-    shared: int
+    code: bytes  #: cubin
+    name: str  #: name of the kernel in the cubin
+    warps: int  #: warps per program
+    shared: int  #: bytes of dynamic shared memory per program
+    #: Swizzle (CUtensorMapSwizzle) and block of each descriptor of the copy engine.
     boxes: tuple[tuple[int, tuple[int, ...]], ...]
-    parameters: tuple[int, ...]
+    parameters: tuple[int, ...]  #: bytes of each kernel parameter
 
 
 def parameters_of(ptx: str) -> tuple[int, ...]:

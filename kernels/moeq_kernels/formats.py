@@ -13,59 +13,38 @@ ShapeOf = Callable[[int, int], Shape]
 
 @dataclass(frozen=True)
 class Format:
-    """Format of one element type in one layout, in the terms of the device code.
+    """Format of one element type in one layout, in the terms of the device code."""
 
-    Attributes:
-        layout: layout id.
-        element: value of `PackedMatrix.element`.
-        codec: reader in `device.codecs`.
-        kind: element kind in `device.scales.weight_tile`: `uint2`, `uint3`, `uint4`, `uint8`, `e2m1`, `e4m3`, `int8`
-            or `float`.
-        weight_shape: function from (n, k) to the shape of one packed expert in elements of `weight_dtype`.
-        weight_dtype: torch dtype name of the packed weights.
-        group_order: order of group scales, or None where the format has none.
-        single_order: order of scales per output feature, or None where the format has none.
-        scale_dtypes: torch dtype names of scales.
-        group_sizes: supported group sizes; -1 is one scale per output feature.
-        zero_points: whether packed zero points are read.
-        act_order: whether `permutation` and `group_index` are required; other integer formats may have them.
-        bias_single: whether biases lie in Marlin's 32-column order.
-        n_multiple, k_multiple: granularity of n (per half for gate and up) and of k.
-        dtypes: torch dtype names of x.
-        int8_activations: whether rows of x are quantised to int8.
-        fp8_activations: whether rows of x may be quantised to e4m3 (`PackedMatrix.activation_dtype`).
-        scale_kind: encoding of a stored scale, see `device.scales.scale_to_float`.
-        block_rows: output features that share a scale.
-        global_exponent: binary exponent by which the stored global scale exceeds the factor of the matrix.
-        global_scale: `optional`, `required`, or `instead` if a global scale may replace the scales.
-        high_shape: function like `weight_shape` for `PackedMatrix.weight_high`, or None where there is none.
-        hopper_scales: torch dtype names of scales that the Hopper kernels for 16-bit activations read; empty where they
-            do not read the format.
-    """
-
-    layout: str
-    element: str
-    codec: str
+    layout: str  #: layout id
+    element: str  #: value of `PackedMatrix.element`
+    codec: str  #: reader in `device.codecs`
+    #: Element kind in `device.scales.weight_tile`: `uint2`, `uint3`, `uint4`, `uint8`, `e2m1`, `e4m3`, `int8` or
+    #: `float`.
     kind: str
-    weight_shape: ShapeOf
-    weight_dtype: str
-    group_order: str | None
-    single_order: str | None
-    scale_dtypes: tuple[str, ...]
-    group_sizes: tuple[int, ...]
-    zero_points: bool = False
+    weight_shape: ShapeOf  #: function from (n, k) to the shape of one packed expert in elements of `weight_dtype`
+    weight_dtype: str  #: torch dtype name of the packed weights
+    group_order: str | None  #: order of group scales, or None where the format has none
+    single_order: str | None  #: order of scales per output feature, or None where the format has none
+    scale_dtypes: tuple[str, ...]  #: torch dtype names of scales
+    group_sizes: tuple[int, ...]  #: supported group sizes; -1 is one scale per output feature
+    zero_points: bool = False  #: whether packed zero points are read
+    #: Whether `permutation` and `group_index` are required; other integer formats may have them.
     act_order: bool = False
-    bias_single: bool = False
+    bias_single: bool = False  #: whether biases lie in Marlin's 32-column order
+    #: Granularity of n (per half for gate and up) and of k.
     n_multiple: int = 1
     k_multiple: int = 1
-    dtypes: tuple[str, ...] = ("bfloat16", "float16")
-    int8_activations: bool = False
-    fp8_activations: bool = False
-    scale_kind: str = "float"
-    block_rows: int = 1
-    global_exponent: int = 0
-    global_scale: str = "optional"
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")  #: torch dtype names of x
+    int8_activations: bool = False  #: whether rows of x are quantised to int8
+    fp8_activations: bool = False  #: whether rows of x may be quantised to e4m3 (`PackedMatrix.activation_dtype`)
+    scale_kind: str = "float"  #: encoding of a stored scale, see `device.scales.scale_to_float`
+    block_rows: int = 1  #: output features that share a scale
+    global_exponent: int = 0  #: binary exponent by which the stored global scale exceeds the factor of the matrix
+    global_scale: str = "optional"  #: `optional`, `required`, or `instead` if a global scale may replace the scales
+    #: Function like `weight_shape` for `PackedMatrix.weight_high`, or None where there is none.
     high_shape: ShapeOf | None = None
+    #: Torch dtype names of scales that the Hopper kernels for 16-bit activations read; empty where they do not read the
+    #: format.
     hopper_scales: tuple[str, ...] = ()
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:

@@ -16,27 +16,16 @@ SLOW_MEMORY = 31e9
 
 @dataclass(frozen=True)
 class Gpu:
-    """Properties of a GPU that plans depend on.
+    """Properties of a GPU that plans depend on."""
 
-    Attributes:
-        name: common name.
-        capability: compute capability of an NVIDIA GPU; (0, 0) for others.
-        multiprocessors: number of SMs (NVIDIA) or compute units (AMD).
-        shared_bytes: upper bound of shared memory per program.
-        l2_bytes: size of the L2 cache.
-        arch: target of Triton's compiler: 90, or `gfx942`.
-        warp: threads per warp.
-        memory_rate: bytes per second by the data sheet; 0 where unknown.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    multiprocessors: int
-    shared_bytes: int
-    l2_bytes: int
-    arch: int | str
-    warp: int = 32
-    memory_rate: float = 0.0
+    name: str  #: common name
+    capability: tuple[int, int]  #: compute capability of an NVIDIA GPU; (0, 0) for others
+    multiprocessors: int  #: number of SMs (NVIDIA) or compute units (AMD)
+    shared_bytes: int  #: upper bound of shared memory per program
+    l2_bytes: int  #: size of the L2 cache
+    arch: int | str  #: target of Triton's compiler: 90, or `gfx942`
+    warp: int = 32  #: threads per warp
+    memory_rate: float = 0.0  #: bytes per second by the data sheet; 0 where unknown
 
     @property
     def slow_memory(self) -> bool:

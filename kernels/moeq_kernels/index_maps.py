@@ -9,46 +9,29 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Digit:
-    """One digit of the number of a packed word.
+    """One digit of the number of a packed word."""
 
-    Attributes:
-        axis: 0 if it belongs to the row number, 1 for the column number.
-        radix: number of its values.
-        multiple: rows or columns by which it counts.
-        reversed: whether it counts backwards.
-        stride: words by which it counts.
-        start: first value that is written.
-        extent: number of values that are written.
-    """
-
-    axis: int
-    radix: int
-    multiple: int
-    reversed: bool
-    stride: int
-    start: int
-    extent: int
+    axis: int  #: 0 if it belongs to the row number, 1 for the column number
+    radix: int  #: number of its values
+    multiple: int  #: rows or columns by which it counts
+    reversed: bool  #: whether it counts backwards
+    stride: int  #: words by which it counts
+    start: int  #: first value that is written
+    extent: int  #: number of values that are written
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Words of a packed tensor that hold a block of a matrix.
+    """Words of a packed tensor that hold a block of a matrix."""
 
-    Attributes:
-        digits: digits of the number of a word, least significant first.
-        fields: row and column offset of each element of a word, that in the lowest bits first.
-        bits: bits of an element.
-        flip: bits of each element that are stored inverted.
-        steps: permutation of the bits of a finished word as `(left shift, mask)` pairs; empty for none.
-        origin: row and column of the packed matrix at which the source begins.
-    """
-
-    digits: tuple[Digit, ...]
+    digits: tuple[Digit, ...]  #: digits of the number of a word, least significant first
+    #: Row and column offset of each element of a word, that in the lowest bits first.
     fields: tuple[tuple[int, int], ...]
-    bits: int
-    flip: int = 0
+    bits: int  #: bits of an element
+    flip: int = 0  #: bits of each element that are stored inverted
+    #: Permutation of the bits of a finished word as `(left shift, mask)` pairs; empty for none.
     steps: tuple[tuple[int, int], ...] = ()
-    origin: tuple[int, int] = (0, 0)
+    origin: tuple[int, int] = (0, 0)  #: row and column of the packed matrix at which the source begins
 
     def __hash__(self) -> int:
         return self._hash
@@ -86,19 +69,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Packing:
-    """How the source holds the elements of a matrix: alone, or several to a word of one axis.
+    """How the source holds the elements of a matrix: alone, or several to a word of one axis."""
 
-    Attributes:
-        per: elements in a source word.
-        along_rows: whether elements of one word follow each other along rows (AWQ) instead of columns.
-        order: field of each element of a word; empty for ascending fields.
-        sign: bits of each element that are stored inverted: 128 for int8 codes in two's complement.
-    """
-
-    per: int = 1
-    along_rows: bool = False
-    order: tuple[int, ...] = field(default=())
-    sign: int = 0
+    per: int = 1  #: elements in a source word
+    along_rows: bool = False  #: whether elements of one word follow each other along rows (AWQ) instead of columns
+    order: tuple[int, ...] = field(default=())  #: field of each element of a word; empty for ascending fields
+    sign: int = 0  #: bits of each element that are stored inverted: 128 for int8 codes in two's complement
 
     @property
     def constants(self) -> dict[str, object]:
@@ -110,29 +86,17 @@ class Packing:
 
 @dataclass(frozen=True)
 class Reading:
-    """Words and fields of a packed tensor in which the elements of a matrix lie.
+    """Words and fields of a packed tensor in which the elements of a matrix lie."""
 
-    Attributes:
-        rows: digits of a row's number: radix, multiple, whether it counts backwards, words and fields by which it
-            counts.
-        columns: the same for a column's number.
-        bits: bits of an element.
-        fields: elements in a word.
-        flip: bits of each element that are stored inverted.
-        steps: permutation of the bits of a stored word as `(left shift, mask)` pairs; empty for none.
-        shared: rows of the matrix that share a stored row.
-        half: stored row of the matrix from which on `above` is added to find the packed row, below it `below`.
-        below: see `half`.
-        above: see `half`.
-    """
-
+    #: Digits of a row's number: radix, multiple, whether it counts backwards, words and fields by which it counts.
     rows: tuple[tuple[int, int, int, int, int], ...]
-    columns: tuple[tuple[int, int, int, int, int], ...]
-    bits: int
-    fields: int
-    flip: int = 0
+    columns: tuple[tuple[int, int, int, int, int], ...]  #: digits of a column's number, like those of rows
+    bits: int  #: bits of an element
+    fields: int  #: elements in a word
+    flip: int = 0  #: bits of each element that are stored inverted
+    #: Permutation of the bits of a stored word as `(left shift, mask)` pairs; empty for none.
     steps: tuple[tuple[int, int], ...] = ()
-    shared: int = 1
-    half: int = 0
-    below: int = 0
-    above: int = 0
+    shared: int = 1  #: rows of the matrix that share a stored row
+    half: int = 0  #: stored row of the matrix from which on `above` is added to find the packed row, below it `below`
+    below: int = 0  #: see `half`
+    above: int = 0  #: see `half`

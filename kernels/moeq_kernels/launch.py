@@ -21,20 +21,13 @@ Argument = Area | Box | int | None
 
 @dataclass(frozen=True)
 class Launch:
-    """Kernel launch.
+    """Kernel launch."""
 
-    Attributes:
-        kernel: device function as `module:function`, relative to `moeq_kernels`.
-        programs: size of the grid along up to three axes.
-        arguments: run-time arguments by parameter name.
-        constants: constexpr arguments by parameter name.
-        options: options for Triton's compiler: `num_warps`, `num_stages`, `maxnreg`, `launch_pdl`.
-    """
-
-    kernel: str
-    programs: tuple[int, ...]
-    arguments: Mapping[str, Argument]
-    constants: Mapping[str, Any]
+    kernel: str  #: device function as `module:function`, relative to `moeq_kernels`
+    programs: tuple[int, ...]  #: size of the grid along up to three axes
+    arguments: Mapping[str, Argument]  #: run-time arguments by parameter name
+    constants: Mapping[str, Any]  #: constexpr arguments by parameter name
+    #: Options for Triton's compiler: `num_warps`, `num_stages`, `maxnreg`, `launch_pdl`.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property

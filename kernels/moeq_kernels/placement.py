@@ -50,8 +50,7 @@ def place(
         shape: rows and columns of the source matrix; elements beyond are 0.
         packing: how the source holds elements.
 
-    Raises:
-        KernelArgumentError: if source and target are on several devices or do not hold what `placement` says.
+    Raises KernelArgumentError if source and target are on several devices or do not hold what `placement` says.
     """
     found = planned(
         placement,
@@ -71,19 +70,12 @@ def place(
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of several matrices in a tensor.
+    """Elements of several matrices in a tensor."""
 
-    Attributes:
-        rows: rows of a matrix.
-        columns: elements of the tensor that a row takes.
-        first: element of the tensor at which the first matrix begins.
-        step: elements of the tensor from one matrix to the next.
-    """
-
-    rows: int
-    columns: int
-    first: int
-    step: int
+    rows: int  #: rows of a matrix
+    columns: int  #: elements of the tensor that a row takes
+    first: int  #: element of the tensor at which the first matrix begins
+    step: int  #: elements of the tensor from one matrix to the next
 
 
 def read(
@@ -99,8 +91,7 @@ def read(
         into: elements of the target that are written.
         pairs: whether a byte of the target takes two elements of four bits, that of the even column in its low half.
 
-    Raises:
-        KernelArgumentError: if no dtype holds a word of the reading.
+    Raises KernelArgumentError if no dtype holds a word of the reading.
     """
     shapes = (target.dtype, target.numel(), source.dtype, tuple(source.shape))
     planned_reading(reading, first_row, pairs, into, *shapes).run(source, target)
@@ -179,8 +170,7 @@ def planned(
 ) -> Planned:
     """Plan the write of a source of some dtype, sizes and strides into such a target.
 
-    Raises:
-        KernelArgumentError: as `place`.
+    Raises KernelArgumentError as `place`.
     """
     size = -(-placement.bits * len(placement.fields) // 8)
     held: int = math.prod(target_sizes)

@@ -20,21 +20,13 @@ from moeq_kernels.tuning import Blocks, choose_blocks, next_power_of_two
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that a product multiplies.
+    """Rows that a product multiplies."""
 
-    Attributes:
-        x: `[R, K_x]`.
-        tiles: int32 `[T, 8]`, see `device.routing`.
-        pair_of_row: int32, pair of each sorted row; needed if x or weights are in the order of pairs.
-        choices: pairs that share a row of x; 0 if the rows of x are sorted.
-        weights: float32 router weights of the pairs, if the epilogue applies them.
-    """
-
-    x: Area
-    tiles: Area
-    pair_of_row: Area | None = None
-    choices: int = 0
-    weights: Area | None = None
+    x: Area  #: `[R, K_x]`
+    tiles: Area  #: int32 `[T, 8]`, see `device.routing`
+    pair_of_row: Area | None = None  #: int32, pair of each sorted row; needed if x or weights are in the order of pairs
+    choices: int = 0  #: pairs that share a row of x; 0 if the rows of x are sorted
+    weights: Area | None = None  #: float32 router weights of the pairs, if the epilogue applies them
 
 
 def plan_for(problem: Problem, tokens: int) -> Blocks:

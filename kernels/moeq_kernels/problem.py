@@ -18,31 +18,20 @@ from moeq_kernels.records import PackedExperts, PackedMatrix
 
 @dataclass(frozen=True)
 class Problem:
-    """Layer without numbers; equal problems share plans and compiled kernels.
+    """Layer without numbers; equal problems share plans and compiled kernels."""
 
-    Attributes:
-        w13, w2: matrices whose tensors are areas with roots `w13.weight`, `w2.scale`, ...
-        epilogue: epilogue of the gate-up product.
-        top_k: experts per token.
-        hidden: features of x and y.
-        dtype: dtype of x and y.
-        known: number of experts that routing may name.
-        mapped: whether an expert map translates those to local experts.
-        gpu: GPU that runs the layer.
-        interpret: whether Triton's interpreter runs the layer.
-        dependent: whether kernels start before the preceding kernel has ended (programmatic dependent launch).
-    """
-
+    #: Matrices whose tensors are areas with roots `w13.weight`, `w2.scale`, ...
     w13: PackedMatrix
     w2: PackedMatrix
-    epilogue: Epilogue
-    top_k: int
-    hidden: int
-    dtype: torch.dtype
-    known: int
-    mapped: bool
-    gpu: Gpu
-    interpret: bool = False
+    epilogue: Epilogue  #: epilogue of the gate-up product
+    top_k: int  #: experts per token
+    hidden: int  #: features of x and y
+    dtype: torch.dtype  #: dtype of x and y
+    known: int  #: number of experts that routing may name
+    mapped: bool  #: whether an expert map translates those to local experts
+    gpu: Gpu  #: GPU that runs the layer
+    interpret: bool = False  #: whether Triton's interpreter runs the layer
+    #: Whether kernels start before the preceding kernel has ended (programmatic dependent launch).
     dependent: bool = True
 
     def __hash__(self) -> int:

@@ -24,15 +24,10 @@ from moeq_kernels.validate import as_int32, check_matrix, require, require_runna
 
 @dataclass(frozen=True)
 class SortedProducts:
-    """Products of pairs (token, choice), sorted by expert.
+    """Products of pairs (token, choice), sorted by expert."""
 
-    Attributes:
-        values: float32 `[pairs, N]`; rows that belong to no pair hold anything.
-        rows: int32 `[pairs]`, row of each pair, or -1 for a choice without an expert.
-    """
-
-    values: Tensor
-    rows: Tensor
+    values: Tensor  #: float32 `[pairs, N]`; rows that belong to no pair hold anything
+    rows: Tensor  #: int32 `[pairs]`, row of each pair, or -1 for a choice without an expert
 
 
 def expert_products(x: Tensor, matrix: PackedMatrix, ids: Tensor, *, blocks: Blocks | None = None) -> Tensor:

@@ -79,20 +79,13 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """Both projections of the local experts of a MoE layer.
+    """Both projections of the local experts of a MoE layer."""
 
-    Attributes:
-        w13: gate and up projection; `n` is twice the padded intermediate size, or once if ungated.
-        w2: down projection; `k` is the padded intermediate size.
-        w13_order: order of w13's rows: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...)
-            or `ungated`.
-        name: name of the layer for messages.
-    """
-
-    w13: PackedMatrix
-    w2: PackedMatrix
+    w13: PackedMatrix  #: gate and up projection; `n` is twice the padded intermediate size, or once if ungated
+    w2: PackedMatrix  #: down projection; `k` is the padded intermediate size
+    #: Order of w13's rows: `gate-up` (gate rows, then up rows), `interleaved` (gate 0, up 0, gate 1, ...) or `ungated`.
     w13_order: W13Order = "gate-up"
-    name: str = ""
+    name: str = ""  #: name of the layer for messages
 
     @property
     def num_experts(self) -> int:

@@ -21,25 +21,15 @@ _GROUP_SCORES = {"max": 1, "top2": 2}
 
 @dataclass(frozen=True)
 class Router:
-    """Rule by which a model chooses experts.
+    """Rule by which a model chooses experts."""
 
-    Attributes:
-        top_k: experts per token.
-        scoring: `softmax` over all experts, or `sigmoid` of each logit.
-        renormalize: whether the chosen scores are divided by their sum.
-        scaling_factor: final factor of the weights (DeepSeek's `routed_scaling_factor`).
-        num_groups: number of equal groups of experts; only experts of the best `topk_groups` can be chosen.
-        topk_groups: number of groups that stay.
-        group_score: score of a group: its best score (`max`, DeepSeek-V2) or the sum of its best two (`top2`,
-            DeepSeek-V3).
-    """
-
-    top_k: int
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
+    top_k: int  #: experts per token
+    scoring: Literal["softmax", "sigmoid"] = "softmax"  #: `softmax` over all experts, or `sigmoid` of each logit
+    renormalize: bool = True  #: whether the chosen scores are divided by their sum
+    scaling_factor: float = 1.0  #: final factor of the weights (DeepSeek's `routed_scaling_factor`)
+    num_groups: int = 1  #: number of equal groups of experts; only experts of the best `topk_groups` can be chosen
+    topk_groups: int = 1  #: number of groups that stay
+    #: Score of a group: its best score (`max`, DeepSeek-V2) or the sum of its best two (`top2`, DeepSeek-V3).
     group_score: Literal["max", "top2"] = "max"
 
 

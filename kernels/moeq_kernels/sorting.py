@@ -26,21 +26,13 @@ TOKEN_LIMITS = (1, 63, 511)
 
 @dataclass(frozen=True)
 class Sorted:
-    """Buffers of sorted pairs; `device.routing` describes their contents.
+    """Buffers of sorted pairs; `device.routing` describes their contents."""
 
-    Attributes:
-        pair_of_row: int32 `[P]`.
-        inverse: int32 `[P]`.
-        tiles: int32 `[T, 8]`.
-        num_tiles: int32 `[1]`.
-        cleared: int32 zeros, counters of the product kernels.
-    """
-
-    pair_of_row: Area
-    inverse: Area
-    tiles: Area
-    num_tiles: Area
-    cleared: Area
+    pair_of_row: Area  #: int32 `[P]`
+    inverse: Area  #: int32 `[P]`
+    tiles: Area  #: int32 `[T, 8]`
+    num_tiles: Area  #: int32 `[1]`
+    cleared: Area  #: int32 zeros, counters of the product kernels
 
     @property
     def most(self) -> int:

@@ -156,17 +156,11 @@ def ratio(error2: float, norm2: float) -> float:
 
 @dataclass
 class ProductComparison:
-    """Comparison of one product of one layer, expert by expert.
+    """Comparison of one product of one layer, expert by expert."""
 
-    Attributes:
-        name: `gate`, `up` or `down`.
-        k: length of its sums.
-        totals: statistics over all experts.
-    """
-
-    name: str
-    k: int
-    totals: Totals = field(default_factory=Totals)
+    name: str  #: `gate`, `up` or `down`
+    k: int  #: length of its sums
+    totals: Totals = field(default_factory=Totals)  #: statistics over all experts
     _experts: list[tuple[ExpertError, ...]] = field(default_factory=list)
     _titles: tuple[str, ...] = ()
 

@@ -27,21 +27,13 @@ MOST_FEATURES = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """One expert's product, with all that it was computed from.
+    """One expert's product, with all that it was computed from."""
 
-    Attributes:
-        x: `[T, K]` input rows.
-        weight: `[N, K]` dequantised weights of the reference.
-        groups: int `[K]`, group of each input feature.
-        actual: `[T, N]`, result of the kernels.
-        emulated: expected result and its bounds.
-    """
-
-    x: Tensor
-    weight: Tensor
-    groups: Tensor
-    actual: Tensor
-    emulated: Emulated
+    x: Tensor  #: `[T, K]` input rows
+    weight: Tensor  #: `[N, K]` dequantised weights of the reference
+    groups: Tensor  #: int `[K]`, group of each input feature
+    actual: Tensor  #: `[T, N]`, result of the kernels
+    emulated: Emulated  #: expected result and its bounds
 
 
 def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> str | None:

@@ -33,46 +33,29 @@ Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class EngineBackend:
-    """A backend to run.
+    """A backend to run."""
 
-    Attributes:
-        name: the engine's name of it.
-        activations: what it quantises activations to: `int8`, `fp8` or empty; None if no yardstick covers it.
-        build: function that builds a layer and returns the engine's class of experts, and how to run it.
-        selected: whether the engine selects it without being asked.
-    """
-
-    name: str
-    activations: str | None
+    name: str  #: the engine's name of it
+    activations: str | None  #: what it quantises activations to: `int8`, `fp8` or empty; None if no yardstick covers it
+    #: Function that builds a layer and returns the engine's class of experts, and how to run it.
     build: Callable[[int], tuple[str, Implementation]]
-    selected: bool = False
+    selected: bool = False  #: whether the engine selects it without being asked
 
 
 @dataclass(frozen=True)
 class BackendResult:
-    """Result of one backend on one layer.
+    """Result of one backend on one layer."""
 
-    Attributes:
-        layer: layer number.
-        backend: the engine's name of the backend.
-        selected: whether the engine selects it without being asked.
-        experts: the engine's class that ran.
-        error: norm of the error over the norm of the reference.
-        allowed: largest error that passes; None if no yardstick covers the activations.
-        expert: expert with the largest error over its allowed one, and that quotient.
-        microseconds: token count to the median time of a call on a GPU, weights read from memory.
-        refused: why it did not run, in the engine's words; None if it ran.
-    """
-
-    layer: int
-    backend: str
-    selected: bool
-    experts: str | None = None
-    error: float | None = None
-    allowed: float | None = None
-    expert: tuple[int, float] | None = None
+    layer: int  #: layer number
+    backend: str  #: the engine's name of the backend
+    selected: bool  #: whether the engine selects it without being asked
+    experts: str | None = None  #: the engine's class that ran
+    error: float | None = None  #: norm of the error over the norm of the reference
+    allowed: float | None = None  #: largest error that passes; None if no yardstick covers the activations
+    expert: tuple[int, float] | None = None  #: expert with the largest error over its allowed one, and that quotient
+    #: Token count to the median time of a call on a GPU, weights read from memory.
     microseconds: Mapping[int, float] | None = None
-    refused: str | None = None
+    refused: str | None = None  #: why it did not run, in the engine's words; None if it ran
 
     @property
     def wrong(self) -> bool:
@@ -88,17 +71,11 @@ class BackendResult:
 
 @dataclass(frozen=True)
 class EngineCheckReport:
-    """Results of an engine's backends.
+    """Results of an engine's backends."""
 
-    Attributes:
-        destination: the converted checkpoint.
-        engine: the engine.
-        backends: results, by layer and backend.
-    """
-
-    destination: str
-    engine: str
-    backends: tuple[BackendResult, ...]
+    destination: str  #: the converted checkpoint
+    engine: str  #: the engine
+    backends: tuple[BackendResult, ...]  #: results, by layer and backend
 
     @property
     def ok(self) -> bool:

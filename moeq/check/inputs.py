@@ -28,19 +28,12 @@ _CORRECTIONS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tokens of all runs of a layer, one after another.
+    """Tokens of all runs of a layer, one after another."""
 
-    Attributes:
-        x: `[T, H]` in the activation dtype.
-        weights: float32 `[T, top_k]`.
-        ids: int64 `[T, top_k]`, counted within the sample.
-        runs: every run with the slice of its tokens.
-    """
-
-    x: Tensor
-    weights: Tensor
-    ids: Tensor
-    runs: tuple[tuple[Run, slice], ...]
+    x: Tensor  #: `[T, H]` in the activation dtype
+    weights: Tensor  #: float32 `[T, top_k]`
+    ids: Tensor  #: int64 `[T, top_k]`, counted within the sample
+    runs: tuple[tuple[Run, slice], ...]  #: every run with the slice of its tokens
 
     def to(self, device: torch.device) -> Inputs:
         """Copy the tensors to a device."""

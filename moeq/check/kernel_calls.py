@@ -26,8 +26,7 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
 
     4-bit weights are multiplied with e4m3 activations by prepared layers only, so a check runs 16-bit ones.
 
-    Raises:
-        MoeqError: `answer.no-kernel` where no kernel reads the layout, or none with e4m3 activations.
+    Raises MoeqError `answer.no-kernel` where no kernel reads the layout, or none with e4m3 activations.
     """
     from moeq_kernels.errors import KernelUnsupportedError
     from moeq_kernels.formats import find_format
@@ -49,9 +48,8 @@ def activations_of(layout: str, element: str, asked: str = "") -> str:
 def kernel_errors() -> Iterator[None]:
     """Turn errors of the kernel package into errors of moeq: an uncovered case is an answer, not a bug.
 
-    Raises:
-        MoeqError: `answer.no-kernel` for a layout, dtype or size that no kernel covers; `environment.kernels` where
-            triton is missing.
+    Raises MoeqError `answer.no-kernel` for a layout, dtype or size that no kernel covers; `environment.kernels` where
+    triton is missing.
     """
     from moeq_kernels import KernelEnvironmentError
     from moeq_kernels.errors import KernelUnsupportedError

@@ -37,30 +37,18 @@ MOST_SUSPECTS = 16
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """Check of one layer: both sides of the comparison, and its options.
+    """Check of one layer: both sides of the comparison, and its options."""
 
-    Attributes:
-        converted: packed weights for the kernels.
-        reference: dequantised weights for the reference.
-        entry: the layer in the manifest.
-        sample: experts and runs.
-        device: device of the kernels and of the reference.
-        dtype: activation dtype.
-        seed: seed of the random tokens.
-        activation: the model's activation.
-        fused: run the fused layer too, not only each product.
-        activation_dtype: `fp8` to bound the loss of e4m3 activations, and to multiply with them where kernels can.
-    """
-
-    converted: Checkpoint
-    reference: Checkpoint
-    entry: LayerEntry
-    sample: Sample
-    device: torch.device
-    dtype: torch.dtype
-    seed: int
-    activation: Activation
-    fused: bool = True
+    converted: Checkpoint  #: packed weights for the kernels
+    reference: Checkpoint  #: dequantised weights for the reference
+    entry: LayerEntry  #: the layer in the manifest
+    sample: Sample  #: experts and runs
+    device: torch.device  #: device of the kernels and of the reference
+    dtype: torch.dtype  #: activation dtype
+    seed: int  #: seed of the random tokens
+    activation: Activation  #: the model's activation
+    fused: bool = True  #: run the fused layer too, not only each product
+    #: `fp8` to bound the loss of e4m3 activations, and to multiply with them where kernels can.
     activation_dtype: str = ""
 
     @property

@@ -32,21 +32,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Sample:
-    """Part of one layer that goes through the kernels.
+    """Part of one layer that goes through the kernels."""
 
-    Attributes:
-        layer: layer index.
-        experts: expert ids.
-        runs: calls of the fused layer.
-        top_k: experts per token.
-        complete: the sample holds every expert of the layer.
-    """
-
-    layer: int
-    experts: tuple[int, ...]
-    runs: tuple[Run, ...]
-    top_k: int
-    complete: bool
+    layer: int  #: layer index
+    experts: tuple[int, ...]  #: expert ids
+    runs: tuple[Run, ...]  #: calls of the fused layer
+    top_k: int  #: experts per token
+    complete: bool  #: the sample holds every expert of the layer
 
     @property
     def tokens(self) -> int:
@@ -56,27 +48,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class ExpertError:
-    """Error of one expert in one product (or, for `layer`, of the tokens that used it).
+    """Error of one expert in one product (or, for `layer`, of the tokens that used it)."""
 
-    Attributes:
-        expert: expert id.
-        rows: rows compared.
-        relative: error norm over reference norm.
-        tolerance: largest relative error that passes.
-        exceedance: largest error of an element over that element's own bound; above 1 fails.
-        element: `(row, output feature)` of that error.
-        features: number of output features with an element beyond its bound.
-        looks_like: likely cause by the pattern of the error, or None.
-    """
-
-    expert: int
-    rows: int
-    relative: float
-    tolerance: float
-    exceedance: float
-    element: tuple[int, int]
-    features: int = 0
-    looks_like: str | None = None
+    expert: int  #: expert id
+    rows: int  #: rows compared
+    relative: float  #: error norm over reference norm
+    tolerance: float  #: largest relative error that passes
+    exceedance: float  #: largest error of an element over that element's own bound; above 1 fails
+    element: tuple[int, int]  #: `(row, output feature)` of that error
+    features: int = 0  #: number of output features with an element beyond its bound
+    looks_like: str | None = None  #: likely cause by the pattern of the error, or None
 
     @property
     def passed(self) -> bool:
@@ -93,37 +74,21 @@ class ExpertError:
 
 @dataclass(frozen=True)
 class ProjectionResult:
-    """Result of one product of a layer, or of the whole layer, over all runs.
+    """Result of one product of a layer, or of the whole layer, over all runs."""
 
-    Attributes:
-        layer: layer index.
-        name: `gate`, `up`, `down`, or `layer` for the fused layer from input to output.
-        k: length of the sums.
-        max_abs: largest absolute error against the reference.
-        mean_abs: mean absolute error.
-        relative: error norm over reference norm.
-        cosine: cosine similarity with the reference.
-        baseline: relative error of the same computation in 16-bit torch on dequantised weights.
-        tolerance: largest relative error that passes.
-        arithmetic: way of rounding that the kernel was found to use, to which the element bounds refer.
-        worst_element: `(row, output feature)` of the largest absolute error.
-        worst_run: title of the run of that error (`layer` only), or None.
-        experts: errors of every expert that got tokens.
-    """
-
-    layer: int
-    name: str
-    k: int
-    max_abs: float
-    mean_abs: float
-    relative: float
-    cosine: float
-    baseline: float
-    tolerance: float
-    arithmetic: str
-    worst_element: tuple[int, int]
-    worst_run: str | None
-    experts: tuple[ExpertError, ...]
+    layer: int  #: layer index
+    name: str  #: `gate`, `up`, `down`, or `layer` for the fused layer from input to output
+    k: int  #: length of the sums
+    max_abs: float  #: largest absolute error against the reference
+    mean_abs: float  #: mean absolute error
+    relative: float  #: error norm over reference norm
+    cosine: float  #: cosine similarity with the reference
+    baseline: float  #: relative error of the same computation in 16-bit torch on dequantised weights
+    tolerance: float  #: largest relative error that passes
+    arithmetic: str  #: way of rounding that the kernel was found to use, to which the element bounds refer
+    worst_element: tuple[int, int]  #: `(row, output feature)` of the largest absolute error
+    worst_run: str | None  #: title of the run of that error (`layer` only), or None
+    experts: tuple[ExpertError, ...]  #: errors of every expert that got tokens
 
     @property
     def exceedance(self) -> float:
@@ -161,24 +126,15 @@ class ProjectionResult:
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of one run of the fused layer on a GPU.
+    """Time of one run of the fused layer on a GPU."""
 
-    Attributes:
-        layer: layer index.
-        run: title of the run.
-        microseconds: median of the repeated calls.
-        weight_bytes: bytes of packed experts that the run has to read.
-        total_bytes: bytes of these experts and of activations.
-        flops: multiplications and additions.
-        floor_microseconds: shortest time that the device's bandwidth and arithmetic allow; None for unknown devices.
-    """
-
-    layer: int
-    run: str
-    microseconds: float
-    weight_bytes: int
-    total_bytes: int
-    flops: int
+    layer: int  #: layer index
+    run: str  #: title of the run
+    microseconds: float  #: median of the repeated calls
+    weight_bytes: int  #: bytes of packed experts that the run has to read
+    total_bytes: int  #: bytes of these experts and of activations
+    flops: int  #: multiplications and additions
+    #: Shortest time that the device's bandwidth and arithmetic allow; None for unknown devices.
     floor_microseconds: float | None = None
 
     @property
@@ -194,21 +150,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Results of one layer.
+    """Results of one layer."""
 
-    Attributes:
-        sample: part of the layer that went through the kernels.
-        results: `gate` (if there is one), `up`, `down`, `layer`.
-        repeated: number of runs that were done twice.
-        unequal: titles of runs whose second result differed in any bit.
-        timings: times of the runs on a GPU; empty on a CPU.
-    """
-
-    sample: Sample
-    results: tuple[ProjectionResult, ...]
-    repeated: int
-    unequal: tuple[str, ...]
-    timings: tuple[Timing, ...] = ()
+    sample: Sample  #: part of the layer that went through the kernels
+    results: tuple[ProjectionResult, ...]  #: `gate` (if there is one), `up`, `down`, `layer`
+    repeated: int  #: number of runs that were done twice
+    unequal: tuple[str, ...]  #: titles of runs whose second result differed in any bit
+    timings: tuple[Timing, ...] = ()  #: times of the runs on a GPU; empty on a CPU
 
     @property
     def ok(self) -> bool:
@@ -218,42 +166,25 @@ class LayerReport:
 
 @dataclass(frozen=True, repr=False)
 class CheckReport(Shown):
-    """Results of `run-check`.
+    """Results of `run-check`."""
 
-    Attributes:
-        destination: the converted checkpoint.
-        source: checkpoint whose dequantised weights were the reference; None without it, when the reference used the
-            converted checkpoint's own logical values.
-        scheme: title of the scheme.
-        layout: layout id.
-        backend: backend that the layout is for.
-        device: device of the kernels: `cuda (NVIDIA H200)`, or `cpu (Triton interpreter)`.
-        dtype: activation dtype.
-        seed: seed of the random tokens.
-        digests_checked: projections whose logical digest was recomputed.
-        digest_mismatches: projections whose digest differs from the manifest's.
-        layers: results of the layers that went through the kernels.
-        layers_in_checkpoint: number of MoE layers of the checkpoint.
-        derivation: derivations of the tolerances, one a line.
-        seconds: wall time.
-        notes: remarks for people.
-    """
-
-    destination: str
+    destination: str  #: the converted checkpoint
+    #: Checkpoint whose dequantised weights were the reference; None without it, when the reference used the converted
+    #: checkpoint's own logical values.
     source: str | None
-    scheme: str
-    layout: str
-    backend: str
-    device: str
-    dtype: str
-    seed: int
-    digests_checked: int
-    digest_mismatches: tuple[DigestDifference, ...]
-    layers: tuple[LayerReport, ...]
-    layers_in_checkpoint: int
-    derivation: tuple[str, ...]
-    seconds: float
-    notes: tuple[str, ...] = field(default=())
+    scheme: str  #: title of the scheme
+    layout: str  #: layout id
+    backend: str  #: backend that the layout is for
+    device: str  #: device of the kernels: `cuda (NVIDIA H200)`, or `cpu (Triton interpreter)`
+    dtype: str  #: activation dtype
+    seed: int  #: seed of the random tokens
+    digests_checked: int  #: projections whose logical digest was recomputed
+    digest_mismatches: tuple[DigestDifference, ...]  #: projections whose digest differs from the manifest's
+    layers: tuple[LayerReport, ...]  #: results of the layers that went through the kernels
+    layers_in_checkpoint: int  #: number of MoE layers of the checkpoint
+    derivation: tuple[str, ...]  #: derivations of the tolerances, one a line
+    seconds: float  #: wall time
+    notes: tuple[str, ...] = field(default=())  #: remarks for people
 
     @property
     def results(self) -> tuple[ProjectionResult, ...]:
@@ -289,25 +220,15 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class SabotageResult:
-    """Outcome of one kind of damage: which checks detected it.
+    """Outcome of one kind of damage: which checks detected it."""
 
-    Attributes:
-        sabotage: name of the kind of damage.
-        place: `expert 2 up`.
-        damage: description of the damage.
-        digest: report of the digests, or None.
-        numeric: report of the kernels' numbers without digests; None if the damage stays below their bound.
-        exceedance: error over bound.
-        data: whether data was damaged; False for a wrong call, which no digest can see.
-    """
-
-    sabotage: str
-    place: str
-    damage: str
-    digest: str | None
-    numeric: str | None
-    exceedance: float = 0.0
-    data: bool = True
+    sabotage: str  #: name of the kind of damage
+    place: str  #: `expert 2 up`
+    damage: str  #: description of the damage
+    digest: str | None  #: report of the digests, or None
+    numeric: str | None  #: report of the kernels' numbers without digests; None if the damage stays below their bound
+    exceedance: float = 0.0  #: error over bound
+    data: bool = True  #: whether data was damaged; False for a wrong call, which no digest can see
 
     @property
     def caught(self) -> bool:
@@ -317,25 +238,15 @@ class SabotageResult:
 
 @dataclass(frozen=True)
 class SelftestReport:
-    """Results of the self-test on one converted checkpoint.
+    """Results of the self-test on one converted checkpoint."""
 
-    Attributes:
-        destination: the converted checkpoint, which is not changed.
-        scheme: title of the scheme.
-        layout: layout id.
-        device: device of the kernels.
-        layer: the layer whose experts were damaged.
-        results: outcome of every damage.
-        false_alarms: reports about places that were not damaged.
-    """
-
-    destination: str
-    scheme: str
-    layout: str
-    device: str
-    layer: int
-    results: tuple[SabotageResult, ...]
-    false_alarms: tuple[str, ...] = ()
+    destination: str  #: the converted checkpoint, which is not changed
+    scheme: str  #: title of the scheme
+    layout: str  #: layout id
+    device: str  #: device of the kernels
+    layer: int  #: the layer whose experts were damaged
+    results: tuple[SabotageResult, ...]  #: outcome of every damage
+    false_alarms: tuple[str, ...] = ()  #: reports about places that were not damaged
 
     @property
     def ok(self) -> bool:

@@ -37,19 +37,12 @@ Announce = Callable[[Workload], None]
 
 @dataclass(frozen=True)
 class Opened:
-    """Converted checkpoint and the reference that it is compared with.
+    """Converted checkpoint and the reference that it is compared with."""
 
-    Attributes:
-        converted: the packed weights.
-        reference: its source, or itself without the source.
-        manifest: its `moeq.json`.
-        notes: remarks for people about the choice of the reference.
-    """
-
-    converted: Checkpoint
-    reference: Checkpoint
-    manifest: Manifest
-    notes: tuple[str, ...] = ()
+    converted: Checkpoint  #: the packed weights
+    reference: Checkpoint  #: its source, or itself without the source
+    manifest: Manifest  #: its `moeq.json`
+    notes: tuple[str, ...] = ()  #: remarks for people about the choice of the reference
 
     def reference_of(self, layer: int) -> Checkpoint:
         """Return the reference of a layer: the converted checkpoint itself if packing changed its numbers."""
@@ -118,8 +111,7 @@ def layer_checks(
 ) -> tuple[list[LayerCheck], tuple[str, ...]]:
     """Return the checks of the chosen layers, and remarks about the activation.
 
-    Raises:
-        MoeqError: `usage.no-such-layer`, `usage.no-such-expert`, `usage.tokens`.
+    Raises MoeqError `usage.no-such-layer`, `usage.no-such-expert`, `usage.tokens`.
     """
     activation, notes = _activation(opened.reference)
     manifest, converted = opened.manifest, opened.converted
@@ -210,8 +202,7 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
 def prepare_device(asked: str) -> torch.device:
     """Choose the device; on a CPU also enable Triton's interpreter, which has to happen before triton is imported.
 
-    Raises:
-        MoeqError: `usage.device`, `environment.no-gpu`, `environment.no-triton`, `environment.interpreter`.
+    Raises MoeqError `usage.device`, `environment.no-gpu`, `environment.no-triton`, `environment.interpreter`.
     """
     if find_spec("triton") is None:
         raise MoeqError(

@@ -23,21 +23,13 @@ Damage = Callable[[QuantizedMatrix, slice, torch.Generator], Damaged | None]
 
 @dataclass(frozen=True)
 class Sabotage:
-    """Kind of damage.
+    """Kind of damage."""
 
-    Attributes:
-        name: short name.
-        what: description for people.
-        possible: function that says whether a matrix of that spec can have it.
-        damage: function that does it.
-        both_halves: whether it takes gate and up together.
-    """
-
-    name: str
-    what: str
-    possible: Callable[[MatrixSpec], bool]
-    damage: Damage
-    both_halves: bool = False
+    name: str  #: short name
+    what: str  #: description for people
+    possible: Callable[[MatrixSpec], bool]  #: function that says whether a matrix of that spec can have it
+    damage: Damage  #: function that does it
+    both_halves: bool = False  #: whether it takes gate and up together
 
 
 def _pick(limit: int, generator: torch.Generator) -> int:

@@ -93,8 +93,7 @@ def selftest(
         device: `auto`, `cpu` or `cuda`.
         advance: called with the name of every step.
 
-    Raises:
-        MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
+    Raises MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
     """
     say = advance or (lambda label: None)
     opened = open_both(dst, source)

@@ -25,18 +25,12 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Recipe:
-    """Description of one small checkpoint.
+    """Description of one small checkpoint."""
 
-    Attributes:
-        name: folder name.
-        layout: id of the layout that it is converted to.
-        quantization: `quantization_config` of its config.
-        projection: function that makes one projection of one expert; None for gpt-oss, which stacks its experts.
-    """
-
-    name: str
-    layout: str
-    quantization: dict[str, Any]
+    name: str  #: folder name
+    layout: str  #: id of the layout that it is converted to
+    quantization: dict[str, Any]  #: `quantization_config` of its config
+    #: Function that makes one projection of one expert; None for gpt-oss, which stacks its experts.
     projection: MakeProjection | None
 
     def write(self, folder: Path, seed: int = 0) -> None:

@@ -23,21 +23,13 @@ _DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class TilePicture:
-    """Positions of the codes of a 16 x 64 tile in the packed weight.
+    """Positions of the codes of a 16 x 64 tile in the packed weight."""
 
-    Attributes:
-        layout: layout id.
-        bits: bits of a code.
-        codes: `(k, n)` of every code of the tile, in memory order.
-        first_byte: address of the first code.
-        last_byte: address of the last code.
-    """
-
-    layout: str
-    bits: int
-    codes: tuple[tuple[int, int], ...]
-    first_byte: int
-    last_byte: int
+    layout: str  #: layout id
+    bits: int  #: bits of a code
+    codes: tuple[tuple[int, int], ...]  #: `(k, n)` of every code of the tile, in memory order
+    first_byte: int  #: address of the first code
+    last_byte: int  #: address of the last code
 
 
 def tile_picture(layout_id: str, spec: MatrixSpec) -> TilePicture | None:

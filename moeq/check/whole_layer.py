@@ -32,19 +32,12 @@ FLIPPED_CODES = 4
 
 @dataclass(frozen=True)
 class Passage:
-    """Outputs of one expert for its tokens, in float64.
+    """Outputs of one expert for its tokens, in float64."""
 
-    Attributes:
-        expected: `[T, H]`, computed without rounding (int8, fp8: only activations are quantised).
-        plain: `[T, H]`, computed as plain 16-bit torch does.
-        variance: `[T, H]`, square of the standard error of all roundings.
-        extra: `[T, H]`, bound of errors that do not average out.
-    """
-
-    expected: Tensor
-    plain: Tensor
-    variance: Tensor
-    extra: Tensor
+    expected: Tensor  #: `[T, H]`, computed without rounding (int8, fp8: only activations are quantised)
+    plain: Tensor  #: `[T, H]`, computed as plain 16-bit torch does
+    variance: Tensor  #: `[T, H]`, square of the standard error of all roundings
+    extra: Tensor  #: `[T, H]`, bound of errors that do not average out
 
 
 def pass_16bit(

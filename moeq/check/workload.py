@@ -20,17 +20,11 @@ ANNOUNCED_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Workload:
-    """Time that a check takes, roughly: kernels in the interpreter, and digests.
+    """Time that a check takes, roughly: kernels in the interpreter, and digests."""
 
-    Attributes:
-        seconds: estimated wall time.
-        smallest: options of the smallest check: one layer, one or two experts, one token.
-        smallest_seconds: its estimated time.
-    """
-
-    seconds: float
-    smallest: str
-    smallest_seconds: float
+    seconds: float  #: estimated wall time
+    smallest: str  #: options of the smallest check: one layer, one or two experts, one token
+    smallest_seconds: float  #: its estimated time
 
 
 def workload(checks: Sequence[LayerCheck], digests: int, jobs: int) -> Workload:

@@ -25,29 +25,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of the kernels that run a layer.
+    """Choice of the kernels that run a layer."""
 
-    Attributes:
-        own: whether they are moeq's kernels, not the engine's.
-        why: clause for the log that says what they are.
-    """
-
-    own: bool
-    why: str
+    own: bool  #: whether they are moeq's kernels, not the engine's
+    why: str  #: clause for the log that says what they are
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of moeq inside an engine.
+    """Options of moeq inside an engine."""
 
-    Attributes:
-        kernels: which kernels run converted layers.
-        prove: which experts are proven where a source checkpoint is packed while it is loaded.
-        activations: `fp8` for kernels of moeq that quantise rows of activations to e4m3; `auto` as the format has them.
-    """
-
-    kernels: Kernels = "auto"
-    prove: Proof = "sample"
+    kernels: Kernels = "auto"  #: which kernels run converted layers
+    prove: Proof = "sample"  #: which experts are proven where a source checkpoint is packed while it is loaded
+    #: `fp8` for kernels of moeq that quantise rows of activations to e4m3; `auto` as the format has them.
     activations: Activations = "auto"
 
 
@@ -66,9 +56,8 @@ def engine_options(given: Mapping[str, Any] | None) -> EngineOptions:
         given: the engine's options for moeq: `{"kernels": ..., "prove": ..., "activations": ...}`. Without a key its
             environment variable decides, MOEQ_KERNELS and so on, and without that the default.
 
-    Raises:
-        MoeqError: `usage.kernels` for any other value, for unknown options, and for e4m3 activations in the engine's
-            kernels.
+    Raises MoeqError `usage.kernels` for any other value, for unknown options, and for e4m3 activations in the engine's
+    kernels.
     """
     given = given or {}
     unknown = sorted(map(str, set(given) - set(_OPTIONS)))
@@ -110,9 +99,8 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
             or None.
         engine: reason why the engine's kernels cannot run it, or their name.
 
-    Raises:
-        MoeqError: the reason, if the kernels that were asked for cannot run the layer; both reasons, if no kernels can.
-            Options of the engine count as asked for unless moeq has kernels for this GPU.
+    Raises MoeqError: the reason, if the kernels that were asked for cannot run the layer; both reasons, if no kernels
+    can. Options of the engine count as asked for unless moeq has kernels for this GPU.
     """
     if asked == "moeq" and own is not None:
         raise own

@@ -42,8 +42,7 @@ class ConvertedExperts:
         run_on: `kernels` (`moeq_kernels`), `reference` (float32, dequantising one expert at a time), or `auto`: kernels
             on a GPU, the reference on a CPU.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if the module computes more than its products and their activation.
+    Raises MoeqError `answer.no-kernel` if the module computes more than its products and their activation.
     """
 
     run_on: Literal["auto", "kernels", "reference"] = "auto"
@@ -139,8 +138,7 @@ class ConvertedExperts:
 def find_activation(module: Any, entry: LayerEntry) -> Activation:
     """Find the activation between a module's products by trying it on numbers.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if the kernels do not know it.
+    Raises MoeqError `answer.no-kernel` if the kernels do not know it.
     """
     random = torch.Generator().manual_seed(0)
     first, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))

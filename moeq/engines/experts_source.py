@@ -37,13 +37,9 @@ _ON_CPU = torch.device("cpu")
 
 
 class ExpertsSource(ABC):
-    """Packed experts of a model that an engine serves.
+    """Packed experts of a model that an engine serves."""
 
-    Attributes:
-        checkpoint: the checkpoint that is served.
-    """
-
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint  #: the checkpoint that is served
 
     @property
     @abstractmethod
@@ -125,8 +121,8 @@ class PackingExpertsSource(ExpertsSource):
         checkpoint: the source.
         log: the engine's logger.
 
-    Raises:
-        MoeqError: `answer.nothing-to-convert`, `answer.not-convertible` if no deployment would have its experts packed.
+    Raises MoeqError `answer.nothing-to-convert`, `answer.not-convertible` if no deployment would have its experts
+    packed.
     """
 
     def __init__(self, checkpoint: Checkpoint, log: logging.Logger) -> None:
@@ -222,8 +218,7 @@ def open_experts(where: str, revision: str | None, log: logging.Logger, *, conve
         log: the engine's logger.
         converted: whether its `config.json` says that it is converted.
 
-    Raises:
-        MoeqError: `usage.not-converted`, `source.*`, and for a source as `PackingExpertsSource`.
+    Raises MoeqError `usage.not-converted`, `source.*`, and for a source as `PackingExpertsSource`.
     """
     checkpoint = open_checkpoint(where, revision)
     if checkpoint.kind == "converted":

@@ -36,21 +36,13 @@ _Expert = dict[str, dict[str, "Tensor"]]
 
 
 class ReloadedMethod(Protocol):
-    """What a reload asks an engine's method for the experts of a layer.
+    """What a reload asks an engine's method for the experts of a layer."""
 
-    Attributes:
-        experts: packed experts of the checkpoint that is served.
-        entry: how the layer is packed.
-        rank: the rank.
-        part: part of the layer that the rank holds.
-        folds_scales: whether moeq's kernels keep scales of their own beside the packed tensors.
-    """
-
-    experts: ExpertsSource
-    entry: LayerEntry
-    rank: Rank
-    part: RankPart
-    folds_scales: bool
+    experts: ExpertsSource  #: packed experts of the checkpoint that is served
+    entry: LayerEntry  #: how the layer is packed
+    rank: Rank  #: the rank
+    part: RankPart  #: part of the layer that the rank holds
+    folds_scales: bool  #: whether moeq's kernels keep scales of their own beside the packed tensors
 
     def served(self, layer: Any) -> RankTensors:
         """Return the packed tensors that kernels read."""
@@ -95,9 +87,8 @@ class ExpertReload:
     def take(self, name: str, tensor: Tensor) -> bool:
         """Take a tensor if it belongs to these experts. Those of one layer have to follow each other.
 
-        Raises:
-            MoeqError: `usage.reload` if a layer's kernel reads more than the stored bytes, and the errors of
-                `Writer.update`; experts that were written before stay written.
+        Raises MoeqError `usage.reload` if a layer's kernel reads more than the stored bytes, and the errors of
+        `Writer.update`; experts that were written before stay written.
         """
         entry = TensorEntry(name, "", tuple(tensor.shape), "", 0, 0)
         layer = next(iter(index_experts({name: entry})), None)
@@ -158,9 +149,8 @@ class FolderReload:
         layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
         path: the folder, or a Hub repository.
 
-    Raises:
-        MoeqError: `usage.not-converted`, and `usage.reload` if the folder's experts are packed otherwise than the
-            served ones.
+    Raises MoeqError `usage.not-converted`, and `usage.reload` if the folder's experts are packed otherwise than the
+    served ones.
     """
 
     def __init__(self, layers: Iterable[Any], path: str) -> None:
@@ -217,9 +207,8 @@ class FolderReload:
     def finish(self) -> int:
         """Write the layers whose tensors came, and return how many experts that were.
 
-        Raises:
-            MoeqError: `usage.reload` if tensors of such a layer are missing; `source.bad-data` for indices that are out
-                of range. The layers before it are written.
+        Raises MoeqError `usage.reload` if tensors of such a layer are missing; `source.bad-data` for indices that are
+        out of range. The layers before it are written.
         """
         left = sorted(name for name, number in self._missing.items() if number in self._begun)
         if left:
@@ -243,8 +232,7 @@ class FolderReload:
 def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that are not of converted experts, and write those that are.
 
-    Raises:
-        MoeqError: the errors of `ExpertReload` and `FolderReload`.
+    Raises MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
     folder: FolderReload | None = None
     for name, tensor in weights:

@@ -64,8 +64,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of a layer on `[tokens, H]`, as the experts implementation `moeq`.
 
-    Raises:
-        MoeqError: `usage.not-converted` if the model's checkpoint is no conversion.
+    Raises MoeqError `usage.not-converted` if the model's checkpoint is no conversion.
     """
     converted = getattr(module, "converted", None)
     if converted is None:

@@ -13,8 +13,7 @@ from moeq.oracle.loaders import TRANSFORMERS_OLDEST
 def check_version() -> None:
     """Refuse a transformers that is missing or too old, before an import from it fails.
 
-    Raises:
-        MoeqError: `environment.engine-version`.
+    Raises MoeqError `environment.engine-version`.
     """
     try:
         found = version("transformers")

@@ -55,33 +55,20 @@ _RECODING = ("encode", "decode", "pack_into", "unpack", "extra_tensors", "fill_e
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of the packed matrix.
+    """One tensor of the packed matrix."""
 
-    Attributes:
-        field: the logical tensor it holds; `bias` is taken as a matrix of one column.
-        arrangement: index map from `[rows, columns]` to words.
-        shape: stored shape of one expert.
-        dtype: stored safetensors dtype; a word fills a whole number of its elements.
-        bits: bits of one element within a word.
-        pad: multiples that rows and columns are zero-filled to inside the layout (gate and up together for `w13`).
-        group: input features per column, for the arithmetic of slices (scales: the group size; codes: 1).
-        rewrite: permutation of the bits of every finished word, or None.
-        flip: bits of each element that are stored inverted (8 makes int4 codes two's complement).
-        rows: output features that share a stored row (scales of blocks: 128; of a whole matrix: all).
-        halves_swapped: the halves of the rows change places before they are filled up and arranged.
-    """
-
-    field: Field
-    arrangement: Arrangement
-    shape: tuple[int, ...]
-    dtype: str
-    bits: int
+    field: Field  #: the logical tensor it holds; `bias` is taken as a matrix of one column
+    arrangement: Arrangement  #: index map from `[rows, columns]` to words
+    shape: tuple[int, ...]  #: stored shape of one expert
+    dtype: str  #: stored safetensors dtype; a word fills a whole number of its elements
+    bits: int  #: bits of one element within a word
+    #: Multiples that rows and columns are zero-filled to inside the layout (gate and up together for `w13`).
     pad: tuple[int, int] = (1, 1)
-    group: int = 1
-    rewrite: BitPermutation | None = None
-    flip: int = 0
-    rows: int = 1
-    halves_swapped: bool = False
+    group: int = 1  #: input features per column, for the arithmetic of slices (scales: the group size; codes: 1)
+    rewrite: BitPermutation | None = None  #: permutation of the bits of every finished word, or None
+    flip: int = 0  #: bits of each element that are stored inverted (8 makes int4 codes two's complement)
+    rows: int = 1  #: output features that share a stored row (scales of blocks: 128; of a whole matrix: all)
+    halves_swapped: bool = False  #: the halves of the rows change places before they are filled up and arranged
 
     @property
     def spec(self) -> TensorSpec:
@@ -306,8 +293,7 @@ class ArrangedLayout(Layout):
         Returns:
             The parts of the shard, equal to `pack` of the sliced matrix.
 
-        Raises:
-            MoeqError: `usage.illegal-slice` where `slices` does not allow it.
+        Raises MoeqError `usage.illegal-slice` where `slices` does not allow it.
         """
         return self.cut_parts(parts, spec, self.shard_spec(spec, n, k), n=n, k=k)
 

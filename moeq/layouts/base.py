@@ -49,8 +49,7 @@ def check_index_parts(parts: Mapping[str, Tensor], spec: MatrixSpec, what: str) 
 
     Tensors without values (device `meta`) are left out.
 
-    Raises:
-        MoeqError: `source.bad-data`.
+    Raises MoeqError `source.bad-data`.
     """
     for name in INDEX_PARTS:
         if name in parts and parts[name].device.type != "meta":
@@ -69,52 +68,32 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a layout cannot hold a matrix.
+    """Why a layout cannot hold a matrix."""
 
-    Attributes:
-        code: stable name, such as `layout.k-multiple`.
-        message: the arithmetic.
-        remedy: the nearest change that would work, or None.
-    """
-
-    code: str
-    message: str
-    remedy: str | None = None
+    code: str  #: stable name, such as `layout.k-multiple`
+    message: str  #: the arithmetic
+    remedy: str | None = None  #: the nearest change that would work, or None
 
 
 @dataclass(frozen=True)
 class SliceRule:
-    """Smallest granularity at which the packing of a shard is a slice of the packing of the whole.
+    """Smallest granularity at which the packing of a shard is a slice of the packing of the whole."""
 
-    Attributes:
-        n: output features, per half for `w13`; None where slices along `N` are not legal.
-        k: input features; None where slices along `K` are not legal.
-        k_least: fewest input features of a slice (a layout may arrange a single group of scales differently).
-    """
-
-    n: int | None
-    k: int | None
-    k_least: int = 0
+    n: int | None  #: output features, per half for `w13`; None where slices along `N` are not legal
+    k: int | None  #: input features; None where slices along `K` are not legal
+    k_least: int = 0  #: fewest input features of a slice (a layout may arrange a single group of scales differently)
 
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """What sizes are rounded up to before packing (`moeq.layouts.padding` does it).
+    """What sizes are rounded up to before packing (`moeq.layouts.padding` does it)."""
 
-    Attributes:
-        intermediate: multiple of the intermediate size: rows of each half of `w13`, columns of `w2`.
-        hidden: multiple of the hidden size: columns of `w13`, rows of `w2`.
-        whole_groups: the intermediate size is also a multiple of the group size, so that no group is cut.
-        midpoint: codes are padded with the symmetric zero point instead of code 0.
-        ungated: multiple of the intermediate size where experts have no gate; 0: the multiple with a gate.
-        same_scale: added rows take the scale of their half instead of 0, because the matrix has one for all rows.
-    """
-
-    intermediate: int = 1
-    hidden: int = 1
-    whole_groups: bool = False
-    midpoint: bool = False
-    ungated: int = 0
+    intermediate: int = 1  #: multiple of the intermediate size: rows of each half of `w13`, columns of `w2`
+    hidden: int = 1  #: multiple of the hidden size: columns of `w13`, rows of `w2`
+    whole_groups: bool = False  #: the intermediate size is also a multiple of the group size, so that no group is cut
+    midpoint: bool = False  #: codes are padded with the symmetric zero point instead of code 0
+    ungated: int = 0  #: multiple of the intermediate size where experts have no gate; 0: the multiple with a gate
+    #: Added rows take the scale of their half instead of 0, because the matrix has one for all rows.
     same_scale: bool = False
 
     def padded(self, intermediate: int, group: int | None, *, gated: bool = True) -> int:

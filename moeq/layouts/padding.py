@@ -22,21 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """How the two matrices of an expert are padded.
+    """How the two matrices of an expert are padded."""
 
-    Attributes:
-        rule: the layout's rule.
-        w13: padded spec of w13 (n counts both halves).
-        w2: padded spec of w2.
-        original_w13: spec before padding.
-        original_w2: spec before padding.
-    """
-
-    rule: PaddingRule
-    w13: MatrixSpec
-    w2: MatrixSpec
-    original_w13: MatrixSpec
-    original_w2: MatrixSpec
+    rule: PaddingRule  #: the layout's rule
+    w13: MatrixSpec  #: padded spec of w13 (n counts both halves)
+    w2: MatrixSpec  #: padded spec of w2
+    original_w13: MatrixSpec  #: spec before padding
+    original_w2: MatrixSpec  #: spec before padding
 
     @property
     def extra_bytes(self) -> int:
@@ -52,8 +44,7 @@ class PaddingPlan:
     def pad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the padded matrix, or the matrix itself where its size stays.
 
-        Raises:
-            MoeqError: `usage.padding-act-order` where act-order columns would have to be padded.
+        Raises MoeqError `usage.padding-act-order` where act-order columns would have to be padded.
         """
         before, after = self._specs(matrix.spec)
         if before == after:

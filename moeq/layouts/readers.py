@@ -13,62 +13,38 @@ VLLM_VERSIONS = ("0.33.0", "0.32.0", "0.31.0", "0.30.0", "0.29.0", "0.28.0", "0.
 
 @dataclass(frozen=True)
 class Only:
-    """Conditions of a deployment and a checkpoint; one that is None always holds.
+    """Conditions of a deployment and a checkpoint; one that is None always holds."""
 
-    Attributes:
-        dtype: dtype of the activations.
-        env: environment variable and value, `NAME=value`.
-        configs: vLLM's config classes, as the oracle names them.
-        weights: vLLM's weight keys, which tell scales of blocks, channels and tensors apart.
-        activations: vLLM's key of the activations that the checkpoint asks for; `none` for 16 bits.
-        devices: device terms (`moeq.oracle.devices`), of which one has to hold.
-        max_tp: largest number of ranks that share an expert.
-        activation: activation function of the experts.
-    """
-
-    dtype: str | None = None
-    env: str | None = None
-    configs: tuple[str, ...] | None = None
+    dtype: str | None = None  #: dtype of the activations
+    env: str | None = None  #: environment variable and value, `NAME=value`
+    configs: tuple[str, ...] | None = None  #: vLLM's config classes, as the oracle names them
+    #: VLLM's weight keys, which tell scales of blocks, channels and tensors apart.
     weights: tuple[str, ...] | None = None
-    activations: str | None = None
-    devices: tuple[str, ...] | None = None
-    max_tp: int | None = None
-    activation: str | None = None
+    activations: str | None = None  #: vLLM's key of the activations that the checkpoint asks for; `none` for 16 bits
+    devices: tuple[str, ...] | None = None  #: device terms (`moeq.oracle.devices`), of which one has to hold
+    max_tp: int | None = None  #: largest number of ranks that share an expert
+    activation: str | None = None  #: activation function of the experts
 
 
 @dataclass(frozen=True)
 class VLLM:
-    """A backend of vLLM that reads the bytes; moeq's plug-in hands them to it unless `loads` is False.
+    """A backend of vLLM that reads the bytes; moeq's plug-in hands them to it unless `loads` is False."""
 
-    Attributes:
-        backend: the engine's name of the backend.
-        option: value of `--moe-backend` that asks for it; `auto` where no value does.
-        since: the oldest version that reads these bytes; None: every version in `VLLM_VERSIONS`.
-        until: the newest version that reads them; None: no end is known.
-        dtypes: dtypes of the activations.
-        activates: the kernel applies the activation function itself and finds gate and up where the layout has them.
-        weights_only: the kernel quantises no activations, so it needs no scales of static ones.
-        shards: tensor-parallel ranks may hold parts of experts.
-        loads: moeq's plug-in hands the stored bytes to this backend.
-        only: conditions under which the backend reads these bytes instead of others.
-        chosen: the oracle names this layout for the backend; where it does not, a plan takes it in place of another.
-        lossy: the engine changes numbers when it makes these bytes, so they are written on request only.
-        older_differ: versions before `since` read other bytes, for which there is no layout.
-    """
-
-    backend: str
-    option: str = "auto"
-    since: str | None = None
-    until: str | None = None
-    dtypes: tuple[str, ...] = ("bf16", "fp16")
+    backend: str  #: the engine's name of the backend
+    option: str = "auto"  #: value of `--moe-backend` that asks for it; `auto` where no value does
+    since: str | None = None  #: the oldest version that reads these bytes; None: every version in `VLLM_VERSIONS`
+    until: str | None = None  #: the newest version that reads them; None: no end is known
+    dtypes: tuple[str, ...] = ("bf16", "fp16")  #: dtypes of the activations
+    #: The kernel applies the activation function itself and finds gate and up where the layout has them.
     activates: bool = False
-    weights_only: bool = False
-    shards: bool = True
-    loads: bool = True
-    only: Only = Only()
+    weights_only: bool = False  #: the kernel quantises no activations, so it needs no scales of static ones
+    shards: bool = True  #: tensor-parallel ranks may hold parts of experts
+    loads: bool = True  #: moeq's plug-in hands the stored bytes to this backend
+    only: Only = Only()  #: conditions under which the backend reads these bytes instead of others
+    #: The oracle names this layout for the backend; where it does not, a plan takes it in place of another.
     chosen: bool = True
-    lossy: bool = False
-    older_differ: bool = False
+    lossy: bool = False  #: the engine changes numbers when it makes these bytes, so they are written on request only
+    older_differ: bool = False  #: versions before `since` read other bytes, for which there is no layout
 
     @property
     def versions(self) -> tuple[str, ...]:

@@ -74,31 +74,18 @@ NOT_OFFLINE: dict[str, str] = {
 
 @dataclass(frozen=True)
 class LayoutFacts:
-    """A row of the support table.
+    """A row of the support table."""
 
-    Attributes:
-        id: layout id.
-        title: one line.
-        schemes: what it holds.
-        arch: devices whose kernels read it.
-        source: library and version.
-        slicing: legal slices.
-        padding: how sizes are rounded up.
-        w13_order: order of gate and up rows.
-        lossy: what may be lost (refused unless allowed), or None.
-        survey: why all local experts must be looked at first, or None.
-    """
-
-    id: str
-    title: str
-    schemes: str
-    arch: str
-    source: str
-    slicing: str
-    padding: str
-    w13_order: str
-    lossy: str | None
-    survey: str | None
+    id: str  #: layout id
+    title: str  #: one line
+    schemes: str  #: what it holds
+    arch: str  #: devices whose kernels read it
+    source: str  #: library and version
+    slicing: str  #: legal slices
+    padding: str  #: how sizes are rounded up
+    w13_order: str  #: order of gate and up rows
+    lossy: str | None  #: what may be lost (refused unless allowed), or None
+    survey: str | None  #: why all local experts must be looked at first, or None
 
 
 def layout_class(layout_id: str) -> type[Layout]:
@@ -112,8 +99,7 @@ def layout_class(layout_id: str) -> type[Layout]:
 def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
     """Return the layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
 
-    Raises:
-        MoeqError: `usage.unknown-layout`, naming the known ones.
+    Raises MoeqError `usage.unknown-layout`, naming the known ones.
     """
     return layout_class(layout_id)(allow_lossy=allow_lossy)
 

@@ -27,8 +27,7 @@ def activation_of(name: str, config: Mapping[str, Any]) -> Activation:
         name: engine-neutral name, as in `CheckpointInfo.activation`.
         config: the model's config.
 
-    Raises:
-        MoeqError: `source.bad-config` if a key holds no number.
+    Raises MoeqError `source.bad-config` if a key holds no number.
     """
     from moeq.reference.moe import Activation
 

@@ -32,25 +32,18 @@ _KEPT = "tensor/"
 
 @dataclass(frozen=True)
 class ActivationScales:
-    """Factors of activation codes for every expert of a layer, on any rank.
+    """Factors of activation codes for every expert of a layer, on any rank."""
 
-    Attributes:
-        w13: float32 `[experts, 2]` for gate and up; `[experts, 1]` without a gate.
-        w2: float32 `[experts]` for down.
-        part: name of the part in the source, a key of `ACTIVATION_SCALES`.
-    """
-
-    w13: Tensor
-    w2: Tensor
-    part: str
+    w13: Tensor  #: float32 `[experts, 2]` for gate and up; `[experts, 1]` without a gate
+    w2: Tensor  #: float32 `[experts]` for down
+    part: str  #: name of the part in the source, a key of `ACTIVATION_SCALES`
 
 
 def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> ActivationScales | None:
     """Read the scales of one layer; None if the source stores none.
 
-    Raises:
-        MoeqError: `source.no-keepsake` if the file with the restore data is missing, `source.missing-part` if only some
-            experts have a scale, `source.bad-manifest` if one is no number.
+    Raises MoeqError `source.no-keepsake` if the file with the restore data is missing, `source.missing-part` if only
+    some experts have a scale, `source.bad-manifest` if one is no number.
     """
     restore = checkpoint.manifest.restore
     if restore is None or not any(name.endswith(tuple(ACTIVATION_SCALES)) for name in restore.kept):
@@ -69,8 +62,7 @@ def activation_scales(checkpoint: ConvertedCheckpoint, entry: LayerEntry) -> Act
 def stored_scales(source: Source, stored: LayerExperts, entry: LayerEntry) -> ActivationScales | None:
     """Read the scales of one layer from tensors by their names in the source; None if there are none.
 
-    Raises:
-        MoeqError: `source.missing-part`, `source.bad-manifest`.
+    Raises MoeqError `source.missing-part`, `source.bad-manifest`.
     """
     import torch
 

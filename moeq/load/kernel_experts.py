@@ -55,8 +55,7 @@ def check_e4m3(layout: str, element: str) -> None:
 def prepared_layer(experts: PackedExperts, **options: Any) -> PreparedLayer:
     """Prepare a layer in the kernels; for the options see `moeq_kernels.prepare`.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if no kernel runs it with these options.
+    Raises MoeqError `answer.no-kernel` if no kernel runs it with these options.
     """
     from moeq_kernels import KernelUnsupportedError, prepare
 
@@ -80,8 +79,7 @@ def kernel_experts(
         tensors: their parts by name, `[experts, ...]` each.
         name: name of the layer for the kernels' messages.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if up rows come before gate rows, `source.bad-data` if indices are out of range.
+    Raises MoeqError `answer.no-kernel` if up rows come before gate rows, `source.bad-data` if indices are out of range.
     """
     from moeq_kernels import PackedExperts, PackedMatrix
 

@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Sampled experts of one rank; a layer that is not written rank by rank has one part with all.
+    """Sampled experts of one rank; a layer that is not written rank by rank has one part with all."""
 
-    Attributes:
-        experts: packed experts of the rank.
-        local: int64 `[sampled experts]`, position of each in `experts`; -1 for experts of other ranks.
-        intermediate: intermediate features of the rank: all, or its share under tensor parallelism.
-    """
-
-    experts: PackedExperts
-    local: Tensor
-    intermediate: slice
+    experts: PackedExperts  #: packed experts of the rank
+    local: Tensor  #: int64 `[sampled experts]`, position of each in `experts`; -1 for experts of other ranks
+    intermediate: slice  #: intermediate features of the rank: all, or its share under tensor parallelism
 
     def local_ids(self, ids: Tensor) -> Tensor:
         """Convert ids within the sample to ids within this part."""
@@ -42,8 +36,7 @@ def load_packed(
 ) -> list[PackedPart]:
     """Read packed experts of one layer in the given order, and no other bytes.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if up rows come before gate rows.
+    Raises MoeqError `answer.no-kernel` if up rows come before gate rows.
     """
     return list(_parts(checkpoint, entry, experts, device))
 

@@ -39,34 +39,21 @@ STAGE = 4 << 20
 
 @dataclass(frozen=True)
 class Window:
-    """Part of one stored matrix that a rank reads: output features per half of w13, and input features.
+    """Part of one stored matrix that a rank reads: output features per half of w13, and input features."""
 
-    Attributes:
-        n: `(start, stop)` along N, per half for a gated w13.
-        k: `(start, stop)` along K.
-    """
-
-    n: tuple[int, int]
-    k: tuple[int, int]
+    n: tuple[int, int]  #: `(start, stop)` along N, per half for a gated w13
+    k: tuple[int, int]  #: `(start, stop)` along K
 
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of one stored expert that are read at once.
+    """Bytes of one stored expert that are read at once."""
 
-    Attributes:
-        start: first byte.
-        stop: one past the last byte.
-        chosen: positions of the units that are kept, counted from `start`; None for all.
-        kept: number of bytes that are kept.
-        width: bytes of a unit, 1 to 8.
-    """
-
-    start: int
-    stop: int
-    chosen: Bytes | None
-    kept: int
-    width: int = 1
+    start: int  #: first byte
+    stop: int  #: one past the last byte
+    chosen: Bytes | None  #: positions of the units that are kept, counted from `start`; None for all
+    kept: int  #: number of bytes that are kept
+    width: int = 1  #: bytes of a unit, 1 to 8
 
 
 @dataclass(frozen=True)
@@ -90,8 +77,7 @@ def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, 
     The layout's own `slice_parts` cuts parts whose bytes spell out their positions, so its result lists the positions
     of the shard's bytes.
 
-    Raises:
-        MoeqError: `usage.illegal-slice` if the layout allows no such slice.
+    Raises MoeqError `usage.illegal-slice` if the layout allows no such slice.
     """
     import torch
 

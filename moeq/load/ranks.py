@@ -41,34 +41,21 @@ class Rank:
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Part of `w13` or `w2` that a rank reads.
+    """Part of `w13` or `w2` that a rank reads."""
 
-    Attributes:
-        stored: stacked tensors that hold it.
-        spec: padded matrix of one expert on this rank.
-        window: part of the stored matrix; None for all of it.
-        zero_bias: whether the bias becomes zero, since another rank adds it.
-    """
-
-    stored: MatrixEntry
-    spec: MatrixSpec
-    window: Window | None = None
-    zero_bias: bool = False
+    stored: MatrixEntry  #: stacked tensors that hold it
+    spec: MatrixSpec  #: padded matrix of one expert on this rank
+    window: Window | None = None  #: part of the stored matrix; None for all of it
+    zero_bias: bool = False  #: whether the bias becomes zero, since another rank adds it
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """Part of a layer that a rank reads.
+    """Part of a layer that a rank reads."""
 
-    Attributes:
-        experts: `(start, stop)` of the rank's experts, as the model counts them.
-        rows: `(start, stop)` of these experts within the stacked tensors.
-        matrices: parts of `w13` and `w2`.
-    """
-
-    experts: tuple[int, int]
-    rows: tuple[int, int]
-    matrices: Mapping[StackedRole, MatrixPart]
+    experts: tuple[int, int]  #: `(start, stop)` of the rank's experts, as the model counts them
+    rows: tuple[int, int]  #: `(start, stop)` of these experts within the stacked tensors
+    matrices: Mapping[StackedRole, MatrixPart]  #: parts of `w13` and `w2`
 
 
 def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPart:
@@ -79,9 +66,8 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
         rank: the rank.
         unit: block of intermediate features that ranks get whole, some more than others (`moeq.model.division`).
 
-    Raises:
-        MoeqError: `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
-            conversion that would.
+    Raises MoeqError `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
+    conversion that would.
     """
     rank.check()
     if entry.ranks:
@@ -107,8 +93,7 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
     Returns:
         Parts that follow each other on the rank: consecutive experts each.
 
-    Raises:
-        MoeqError: as `plan_places`, and `usage.eplb` if the replicas do not spread evenly.
+    Raises MoeqError as `plan_places`, and `usage.eplb` if the replicas do not spread evenly.
     """
     rank.check()
     count = entry.num_experts + redundant
@@ -131,9 +116,8 @@ def plan_places(entry: LayerEntry, rank: Rank, experts: Sequence[int]) -> list[R
     Returns:
         Parts that follow each other on the rank: consecutive experts each.
 
-    Raises:
-        MoeqError: as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
-            of its experts, or if ranks share experts.
+    Raises MoeqError as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
+    of its experts, or if ranks share experts.
     """
     where = f"layer {entry.layer}"
     if entry.ranks:

@@ -69,11 +69,9 @@ def load_experts(
         verify: recompute the digest of every expert of the layer first, which reads them all.
         check_gpu: refuse a GPU of another architecture than the one converted for.
 
-    Raises:
-        MoeqError: `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
-            `usage.ep` if the file does not serve these ranks; `usage.dtype`; `environment.gpu-mismatch`;
-            `answer.no-kernel` if no kernel of moeq reads the layout; `source.digest-mismatch`; `source.*` for
-            damaged files.
+    Raises MoeqError `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
+    `usage.ep` if the file does not serve these ranks; `usage.dtype`; `environment.gpu-mismatch`; `answer.no-kernel` if
+    no kernel of moeq reads the layout; `source.digest-mismatch`; `source.*` for damaged files.
     """
     import torch
 
@@ -132,10 +130,9 @@ def load_tensors(
 
     For the arguments see `load_experts`.
 
-    Raises:
-        MoeqError: `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
-            `usage.ep` if the file does not serve these ranks; `environment.gpu-mismatch`; `source.digest-mismatch`;
-            `source.*` for damaged files.
+    Raises MoeqError `usage.not-converted`, `usage.copied-layer`, `usage.no-such-layer`; `usage.rank`, `usage.tp`,
+    `usage.ep` if the file does not serve these ranks; `environment.gpu-mismatch`; `source.digest-mismatch`; `source.*`
+    for damaged files.
     """
     import torch
 
@@ -167,8 +164,7 @@ def checked_part(
 ) -> RankPart:
     """Make the checks that are asked for, then plan what a rank reads of a layer.
 
-    Raises:
-        MoeqError: `environment.gpu-mismatch`, `source.digest-mismatch`, and the errors of `plan_rank`.
+    Raises MoeqError `environment.gpu-mismatch`, `source.digest-mismatch`, and the errors of `plan_rank`.
     """
     if check_gpu:
         check_device(checkpoint, device)

@@ -27,32 +27,20 @@ _READY: set[Any] = set()
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers whose kernels are the same.
+    """Layers whose kernels are the same."""
 
-    Attributes:
-        layers: numbers of the layers.
-        what: the kernels' description of them: sizes, format, family of kernels, and the reason for portable ones.
-    """
-
-    layers: tuple[int, ...]
-    what: str
+    layers: tuple[int, ...]  #: numbers of the layers
+    what: str  #: the kernels' description of them: sizes, format, family of kernels, and the reason for portable ones
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Result of a warm-up.
+    """Result of a warm-up."""
 
-    Attributes:
-        kinds: kinds of layers.
-        kernels: number of kernels that calls of all lengths need.
-        compiled: number of kernels that were not in the cache yet.
-        seconds: wall time.
-    """
-
-    kinds: tuple[LayerKind, ...]
-    kernels: int
-    compiled: int
-    seconds: float
+    kinds: tuple[LayerKind, ...]  #: kinds of layers
+    kernels: int  #: number of kernels that calls of all lengths need
+    compiled: int  #: number of kernels that were not in the cache yet
+    seconds: float  #: wall time
 
 
 def warm_up(
@@ -68,10 +56,9 @@ def warm_up(
         dtype: dtype of the activations, `bf16` or `fp16`.
         max_tokens: largest number of tokens in a call.
 
-    Raises:
-        MoeqError: `answer.no-kernel`, `usage.*` if moeq's kernels do not run a layer of this deployment;
-            `environment.no-gpu` if none is named and torch finds none; `environment.kernels` if a kernel does not
-            compile here, if its machine code cannot be kept, and for GPUs of AMD.
+    Raises MoeqError `answer.no-kernel`, `usage.*` if moeq's kernels do not run a layer of this deployment;
+    `environment.no-gpu` if none is named and torch finds none; `environment.kernels` if a kernel does not compile here,
+    if its machine code cannot be kept, and for GPUs of AMD.
     """
     import torch
 
@@ -163,8 +150,7 @@ def make_ready(prepared: PreparedLayer, logger: logging.Logger) -> None:
 def kernel_gpu(gpu: Gpu) -> str:
     """Return the name that the kernels have for a GPU: its own, or that of one with the same architecture.
 
-    Raises:
-        MoeqError: `usage.unknown-gpu` if they know none.
+    Raises MoeqError `usage.unknown-gpu` if they know none.
     """
     from moeq_kernels.gpu import GPUS
 

@@ -41,30 +41,18 @@ from moeq.spelling import option
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Shown):
-    """What `convert` did, or with `dry_run` would do.
+    """What `convert` did, or with `dry_run` would do."""
 
-    Attributes:
-        destination: output folder.
-        plan: files, units and sizes.
-        verdict: the oracle's verdict that chose backend and layout.
-        manifest: what `moeq.json` says; None for a dry run.
-        resumed_units: units found finished from an interrupted run.
-        backend: backend whose kernel reads the result; the layout's id if the engine has none for it.
-        shard: the shard of the units that was asked for, or None if it was all.
-        memory: memory that the run takes, and its number of workers.
-        job: source, decision and plan, for `moeq.pipeline.plan_document`.
-        already_done: whether the folder already held the result of the same job, so that nothing was written.
-    """
-
-    destination: Path
-    plan: Plan
-    verdict: Verdict
-    manifest: Manifest | None
-    resumed_units: int = 0
-    backend: str = ""
-    shard: ShardRun | None = None
-    memory: Memory | None = None
-    job: Job | None = None
+    destination: Path  #: output folder
+    plan: Plan  #: files, units and sizes
+    verdict: Verdict  #: the oracle's verdict that chose backend and layout
+    manifest: Manifest | None  #: what `moeq.json` says; None for a dry run
+    resumed_units: int = 0  #: units found finished from an interrupted run
+    backend: str = ""  #: backend whose kernel reads the result; the layout's id if the engine has none for it
+    shard: ShardRun | None = None  #: the shard of the units that was asked for, or None if it was all
+    memory: Memory | None = None  #: memory that the run takes, and its number of workers
+    job: Job | None = None  #: source, decision and plan, for `moeq.pipeline.plan_document`
+    #: Whether the folder already held the result of the same job, so that nothing was written.
     already_done: bool = False
 
     @property
@@ -105,9 +93,8 @@ def convert(
         plan_digest: digest that the plan must have (`moeq plan` prints it); None takes any.
         options: fields of `moeq.pipeline.plan.options.ConvertOptions`.
 
-    Raises:
-        MoeqError: as `moeq.convert`. A failed run leaves no folder DST behind; finished units are kept in
-            `<DST>.moeq-partial`.
+    Raises MoeqError as `moeq.convert`. A failed run leaves no folder DST behind; finished units are kept in
+    `<DST>.moeq-partial`.
     """
     begun = time.monotonic()
     signer = None if sign is None else Signer(sign)
@@ -151,8 +138,7 @@ def plan(
 
     Reads headers, and one expert where the layout may lose numbers.
 
-    Raises:
-        MoeqError: as `convert` does before it writes anything; `answer.lossy` if the first expert would lose numbers.
+    Raises MoeqError as `convert` does before it writes anything; `answer.lossy` if the first expert would lose numbers.
     """
     job = open_job(_request(src, deployment, backend, revision, options))
     _require_no_loss(job)

@@ -8,38 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Started:
-    """The work of a run begins.
+    """The work of a run begins."""
 
-    Attributes:
-        job: digest of the plan.
-        units: units of this run (of a shard: only its own), finished ones included.
-        bytes_in: bytes of the source that they read.
-        bytes_out: bytes that they write.
-        resumed_units: units found finished from an earlier run.
-        resumed_bytes: bytes that those wrote.
-    """
-
-    job: str
-    units: int
-    bytes_in: int
-    bytes_out: int
-    resumed_units: int = 0
-    resumed_bytes: int = 0
+    job: str  #: digest of the plan
+    units: int  #: units of this run (of a shard: only its own), finished ones included
+    bytes_in: int  #: bytes of the source that they read
+    bytes_out: int  #: bytes that they write
+    resumed_units: int = 0  #: units found finished from an earlier run
+    resumed_bytes: int = 0  #: bytes that those wrote
 
 
 @dataclass(frozen=True)
 class Checking:
-    """Units of an earlier run are read again before they count; comes before `Started`.
+    """Units of an earlier run are read again before they count; comes before `Started`."""
 
-    Attributes:
-        done: bytes read.
-        total: bytes to read.
-        label: the unit.
-    """
-
-    done: int
-    total: int
-    label: str
+    done: int  #: bytes read
+    total: int  #: bytes to read
+    label: str  #: the unit
 
 
 @dataclass(frozen=True)
@@ -51,79 +36,48 @@ class UnitStarted:
 
 @dataclass(frozen=True)
 class Advanced:
-    """Bytes of a unit were written; sent about once per expert.
+    """Bytes of a unit were written; sent about once per expert."""
 
-    Attributes:
-        done: bytes written, those of finished and resumed units included.
-        total: bytes to write in all.
-        label: what was worked on.
-    """
-
-    done: int
-    total: int
-    label: str
+    done: int  #: bytes written, those of finished and resumed units included
+    total: int  #: bytes to write in all
+    label: str  #: what was worked on
 
 
 @dataclass(frozen=True)
 class UnitFinished:
-    """A unit is on disk and in the journal.
+    """A unit is on disk and in the journal."""
 
-    Attributes:
-        unit: its id.
-        what: `pack` or `copy`.
-        bytes_in: bytes read.
-        bytes_out: bytes written.
-        seconds: from its first byte to the journal.
-        resumed: whether an earlier run had finished the unit.
-    """
-
-    unit: str
-    what: str
-    bytes_in: int
-    bytes_out: int
-    seconds: float
-    resumed: bool = False
+    unit: str  #: its id
+    what: str  #: `pack` or `copy`
+    bytes_in: int  #: bytes read
+    bytes_out: int  #: bytes written
+    seconds: float  #: from its first byte to the journal
+    resumed: bool = False  #: whether an earlier run had finished the unit
 
 
 @dataclass(frozen=True)
 class Fetching:
-    """A file of the source is fetched; nothing is converted meanwhile.
+    """A file of the source is fetched; nothing is converted meanwhile."""
 
-    Attributes:
-        file: its name.
-        bytes: its size.
-    """
-
-    file: str
-    bytes: int
+    file: str  #: its name
+    bytes: int  #: its size
 
 
 @dataclass(frozen=True)
 class Warned:
-    """A warning that does not stop the work.
+    """A warning that does not stop the work."""
 
-    Attributes:
-        code: stable name.
-        message: one sentence.
-    """
-
-    code: str
-    message: str
+    code: str  #: stable name
+    message: str  #: one sentence
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The conversion stands under its final name; or a shard of it is done.
+    """The conversion stands under its final name; or a shard of it is done."""
 
-    Attributes:
-        bytes_out: bytes of tensor data in it.
-        seconds: from `Started` on.
-        resumed_units: units that earlier runs had finished.
-    """
-
-    bytes_out: int
-    seconds: float
-    resumed_units: int
+    bytes_out: int  #: bytes of tensor data in it
+    seconds: float  #: from `Started` on
+    resumed_units: int  #: units that earlier runs had finished
 
 
 Event = Started | Checking | UnitStarted | Advanced | UnitFinished | Fetching | Warned | Finished

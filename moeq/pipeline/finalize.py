@@ -44,9 +44,8 @@ def finalize(
     What was asked for is in the journals of the shards, so it need not be said again. Every byte is read once more.
     Nothing is done where `dst` is finished and no shards are left beside it.
 
-    Raises:
-        MoeqError: as `moeq.finalize`, with missing and contradicting units by name; `usage.other-job` for shards with
-            different options, sources or versions.
+    Raises MoeqError as `moeq.finalize`, with missing and contradicting units by name; `usage.other-job` for shards with
+    different options, sources or versions.
     """
     signer = None if sign is None else Signer(sign)
     begun, destination, tell = time.monotonic(), Path(dst), progress or (lambda event: None)
@@ -77,8 +76,7 @@ def finalize(
 def _finished(destination: Path) -> Conversion | None:
     """Return the conversion at a destination beside which no shards are left; None if there is none to return.
 
-    Raises:
-        MoeqError: as opening its source and `check_destination`.
+    Raises MoeqError as opening its source and `check_destination`.
     """
     if _journals(destination)[1].stamps or not (destination / MANIFEST_NAME).is_file():
         return None

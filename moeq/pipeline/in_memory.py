@@ -64,13 +64,9 @@ class SampledPacker(Packer):
 
 @dataclass(frozen=True)
 class RankWork(Work):
-    """Work of packing some layers of one rank.
+    """Work of packing some layers of one rank."""
 
-    Attributes:
-        prove: which experts are proven.
-    """
-
-    prove: Proof = "sample"
+    prove: Proof = "sample"  #: which experts are proven
 
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {PackUnit: SampledPacker}
 
@@ -85,8 +81,7 @@ class RankPacker:
         number: number of this rank.
         prove: which experts are proven.
 
-    Raises:
-        MoeqError: as `make_plan`.
+    Raises MoeqError as `make_plan`.
     """
 
     def __init__(
@@ -111,8 +106,7 @@ class RankPacker:
             tensors: `{role}_{part}` to the tensor that is filled, `[experts, ...]` on any device. Floating-point parts
                 are rounded to its dtype.
 
-        Raises:
-            MoeqError: `source.*` for damaged files, `bug.round-trip` if packed bytes are not the source's values.
+        Raises MoeqError `source.*` for damaged files, `bug.round-trip` if packed bytes are not the source's values.
         """
         matrices = self._layers[number].shards[0].matrices
         self._targets = {

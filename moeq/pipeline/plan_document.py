@@ -29,45 +29,27 @@ _WAYS: dict[str, str] = {"fast": "road", "reference": "general", "copy": "copy"}
 
 @dataclass(frozen=True)
 class UnitKind:
-    """Units that are alike, for tables.
+    """Units that are alike, for tables."""
 
-    Attributes:
-        title: `w13 of 48 layers`, `copies`.
-        way: `fast`, `reference` or `copy`.
-        count: how many.
-        bytes_in: bytes that all of them read.
-        bytes_out: bytes that all of them write.
-        padding_bytes: bytes of these that are padding.
-        memory: bytes that a thread needs for one.
-    """
-
-    title: str
-    way: Way
-    count: int
-    bytes_in: int
-    bytes_out: int
-    padding_bytes: int
-    memory: int
+    title: str  #: `w13 of 48 layers`, `copies`
+    way: Way  #: `fast`, `reference` or `copy`
+    count: int  #: how many
+    bytes_in: int  #: bytes that all of them read
+    bytes_out: int  #: bytes that all of them write
+    padding_bytes: int  #: bytes of these that are padding
+    memory: int  #: bytes that a thread needs for one
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Memory, disk and time that a conversion takes.
+    """Memory, disk and time that a conversion takes."""
 
-    Attributes:
-        memory: memory and workers.
-        disk_bytes: bytes that its files take, the restore data and copies of side files included.
-        seconds: time at `RATES`; an estimate.
-        ways: unit id to the way that it takes.
-        kinds: units by kind.
-        stream: how a repository's files come and go with `--stream-source`; None for sources on disk.
-    """
-
-    memory: Memory
-    disk_bytes: int
-    seconds: float
-    ways: Mapping[str, Way]
-    kinds: tuple[UnitKind, ...]
+    memory: Memory  #: memory and workers
+    disk_bytes: int  #: bytes that its files take, the restore data and copies of side files included
+    seconds: float  #: time at `RATES`; an estimate
+    ways: Mapping[str, Way]  #: unit id to the way that it takes
+    kinds: tuple[UnitKind, ...]  #: units by kind
+    #: How a repository's files come and go with `--stream-source`; None for sources on disk.
     stream: Schedule[Unit] | None = None
 
 
@@ -145,23 +127,14 @@ def write_plan(path: Path, document: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PlanFile:
-    """Facts of a plan's file that a conversion has to know.
+    """Facts of a plan's file that a conversion has to know."""
 
-    Attributes:
-        digest: the plan's digest.
-        request: what was asked for; None in files of versions that did not keep it.
-    """
-
-    digest: str
-    request: JobRequest | None
+    digest: str  #: the plan's digest
+    request: JobRequest | None  #: what was asked for; None in files of versions that did not keep it
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Read a plan's file.
-
-    Raises:
-        MoeqError: `usage.plan-file` if it is no plan.
-    """
+    """Read a plan's file. Raises MoeqError `usage.plan-file` if it is no plan."""
     document = read_object(path, str(path), MAX_INDEX_BYTES, "usage.plan-file")
     digest, request = document.get("digest"), document.get("request")
     if document.get("schema") != PLAN_SCHEMA or not isinstance(digest, str):

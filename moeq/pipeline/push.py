@@ -42,32 +42,20 @@ _CARDS = (CARD, SOURCE_CARD)
 
 @dataclass(frozen=True)
 class PushTarget:
-    """A repository that this machine's token may write to.
+    """A repository that this machine's token may write to."""
 
-    Attributes:
-        repo: `org/name`.
-        files: what is in it, by path.
-    """
-
-    repo: str
-    files: frozenset[str]
+    repo: str  #: `org/name`
+    files: frozenset[str]  #: what is in it, by path
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Files of a conversion's folder that are pushed.
+    """Files of a conversion's folder that are pushed."""
 
-    Attributes:
-        folder: the conversion.
-        contents: file name to its bytes, or to its path if it is large.
-        card: the source's card, if there is one.
-        seen: the files as they were seen, which must not change.
-    """
-
-    folder: Path
-    contents: Mapping[str, Path | bytes]
-    card: bytes | None
-    seen: SeenFiles
+    folder: Path  #: the conversion
+    contents: Mapping[str, Path | bytes]  #: file name to its bytes, or to its path if it is large
+    card: bytes | None  #: the source's card, if there is one
+    seen: SeenFiles  #: the files as they were seen, which must not change
 
     @property
     def size(self) -> int:
@@ -77,33 +65,19 @@ class Upload:
 
 @dataclass(frozen=True)
 class Pushed:
-    """Result of a push.
+    """Result of a push."""
 
-    Attributes:
-        repo: `org/name`.
-        url: page of the repository.
-        commit: commit that holds the conversion.
-        files: files in it.
-        size: bytes of them.
-        removed: files of an earlier push that it no longer has.
-        names: names of the files.
-    """
-
-    repo: str
-    url: str
-    commit: str
-    files: int
-    size: int
-    removed: tuple[str, ...]
-    names: tuple[str, ...] = ()
+    repo: str  #: `org/name`
+    url: str  #: page of the repository
+    commit: str  #: commit that holds the conversion
+    files: int  #: files in it
+    size: int  #: bytes of them
+    removed: tuple[str, ...]  #: files of an earlier push that it no longer has
+    names: tuple[str, ...] = ()  #: names of the files
 
 
 def check_name(repo: str) -> None:
-    """Refuse what cannot be a repository.
-
-    Raises:
-        MoeqError: `usage.push-name`.
-    """
+    """Refuse what cannot be a repository. Raises MoeqError `usage.push-name`."""
     name = repo.rpartition("/")[2]
     good = looks_like_repository(repo) and len(repo) <= _MAX_NAME
     if not good or "--" in repo or ".." in repo or name.endswith((".git", ".", "-")):
@@ -121,10 +95,9 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
         repo: `org/name`.
         private: make a new repository private; an existing one stays as it is.
 
-    Raises:
-        MoeqError: `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
-            `environment.hub` if the Hub cannot be reached; `usage.push-target` if the repository holds weights
-            that moeq did not write.
+    Raises MoeqError `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
+    `environment.hub` if the Hub cannot be reached; `usage.push-target` if the repository holds weights that moeq did
+    not write.
     """
     check_name(repo)
     api = _api()
@@ -146,10 +119,9 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
 def gather(folder: Path, manifest: Manifest) -> Upload:
     """Gather the files of a conversion, and check all of them against its manifest before anything is sent.
 
-    Raises:
-        MoeqError: `usage.foreign-files` for files that moeq did not write; `source.link` for links out of the folder;
-            `source.missing-file`, `source.not-a-file`, `source.too-large`, `source.digest-mismatch` if files are
-            not those that were written.
+    Raises MoeqError `usage.foreign-files` for files that moeq did not write; `source.link` for links out of the folder;
+    `source.missing-file`, `source.not-a-file`, `source.too-large`, `source.digest-mismatch` if files are not those that
+    were written.
     """
     with os.scandir(folder) as entries:
         names = sorted(entry.name for entry in entries if not entry.is_dir(follow_symlinks=False))
@@ -231,9 +203,8 @@ def push(
         message: first line of the commit.
         progress: called before and after every weight file.
 
-    Raises:
-        MoeqError: `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
-            repository then, and the same call goes on where it was.
+    Raises MoeqError `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
+    repository then, and the same call goes on where it was.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 

@@ -47,23 +47,14 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Derived:
-    """Contents that a conversion of a source has to have.
+    """Contents that a conversion of a source has to have."""
 
-    Attributes:
-        source: the source.
-        plan: files, tensors and units.
-        records: records of the units, by id.
-        layers: the manifest's entries of the converted layers.
-        tensors: digest of every tensor, by name.
-        kept: names of expert tensors that have to be kept verbatim.
-    """
-
-    source: Checkpoint
-    plan: Plan
-    records: Mapping[str, UnitRecord]
-    layers: tuple[LayerEntry, ...]
-    tensors: Mapping[str, TensorDigest]
-    kept: tuple[str, ...]
+    source: Checkpoint  #: the source
+    plan: Plan  #: files, tensors and units
+    records: Mapping[str, UnitRecord]  #: records of the units, by id
+    layers: tuple[LayerEntry, ...]  #: the manifest's entries of the converted layers
+    tensors: Mapping[str, TensorDigest]  #: digest of every tensor, by name
+    kept: tuple[str, ...]  #: names of expert tensors that have to be kept verbatim
 
     @property
     def losses(self) -> int:
@@ -74,9 +65,8 @@ class Derived:
 def plan_of(source: Checkpoint, manifest: Manifest) -> Plan:
     """Plan the conversion of a source with a manifest's choices.
 
-    Raises:
-        MoeqError: `source.bad-manifest` for a deployment that cannot be one; what `make_plan` raises where the source
-            has no such layers, or they do not fit the layouts.
+    Raises MoeqError `source.bad-manifest` for a deployment that cannot be one; what `make_plan` raises where the source
+    has no such layers, or they do not fit the layouts.
     """
     sizes = read_as(_Sizes, manifest.deployment, "moeq.json: deployment")
     if not (0 < sizes.tp < 1 << 16 and 0 < sizes.ep < 1 << 16):

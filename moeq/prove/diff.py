@@ -30,19 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Place:
-    """One number that differs between two checkpoints.
+    """One number that differs between two checkpoints."""
 
-    Attributes:
-        row: output feature.
-        column: input feature; None for a bias.
-        left: value in the first checkpoint.
-        right: value in the second checkpoint.
-    """
-
-    row: int
-    column: int | None
-    left: float
-    right: float
+    row: int  #: output feature
+    column: int | None  #: input feature; None for a bias
+    left: float  #: value in the first checkpoint
+    right: float  #: value in the second checkpoint
 
     @property
     def text(self) -> str:
@@ -53,31 +46,18 @@ class Place:
 
 @dataclass(frozen=True)
 class ProjectionDifference:
-    """Projection that differs.
+    """Projection that differs."""
 
-    Attributes:
-        layer: layer number.
-        expert: expert number.
-        projection: `gate`, `up` or `down`.
-        differing: count of numbers that differ.
-        numbers: count of all numbers.
-        max_abs: largest absolute difference.
-        relative: norm of the difference over the norm of the first projection.
-        first: first difference in row-major order.
-        worst: largest difference.
-        shapes: both shapes if they differ, so that no numbers can be compared; else None.
-    """
-
-    layer: int
-    expert: int
-    projection: str
-    differing: int
-    numbers: int
-    max_abs: float
-    relative: float
-    first: Place | None = None
-    worst: Place | None = None
-    shapes: str | None = None
+    layer: int  #: layer number
+    expert: int  #: expert number
+    projection: str  #: `gate`, `up` or `down`
+    differing: int  #: count of numbers that differ
+    numbers: int  #: count of all numbers
+    max_abs: float  #: largest absolute difference
+    relative: float  #: norm of the difference over the norm of the first projection
+    first: Place | None = None  #: first difference in row-major order
+    worst: Place | None = None  #: largest difference
+    shapes: str | None = None  #: both shapes if they differ, so that no numbers can be compared; else None
 
     @property
     def name(self) -> str:
@@ -87,25 +67,15 @@ class ProjectionDifference:
 
 @dataclass(frozen=True)
 class Difference:
-    """Result of `diff`.
+    """Result of `diff`."""
 
-    Attributes:
-        left: first checkpoint.
-        right: second checkpoint.
-        projections: count of projections that were compared.
-        differing: projections that differ, in order.
-        missing: sentences about layers or experts that only one checkpoint has.
-        tensors: count of other tensors that were compared.
-        other: sentences about other tensors that differ.
-    """
-
-    left: str
-    right: str
-    projections: int
-    differing: tuple[ProjectionDifference, ...]
-    missing: tuple[str, ...]
-    tensors: int
-    other: tuple[str, ...]
+    left: str  #: first checkpoint
+    right: str  #: second checkpoint
+    projections: int  #: count of projections that were compared
+    differing: tuple[ProjectionDifference, ...]  #: projections that differ, in order
+    missing: tuple[str, ...]  #: sentences about layers or experts that only one checkpoint has
+    tensors: int  #: count of other tensors that were compared
+    other: tuple[str, ...]  #: sentences about other tensors that differ
 
     @property
     def equal(self) -> bool:

@@ -40,8 +40,7 @@ def same_layer(a: Checkpoint, b: Checkpoint, layer: int) -> bool:
 def equal_bytes(a: Source, b: Source, names: Collection[str]) -> bool:
     """Return whether tensors have the same types, shapes and bytes in two checkpoints.
 
-    Raises:
-        MoeqError: `source.*` where they cannot be read.
+    Raises MoeqError `source.*` where they cannot be read.
     """
     pairs = [(a.entry(name), b.entry(name)) for name in names]
     if any((left.dtype, left.shape) != (right.dtype, right.shape) for left, right in pairs):

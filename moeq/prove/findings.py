@@ -29,18 +29,13 @@ from moeq.pipeline.state.records import open_file_digest, read_digest, tensor_di
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Difference between a conversion and what was written, or what its source gives.
+    """Difference between a conversion and what was written, or what its source gives."""
 
-    Attributes:
-        kind: `values` (packed experts), `source-values` (the manifest's digests are not the source's), `tensor`,
-            `file`, `kept` (restore data), `manifest`, `identity`, `signature`.
-        name: name of the expert projection, tensor or file that differs.
-        text: sentence for people.
-    """
-
+    #: `values` (packed experts), `source-values` (the manifest's digests are not the source's), `tensor`, `file`,
+    #: `kept` (restore data), `manifest`, `identity`, `signature`.
     kind: str
-    name: str
-    text: str
+    name: str  #: name of the expert projection, tensor or file that differs
+    text: str  #: sentence for people
 
 
 class Findings:
@@ -187,8 +182,7 @@ class FolderContents:
     def tensor_digests(self, advance: Callable[[str], None]) -> dict[str, TensorDigest]:
         """Digest every tensor of every weight file, read piece by piece.
 
-        Raises:
-            MoeqError: `source.truncated`, `source.unreadable`.
+        Raises MoeqError `source.truncated`, `source.unreadable`.
         """
         entries = [entry for tensors in self.headers.values() for entry in tensors.values()]
         found: dict[str, TensorDigest] = {}

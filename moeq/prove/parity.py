@@ -34,44 +34,26 @@ _NOTE = (
 
 @dataclass(frozen=True)
 class PartParity:
-    """Comparison of one part of one matrix of one rank, over the sampled experts.
+    """Comparison of one part of one matrix of one rank, over the sampled experts."""
 
-    Attributes:
-        layer: layer number.
-        rank: rank, or None for one packing for all ranks.
-        role: `w13` or `w2`.
-        part: `weight`, `scale`, ...
-        experts: experts that were compared.
-        differing: experts whose bytes differ.
-        verdict: sentence that says which side is right; None if nothing differs.
-    """
-
-    layer: int
-    rank: int | None
-    role: str
-    part: str
-    experts: tuple[int, ...]
-    differing: tuple[int, ...]
-    verdict: str | None = None
+    layer: int  #: layer number
+    rank: int | None  #: rank, or None for one packing for all ranks
+    role: str  #: `w13` or `w2`
+    part: str  #: `weight`, `scale`, ...
+    experts: tuple[int, ...]  #: experts that were compared
+    differing: tuple[int, ...]  #: experts whose bytes differ
+    verdict: str | None = None  #: sentence that says which side is right; None if nothing differs
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Result of `parity`.
+    """Result of `parity`."""
 
-    Attributes:
-        checkpoint: checkpoint whose experts were compared.
-        engine: name and version of the engine.
-        layout: layout ids.
-        parts: all comparisons.
-        notes: remarks about replaced operations of the engine.
-    """
-
-    checkpoint: str
-    engine: str
-    layout: tuple[str, ...]
-    parts: tuple[PartParity, ...]
-    notes: tuple[str, ...]
+    checkpoint: str  #: checkpoint whose experts were compared
+    engine: str  #: name and version of the engine
+    layout: tuple[str, ...]  #: layout ids
+    parts: tuple[PartParity, ...]  #: all comparisons
+    notes: tuple[str, ...]  #: remarks about replaced operations of the engine
 
     @property
     def equal(self) -> bool:
@@ -85,24 +67,15 @@ class Parity:
 
 @dataclass(frozen=True)
 class ParityUnit:
-    """Packing of one rank of one layer.
+    """Packing of one rank of one layer."""
 
-    Attributes:
-        layer: layer number.
-        rank: rank, or None for the whole.
-        experts: sampled experts of the rank.
-        intermediate: intermediate features of the rank.
-        layout: layout of the layer.
-        padding: padding of the rank's matrices.
-        packed: function that gives moeq's parts of one expert: it reads or packs them.
-    """
-
-    layer: int
-    rank: int | None
-    experts: tuple[int, ...]
-    intermediate: Range
-    layout: Layout
-    padding: PaddingPlan
+    layer: int  #: layer number
+    rank: int | None  #: rank, or None for the whole
+    experts: tuple[int, ...]  #: sampled experts of the rank
+    intermediate: Range  #: intermediate features of the rank
+    layout: Layout  #: layout of the layer
+    padding: PaddingPlan  #: padding of the rank's matrices
+    #: Function that gives moeq's parts of one expert: it reads or packs them.
     packed: Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]
 
 
@@ -125,10 +98,9 @@ def parity(
         sample: number of experts per layer, spread over the layer.
         progress: called with steps done, steps in all and a label.
 
-    Raises:
-        MoeqError: `environment.no-engine`, naming what to install; `environment.no-engine-packing` for layouts whose
-            packing in the engine does not run on a CPU; `environment.engine-code` if the engine's code is of an unknown
-            version, or fails.
+    Raises MoeqError `environment.no-engine`, naming what to install; `environment.no-engine-packing` for layouts whose
+    packing in the engine does not run on a CPU; `environment.engine-code` if the engine's code is of an unknown
+    version, or fails.
     """
     engine = find_engine(site)
     opened = open_checkpoint(checkpoint)

@@ -34,15 +34,10 @@ _VERSION = re.compile(r"""^__version__\s*=\s*(?:version\s*=\s*)?['"]([^'"]+)['"]
 
 @dataclass(frozen=True)
 class EngineCode:
-    """Source files of an engine.
+    """Source files of an engine."""
 
-    Attributes:
-        root: folder of the package (`.../vllm`).
-        version: its version.
-    """
-
-    root: Path
-    version: str
+    root: Path  #: folder of the package (`.../vllm`)
+    version: str  #: its version
 
     def load(self, file: str, names: Iterable[str], namespace: dict[str, Any]) -> None:
         """Define functions and constants of one file in a namespace.
@@ -52,8 +47,7 @@ class EngineCode:
             names: functions and constants to define.
             namespace: namespace to define them in, which has to hold everything that the functions use.
 
-        Raises:
-            MoeqError: `environment.engine-code` for a missing file or name.
+        Raises MoeqError `environment.engine-code` for a missing file or name.
         """
         path, wanted = self.root / file, set(names)
         try:
@@ -78,8 +72,7 @@ class EngineCode:
 def find_engine(site: Path | None = None) -> EngineCode:
     """Find vLLM's source files below `site`, or where Python finds the package.
 
-    Raises:
-        MoeqError: `environment.no-engine`, with what to install.
+    Raises MoeqError `environment.no-engine`, with what to install.
     """
     if site is not None:
         root: Path | None = site / "vllm"
@@ -130,23 +123,14 @@ Packed = dict[StackedRole, dict[str, "Tensor"]]
 
 @dataclass(frozen=True)
 class ParityExperts:
-    """Some experts of one rank, as input of the engine's packing.
+    """Some experts of one rank, as input of the engine's packing."""
 
-    Attributes:
-        w13: w13 of every expert, without padding.
-        w2: w2 of every expert, without padding.
-        padded: w13 and w2 with moeq's padding.
-        awq: whether the checkpoint is in AWQ's format, which has a conversion of its own.
-        group_size: group size as the config declares it; -1 for one scale per channel.
-        interleaved: whether gate and up rows are interleaved, as in gpt-oss.
-    """
-
-    w13: Sequence[QuantizedMatrix]
-    w2: Sequence[QuantizedMatrix]
-    padded: dict[StackedRole, Sequence[QuantizedMatrix]]
-    awq: bool
-    group_size: int
-    interleaved: bool = False
+    w13: Sequence[QuantizedMatrix]  #: w13 of every expert, without padding
+    w2: Sequence[QuantizedMatrix]  #: w2 of every expert, without padding
+    padded: dict[StackedRole, Sequence[QuantizedMatrix]]  #: w13 and w2 with moeq's padding
+    awq: bool  #: whether the checkpoint is in AWQ's format, which has a conversion of its own
+    group_size: int  #: group size as the config declares it; -1 for one scale per channel
+    interleaved: bool = False  #: whether gate and up rows are interleaved, as in gpt-oss
 
 
 def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:

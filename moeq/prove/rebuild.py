@@ -39,17 +39,11 @@ from moeq.prove.restore_outputs import WeightFiles
 
 @dataclass(frozen=True)
 class RebuiltPart:
-    """Part of a source tensor that was rebuilt.
+    """Part of a source tensor that was rebuilt."""
 
-    Attributes:
-        file: name of the source file.
-        name: name of the tensor.
-        size: bytes of the part.
-    """
-
-    file: str
-    name: str
-    size: int
+    file: str  #: name of the source file
+    name: str  #: name of the tensor
+    size: int  #: bytes of the part
 
 
 @dataclass(frozen=True)
@@ -106,8 +100,7 @@ class Rebuilding:
     def experts(self) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
         """Rebuild experts, and report each: unit, expert, and the parts that were written.
 
-        Raises:
-            MoeqError: `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
+        Raises MoeqError `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
         """
         plan = _plan(self._original, self.converted.manifest)
         if plan is None:

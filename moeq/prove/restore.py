@@ -49,24 +49,15 @@ from moeq.prove.restore_outputs import HeldFiles, NewFiles, WeightFiles, changed
 
 @dataclass(frozen=True)
 class Restoration:
-    """Result of `restore`.
+    """Result of `restore`."""
 
-    Attributes:
-        destination: output folder.
-        files: weight files with their sizes; each is byte-identical to the source's.
-        rebuilt: number of expert tensors that were rebuilt from packed weights.
-        kept: number of expert tensors that the conversion had kept verbatim.
-        copied: number of all other tensors.
-        missing: names of files in the source folder that the conversion did not keep.
-        existed: whether the folder held all these files already, so that they were compared and not written.
-    """
-
-    destination: Path
-    files: dict[str, int]
-    rebuilt: int
-    kept: int
-    copied: int
-    missing: tuple[str, ...]
+    destination: Path  #: output folder
+    files: dict[str, int]  #: weight files with their sizes; each is byte-identical to the source's
+    rebuilt: int  #: number of expert tensors that were rebuilt from packed weights
+    kept: int  #: number of expert tensors that the conversion had kept verbatim
+    copied: int  #: number of all other tensors
+    missing: tuple[str, ...]  #: names of files in the source folder that the conversion did not keep
+    #: Whether the folder held all these files already, so that they were compared and not written.
     existed: bool = False
 
 
@@ -119,8 +110,7 @@ def restore(
 def _recorded_files(checkpoint: ConvertedCheckpoint, restore_data: RestoreData) -> Mapping[str, FileDigest]:
     """Return the digests of the conversion's files, after comparing those of the manifest and of the restore data.
 
-    Raises:
-        MoeqError: `source.no-keepsake` for a version of moeq that recorded none, `source.digest-mismatch`.
+    Raises MoeqError `source.no-keepsake` for a version of moeq that recorded none, `source.digest-mismatch`.
     """
     manifest, name = checkpoint.manifest, restore_data.path.name
     if not manifest.intact:

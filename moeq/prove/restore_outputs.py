@@ -43,8 +43,7 @@ class NewFiles:
     def weights(self, restore_data: RestoreData) -> Iterator[WeightFiles]:
         """Create the source's weight files in their full size, with their headers, and keep them open for writing.
 
-        Raises:
-            MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
+        Raises MoeqError `resources.disk-full`, `environment.write`, `environment.planted`.
         """
         headers, folder = restore_data.headers, self.folder
         require_free_space(folder, {name: header.size for name, header in headers.items()})
@@ -62,8 +61,7 @@ class NewFiles:
     def put_copy(self, name: str, source: int, digest: FileDigest | None) -> None:
         """Copy an open file of the conversion, and compare the copy with its digest.
 
-        Raises:
-            MoeqError: `source.digest-mismatch`; the errors of `OutputFolder.copy_file`.
+        Raises MoeqError `source.digest-mismatch`; the errors of `OutputFolder.copy_file`.
         """
         self.folder.copy_file(source, name)
         if _digest(self.folder, name) != digest:
@@ -77,8 +75,7 @@ class NewFiles:
 class HeldFiles:
     """Files of an existing folder, which are compared with what `NewFiles` would write.
 
-    Raises:
-        MoeqError: `usage.destination-exists` from every method, for a file that differs.
+    Raises MoeqError `usage.destination-exists` from every method, for a file that differs.
     """
 
     def __init__(self, folder: OutputFolder) -> None:

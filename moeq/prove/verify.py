@@ -42,35 +42,20 @@ _CHOSEN = (
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of `verify`.
+    """Result of `verify`."""
 
-    Attributes:
-        destination: the conversion.
-        source: the source compared with, or None.
-        units: number of expert projections whose packed tensors were compared, by their bytes or their values.
-        source_units: number of expert projections that were packed again from the source.
-        tensors: number of other tensors that were compared, byte for byte.
-        files: number of files without weights that were compared.
-        bytes: bytes of tensors that were hashed.
-        losses: number of stored numbers that packing was allowed to change; digests are those of the stored numbers.
-        signed: whether the manifest is signed by the given key; None if none was given.
-        unproven: files that were compared with nothing; no loader reads them.
-        notes: sentences about what was not checked, or is not proven.
-        mismatches: everything that differs.
-    """
-
-    destination: str
-    source: str | None
-    units: int
-    source_units: int
-    tensors: int
-    files: int
-    bytes: int
-    losses: int
-    signed: bool | None
-    unproven: tuple[str, ...]
-    notes: tuple[str, ...]
-    mismatches: tuple[Mismatch, ...]
+    destination: str  #: the conversion
+    source: str | None  #: the source compared with, or None
+    units: int  #: number of expert projections whose packed tensors were compared, by their bytes or their values
+    source_units: int  #: number of expert projections that were packed again from the source
+    tensors: int  #: number of other tensors that were compared, byte for byte
+    files: int  #: number of files without weights that were compared
+    bytes: int  #: bytes of tensors that were hashed
+    losses: int  #: number of stored numbers that packing was allowed to change; digests are those of the stored numbers
+    signed: bool | None  #: whether the manifest is signed by the given key; None if none was given
+    unproven: tuple[str, ...]  #: files that were compared with nothing; no loader reads them
+    notes: tuple[str, ...]  #: sentences about what was not checked, or is not proven
+    mismatches: tuple[Mismatch, ...]  #: everything that differs
 
     @property
     def ok(self) -> bool:

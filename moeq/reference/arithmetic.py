@@ -41,17 +41,11 @@ TINY = 2.0**-120
 
 @dataclass(frozen=True)
 class Emulated:
-    """Emulation of one way in which a kernel may compute a product.
+    """Emulation of one way in which a kernel may compute a product."""
 
-    Attributes:
-        title: description of the rounding for people.
-        value: float64 `[T, N]`.
-        bound: float64 `[T, N]`, largest error that rounding explains.
-    """
-
-    title: str
-    value: Tensor
-    bound: Tensor
+    title: str  #: description of the rounding for people
+    value: Tensor  #: float64 `[T, N]`
+    bound: Tensor  #: float64 `[T, N]`, largest error that rounding explains
 
 
 def emulate_16bit(x: Tensor, linear: Linear, dtype: torch.dtype) -> tuple[Emulated, ...]:

@@ -14,17 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Activation:
-    """Activation function between the two GEMMs.
+    """Activation function between the two GEMMs."""
 
-    Attributes:
-        name: key of `ACTIVATIONS` or `COMBINATIONS`.
-        alpha: sigmoid factor of `swigluoai`, or bound of the gate in `situ`.
-        limit: clamp of gate and up, or bound of up in `situ`; None for none.
-    """
-
-    name: str = "silu"
-    alpha: float = 1.702
-    limit: float | None = None
+    name: str = "silu"  #: key of `ACTIVATIONS` or `COMBINATIONS`
+    alpha: float = 1.702  #: sigmoid factor of `swigluoai`, or bound of the gate in `situ`
+    limit: float | None = None  #: clamp of gate and up, or bound of up in `situ`; None for none
 
 
 #: Functions of the gate, which multiply up, or of the only projection.
@@ -67,8 +61,7 @@ COMBINATIONS: dict[str, Callable[[Tensor, Tensor, Activation], Tensor]] = {
 def activate(gate: Tensor | None, up: Tensor, activation: Activation) -> Tensor:
     """Combine gate and up projections `[T, I]`; without a gate the function applies to `up` itself.
 
-    Raises:
-        ValueError: if the activation needs a gate and there is none.
+    Raises ValueError if the activation needs a gate and there is none.
     """
     if activation.name in COMBINATIONS:
         if gate is None:
@@ -109,19 +102,12 @@ class Expert:
 
 @dataclass(frozen=True)
 class ExpertTrace:
-    """All products of one expert for `T` tokens.
+    """All products of one expert for `T` tokens."""
 
-    Attributes:
-        gate: float32 `[T, I]`, or None without a gate.
-        up: float32 `[T, I]`.
-        hidden: float32 `[T, I]`, after the activation.
-        down: float32 `[T, H]`, without the router's weights.
-    """
-
-    gate: Tensor | None
-    up: Tensor
-    hidden: Tensor
-    down: Tensor
+    gate: Tensor | None  #: float32 `[T, I]`, or None without a gate
+    up: Tensor  #: float32 `[T, I]`
+    hidden: Tensor  #: float32 `[T, I]`, after the activation
+    down: Tensor  #: float32 `[T, H]`, without the router's weights
 
 
 def run_expert(x: Tensor, expert: Expert, activation: Activation, dtype: torch.dtype | None = None) -> ExpertTrace:

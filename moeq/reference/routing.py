@@ -25,24 +25,16 @@ _AMONG_CHOSEN = ("topk-softmax",)
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """Top-k rule of a model.
+    """Top-k rule of a model."""
 
-    Attributes:
-        top_k: experts per token.
-        scoring: function from router logits to scores; `topk-...` choose first and score the chosen alone.
-        renormalize: whether the chosen scores are divided by their sum.
-        scaling_factor: factor of the final weights.
-        num_groups: number of equal groups of experts.
-        topk_groups: number of best groups whose experts stay eligible.
-        group_score: rank of a group: its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
-    """
-
-    top_k: int
+    top_k: int  #: experts per token
+    #: Function from router logits to scores; `topk-...` choose first and score the chosen alone.
     scoring: Scoring = "softmax"
-    renormalize: bool = True
-    scaling_factor: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
+    renormalize: bool = True  #: whether the chosen scores are divided by their sum
+    scaling_factor: float = 1.0  #: factor of the final weights
+    num_groups: int = 1  #: number of equal groups of experts
+    topk_groups: int = 1  #: number of best groups whose experts stay eligible
+    #: Rank of a group: its best score (`max`, DeepSeek-V2) or its best two (`top2`, DeepSeek-V3).
     group_score: Literal["max", "top2"] = "max"
 
 

@@ -82,29 +82,19 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call has to do, as far as its time depends on it.
+    """What a call has to do, as far as its time depends on it."""
 
-    Attributes:
-        pairs: routed ones, among `experts`.
-        hidden, intermediate: packed sizes.
-        kind: a key of `kinds.KINDS`; of 8-bit codes beside 8-bit activations "int8", "e4m3" or "e4m3-blocks".
-        top_k: pairs of a token, which have different experts.
-        group: weights that share a scale, 0 for one scale for each output feature.
-        gpu: GPU that is planned for.
-        both: whether one kernel can make both products (their weights are read alike).
-        gated: whether the first product makes gate and up.
-    """
-
-    pairs: int
+    pairs: int  #: routed ones, among `experts`
     experts: int
+    #: Packed sizes.
     hidden: int
     intermediate: int
-    kind: str
-    top_k: int
-    group: int
-    gpu: Gpu
-    both: bool = True
-    gated: bool = True
+    kind: str  #: a key of `kinds.KINDS`; of 8-bit codes beside 8-bit activations "int8", "e4m3" or "e4m3-blocks"
+    top_k: int  #: pairs of a token, which have different experts
+    group: int  #: weights that share a scale, 0 for one scale for each output feature
+    gpu: Gpu  #: GPU that is planned for
+    both: bool = True  #: whether one kernel can make both products (their weights are read alike)
+    gated: bool = True  #: whether the first product makes gate and up
 
     @property
     def bits(self) -> int:

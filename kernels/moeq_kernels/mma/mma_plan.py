@@ -11,18 +11,12 @@ from moeq_kernels.hopper.w4a16.kinds import KINDS
 
 @dataclass(frozen=True)
 class MmaPlan:
-    """Sizes of both products.
+    """Sizes of both products."""
 
-    Attributes:
-        tokens: token rows per tile (8, 16, 32 or 64).
-        stages: steps of 64 rows of k in shared memory.
-        rows: rows of k whose weights are in registers at a time.
-        gate_up_splits, down_splits: programs that share a tile's k.
-    """
-
-    tokens: int
-    stages: int
-    rows: int
+    tokens: int  #: token rows per tile (8, 16, 32 or 64)
+    stages: int  #: steps of 64 rows of k in shared memory
+    rows: int  #: rows of k whose weights are in registers at a time
+    #: Programs that share a tile's k.
     gate_up_splits: int = 1
     down_splits: int = 1
 

@@ -240,8 +240,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         """Create parameters with the names and shapes of the converted tensors of this rank.
 
-        Raises:
-            MoeqError: `usage.*`, `answer.no-kernel` if files or kernels do not serve this deployment.
+        Raises MoeqError `usage.*`, `answer.no-kernel` if files or kernels do not serve this deployment.
         """
         if layer.num_fused_shared_experts:
             raise MoeqError(
@@ -355,8 +354,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
 def activation_arguments(config: MoeRunnerConfig) -> dict[str, Any]:
     """Return the kernels' arguments for a layer's activation and its constants.
 
-    Raises:
-        MoeqError: `answer.no-kernel` for an activation that they do not compute.
+    Raises MoeqError `answer.no-kernel` for an activation that they do not compute.
     """
     if config.activation == "situ":
         alpha = 4.0 if config.gemm1_alpha is None else config.gemm1_alpha

@@ -54,8 +54,7 @@ def find_class(find: Load, model_config: Any) -> Any:
 def load_others(load: Load, model: Any, *given: Any, **named: Any) -> Any:
     """Wrap the loading of a model's weights: from now on its class gets no tensors of packed experts.
 
-    Raises:
-        MoeqError: `usage.unsupported-model` if the class runs its experts otherwise, and what `_load_weights` raises.
+    Raises MoeqError `usage.unsupported-model` if the class runs its experts otherwise, and what `_load_weights` raises.
     """
     if "load_weights" not in vars(model):
         # A rank of pipeline parallelism may hold no experts, and a draft model has the source's.
@@ -76,8 +75,7 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
     The model has the source's config meanwhile, since the engine's classes ask it how the other tensors are stored
     (DeepSeek's joins q_a and kv_a of AWQ by columns).
 
-    Raises:
-        MoeqError: the errors of `ExpertReload` and `FolderReload`.
+    Raises MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
     layers = _packed_layers(model)
     stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))

@@ -16,9 +16,8 @@ ENGINES = ("0.5.23",)
 def register() -> None:
     """Register the quantisation method and the MoE runner `moeq`.
 
-    Raises:
-        MoeqError: `environment.engine-version` for another version. The engine logs it, goes on, and refuses converted
-            checkpoints, whose method it then does not know.
+    Raises MoeqError `environment.engine-version` for another version. The engine logs it, goes on, and refuses
+    converted checkpoints, whose method it then does not know.
     """
     found = version("sglang")
     if found not in ENGINES:

@@ -102,8 +102,7 @@ class MoeqConfig(ConvertedQuantization, QuantizationConfig):  # type: ignore[mis
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Open the checkpoint, a folder or a Hub repository.
 
-        Raises:
-            MoeqError: `usage.not-converted`, `source.*`, `answer.*` for a source whose experts are never packed.
+        Raises MoeqError `usage.not-converted`, `source.*`, `answer.*` for a source whose experts are never packed.
         """
         self.opened = (model_name, None if Path(model_name).is_dir() else revision)
         self.experts = open_experts(*self.opened, logger, converted=self.converted)

@@ -41,21 +41,13 @@ def takes(function: Callable[..., Any], argument: str) -> bool:
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Weights of a layer on one rank.
+    """Weights of a layer on one rank."""
 
-    Attributes:
-        w13: spec of one expert's w13 on the rank, padding included.
-        w2: spec of one expert's w2 on the rank, padding included.
-        scheme: scheme of the source.
-        experts: `(start, stop)` of the rank's experts, as the model counts them.
-        activation: the engine's name of the activation function.
-    """
-
-    w13: MatrixSpec
-    w2: MatrixSpec
-    scheme: Scheme
-    experts: tuple[int, int]
-    activation: str
+    w13: MatrixSpec  #: spec of one expert's w13 on the rank, padding included
+    w2: MatrixSpec  #: spec of one expert's w2 on the rank, padding included
+    scheme: Scheme  #: scheme of the source
+    experts: tuple[int, int]  #: `(start, stop)` of the rank's experts, as the model counts them
+    activation: str  #: the engine's name of the activation function
 
 
 def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
@@ -64,15 +56,10 @@ def as_filled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
 
 @dataclass(frozen=True)
 class Trims:
-    """Sides of a kernel that have no padding of the hidden size, in a layout that pads it.
+    """Sides of a kernel that have no padding of the hidden size, in a layout that pads it."""
 
-    Attributes:
-        tokens: whether the kernel takes tokens without padding.
-        results: whether the kernel returns results without padding.
-    """
-
-    tokens: bool = False
-    results: bool = False
+    tokens: bool = False  #: whether the kernel takes tokens without padding
+    results: bool = False  #: whether the kernel returns results without padding
 
 
 @dataclass(frozen=True)

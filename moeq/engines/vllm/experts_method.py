@@ -66,9 +66,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         options: kernels and activations that were asked for; None for the defaults.
         dummy: whether no weights are read (`--load-format dummy`).
 
-    Raises:
-        MoeqError: `answer.no-backend`, `answer.no-kernel`, `environment.gpu-mismatch`, `environment.marlin-input`,
-            `usage.*` if neither moeq's kernels nor those of the engine, as it was started, run these bytes correctly.
+    Raises MoeqError `answer.no-backend`, `answer.no-kernel`, `environment.gpu-mismatch`, `environment.marlin-input`,
+    `usage.*` if neither moeq's kernels nor those of the engine, as it was started, run these bytes correctly.
     """
 
     def __init__(
@@ -250,8 +249,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def held(self, layer: Any) -> tuple[int, ...] | None:
         """Return the expert of every row of these tensors under EPLB, whose transfers are ended first; else None.
 
-        Raises:
-            MoeqError: `usage.reload` under data parallelism, whose engines do not reload together.
+        Raises MoeqError `usage.reload` under data parallelism, whose engines do not reload together.
         """
         parallel = self.moe.moe_parallel_config
         if not parallel.enable_eplb:

@@ -71,8 +71,7 @@ def source_layer(
 ) -> OneLayer:
     """Build a layer of a source with the engine's method for it; `backend` is a value of `--moe-backend`.
 
-    Raises:
-        MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    Raises MoeqError `answer.engine-layer` where the engine takes some of the layer's tensors only.
     """
     return ready(filled_layer(checkpoint, layer, source_method(checkpoint), backend, device, dtype))
 
@@ -118,8 +117,7 @@ def filled_layer(
         dtype: activation dtype.
         read: function that reads a tensor by its name; None: the source's own.
 
-    Raises:
-        MoeqError: `answer.engine-layer` where the engine takes some of the layer's tensors only.
+    Raises MoeqError `answer.engine-layer` where the engine takes some of the layer's tensors only.
     """
     with _activations_by_method():
         built = empty_layer(checkpoint, layer, method, backend, device, dtype)

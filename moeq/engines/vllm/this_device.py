@@ -14,8 +14,7 @@ def this_device() -> Gpu:
 
     CUDA devices are named by the engine's platform, which asks the driver without taking memory on the device.
 
-    Raises:
-        MoeqError: `usage.unknown-gpu`.
+    Raises MoeqError `usage.unknown-gpu`.
     """
     if current_platform.is_cuda():
         capability = current_platform.get_device_capability()

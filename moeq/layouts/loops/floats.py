@@ -26,23 +26,14 @@ ELEMENTS = {"int4": 4, "int8": 8, "e2m1": 21, "e4m3": 43}
 
 @dataclass(frozen=True)
 class Coded:
-    """A matrix `[N, K]` of codes that can be written as floats.
+    """A matrix `[N, K]` of codes that can be written as floats."""
 
-    Attributes:
-        element: `int4`, `int8`, `e2m1` or `e4m3`.
-        codes: uint32 `[N, K * bits / 32]`, rows contiguous.
-        zeros: uint8 `[N, G]`, zero points of integers; zeros for floats.
-        scales: float64 `[N, G]`.
-        index: int32 `[K]`, the group of each column.
-        run: columns from each multiple of this number on that have one group.
-    """
-
-    element: str
-    codes: Array
-    zeros: Array
-    scales: Array
-    index: Array
-    run: int
+    element: str  #: `int4`, `int8`, `e2m1` or `e4m3`
+    codes: Array  #: uint32 `[N, K * bits / 32]`, rows contiguous
+    zeros: Array  #: uint8 `[N, G]`, zero points of integers; zeros for floats
+    scales: Array  #: float64 `[N, G]`
+    index: Array  #: int32 `[K]`, the group of each column
+    run: int  #: columns from each multiple of this number on that have one group
 
     def rows(self, rows: slice) -> Coded:
         """Return some rows."""
@@ -51,27 +42,16 @@ class Coded:
 
 @dataclass(frozen=True)
 class Measured:
-    """How a matrix differs from what was written for it.
+    """How a matrix differs from what was written for it."""
 
-    Attributes:
-        numbers: numbers that differ.
-        blocks: blocks with such numbers.
-        largest: the largest difference.
-        squares: sum of the squares of all differences.
-        norm: sum of the squares of the values.
-        first: row and column of the first difference.
-        before: the value there.
-        after: what was written there.
-    """
-
-    numbers: int
-    blocks: int
-    largest: float
-    squares: float
-    norm: float
-    first: tuple[int, int]
-    before: float
-    after: float
+    numbers: int  #: numbers that differ
+    blocks: int  #: blocks with such numbers
+    largest: float  #: the largest difference
+    squares: float  #: sum of the squares of all differences
+    norm: float  #: sum of the squares of the values
+    first: tuple[int, int]  #: row and column of the first difference
+    before: float  #: the value there
+    after: float  #: what was written there
 
 
 def joined(halves: Sequence[Measured | None], rows: int, interleaved: bool) -> Measured | None:

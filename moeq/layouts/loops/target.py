@@ -10,21 +10,14 @@ import numpy as np
 
 
 class Kind(NamedTuple):
-    """Facts about an argument that machine code depends on.
+    """Facts about an argument that machine code depends on."""
 
-    Attributes:
-        dtype: dtype of the elements, or of the number.
-        ndim: dimensions of an array.
-        layout: `C` (contiguous), `F` (its transpose is contiguous) or `A` (any strides); None for a number.
-        aligned: elements lie at multiples of their size.
-        writeable: the loop may write to it.
-    """
-
-    dtype: np.dtype[Any]
-    ndim: int = 0
+    dtype: np.dtype[Any]  #: dtype of the elements, or of the number
+    ndim: int = 0  #: dimensions of an array
+    #: `C` (contiguous), `F` (its transpose is contiguous) or `A` (any strides); None for a number.
     layout: str | None = None
-    aligned: bool = True
-    writeable: bool = True
+    aligned: bool = True  #: elements lie at multiples of their size
+    writeable: bool = True  #: the loop may write to it
 
     def spell(self) -> str:
         """Spell all fields as one word."""

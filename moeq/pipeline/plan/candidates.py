@@ -22,28 +22,17 @@ from moeq.spelling import option
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The layout that layers of one scheme get, and what loads it.
+    """The layout that layers of one scheme get, and what loads it."""
 
-    Attributes:
-        layout: layout id.
-        backend: backend whose kernel reads it; the layout's id if the engine has none for it.
-        flag: option to start the engine with, or None.
-        loaders: loaders that take it.
-        why: why this is not the engine's own choice, or None.
-        rounding: what is rounded if stored values do not fit, which takes `--allow-lossy`; None if all fit.
-        overridden: reasons against it that were overridden by force.
-        sizes: sizes per rank.
-        rank_bytes: bytes of a layer's experts on the fullest rank.
-    """
-
-    layout: str
-    backend: str
-    flag: str | None = None
-    loaders: tuple[Loader, ...] = ()
-    why: str | None = None
-    overridden: tuple[str, ...] = ()
-    sizes: Sizes | None = None
-    rank_bytes: int = 0
+    layout: str  #: layout id
+    backend: str  #: backend whose kernel reads it; the layout's id if the engine has none for it
+    flag: str | None = None  #: option to start the engine with, or None
+    loaders: tuple[Loader, ...] = ()  #: loaders that take it
+    why: str | None = None  #: why this is not the engine's own choice, or None
+    overridden: tuple[str, ...] = ()  #: reasons against it that were overridden by force
+    sizes: Sizes | None = None  #: sizes per rank
+    rank_bytes: int = 0  #: bytes of a layer's experts on the fullest rank
+    #: What is rounded if stored values do not fit, which takes `--allow-lossy`; None if all fit.
     rounding: str | None = None
 
 
@@ -52,8 +41,7 @@ def candidates(
 ) -> Iterator[LayoutChoice]:
     """Yield candidate layouts: what moeq's kernels read fastest, then the engine's choices in its order.
 
-    Raises:
-        MoeqError: if there is none.
+    Raises MoeqError if there is none.
     """
     heads = heads_problem(checkpoint, question.deployment)
     if question.options.layout is not None:
@@ -148,9 +136,8 @@ def _asked_layout(
 ) -> LayoutChoice:
     """Choose a layout that was asked for by id: a backend of the engine has to read it here, or force is needed.
 
-    Raises:
-        MoeqError: `usage.layout-backend` if another backend was asked for too, `usage.layout-gpu` if nothing
-            of the engine reads it here.
+    Raises MoeqError `usage.layout-backend` if another backend was asked for too, `usage.layout-gpu` if nothing of the
+    engine reads it here.
     """
     deployment, options, asked = question.deployment, question.options, question.deployment.backend
     rows = [row for row in verdict.candidates if layout in (row.layout, row.lossy_layout)]

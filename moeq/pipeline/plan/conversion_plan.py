@@ -35,17 +35,11 @@ PLAN_VERSION = 4
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One output file: either the experts of a layer, or tensors copied from the source.
+    """One output file: either the experts of a layer, or tensors copied from the source."""
 
-    Attributes:
-        name: file name.
-        tensors: name to `(shape, dtype)`, in file order.
-        layer: the layer whose experts it holds, or None for copied tensors.
-    """
-
-    name: str
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    layer: LayerPlan | None
+    name: str  #: file name
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]  #: name to `(shape, dtype)`, in file order
+    layer: LayerPlan | None  #: the layer whose experts it holds, or None for copied tensors
 
     @property
     def data_bytes(self) -> int:
@@ -61,21 +55,13 @@ class FilePlan:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """A whole conversion.
+    """A whole conversion."""
 
-    Attributes:
-        files: output files in order.
-        units: units of work in order; together they write every byte of every file but the headers.
-        copied: layers whose experts are copied unchanged.
-        expert_bytes_in: bytes of the expert tensors that are converted.
-        digest: sha256 over everything that decides the output bytes.
-    """
-
-    files: tuple[FilePlan, ...]
-    units: tuple[Unit, ...]
-    copied: tuple[CopiedLayer, ...]
-    expert_bytes_in: int
-    digest: str
+    files: tuple[FilePlan, ...]  #: output files in order
+    units: tuple[Unit, ...]  #: units of work in order; together they write every byte of every file but the headers
+    copied: tuple[CopiedLayer, ...]  #: layers whose experts are copied unchanged
+    expert_bytes_in: int  #: bytes of the expert tensors that are converted
+    digest: str  #: sha256 over everything that decides the output bytes
 
     @property
     def layers(self) -> tuple[LayerPlan, ...]:
@@ -150,9 +136,8 @@ def make_plan(
         ranks: ranks that experts are divided among.
         options: options of the conversion.
 
-    Raises:
-        MoeqError: `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` if a
-            layer cannot be packed, with all reasons.
+    Raises MoeqError `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` if a
+    layer cannot be packed, with all reasons.
     """
     layers = [plan_layer(checkpoint, layer, layout, ranks, options) for layer, layout in layouts.items()]
     consumed = [entry for plan in layers for entry in checkpoint.experts(plan.entry.layer).layer.tensors()]

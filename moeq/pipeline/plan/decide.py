@@ -47,37 +47,23 @@ from moeq.spelling import option
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are encoded alike.
+    """Layers that are encoded alike."""
 
-    Attributes:
-        layers: numbers of the layers.
-        verdict: the engine's verdict on them; its `convert` is what would really be written.
-        choice: the layout that they get, or None if they are not converted.
-        error: why they are not converted, or None.
-    """
-
-    layers: tuple[int, ...]
-    verdict: Verdict
-    choice: LayoutChoice | None
-    error: MoeqError | None = None
+    layers: tuple[int, ...]  #: numbers of the layers
+    verdict: Verdict  #: the engine's verdict on them; its `convert` is what would really be written
+    choice: LayoutChoice | None  #: the layout that they get, or None if they are not converted
+    error: MoeqError | None = None  #: why they are not converted, or None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Whether a source checkpoint can be converted, to what, and why not.
+    """Whether a source checkpoint can be converted, to what, and why not."""
 
-    Attributes:
-        question: the question.
-        parts: groups of the quantised layers, the first layer's group first, and of float layers that the engine does
-            not load.
-        copied: layers that are copied unchanged, with the reason.
-        error: why nothing is converted, or None.
-    """
-
-    question: Question
+    question: Question  #: the question
+    #: Groups of the quantised layers, the first layer's group first, and of float layers that the engine does not load.
     parts: tuple[LayerGroup, ...]
-    copied: tuple[CopiedLayer, ...] = ()
-    error: MoeqError | None = None
+    copied: tuple[CopiedLayer, ...] = ()  #: layers that are copied unchanged, with the reason
+    error: MoeqError | None = None  #: why nothing is converted, or None
 
     @property
     def verdict(self) -> Verdict:
@@ -132,9 +118,8 @@ class Answer:
 def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
     """Decide which backend runs this checkpoint's experts on that deployment, what `convert` writes, and why.
 
-    Raises:
-        MoeqError: `usage.already-converted` for a converted checkpoint; `source.no-top-k` if the config does not say
-            how many experts a token uses; for a backend asked for by name that does not fit, why not and what does.
+    Raises MoeqError `usage.already-converted` for a converted checkpoint; `source.no-top-k` if the config does not say
+    how many experts a token uses; for a backend asked for by name that does not fit, why not and what does.
     """
     checkpoint.require_source()
     found = advised(checkpoint, Question(deployment), explain=True)
@@ -194,8 +179,7 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
         explain: also try what would make each backend work (see `moeq.oracle.judge.judge`).
         brief: only yes or no matters: skip backends that the engine would not choose.
 
-    Raises:
-        MoeqError: `usage.unknown-layout`, `usage.unknown-engine`, `source.no-top-k`.
+    Raises MoeqError `usage.unknown-layout`, `usage.unknown-engine`, `source.no-top-k`.
     """
     options = question.options
     if options.layout is not None:
@@ -393,21 +377,13 @@ DEGREES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Degree:
-    """One tensor-parallel degree.
+    """One tensor-parallel degree."""
 
-    Attributes:
-        tp: ranks.
-        intermediate: intermediate features of the fullest rank, or None if they cannot be divided.
-        fits: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide).
-        layout: layout that it writes, if a deployment was named.
-        why: why it does not fit, or None.
-    """
-
-    tp: int
-    intermediate: int | None
-    fits: bool
-    layout: str | None = None
-    why: str | None = None
+    tp: int  #: ranks
+    intermediate: int | None  #: intermediate features of the fullest rank, or None if they cannot be divided
+    fits: bool  #: whether `convert` writes for that many ranks (without a deployment: whether the sizes divide)
+    layout: str | None = None  #: layout that it writes, if a deployment was named
+    why: str | None = None  #: why it does not fit, or None
 
 
 def degrees(

@@ -34,19 +34,12 @@ READ_ERROR = "usage.unreadable-journal"
 
 @dataclass(frozen=True)
 class JobRequest:
-    """Everything that decides a conversion's bytes. Picklable.
+    """Everything that decides a conversion's bytes. Picklable."""
 
-    Attributes:
-        src: local folder or Hub repository.
-        deployment: where the result is to run.
-        options: options of the conversion.
-        revision: Hub revision of `src`.
-    """
-
-    src: str
-    deployment: Deployment
-    options: ConvertOptions = DEFAULTS
-    revision: str | None = None
+    src: str  #: local folder or Hub repository
+    deployment: Deployment  #: where the result is to run
+    options: ConvertOptions = DEFAULTS  #: options of the conversion
+    revision: str | None = None  #: Hub revision of `src`
 
     @property
     def question(self) -> Question:
@@ -71,29 +64,20 @@ class JobRequest:
 
 @dataclass(frozen=True)
 class Work:
-    """A plan and the source that it reads: everything that executing units takes.
+    """A plan and the source that it reads: everything that executing units takes."""
 
-    Attributes:
-        checkpoint: the source, opened.
-        plan: files and units.
-        workers: classes that execute units which neither pack nor copy, by type of unit
-            (`moeq.pipeline.pack.unit_worker.UnitWorker`).
-    """
-
-    checkpoint: Checkpoint
-    plan: Plan
+    checkpoint: Checkpoint  #: the source, opened
+    plan: Plan  #: files and units
+    #: Classes that execute units which neither pack nor copy, by type of unit
+    #: (`moeq.pipeline.pack.unit_worker.UnitWorker`).
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {}
 
 
 @dataclass(frozen=True)
 class OpenedJob(Work):
-    """Work that any process can open again.
+    """Work that any process can open again."""
 
-    Attributes:
-        request: plain data that decides the bytes, with `src` and `revision`; picklable.
-    """
-
-    request: Any
+    request: Any  #: plain data that decides the bytes, with `src` and `revision`; picklable
 
     @property
     def opener(self) -> Callable[[Any], OpenedJob]:
@@ -103,17 +87,11 @@ class OpenedJob(Work):
 
 @dataclass(frozen=True, repr=False)
 class Job(Shown, OpenedJob):
-    """A conversion, ready to run.
+    """A conversion, ready to run."""
 
-    Attributes:
-        request: what was asked for.
-        answer: backend and layout of every layer.
-        side_files: what becomes of the source's other files.
-    """
-
-    request: JobRequest
-    answer: Answer
-    side_files: SideFiles
+    request: JobRequest  #: what was asked for
+    answer: Answer  #: backend and layout of every layer
+    side_files: SideFiles  #: what becomes of the source's other files
 
     @property
     def opener(self) -> Callable[[Any], Job]:
@@ -134,9 +112,8 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
         checkpoint: the source if it is open already, perhaps with a `Source` that fetches files as they are needed.
         expect: digest that the plan has to have.
 
-    Raises:
-        MoeqError: `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
-            `advised`, `plan_side_files` and `make_plan` raise.
+    Raises MoeqError `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
+    `advised`, `plan_side_files` and `make_plan` raise.
     """
     checkpoint = checkpoint or open_checkpoint(request.src, revision=request.revision)
     checkpoint.require_source()

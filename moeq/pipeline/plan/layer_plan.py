@@ -22,18 +22,12 @@ from moeq.spelling import option
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Packing plan of one rank, or of all ranks at once.
+    """Packing plan of one rank, or of all ranks at once."""
 
-    Attributes:
-        shard: experts and intermediate features.
-        padding: how sizes are rounded up.
-        matrices: what the manifest will say.
-        parts: per stacked matrix, shape and dtype of each part of *one* expert.
-    """
-
-    shard: Shard
-    padding: PaddingPlan
-    matrices: Mapping[StackedRole, MatrixEntry]
+    shard: Shard  #: experts and intermediate features
+    padding: PaddingPlan  #: how sizes are rounded up
+    matrices: Mapping[StackedRole, MatrixEntry]  #: what the manifest will say
+    #: Per stacked matrix, shape and dtype of each part of *one* expert.
     parts: Mapping[StackedRole, Mapping[str, TensorSpec]]
 
     def cut_and_pad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
@@ -58,17 +52,11 @@ class ShardPlan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The experts of one layer as they will be written.
+    """The experts of one layer as they will be written."""
 
-    Attributes:
-        entry: what the manifest will say (digests still empty).
-        shards: one plan per rank, or a single one that holds everything.
-        allow_lossy: lossy packing was asked for.
-    """
-
-    entry: LayerEntry
-    shards: tuple[ShardPlan, ...]
-    allow_lossy: bool = False
+    entry: LayerEntry  #: what the manifest will say (digests still empty)
+    shards: tuple[ShardPlan, ...]  #: one plan per rank, or a single one that holds everything
+    allow_lossy: bool = False  #: lossy packing was asked for
 
     @property
     def layout(self) -> Layout:
@@ -125,8 +113,7 @@ def plan_layer_on_rank(
         ranks: ranks that experts are divided among.
         number: number of the rank, within tensor or expert parallelism.
 
-    Raises:
-        MoeqError: as `make_plan`.
+    Raises MoeqError as `make_plan`.
     """
     layout = get_layout(layout_id)
     specs, group = _written_specs(checkpoint, layer, DEFAULTS)

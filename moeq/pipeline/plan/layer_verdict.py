@@ -58,8 +58,7 @@ def judge_checkpoint(
         scheme: encoding of the experts, if it differs from the source's.
         explain: also try single changes (see `moeq.oracle.judge.judge`).
 
-    Raises:
-        MoeqError: `source.no-top-k` if the config does not say how many experts a token uses.
+    Raises MoeqError `source.no-top-k` if the config does not say how many experts a token uses.
     """
     first = first_layer(checkpoint)
     layer = first if layer is None else layer

@@ -43,15 +43,10 @@ class ConvertKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Numbers of ranks that experts are divided among.
+    """Numbers of ranks that experts are divided among."""
 
-    Attributes:
-        tp: ranks that share every expert; 1 under expert parallelism, which takes them all.
-        ep: ranks that share the list of experts.
-    """
-
-    tp: int = 1
-    ep: int = 1
+    tp: int = 1  #: ranks that share every expert; 1 under expert parallelism, which takes them all
+    ep: int = 1  #: ranks that share the list of experts
 
     @classmethod
     def of(cls, tp: int, ep: int) -> Ranks:
@@ -65,15 +60,10 @@ DEFAULTS, ONE_RANK = ConvertOptions(), Ranks()
 
 @dataclass(frozen=True)
 class Question:
-    """The question that the join of oracle, layouts and checkpoint answers (`moeq.pipeline.plan.decide`).
+    """The question that the join of oracle, layouts and checkpoint answers (`moeq.pipeline.plan.decide`)."""
 
-    Attributes:
-        deployment: where the checkpoint is to run.
-        options: options of the conversion.
-    """
-
-    deployment: Deployment
-    options: ConvertOptions = DEFAULTS
+    deployment: Deployment  #: where the checkpoint is to run
+    options: ConvertOptions = DEFAULTS  #: options of the conversion
 
     @property
     def ranks(self) -> Ranks:

@@ -53,24 +53,15 @@ _AUTO_MAP = "auto_map"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What becomes of a source's files other than weights.
+    """What becomes of a source's files other than weights."""
 
-    Attributes:
-        sizes: bytes of every file that is written to the conversion as it is.
-        stripped: JSON files that are written without `auto_map`.
-        kept: files that go into the restore data; some of them are written as well.
-        missing: files that the conversion does not hold.
-        code: what of the source is code: files, and configs that name some.
-        no_code: whether that was left out.
-        unusable: files that are left out because not every system can have their names, which no manifest may hold.
-    """
-
-    sizes: Mapping[str, int]
-    stripped: tuple[str, ...]
-    kept: tuple[str, ...]
-    missing: tuple[str, ...]
-    code: tuple[str, ...]
-    no_code: bool
+    sizes: Mapping[str, int]  #: bytes of every file that is written to the conversion as it is
+    stripped: tuple[str, ...]  #: JSON files that are written without `auto_map`
+    kept: tuple[str, ...]  #: files that go into the restore data; some of them are written as well
+    missing: tuple[str, ...]  #: files that the conversion does not hold
+    code: tuple[str, ...]  #: what of the source is code: files, and configs that name some
+    no_code: bool  #: whether that was left out
+    #: Files that are left out because not every system can have their names, which no manifest may hold.
     unusable: tuple[str, ...] = ()
 
 
@@ -81,9 +72,8 @@ def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
         source: the source.
         no_code: leave out what is run.
 
-    Raises:
-        MoeqError: `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
-            `source.not-a-file`, `source.too-large`.
+    Raises MoeqError `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
+    `source.not-a-file`, `source.too-large`.
     """
     found, unusable = source.side_files(), tuple[str, ...]()
     if isinstance(source, LocalSource):  # files that exist lead nowhere else, whatever their names

@@ -26,15 +26,10 @@ MOST = 3
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One change that works.
+    """One change that works."""
 
-    Attributes:
-        text: the options that make it, as a user would type them, and what they mean.
-        question: the question with that change; its answer is yes.
-    """
-
-    text: str
-    question: Question
+    text: str  #: the options that make it, as a user would type them, and what they mean
+    question: Question  #: the question with that change; its answer is yes
 
 
 def nearest(checkpoint: Checkpoint, question: Question, ask: Ask) -> tuple[Suggestion, ...]:

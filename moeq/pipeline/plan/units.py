@@ -37,38 +37,23 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes that are written and hashed at once: one part of one expert for one rank, or a part of a copied tensor.
+    """Bytes that are written and hashed at once: one part of one expert for one rank, or a part of a copied tensor."""
 
-    Attributes:
-        tensor: name of the tensor in the output.
-        start: first byte in the output file.
-        stop: byte after the last.
-        whole: bytes of a full piece of this tensor.
-    """
-
-    tensor: str
-    start: int
-    stop: int
-    whole: int
+    tensor: str  #: name of the tensor in the output
+    start: int  #: first byte in the output file
+    stop: int  #: byte after the last
+    whole: int  #: bytes of a full piece of this tensor
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One unit of work.
+    """One unit of work."""
 
-    Attributes:
-        id: stable name: `layer-3/w13`, `layer-3/w2/rank-1`, `copy/model-00001-of-00004.safetensors/0`.
-        file: the output file that it writes to.
-        inputs: source file to the byte ranges that are read, in order, neighbours joined.
-        outputs: byte ranges of `file` that are written, in order, neighbours joined.
-        padding_bytes: bytes of the output that are padding.
-    """
-
-    id: str
-    file: str
-    inputs: Mapping[str, tuple[Span, ...]]
-    outputs: tuple[Span, ...]
-    padding_bytes: int
+    id: str  #: stable name: `layer-3/w13`, `layer-3/w2/rank-1`, `copy/model-00001-of-00004.safetensors/0`
+    file: str  #: the output file that it writes to
+    inputs: Mapping[str, tuple[Span, ...]]  #: source file to the byte ranges that are read, in order, neighbours joined
+    outputs: tuple[Span, ...]  #: byte ranges of `file` that are written, in order, neighbours joined
+    padding_bytes: int  #: bytes of the output that are padding
 
     #: Name of this kind of unit in events.
     what: ClassVar[Literal["pack", "copy"]] = "pack"
@@ -105,21 +90,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class PackUnit(Unit):
-    """One stack of one layer: `w13` or `w2` of some experts, for one rank or for all that share these experts.
+    """One stack of one layer: `w13` or `w2` of some experts, for one rank or for all that share these experts."""
 
-    Attributes:
-        layer: layer number.
-        role: `w13` or `w2`.
-        experts: the experts.
-        shards: which of `LayerPlan.shards` it writes.
-        ranks: their ranks.
-    """
-
-    layer: int
-    role: StackedRole
-    experts: Range
-    shards: tuple[int, ...]
-    ranks: tuple[int, ...]
+    layer: int  #: layer number
+    role: StackedRole  #: `w13` or `w2`
+    experts: Range  #: the experts
+    shards: tuple[int, ...]  #: which of `LayerPlan.shards` it writes
+    ranks: tuple[int, ...]  #: their ranks
 
     @property
     def kind(self) -> str:
@@ -159,16 +136,11 @@ class CopiedTensor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes that lie together in the source and in the output, and are copied at once.
+    """Bytes that lie together in the source and in the output, and are copied at once."""
 
-    Attributes:
-        source: first byte in the source file.
-        output: first byte in the output file.
-        pieces: tensor and bytes of it, in order. Pieces begin at multiples of `CHUNK_BYTES` of their tensor.
-    """
-
-    source: int
-    output: int
+    source: int  #: first byte in the source file
+    output: int  #: first byte in the output file
+    #: Tensor and bytes of it, in order. Pieces begin at multiples of `CHUNK_BYTES` of their tensor.
     pieces: tuple[tuple[str, int], ...]
 
     @property
@@ -179,15 +151,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class CopyUnit(Unit):
-    """Tensors of one source file that are copied unchanged.
+    """Tensors of one source file that are copied unchanged."""
 
-    Attributes:
-        source_file: the source file.
-        tensors: what is copied where, in the order of the output.
-    """
-
-    source_file: str
-    tensors: tuple[CopiedTensor, ...]
+    source_file: str  #: the source file
+    tensors: tuple[CopiedTensor, ...]  #: what is copied where, in the order of the output
 
     what = "copy"
 

@@ -117,9 +117,8 @@ class WorkFolder:
         Args:
             sources: the source checkpoint's folder, and whatever else is read.
 
-        Raises:
-            MoeqError: `usage.no-parent`, `usage.destination-name`, `usage.destination-is-source`,
-                `usage.destination-exists`, `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
+        Raises MoeqError `usage.no-parent`, `usage.destination-name`, `usage.destination-is-source`,
+        `usage.destination-exists`, `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
         """
         destination = self.destination
         old = destination.name + OLD_SUFFIX
@@ -246,8 +245,7 @@ class WorkFolder:
     def work(self, name: str) -> Path:
         """Return a path for what this process keeps and never publishes. It is not created, and survives interruptions.
 
-        Raises:
-            MoeqError: `environment.planted` if a link has that name.
+        Raises MoeqError `environment.planted` if a link has that name.
         """
         path = self.path / f"{WORK_PREFIX}{name}{'.' + self.shard if self.shard else ''}"
         if path.is_symlink():
@@ -275,10 +273,9 @@ class WorkFolder:
         The journals are put beside the folder before and removed after that, so that wherever this is killed, either
         DST stands or the next run knows what is finished, and what the old folder was.
 
-        Raises:
-            MoeqError: `usage.running` if another process does not leave; `usage.foreign-files`,
-                `usage.destination-exists` if somebody has put something there meanwhile; `environment.write`,
-                `resources.disk-full`.
+        Raises MoeqError `usage.running` if another process does not leave; `usage.foreign-files`,
+        `usage.destination-exists` if somebody has put something there meanwhile; `environment.write`,
+        `resources.disk-full`.
         """
         files, parent = self.files, _entered(self._parent)
         name, old = self.destination.name, self.destination.name + OLD_SUFFIX
@@ -358,8 +355,7 @@ def _locked(parent: OutputFolder, name: str) -> OutputFolder:
 def _beside(parent: OutputFolder, work: str) -> list[str]:
     """List journals that lie beside their work folder: a run was killed while it published.
 
-    Raises:
-        MoeqError: `usage.foreign-folder` if another user has put one there.
+    Raises MoeqError `usage.foreign-folder` if another user has put one there.
     """
     start = f"{work}."
     found = [name for name in os.listdir(parent.fd) if name.startswith(start) and is_journal(name[len(start) :])]

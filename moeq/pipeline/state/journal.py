@@ -36,28 +36,18 @@ _SEAL = b',"seal":"'
 
 @dataclass(frozen=True)
 class JobStamp:
-    """First line of a journal: the job that it belongs to.
+    """First line of a journal: the job that it belongs to."""
 
-    Attributes:
-        job: digest of the plan.
-        source: the source's name as it was given.
-        identity: its identity (`Source.identity`).
-        files: its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
-        sample: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`).
-        version: moeq's version.
-        request: what was asked for (`JobRequest.to_json`).
-        place: absolute path of a local source; None for a repository.
-        outputs: names of all files that the job writes. What a folder holds beside them is not moeq's.
-    """
-
-    job: str
-    source: str = ""
-    identity: str = ""
+    job: str  #: digest of the plan
+    source: str = ""  #: the source's name as it was given
+    identity: str = ""  #: its identity (`Source.identity`)
+    #: Its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
     files: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    sample: str = ""
-    version: str = ""
-    request: Mapping[str, Any] = field(default_factory=dict)
-    place: str | None = None
+    sample: str = ""  #: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`)
+    version: str = ""  #: moeq's version
+    request: Mapping[str, Any] = field(default_factory=dict)  #: what was asked for (`JobRequest.to_json`)
+    place: str | None = None  #: absolute path of a local source; None for a repository
+    #: Names of all files that the job writes. What a folder holds beside them is not moeq's.
     outputs: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -76,17 +66,11 @@ class JobStamp:
 
 @dataclass(frozen=True)
 class Replaced:
-    """A folder of moeq's that another is about to replace, recorded before anything happens to it.
+    """A folder of moeq's that another is about to replace, recorded before anything happens to it."""
 
-    Attributes:
-        device: its file system.
-        inode: its number there.
-        files: the files of which it consists.
-    """
-
-    device: int
-    inode: int
-    files: tuple[str, ...]
+    device: int  #: its file system
+    inode: int  #: its number there
+    files: tuple[str, ...]  #: the files of which it consists
 
 
 @dataclass(frozen=True)
@@ -183,8 +167,7 @@ def read_journals(
 def require_job(journals: Journals, stamp: JobStamp, where: Path) -> None:
     """Refuse to continue work of another job, or of a source that has changed since.
 
-    Raises:
-        MoeqError: `source.changed`, `usage.other-job`.
+    Raises MoeqError `source.changed`, `usage.other-job`.
     """
     for name, other in journals.stamps.items():
         if other.source == stamp.source or other.job == stamp.job:
@@ -244,8 +227,7 @@ def require_unchanged(then: JobStamp, now: JobStamp, where: Path) -> None:
 def require_untouched(then: JobStamp, now: JobStamp, where: Path) -> None:
     """Refuse to publish if the source was touched in any way while it was converted.
 
-    Raises:
-        MoeqError: `source.changed`.
+    Raises MoeqError `source.changed`.
     """
     require_unchanged(then, now, where)
     if not then.knows(now):
@@ -273,9 +255,8 @@ class Journal:
         stamp: the job.
         shard: name of the shard of the work, or None for all of it.
 
-    Raises:
-        MoeqError: `usage.running` if another process holds it; `resources.disk-full`, `environment.write`,
-            `environment.planted`.
+    Raises MoeqError `usage.running` if another process holds it; `resources.disk-full`, `environment.write`,
+    `environment.planted`.
     """
 
     def __init__(self, folder: OutputFolder, stamp: JobStamp, shard: str | None = None) -> None:

@@ -25,8 +25,7 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
         sources: folders that are read.
         folders: folders that will be written to; they need not exist yet.
 
-    Raises:
-        MoeqError: `usage.destination-is-source`.
+    Raises MoeqError `usage.destination-is-source`.
     """
     read = [(source, _above(source)) for source in sources]
     for folder in folders:
@@ -56,8 +55,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def finished_files(folder: Path, marker: str) -> set[str]:
     """Return the files of a finished output of moeq, as the marker lists them.
 
-    Raises:
-        MoeqError: `source.*` if the folder is no such thing.
+    Raises MoeqError `source.*` if the folder is no such thing.
     """
     files = read_object(folder / marker, marker, MAX_MANIFEST_BYTES, "source.bad-manifest").get("files")
     if not isinstance(files, (dict, list)) or not files:
@@ -79,8 +77,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
         what: description of the folder, for the message.
         work: whether the folder may also hold journals and other work.
 
-    Raises:
-        MoeqError: `usage.foreign-files`, with their names.
+    Raises MoeqError `usage.foreign-files`, with their names.
     """
     found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
     if found:
@@ -122,8 +119,7 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
 def require_own_file(folder: OutputFolder, name: str) -> None:
     """Refuse a link, and a file of another user: they may put theirs where many may write.
 
-    Raises:
-        MoeqError: `usage.foreign-folder`.
+    Raises MoeqError `usage.foreign-folder`.
     """
     info = folder.status(name)
     if info is not None and not (stat.S_ISREG(info.st_mode) and _is_us(folder, info.st_uid)):
@@ -137,8 +133,7 @@ def _is_us(folder: OutputFolder, owner: int) -> bool:
 def require_journals(folder: OutputFolder, journals: Journals) -> None:
     """Refuse a folder that holds anything but work of moeq's, file by file.
 
-    Raises:
-        MoeqError: `usage.foreign-folder`, `usage.foreign-files`.
+    Raises MoeqError `usage.foreign-folder`, `usage.foreign-files`.
     """
     if journals.stamps:
         known = {name for stamp in journals.stamps.values() for name in stamp.outputs}

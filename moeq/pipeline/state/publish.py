@@ -55,9 +55,8 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
         records: unit id to its record, for every unit of the plan.
         signer: signs the manifest.
 
-    Raises:
-        MoeqError: `answer.units-missing` if records are missing or are not of these units, by name;
-            `source.changed` if the source was written to meanwhile; `resources.disk-full`.
+    Raises MoeqError `answer.units-missing` if records are missing or are not of these units, by name; `source.changed`
+    if the source was written to meanwhile; `resources.disk-full`.
     """
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", f"convert without {option('shard')} does what is left")
@@ -120,8 +119,7 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
         what: what the others are not, for the message.
         hint: what to do about it.
 
-    Raises:
-        MoeqError: `answer.units-missing` with their names.
+    Raises MoeqError `answer.units-missing` with their names.
     """
     missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
@@ -148,8 +146,7 @@ def _source_entry(source: Source) -> SourceEntry:
 def sync_files(folder: OutputFolder, plan: Plan) -> None:
     """Bring weight files to disk: their units are there already, a header that was written again may not be.
 
-    Raises:
-        MoeqError: `environment.write`, `resources.disk-full`.
+    Raises MoeqError `environment.write`, `resources.disk-full`.
     """
     with disk_errors(folder.path):
         for file in plan.files:
@@ -174,8 +171,7 @@ def copy_side_files(
         folder: where.
         leave_out: which of them have another in their place.
 
-    Raises:
-        MoeqError: `resources.disk-full`, `environment.write`, `source.*`.
+    Raises MoeqError `resources.disk-full`, `environment.write`, `source.*`.
     """
     sizes = {name: size for name, size in side_files.sizes.items() if name not in leave_out}
     require_free_space(folder, sizes)

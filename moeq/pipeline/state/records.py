@@ -27,23 +27,16 @@ class UnitRecord:
     """A unit that is finished: its bytes are on disk and proven.
 
     Two executions of one unit give equal records, whoever executes it.
-
-    Attributes:
-        unit: its id.
-        bytes: bytes written.
-        tensors: digest of each tensor that it wrote.
-        digests: projection to one logical digest per expert of the unit, in order; empty for copies.
-        kept: source tensors that cannot be rebuilt from what was written.
-        losses: stored numbers that packing changed, if that was allowed.
-        differences: rows about them, one per projection, if this kind of unit has any.
     """
 
-    unit: str
-    bytes: int
-    tensors: Mapping[str, TensorDigest]
+    unit: str  #: its id
+    bytes: int  #: bytes written
+    tensors: Mapping[str, TensorDigest]  #: digest of each tensor that it wrote
+    #: Projection to one logical digest per expert of the unit, in order; empty for copies.
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
-    losses: int = 0
+    kept: tuple[str, ...] = ()  #: source tensors that cannot be rebuilt from what was written
+    losses: int = 0  #: stored numbers that packing changed, if that was allowed
+    #: Rows about them, one per projection, if this kind of unit has any.
     differences: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:

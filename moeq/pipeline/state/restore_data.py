@@ -145,9 +145,8 @@ class RestoreData:
         texts: files that the conversion has in another form, or not, by name.
         copied: names of files that are in the conversion as they were in the source.
 
-    Raises:
-        MoeqError: `source.no-keepsake` if the file is missing, `source.bad-header` if it is damaged,
-            `source.unsafe-path` and `source.reserved-name` for names that cannot be restored, `source.too-large`.
+    Raises MoeqError `source.no-keepsake` if the file is missing, `source.bad-header` if it is damaged,
+    `source.unsafe-path` and `source.reserved-name` for names that cannot be restored, `source.too-large`.
     """
 
     def __init__(self, path: Path, entry: RestoreEntry | None) -> None:
@@ -202,8 +201,7 @@ class RestoreData:
     def open(self, name: str, size: int) -> tuple[int, int]:
         """Open the file; return its descriptor and the first byte of a kept tensor of `size` bytes.
 
-        Raises:
-            MoeqError: `source.bad-manifest`.
+        Raises MoeqError `source.bad-manifest`.
         """
         entry = self._file.tensors.get(name)
         if entry is None or entry.nbytes != size:

@@ -28,8 +28,7 @@ _MOST = 16 << 10
 class Signer:
     """A secret key that has been checked, so that nothing fails after hours of work.
 
-    Raises:
-        MoeqError: `environment.no-minisign`, `usage.sign-key`.
+    Raises MoeqError `environment.no-minisign`, `usage.sign-key`.
     """
 
     def __init__(self, key: Path) -> None:
@@ -51,8 +50,7 @@ def check_signature(manifest: bytes, signature: Path, key: str) -> str:
     Returns:
         An empty text if it was, otherwise what is wrong, in a sentence.
 
-    Raises:
-        MoeqError: `environment.no-minisign`, `usage.sign-key`.
+    Raises MoeqError `environment.no-minisign`, `usage.sign-key`.
     """
     public = _public_key(key)
     from minisign import Error, Signature

@@ -61,8 +61,7 @@ def work_stamp(work: Work, request: Mapping[str, Any], outputs: tuple[str, ...])
 def reopen_job(stamp: JobStamp) -> Job:
     """Open the job that a journal describes, from any working directory.
 
-    Raises:
-        MoeqError: `usage.unreadable-journal`, and what `open_job` raises.
+    Raises MoeqError `usage.unreadable-journal`, and what `open_job` raises.
     """
     request = JobRequest.from_json(stamp.request)
     return open_job(request, None if stamp.place is None else open_checkpoint(stamp.place, name=request.src))
@@ -110,8 +109,7 @@ _SHOWN = 4
 def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
     """Check the destination of a job; return its manifest if it is the finished result of the same job.
 
-    Raises:
-        MoeqError: as `WorkFolder.check`; `usage.destination-exists` with the differences for another conversion.
+    Raises MoeqError as `WorkFolder.check`; `usage.destination-exists` with the differences for another conversion.
     """
     try:
         folder.check(*places(job.checkpoint.source))
@@ -133,8 +131,7 @@ def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
 def request_of(manifest: Manifest) -> JobRequest | None:
     """Return what a conversion was asked for; None where the version that wrote it did not record it.
 
-    Raises:
-        MoeqError: `source.bad-manifest`.
+    Raises MoeqError `source.bad-manifest`.
     """
     if manifest.job is None:
         return None

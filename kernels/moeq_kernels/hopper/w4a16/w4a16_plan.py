@@ -20,39 +20,25 @@ from moeq_kernels.mma.mma_plan import choose as mma_plan
 
 @dataclass(frozen=True)
 class Narrow:
-    """Sizes of the narrow kernel.
+    """Sizes of the narrow kernel."""
 
-    Attributes:
-        tokens: token rows per tile (8 or 16).
-        stages: steps in shared memory.
-        after: group scales multiply float32 sums (else they are folded into bf16 weights).
-        resident: programs that a multiprocessor holds.
-        registers: cap for a thread, or None.
-        step: rows of k in a step (64 or 128).
-    """
-
-    tokens: int
-    stages: int
-    after: bool
-    resident: int
-    registers: int | None = None
-    step: int = 128
+    tokens: int  #: token rows per tile (8 or 16)
+    stages: int  #: steps in shared memory
+    after: bool  #: group scales multiply float32 sums (else they are folded into bf16 weights)
+    resident: int  #: programs that a multiprocessor holds
+    registers: int | None = None  #: cap for a thread, or None
+    step: int = 128  #: rows of k in a step (64 or 128)
 
 
 @dataclass(frozen=True)
 class Direct:
-    """Sizes of the two kernels for very few tokens.
+    """Sizes of the two kernels for very few tokens."""
 
-    Attributes:
-        stages: steps in shared memory at most.
-        after, step: attributes of `Narrow`.
-        tokens: token rows per tile.
-    """
-
-    stages: int = 4
+    stages: int = 4  #: steps in shared memory at most
+    #: Attributes of `Narrow`.
     after: bool = True
     step: int = 128
-    tokens: int = 1
+    tokens: int = 1  #: token rows per tile
 
 
 @dataclass(frozen=True)
@@ -87,23 +73,15 @@ class Queue:
 
 @dataclass(frozen=True)
 class Wide:
-    """Sizes of the wide kernel.
+    """Sizes of the wide kernel."""
 
-    Attributes:
-        tokens: upper bound of token rows per tile (32, 64, 96 or 160).
-        stages: steps of 64 rows of k in shared memory.
-        warpgroups: that multiply (2 or 4).
-        registers: registers per thread of these warpgroups.
-        gathers: the gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
-        fine: heights of tiles are multiples of 16, not of 32 (96 and 160 tokens only).
-    """
-
-    tokens: int
-    stages: int
-    warpgroups: int
-    registers: int
+    tokens: int  #: upper bound of token rows per tile (32, 64, 96 or 160)
+    stages: int  #: steps of 64 rows of k in shared memory
+    warpgroups: int  #: that multiply (2 or 4)
+    registers: int  #: registers per thread of these warpgroups
+    #: The gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
     gathers: bool = False
-    fine: bool = False
+    fine: bool = False  #: heights of tiles are multiples of 16, not of 32 (96 and 160 tokens only)
 
 
 Kernel = Narrow | Direct | Queue | Wide

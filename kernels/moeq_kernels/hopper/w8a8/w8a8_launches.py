@@ -68,19 +68,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Sorted pairs and their tokens.
+    """Sorted pairs and their tokens."""
 
-    Attributes:
-        sorted: buffers of `sorting`; only `inverse` is filled if `direct`.
-        rows: quantised tokens in sorted order.
-        expert_of_row: int32 `[P]`, filled for few pairs only.
-        direct: whether pairs are unsorted and every pair is a tile.
-    """
-
-    sorted: Sorted
-    rows: Rows
-    expert_of_row: Area
-    direct: bool
+    sorted: Sorted  #: buffers of `sorting`; only `inverse` is filled if `direct`
+    rows: Rows  #: quantised tokens in sorted order
+    expert_of_row: Area  #: int32 `[P]`, filled for few pairs only
+    direct: bool  #: whether pairs are unsorted and every pair is a tile
 
 
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Int8Plan, Tiling, tuple[int, int]]]]:

@@ -19,19 +19,12 @@ from moeq_kernels.sorting import MAX_FEW_PAIRS
 
 @dataclass(frozen=True)
 class Int8Narrow:
-    """Sizes of the narrow kernel.
+    """Sizes of the narrow kernel."""
 
-    Attributes:
-        tokens: token rows per tile (8 to 128, a power of two).
-        stages: steps of 128 bytes of k in shared memory.
-        warpgroups: that multiply, 128 rows of the weights each (1 or 2).
-        resident: programs that a multiprocessor holds.
-    """
-
-    tokens: int
-    stages: int
-    warpgroups: int = 1
-    resident: int = 1
+    tokens: int  #: token rows per tile (8 to 128, a power of two)
+    stages: int  #: steps of 128 bytes of k in shared memory
+    warpgroups: int = 1  #: that multiply, 128 rows of the weights each (1 or 2)
+    resident: int = 1  #: programs that a multiprocessor holds
 
     @property
     def box(self) -> int:
@@ -52,13 +45,9 @@ class Int8Narrow:
 
 @dataclass(frozen=True)
 class Int8Direct:
-    """Sizes of the two kernels for very few tokens.
+    """Sizes of the two kernels for very few tokens."""
 
-    Attributes:
-        stages: steps of 128 bytes of k in shared memory at most.
-    """
-
-    stages: int = 3
+    stages: int = 3  #: steps of 128 bytes of k in shared memory at most
 
     @property
     def tokens(self) -> int:
@@ -68,15 +57,10 @@ class Int8Direct:
 
 @dataclass(frozen=True)
 class Int8Wide:
-    """Sizes of the wide kernel.
+    """Sizes of the wide kernel."""
 
-    Attributes:
-        stages: steps of 128 bytes of k in shared memory.
-        registers: registers per computing thread; the copy warp keeps 24.
-    """
-
-    stages: int
-    registers: int = 232
+    stages: int  #: steps of 128 bytes of k in shared memory
+    registers: int = 232  #: registers per computing thread; the copy warp keeps 24
 
     @property
     def tokens(self) -> int:
