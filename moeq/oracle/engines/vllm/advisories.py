@@ -92,54 +92,18 @@ def _error(outcome: Outcome) -> str:
 # ------------------------------------------------------------------------------------------------ conditions
 
 
+def _flagged(outcome: Outcome, flag: str) -> bool:
+    """Tell whether the selected class has a flag of backends.toml, such as `drops_bias`."""
+    return bool(getattr(_class(outcome), flag, False))
+
+
+def _moe_wna16(outcome: Outcome) -> bool:
+    return outcome.case.method.name == "MoeWNA16Method"
+
+
 def _w13_scale_order(outcome: Outcome) -> bool:
     case, group = outcome.case, outcome.case.method.group_size or -1
     return _wna16_marlin(outcome) and 0 < case.intermediate <= group < case.shape.hidden_size
-
-
-def _lora_ignored(outcome: Outcome) -> bool:
-    row = _class(outcome)
-    return row is not None and outcome.case.deployment.lora and row.ignores_lora
-
-
-def _bias_dropped(outcome: Outcome) -> bool:
-    row = _class(outcome)
-    if row is None or not outcome.case.shape.has_bias:
-        return False
-    return row.drops_bias or outcome.case.method.config == "awq"
-
-
-def _zero_points_dropped(outcome: Outcome) -> bool:
-    row = _class(outcome)
-    return row is not None and row.drops_zero_points and outcome.case.method.raw_zero_points
-
-
-def _wna16_ep_zero_points(outcome: Outcome) -> bool:
-    method = outcome.case.method
-    return method.name == "MoeWNA16Method" and method.raw_zero_points and outcome.case.use_ep
-
-
-def _int8_activation_check(outcome: Outcome) -> bool:
-    asked = outcome.case.env("VLLM_MARLIN_INPUT_DTYPE") == "int8"
-    return asked and outcome.case.method.name == "AutoGPTQMoEMethod"
-
-
-def _input_dtype_lost(outcome: Outcome) -> bool:
-    asked = outcome.case.env("VLLM_MARLIN_INPUT_DTYPE") is not None
-    return asked and _runs_marlin(outcome) and outcome.case.method.config in ("awq", "inc", "ct")
-
-
-def _awq_alias(outcome: Outcome) -> bool:
-    return outcome.refused and outcome.entry == "awq" and "w_bit" in outcome.config and "bits" not in outcome.config
-
-
-def _gptq_asymmetric(outcome: Outcome) -> bool:
-    return outcome.refused and outcome.entry == "gptq" and outcome.config.get("sym") is False
-
-
-def _negative_groups(outcome: Outcome) -> bool:
-    method = outcome.case.method
-    return method.name in ("AutoAWQMoEMethod", "MoeWNA16Method") and (method.group_size or 0) < 0
 
 
 def _bias_assumed(outcome: Outcome) -> bool:
@@ -148,12 +112,6 @@ def _bias_assumed(outcome: Outcome) -> bool:
         return False
     named = (row for row in outcome.selection.candidates if row.flag == case.deployment.backend)
     return any(reason.code == "F02_BIAS" for row in named for reason in row.reasons)
-
-
-def _gpt_oss_lora_rocm(outcome: Outcome) -> bool:
-    case = outcome.case
-    rocm = case.gpu.platform == "rocm" and case.deployment.lora
-    return rocm and outcome.entry == "gpt_oss_mxfp4" and _error(outcome) == "NO_BACKEND"
 
 
 def _backend_never_works(outcome: Outcome) -> bool:
@@ -165,45 +123,38 @@ def _backend_never_works(outcome: Outcome) -> bool:
     return asked != "auto" and (no_variant or case.method.family == "w4a8-int8")
 
 
-def _experts_names(outcome: Outcome) -> tuple[list[str], list[str]]:
-    """Return the module names that the engine never compares with rules, and those that it compares."""
-    projections = ("gate_proj", "up_proj", "down_proj")
-    return (
-        [f"{outcome.prefix}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections],
-        [outcome.prefix, *(f"{outcome.prefix}.0.{p}" for p in projections)],
-    )
-
-
 def _per_expert_rules(outcome: Outcome) -> bool:
-    if outcome.entry not in _RULE_MATCHERS:
-        return False
-    rules = _RULE_MATCHERS[outcome.entry](outcome.config)
-    if not rules:
-        return False
-    unseen, seen = _experts_names(outcome)
-    looked_at = seen if outcome.entry == "compressed-tensors" else seen[:1]
-    missed = unseen if outcome.entry == "compressed-tensors" else unseen + seen[1:]
-    return any(
-        any(matches(name) for name in missed) and not any(matches(name) for name in looked_at) for matches in rules
-    )
+    """Tell whether a rule holds for module names that the engine never compares with rules, and for no other."""
+    projections = ("gate_proj", "up_proj", "down_proj")
+    first = [f"{outcome.prefix}.0.{p}" for p in projections]
+    others = [f"{outcome.prefix}.{e}.{p}" for e in range(1, outcome.case.shape.num_experts) for p in projections]
+    if outcome.entry == "compressed-tensors":
+        compared, missed = [outcome.prefix, *first], others
+    else:
+        compared, missed = [outcome.prefix], others + first
+    return any(any(map(matches, missed)) and not any(map(matches, compared)) for matches in _matchers(outcome))
 
 
 Matcher = Callable[[str], bool]
 
 
-def _gptq_rules(config: Any) -> list[Matcher]:
-    patterns = [re.sub(r"^[-+]:", "", pattern) for pattern in config.get("dynamic") or {}]
-    return [_starts(pattern) for pattern in patterns]
+def _matchers(outcome: Outcome) -> list[Matcher]:
+    """Return a function for every rule of the config that may single out experts."""
+    config = outcome.config
+    if outcome.entry == "gptq":
+        return _gptq_rules(config)
+    if outcome.entry == "awq":
+        # "gate" is AutoAWQ's entry for the router, though `gate_proj` contains it as well.
+        entries = (entry for entry in config.get("modules_to_not_convert") or () if entry != "gate")
+        return [lambda name, entry=entry: entry in f"{name}." for entry in entries]  # type: ignore[misc]
+    if outcome.entry == "compressed-tensors":
+        ignored = [str(entry) for entry in config.get("ignore") or () if "expert" in str(entry)]
+        return [_starts(entry[3:]) if entry.startswith("re:") else entry.__eq__ for entry in ignored]
+    return []
 
 
-def _awq_rules(config: Any) -> list[Matcher]:
-    # "gate" is AutoAWQ's entry for the router, though `gate_proj` contains it as well.
-    return [_contains(entry) for entry in config.get("modules_to_not_convert") or () if entry != "gate"]
-
-
-def _ct_rules(config: Any) -> list[Matcher]:
-    entries = [str(entry) for entry in config.get("ignore") or () if "expert" in str(entry)]
-    return [_starts(entry[3:]) if entry.startswith("re:") else _equals(entry) for entry in entries]
+def _gptq_rules(config: Mapping[str, Any]) -> list[Matcher]:
+    return [_starts(re.sub(r"^[-+]:", "", pattern)) for pattern in config.get("dynamic") or {}]
 
 
 def _starts(pattern: str) -> Matcher:
@@ -211,41 +162,13 @@ def _starts(pattern: str) -> Matcher:
     return lambda name: compiled.match(name) is not None
 
 
-def _contains(text: str) -> Matcher:
-    return lambda name: text in f"{name}."
-
-
-def _equals(text: str) -> Matcher:
-    return lambda name: text == name
-
-
-_RULE_MATCHERS: dict[str, Callable[[Any], list[Matcher]]] = {
-    "gptq": _gptq_rules,
-    "awq": _awq_rules,
-    "compressed-tensors": _ct_rules,
-}
-
-
 def _rules_before_fallback(outcome: Outcome) -> bool:
-    fallback = outcome.case.method.name == "MoeWNA16Method" and outcome.entry == "gptq"
+    fallback = _moe_wna16(outcome) and outcome.entry == "gptq"
     return fallback and any(matches(outcome.prefix) for matches in _gptq_rules(outcome.config))
 
 
 def _emulation(outcome: Outcome) -> bool:
     return outcome.case.method.family == "wna16" and _backend(outcome) == "EMULATION"
-
-
-def _emulation_zero(outcome: Outcome) -> bool:
-    v2 = outcome.config.get("checkpoint_format") == "gptq_v2"
-    return _emulation(outcome) and outcome.case.method.config == "gptq" and not v2
-
-
-def _interleaved_padding(outcome: Outcome) -> bool:
-    return _padded(outcome) and outcome.case.shape.activation == "swigluoai"
-
-
-def _non_gated_padding(outcome: Outcome) -> bool:
-    return _padded(outcome) and not outcome.case.shape.gated
 
 
 def _flashinfer_padding(outcome: Outcome) -> bool:
@@ -256,15 +179,6 @@ def _flashinfer_padding(outcome: Outcome) -> bool:
         return backend == "FLASHINFER_TRTLLM" and case.intermediate % 64 != 0
     one_scale = case.method.family == "fp8" and case.method.weight_key == "kFp8StaticTensorSym"
     return one_scale and backend in ("FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM") and case.intermediate % 16 != 0
-
-
-def _later_gate_fails(outcome: Outcome) -> bool:
-    return outcome.selection.selected is not None and _failed(outcome, "G6", "G7", "G8", "G9")
-
-
-def _group32_cpu(outcome: Outcome) -> bool:
-    case = outcome.case
-    return case.gpu.arch == "x86-amx" and case.method.weight_key == "kInt4Static32" and _error(outcome) == "NO_BACKEND"
 
 
 def _int8_online(outcome: Outcome) -> bool:
@@ -300,42 +214,15 @@ def _humming_gptq(outcome: Outcome) -> bool:
     return planar or (config.get("sym") is False and form not in ("gptq_v2", "gptq_p"))
 
 
-def _mxint4_bytes(outcome: Outcome) -> bool:
-    return _backend(outcome) == "FLASHINFER_TRTLLM" and outcome.case.method.config == "moe_wna16"
-
-
 def _scaling_dropped(outcome: Outcome) -> bool:
-    row, shape = _class(outcome), outcome.case.shape
+    shape = outcome.case.shape
     needs = shape.routed_scaling_factor != 1.0 or shape.swiglu_limit is not None or shape.activation == "swigluoai"
-    return row is not None and row.drops_scaling and needs
-
-
-def _override_mixed(outcome: Outcome) -> bool:
-    """Tell whether the requested backend stops unquantised MoE layers: their family does not know its name."""
-    return outcome.case.method.family == "unquantized" and _error(outcome) == "OVERRIDE_UNKNOWN"
-
-
-def _cutlass_mxfp4_hopper(outcome: Outcome) -> bool:
-    return _backend(outcome) == "FLASHINFER_CUTLASS_MXFP4_BF16" and outcome.case.gpu.capability == (9, 0)
-
-
-def _nvfp4_non_gated(outcome: Outcome) -> bool:
-    case = outcome.case
-    relu = case.method.family == "nvfp4" and case.shape.activation == "relu2_no_mul"
-    return relu and _backend(outcome) == "FLASHINFER_TRTLLM"
+    return needs and _flagged(outcome, "drops_scaling")
 
 
 def _new_architecture(outcome: Outcome) -> bool:
     capability = outcome.case.gpu.capability
     return capability is not None and capability >= (11, 0) and outcome.selection.selected is not None
-
-
-def _marlin_mxfp4_fp16(outcome: Outcome) -> bool:
-    return (
-        _runs_marlin(outcome)
-        and outcome.case.method.family.startswith("mxfp4")
-        and (outcome.case.deployment.dtype == "fp16")
-    )
 
 
 def _first_class_unasked(outcome: Outcome) -> bool:
@@ -346,16 +233,6 @@ def _first_class_unasked(outcome: Outcome) -> bool:
 def _unprintable_key(outcome: Outcome) -> bool:
     error = outcome.selection.error
     return error is not None and (error.error, error.kind) == ("KeyError", "OTHER")
-
-
-def _wna16_8bit_zero_points(outcome: Outcome) -> bool:
-    method = outcome.case.method
-    return method.name == "MoeWNA16Method" and method.raw_zero_points and method.bits == 8
-
-
-def _nvfp4_split_groups(outcome: Outcome) -> bool:
-    case = outcome.case
-    return case.method.family == "nvfp4" and outcome.selection.selected is not None and case.intermediate % 16 != 0
 
 
 def _act_order_one_group(outcome: Outcome) -> bool:
@@ -373,50 +250,76 @@ def _uncalibrated_fp8(outcome: Outcome) -> bool:
 
 CONDITIONS: dict[str, Condition] = {
     "w13_scale_order": _w13_scale_order,
-    "lora_ignored": _lora_ignored,
-    "bias_dropped": _bias_dropped,
+    "lora_ignored": lambda o: o.case.deployment.lora and _flagged(o, "ignores_lora"),
+    "bias_dropped": lambda o: (
+        o.case.shape.has_bias
+        and (_flagged(o, "drops_bias") or (_class(o) is not None and o.case.method.config == "awq"))
+    ),
     "channel_assertion": lambda o: (
         o.case.method.marlin_assertion and not o.case.method.act_order and _error(o) == "BARE_ASSERTION"
     ),
     "quark_converter": lambda o: o.entry == "quark" and _failed(o, "G8"),
     "hard_wired": lambda o: o.case.method.family == "mxfp4-ct",
-    "zero_points_dropped": _zero_points_dropped,
+    "zero_points_dropped": lambda o: o.case.method.raw_zero_points and _flagged(o, "drops_zero_points"),
     "awq_order_unseen": lambda o: o.case.method.config == "awq" and _backend(o) in ("XPU", "ZEN_CPU"),
-    "wna16_ep_zero_points": _wna16_ep_zero_points,
-    "int8_activation_check": _int8_activation_check,
-    "input_dtype_lost": _input_dtype_lost,
-    "awq_alias": _awq_alias,
-    "gptq_asymmetric": _gptq_asymmetric,
-    "negative_groups": _negative_groups,
+    "wna16_ep_zero_points": lambda o: _moe_wna16(o) and o.case.method.raw_zero_points and o.case.use_ep,
+    "int8_activation_check": lambda o: (
+        o.case.env("VLLM_MARLIN_INPUT_DTYPE") == "int8" and o.case.method.name == "AutoGPTQMoEMethod"
+    ),
+    "input_dtype_lost": lambda o: (
+        o.case.env("VLLM_MARLIN_INPUT_DTYPE") is not None
+        and _runs_marlin(o)
+        and o.case.method.config in ("awq", "inc", "ct")
+    ),
+    "awq_alias": lambda o: o.refused and o.entry == "awq" and "w_bit" in o.config and "bits" not in o.config,
+    "gptq_asymmetric": lambda o: o.refused and o.entry == "gptq" and o.config.get("sym") is False,
+    "negative_groups": lambda o: (
+        o.case.method.name in ("AutoAWQMoEMethod", "MoeWNA16Method") and (o.case.method.group_size or 0) < 0
+    ),
     "bias_assumed": _bias_assumed,
-    "gpt_oss_lora_rocm": _gpt_oss_lora_rocm,
+    "gpt_oss_lora_rocm": lambda o: (
+        (o.case.gpu.platform, o.entry, _error(o)) == ("rocm", "gpt_oss_mxfp4", "NO_BACKEND") and o.case.deployment.lora
+    ),
     "backend_never_works": _backend_never_works,
     "per_expert_rules": _per_expert_rules,
     "bare_assertion": lambda o: _error(o) == "BARE_ASSERTION",
     "rules_before_fallback": _rules_before_fallback,
-    "emulation_zero": _emulation_zero,
+    "emulation_zero": lambda o: (
+        _emulation(o) and o.case.method.config == "gptq" and o.config.get("checkpoint_format") != "gptq_v2"
+    ),
     "emulation": _emulation,
-    "interleaved_padding": _interleaved_padding,
-    "non_gated_padding": _non_gated_padding,
+    "interleaved_padding": lambda o: _padded(o) and o.case.shape.activation == "swigluoai",
+    "non_gated_padding": lambda o: _padded(o) and not o.case.shape.gated,
     "flashinfer_padding": _flashinfer_padding,
-    "later_gate_fails": _later_gate_fails,
-    "group32_cpu": _group32_cpu,
+    "later_gate_fails": lambda o: o.selection.selected is not None and _failed(o, "G6", "G7", "G8", "G9"),
+    "group32_cpu": lambda o: (
+        (o.case.gpu.arch, o.case.method.weight_key, _error(o)) == ("x86-amx", "kInt4Static32", "NO_BACKEND")
+    ),
     "int8_online": _int8_online,
     "precision_differs": _precision_differs,
     "block_list": _block_list,
     "gptq_v2": _gptq_v2,
     "humming_gptq": _humming_gptq,
-    "mxint4_bytes": _mxint4_bytes,
+    "mxint4_bytes": lambda o: _backend(o) == "FLASHINFER_TRTLLM" and o.case.method.config == "moe_wna16",
     "scaling_dropped": _scaling_dropped,
-    "override_mixed": _override_mixed,
-    "cutlass_mxfp4_hopper": _cutlass_mxfp4_hopper,
-    "nvfp4_non_gated": _nvfp4_non_gated,
+    # The requested backend stops unquantised MoE layers too: their family does not know its name.
+    "override_mixed": lambda o: o.case.method.family == "unquantized" and _error(o) == "OVERRIDE_UNKNOWN",
+    "cutlass_mxfp4_hopper": lambda o: (
+        _backend(o) == "FLASHINFER_CUTLASS_MXFP4_BF16" and o.case.gpu.capability == (9, 0)
+    ),
+    "nvfp4_non_gated": lambda o: (
+        (o.case.method.family, o.case.shape.activation, _backend(o)) == ("nvfp4", "relu2_no_mul", "FLASHINFER_TRTLLM")
+    ),
     "new_architecture": _new_architecture,
-    "marlin_mxfp4_fp16": _marlin_mxfp4_fp16,
+    "marlin_mxfp4_fp16": lambda o: (
+        _runs_marlin(o) and o.case.method.family.startswith("mxfp4") and o.case.deployment.dtype == "fp16"
+    ),
     "first_class_unasked": _first_class_unasked,
     "unprintable_key": _unprintable_key,
-    "wna16_8bit_zero_points": _wna16_8bit_zero_points,
-    "nvfp4_split_groups": _nvfp4_split_groups,
+    "wna16_8bit_zero_points": lambda o: _moe_wna16(o) and o.case.method.raw_zero_points and o.case.method.bits == 8,
+    "nvfp4_split_groups": lambda o: (
+        o.case.method.family == "nvfp4" and o.selection.selected is not None and o.case.intermediate % 16 != 0
+    ),
     "act_order_one_group": _act_order_one_group,
     "uncalibrated_fp8": _uncalibrated_fp8,
 }
