@@ -106,10 +106,6 @@ def read_at(fd: int, view: memoryview, position: int) -> int:
 def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
     """Turn errors of writing into MoeqError.
 
-    Args:
-        path: the file that is written.
-        size: bytes that it needs, for the message.
-
     Raises:
         MoeqError: `resources.disk-full`, `environment.write`.
     """

@@ -29,9 +29,6 @@ class FileState(NamedTuple):
     """Identity and content marks of a file, which tell whether it was replaced or changed.
 
     Attributes:
-        device: number of the file system.
-        inode: number of the file on it.
-        size: size in bytes.
         changed: time of the last change of its content, in ns.
         touched: time of the last change of its status, in ns; unlike `changed`, a writer cannot set it back.
     """
@@ -168,15 +165,9 @@ def _state(info: os.stat_result) -> FileState:
 
 
 def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
-    """Refuse a link that leads out of a folder, unless to a blob of the Hub client's cache.
+    """Refuse a file of a folder, open as `fd`, that is a link out of it, unless to a blob of the Hub client's cache.
 
     Git and tar bring links along. Followed, they would put files of the reader's own into what is published.
-
-    Args:
-        path: a file of the folder.
-        folder: the folder.
-        where: name of the file in messages.
-        fd: descriptor of the file; links may have been changed since it was opened.
 
     Raises:
         MoeqError: `source.link`.
@@ -193,12 +184,7 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
 
 
 class SeenFiles:
-    """Files of a folder that are opened again and again; none may change after it was first opened.
-
-    Args:
-        folder: folder of the files.
-        where: name of the folder in messages.
-    """
+    """Files of a folder that are opened again and again; none may change after it was first opened."""
 
     def __init__(self, folder: Path, where: str) -> None:
         self._folder = folder

@@ -73,7 +73,6 @@ class TensorEntry(NamedTuple):
     """One tensor of a checkpoint, from headers alone.
 
     Attributes:
-        name: full tensor name.
         dtype: safetensors dtype (`I32`, `BF16`, ...).
         shape: row-major shape; `()` is a scalar.
         file: file name relative to the checkpoint.

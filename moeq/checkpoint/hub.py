@@ -163,7 +163,6 @@ class HubSource(Source):
         Ranges of the others are still read, by requests; `path` refuses them.
 
         Args:
-            folder: folder of the files.
             pieces: folder of the digests of their pieces, by which ranges of files are checked that are gone again.
                 It may be shared, and outlives the stream.
         """
@@ -343,7 +342,6 @@ class HubSource(Source):
         """Run a client call, again where its connection is closed half-way, and turn its errors into ours.
 
         Args:
-            action: call of the client.
             expected: the answer that is accepted; None for ranges, which are checked where they are read.
             file: the file that is read; None for the repository's listing.
         """

@@ -30,12 +30,7 @@ _AGAIN = "try again; if it comes back, look at HF_ENDPOINT and at proxies"
 
 
 class ListedDigests:
-    """Digests of a repository's files, as its listing has them.
-
-    Args:
-        repo: name of the repository, for messages.
-        sha256: hex digest by file name, of the files that have one.
-    """
+    """Digests of a repository's files, as its listing has them: SHA-256 in hex by file name."""
 
     def __init__(self, repo: str, sha256: Mapping[str, str]) -> None:
         self._repo = repo
@@ -62,8 +57,6 @@ class ListedDigests:
         """Hash a file on disk, unless it is the one that was hashed before.
 
         Args:
-            path: the file.
-            file: name of the file in the repository.
             pieces: folder in which digests of its pieces are kept, for `read_pieces`.
 
         Raises:

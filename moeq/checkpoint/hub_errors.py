@@ -26,14 +26,7 @@ def cut_errors() -> tuple[type[Exception], ...]:
 
 
 def explain(error: Exception, repo: str, revision: str | None, file: str | None = None) -> MoeqError:
-    """Return the MoeqError for an error of the client.
-
-    Args:
-        error: the error.
-        repo: name of the repository.
-        revision: revision that was asked for.
-        file: the file that could not be read; None where the repository itself could not be opened.
-    """
+    """Return the MoeqError for an error of the client; without a `file`, the repository could not be opened."""
     from huggingface_hub import errors
 
     what = repo if file is None else f"{repo}: {file}"

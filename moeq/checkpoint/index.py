@@ -27,9 +27,7 @@ class Weights:
     Attributes:
         files: file names in index order.
         weight_map: tensor name to file, or None where there is no index.
-        index: name of the index file, if any.
         total_size: what the index says the tensors add up to.
-        warnings: whatever is unusual about the choice.
     """
 
     files: tuple[str, ...]
@@ -44,8 +42,6 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
 
     Args:
         names: file names of the top folder. Sub-folders (`original/`, `metal/`) hold second copies and are ignored.
-        read_index: reads one index file as a JSON object.
-        where: name of the checkpoint in messages.
 
     Raises:
         MoeqError: `source.no-weights` (saying what is there instead), `source.bad-index`, `source.unsafe-path`.
@@ -134,7 +130,6 @@ class Merged:
 
     Attributes:
         tensors: every tensor that counts, by name.
-        warnings: whatever is unusual.
         stale: tensors that engines load although the index names another copy, or none: they read every tensor of
             every listed file, and the last file in natural order wins (vLLM 0.33.0, `safetensors_weights_iterator`).
     """

@@ -52,13 +52,7 @@ def _refuse_float(token: str) -> float:
 
 
 def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> Any:
-    """Parse UTF-8 JSON strictly.
-
-    Args:
-        raw: the document.
-        where: name of the document in messages.
-        code: code of the error.
-        floats: False for documents that hold whole numbers only.
+    """Parse UTF-8 JSON strictly; documents without `floats` hold whole numbers only.
 
     Raises:
         MoeqError: `code`, with the position.

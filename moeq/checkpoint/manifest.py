@@ -104,10 +104,8 @@ class LayerEntry:
     """The experts of one MoE layer.
 
     Attributes:
-        layer: index in the model.
         prefix: module path of the experts, such as `model.layers.0.mlp.experts`.
         num_experts: routed experts, the leading axis of every stacked tensor.
-        layout: layout id.
         matrices: `w13` and `w2`; where the layer is written rank by rank their tensors are those of `ranks` instead.
         digests: projection to one logical digest per expert (see `moeq.digest`).
         sharding: how ranks get their part.
@@ -147,12 +145,7 @@ class LayerEntry:
 
 @dataclass(frozen=True)
 class CopiedLayer:
-    """A layer whose experts were copied unchanged.
-
-    Attributes:
-        layer: index in the model.
-        reason: why they were not converted.
-    """
+    """A layer whose experts were copied unchanged."""
 
     layer: int
     reason: str
@@ -199,7 +192,6 @@ class FileDigest:
     """Digests of a file.
 
     Attributes:
-        bytes: size of the file.
         blake3: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data.
         tensors: digests of every tensor of a weight file.
     """
@@ -246,12 +238,8 @@ class Manifest:
     """The whole of `moeq.json`.
 
     Attributes:
-        moeq_version: version that wrote it.
-        source: where the weights came from.
         model: what `moeq inspect --json` says of the source.
-        backend: backend whose kernel reads the layout.
         deployment: what it was converted for.
-        layers: every layer with experts.
         digest: definition of the digests (`moeq.digest.DIGEST_NAME`).
         advisories: codes of engine defects that touch this deployment.
         copied: layers whose experts were copied unchanged, with the reason.
@@ -339,10 +327,6 @@ def _no_manifest(folder: Path) -> MoeqError:
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
     """Parse and check the bytes of a manifest.
-
-    Args:
-        raw: bytes of the file.
-        path: name of the file in messages.
 
     Raises:
         MoeqError: `source.bad-manifest`.

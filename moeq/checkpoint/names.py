@@ -77,7 +77,6 @@ class LayerExperts:
     Attributes:
         stack: path of the layers it belongs to, such as `model.layers`.
         layer: number within the stack.
-        prefix: module path of the experts.
         parts: `(projection, part)` to expert number to tensor.
         spelling: projection to the name used for it in tensor names.
         listed: whether each projection is a list of experts, `experts.gate_proj.0`, instead of the other way round.

@@ -60,11 +60,7 @@ class OutputFolder:
         self.close()
 
     def open(self, name: str, flags: int) -> int:
-        """Open a regular file that has only this name; `O_CREAT` makes it and the folders above it.
-
-        Args:
-            name: `moeq.checkpoint.paths.safe_name`, with `/` for folders within.
-            flags: as for `os.open`.
+        """Open a regular file that has only this `safe_name`; `O_CREAT` makes it and the folders above it.
 
         Raises:
             MoeqError: `environment.planted` for links, pipes, devices and files with a second name.

@@ -33,10 +33,6 @@ _MANIFEST = "moeq.json"
 def plain_name(name: object, where: str) -> str:
     """Check a name that may be joined to a folder to read it, and return it.
 
-    Args:
-        name: a name as a file spells it.
-        where: that file and the place in it, for messages.
-
     Raises:
         MoeqError: `source.unsafe-path` for anything but a plain relative path.
     """

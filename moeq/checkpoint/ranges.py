@@ -33,7 +33,6 @@ class RangeReader:
     """Reads ranges with the Hub client's session (its proxies, certificates and redirects).
 
     Args:
-        headers: request headers, with authorisation.
         budget: upper bound of all bytes that are read.
         etags: ETag by file name of ranges that were read before; a file whose ETag changes is refused.
     """

@@ -49,10 +49,7 @@ class Source(ABC):
     Attributes:
         name: path or repository as the user named it.
         revision: commit of a Hub source, else None.
-        config: `config.json`.
         side_configs: quantisation configs in files of their own, by file name.
-        tensors: every tensor by name.
-        files: weight files.
         index: name of the index file, or None where there is none.
         warnings: whatever is unusual about the files.
         stale: tensors that engines load although the index does not name them (`moeq.checkpoint.index.Merged`).

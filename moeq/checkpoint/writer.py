@@ -56,12 +56,7 @@ class FileForm:
 def file_form(
     tensors: Mapping[str, tuple[tuple[int, ...], str]], metadata: Mapping[str, str] | None = None
 ) -> FileForm:
-    """Lay out the file that holds these tensors.
-
-    Args:
-        tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
-        metadata: the header's `__metadata__`.
-    """
+    """Lay out the file that holds these tensors (name to shape and dtype), in the order of their data."""
     table: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     ranges: dict[str, tuple[int, int]] = {}
     offset = 0
@@ -80,10 +75,6 @@ def file_form(
 
 def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
     """Refuse at once where the file system cannot hold files that are about to be made.
-
-    Args:
-        folder: folder of the files.
-        sizes: bytes by file name.
 
     Raises:
         MoeqError: `resources.disk-full`, with the arithmetic; `environment.write`.
@@ -241,10 +232,7 @@ class SafetensorsWriter:
     """One file of tensors, written in any order.
 
     Args:
-        folder: folder in which the file is made.
-        name: name of the file there.
         tensors: name to `(shape, dtype)`, in the order in which the data lies in the file.
-        metadata: the header's `__metadata__`.
 
     Raises:
         MoeqError: `resources.disk-full` where the file system cannot hold the file; `environment.write`,

@@ -21,7 +21,6 @@ class Command(NamedTuple):
     """One command.
 
     Attributes:
-        module: module of its function.
         help: its line in `moeq --help`.
         examples: arguments of the examples at the end of its help; tests run them.
     """

@@ -35,10 +35,6 @@ class ConversionReport:
     Failures are reported here to machines (events, job summary) and raised again for the command to report.
 
     Args:
-        out: output sink of the command.
-        title: name of the command.
-        destination: folder that the command makes.
-        quiet: print only warnings and errors on stderr.
         log: file to which events are appended, or None.
 
     Raises:

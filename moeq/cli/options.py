@@ -196,9 +196,6 @@ def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[...
     """Give a command the deployment options: it is called with one `given: GivenDeployment` for all of them.
 
     A command that takes `choices: ConvertOptions` gets the options of `CONVERT` as well.
-
-    Args:
-        other: options that this command spells otherwise, by name.
     """
 
     table = {**DEPLOYMENT, **other}
@@ -216,13 +213,7 @@ def with_transcode_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """Options that a command takes as one argument.
-
-    Attributes:
-        table: their annotations by name.
-        defaults: their defaults by name.
-        make: makes the argument of their values.
-    """
+    """Options that a command takes as one argument."""
 
     table: Mapping[str, Any]
     defaults: Mapping[str, Any]

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """Sink of one command.
-
-    Args:
-        schema: name of the JSON document, such as `moeq.inspect/1`.
-        json_mode: whether `--json` was given.
-    """
+    """Sink of one command."""
 
     def __init__(self, schema: str, json_mode: bool = False) -> None:
         self.schema = schema
@@ -50,7 +45,6 @@ class Output:
 
         Args:
             document: the JSON document without `schema` and `ok`, which are added here.
-            render: function that draws the same facts for people.
             ok: whether the answer is yes; False where the command ran fine and the answer is no (exit code 1).
         """
         if self.json_mode:
@@ -64,7 +58,6 @@ class Output:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.
 
         Args:
-            error: the error.
             styled: whether Rich is imported for it; after an interrupt, modules may be half imported.
         """
         if self.json_mode:

@@ -37,7 +37,6 @@ class Beat:
 
     Attributes:
         done: bytes or steps that are done.
-        total: bytes or steps in all.
         label: name of the current work.
         rate: bytes or steps per second, without what earlier runs had done.
         seconds_left: at that rate; None where nothing can be said.
@@ -59,10 +58,7 @@ class ProgressReport:
     """Context manager that renders `update` calls to stderr.
 
     Args:
-        out: the command's output sink.
-        title: one word for the work.
         unit: unit of `update`: `bytes`, or the name of a step.
-        quiet: whether nothing is rendered.
         on_beat: function that is called with every heartbeat, whether or not lines are rendered.
     """
 

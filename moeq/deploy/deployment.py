@@ -45,7 +45,6 @@ class Deployment:
         lora: whether LoRA adapters are applied to the experts.
         eplb: whether expert load balancing is on.
         redundant_experts: replicas that load balancing adds to the experts of a layer, over all ranks.
-        dtype: activation dtype.
         backend: name of the requested backend, or `auto`.
         engine: engine that decides, `vllm@0.33.0`, `sglang` or `moeq`.
         env: environment variables that engines read, as sorted `(name, value)` pairs.

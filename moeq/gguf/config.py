@@ -58,13 +58,6 @@ def config_of(
 ) -> dict[str, Any]:
     """Make `config.json` of a file.
 
-    Args:
-        metadata: its metadata.
-        name: its architecture's name.
-        architecture: the architecture.
-        tensors: names of its tensors.
-        where: its name in messages.
-
     Raises:
         MoeqError: `source.bad-header` for values of a wrong type.
     """

@@ -57,8 +57,6 @@ class ReorderedTensor:
     (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
 
     Attributes:
-        file: its file.
-        stored: the tensor as it is stored.
         change: what the converter did.
         heads: key heads, value heads per key head, and rows (or columns) per value head.
     """
@@ -99,8 +97,6 @@ class ChangedNumbers:
     """A tensor whose every number llama.cpp changes, float32.
 
     Attributes:
-        file: its file.
-        stored: the tensor as it is stored.
         logarithm: numbers are `-exp(x)` of the model's; otherwise 1 was added.
     """
 
@@ -118,7 +114,6 @@ class JoinedRows:
     """A projection whose rows llama.cpp keeps in two tensors: their bytes if both have one type, else float32.
 
     Attributes:
-        file: file of both tensors.
         tensors: both tensors, `[rows, K]`.
         heads: groups of rows; each takes the next rows of every run.
         runs: per run, the tensor and how many of its rows.
@@ -158,7 +153,6 @@ class LatentProjection:
     """`kv_b_proj` of multi-head latent attention, float32, from the halves that llama.cpp keeps for its kernels.
 
     Attributes:
-        file: file of both halves.
         keys: `attn_k_b` `[heads, rank, key rows]`, each head transposed.
         values: `attn_v_b` `[heads, value rows, rank]`.
     """
@@ -212,11 +206,8 @@ def derive(
     """Return the entry of a tensor as the model has it, and the file that it is in if no file has it so.
 
     Args:
-        change: what the converter did.
         entry: the tensor as stored, under its Hugging Face name.
         stored: the tensor in the file.
-        config: `config.json` as the metadata makes it.
-        where: its name in the file.
 
     Raises:
         MoeqError: `source.inconsistent` if shape and config do not fit.

@@ -84,7 +84,6 @@ class GgufTensor:
         type: its type, such as `q4_k`.
         shape: row-major shape; GGUF's dimensions in reverse.
         start: first byte, absolute in the file.
-        end: one past the last byte.
     """
 
     name: str
@@ -99,9 +98,7 @@ class GgufHeader:
     """The validated header of one file.
 
     Attributes:
-        file: its name.
         size: bytes of the whole file.
-        version: 2 or 3.
         metadata: values by key; arrays of numbers are memoryviews.
         tensors: tensors by name, in the order of the file.
     """
@@ -119,11 +116,6 @@ class _NeedMoreError(Exception):
 
 def read_gguf_header(read: Callable[[int], bytes], file: str, size: int) -> GgufHeader:
     """Read and validate the header of a file.
-
-    Args:
-        read: returns the first so many bytes of the file.
-        file: its name in messages.
-        size: its bytes.
 
     Raises:
         MoeqError: `source.bad-header`, `source.truncated`, `source.too-large`, `source.unsupported-format`.

@@ -77,9 +77,7 @@ def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[s
     """Return the files of one model, in order.
 
     Args:
-        names: names of the folder's files.
         asked: the file that was asked for; None if the folder was.
-        where: name of the folder in messages.
 
     Raises:
         MoeqError: `usage.several-models` if the folder holds more than one; `source.missing-shard`.
@@ -113,10 +111,7 @@ class _GgufFiles(Source):
         """Take over headers, and the config beside the files if there is one.
 
         Args:
-            headers: headers of all parts, in order.
-            name: the checkpoint's name.
             sides: files beside them that belong to the model.
-            config: its `config.json`.
         """
         self._made: dict[str, MadeFile] = {}
         self._tokenizer: dict[str, bytes] = {}
@@ -294,8 +289,6 @@ class GgufRepository(_GgufFiles, HubSource):
     """A model in GGUF files of a repository: headers by range requests, files through the client's cache.
 
     Args:
-        repo: name of the repository.
-        revision: branch, tag or commit.
         file: one of its files; None for a repository that holds one model.
 
     Raises:
@@ -341,9 +334,6 @@ def entry_of(name: str, tensor: GgufTensor, file: str, read_as: str | None = Non
     """Return the entry of a tensor under a Hugging Face name: floats as they are, blocks as rows of bytes.
 
     Args:
-        name: the Hugging Face name.
-        tensor: the tensor in the file.
-        file: its file.
         read_as: how its blocks are read (`moeq.schemes.gguf_blocks.readings`), if not as its own type.
     """
     rank = len(tensor.shape)

@@ -20,10 +20,6 @@ def can_convert() -> bool:
 def tokenizer_files(path: Path, where: str) -> dict[str, bytes]:
     """Return the contents of `TOKENIZER_FILES`.
 
-    Args:
-        path: the file, whose header was validated.
-        where: its name in messages.
-
     Raises:
         MoeqError: `source.bad-tokenizer` if transformers cannot convert it.
     """

@@ -32,7 +32,6 @@ class ScaleFault:
     """Experts of a layer whose static activation scale is missing or unusable in one way.
 
     Attributes:
-        layer: layer number.
         part: name of the scale, a key of `ACTIVATION_SCALES`.
         what: `no`, `a zero`, `an infinite`, `a NaN` or `a negative`.
         experts: the experts, sorted.
@@ -91,7 +90,6 @@ def unusable_scales(experts: Experts, find: Find, opened: Open) -> tuple[list[Sc
     by more than 0.00001; a gate's scale of 1.0 counts as none, as vLLM's loader compares.
 
     Args:
-        experts: the layer.
         find: place of a source tensor in the files that are read, or None where it is not among them.
         opened: opens a file by name and returns its descriptor.
 

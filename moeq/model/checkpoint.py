@@ -127,9 +127,7 @@ class Checkpoint(Shown):
         """Return sizes and types of a matrix, from headers alone.
 
         Args:
-            layer: layer number.
             role: `gate`, `up`, `down`, `w13` (gate rows, then up rows) or `w2` (the same matrix as `down`).
-            expert: expert number.
         """
         return self.kind_of(layer, expert).spec(role)
 
@@ -184,9 +182,6 @@ class Checkpoint(Shown):
         """Read the stored tensors of one projection of one expert, by part; of stacked tensors the expert's slice.
 
         Args:
-            layer: layer number.
-            expert: expert number.
-            projection: projection as it is stored.
             wanted: names of the parts to read; None: all.
         """
         source, experts = self.source, self._layer(layer)

@@ -30,8 +30,6 @@ class Shard:
     """Part of a layer on one rank.
 
     Attributes:
-        rank: number of the rank, within tensor or expert parallelism.
-        experts: experts of the rank.
         intermediate: intermediate features of the rank.
     """
 
@@ -61,10 +59,6 @@ def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, 
     """Decide how to write a layer for a deployment.
 
     Args:
-        where: the layer, for messages.
-        specs: logical `w13` and `w2`.
-        layout: the layout that packs it.
-        num_experts: experts of the layer.
         tp: number of ranks that share an expert.
         ep: number of ranks that share the experts, which are whole then.
         unit: block of intermediate features that ranks get whole, some more than others; None: all get the same.

@@ -116,7 +116,6 @@ class Experts:
     """Experts of one layer with their kinds.
 
     Attributes:
-        layer: the layer's tensors.
         num_experts: number of experts found.
         flat: whether experts are stacked along the rows of 2-D tensors (DBRX) instead of an axis of their own.
         transposed: whether stacked tensors that are not quantised are transposed.

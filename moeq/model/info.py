@@ -55,7 +55,6 @@ class SchemeUse:
     """Scheme, and where a checkpoint uses it.
 
     Attributes:
-        scheme: the scheme.
         title: short name for people.
         layers: MoE layers that use it.
         experts: number of experts that use it, over all layers.

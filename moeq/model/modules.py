@@ -81,7 +81,6 @@ def module_uses(tensors: Iterable[TensorEntry], experts: ModuleUse) -> list[Modu
 
     Args:
         tensors: every tensor that is not a routed expert's.
-        experts: counts of the routed experts.
     """
     modules: dict[str, _Module] = {}
     sizes: dict[str, int] = {}

@@ -26,7 +26,6 @@ class QuantizedModule:
     """Quantised linear layer.
 
     Attributes:
-        name: module name.
         parts: its tensors by part.
         described: its scheme and sizes; the role in them means nothing.
     """
@@ -38,10 +37,6 @@ class QuantizedModule:
 
 def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration | None) -> Iterator[QuantizedModule]:
     """Find the quantised modules among some tensors, in order of appearance.
-
-    Args:
-        tensors: tensors that hold no routed expert.
-        declaration: the checkpoint's quantisation config.
 
     Raises:
         MoeqError: `source.inconsistent` if headers and config contradict each other.
@@ -62,8 +57,6 @@ def quantized_linears(
     """Find the linear layers of a model that its checkpoint stores quantised, in order of appearance.
 
     Args:
-        tensors: tensors of the checkpoint.
-        declaration: the checkpoint's quantisation config.
         linears: `(out_features, in_features)` of the model's linear layers by module name.
 
     Raises:
@@ -107,8 +100,6 @@ def read_module(source: Source, module: QuantizedModule, rows: tuple[int, int] |
     """Decode a module, reading just its tensors.
 
     Args:
-        source: the checkpoint's files.
-        module: the module.
         rows: first row and the row after the last; None for all. Only of formats whose parts all have rows.
 
     Raises:

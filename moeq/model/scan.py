@@ -80,11 +80,7 @@ def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = N
     """Check the data of every expert of a source checkpoint.
 
     Args:
-        checkpoint: an opened source.
         progress: called with `(done, total)` layers.
-
-    Returns:
-        One warning for each kind of finding, and one for each layer's unusable activation scales.
     """
     findings = _Findings()
     layers = checkpoint.info.moe_layers

@@ -47,7 +47,6 @@ def shard_matrix(matrix: QuantizedMatrix, part: Range, *, first: bool) -> Quanti
     """Cut out the shard that holds some intermediate features.
 
     Args:
-        matrix: `w13` or `w2` of one expert.
         part: intermediate features, at group boundaries of w2 unless it has act-order or one scale per channel.
         first: whether the shard is that of rank 0, which keeps the bias of w2.
     """

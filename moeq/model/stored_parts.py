@@ -52,10 +52,6 @@ def stored_parts(
     """Rebuild every source tensor of one expert's `w13` or `w2`.
 
     Args:
-        experts: the layer as the source stores it.
-        expert: expert number.
-        role: `w13` or `w2`.
-        matrix: its logical matrix.
         rebuild_certain: whether to rebuild the parts that need no comparison, too.
     """
     kind, unit, fused = experts.kind(expert), experts.layer.unit(expert), experts.layer.fused

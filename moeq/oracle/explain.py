@@ -23,10 +23,7 @@ class Entry:
     """One code and what it means.
 
     Attributes:
-        code: code, such as `P04_SCHEME`.
         kind: `rule`, `pre-filter`, `gate`, `advisory`, `requirement`, `kernel rule` or `failure`.
-        title: short title.
-        text: explanation.
         facts: more facts by name.
     """
 

@@ -75,12 +75,8 @@ class PlannedLayer:
     """Facts about a layer that loaders look at.
 
     Attributes:
-        layout: layout id.
         model_type: `model_type` of the config: of the whole model, where its language model is a part.
         architecture: name of the model's class.
-        activation: activation function of the experts.
-        dtype: activation dtype, `bf16` or `fp16`.
-        platform: platform of the GPU.
         tp: ranks that share an expert.
         by_rank: files hold one packing per rank.
         own_kernel: one of moeq's own kernels reads the layer on this GPU.
@@ -190,12 +186,7 @@ def _own_kernel(planned: PlannedLayer) -> bool:
 
 
 def sglang_reads(config: Mapping[str, Any], linear: str | None) -> bool:
-    """Return whether SGLang reads the layers that stay as the source had them.
-
-    Args:
-        config: the source's quantisation config; empty without one.
-        linear: format of quantised layers that are no routed experts, or None where there are none.
-    """
+    """Return whether SGLang reads the layers that stay; `linear`: their format, None if none is quantised."""
     method = str(config.get("quant_method", "")).lower()
     if method == "gptq":
         bits, groups = SGLANG_GPTQ

@@ -36,9 +36,6 @@ class Layer:
     """Share of a MoE layer on one rank.
 
     Attributes:
-        experts: routed experts.
-        top_k: experts per token.
-        hidden: model width.
         intermediate: expert width on the rank.
     """
 
@@ -96,7 +93,6 @@ class Table:
 
     Attributes:
         rates: bounds of this GPU and format.
-        backends: times of each backend.
         compared: left-out calls for which at least two backends were measured.
         right: number of these calls whose fastest backend the model names.
         regret: mean loss of time if the model's choice runs all these calls, as a fraction.
@@ -143,7 +139,6 @@ class Ranking:
     """Ranking of the eligible backends of one layer on one deployment.
 
     Attributes:
-        gpu: name of the GPU.
         format: measured format; None if the scheme has no times.
         ranks: measured backends, fastest for decoding first.
         unmeasured: eligible backends without times here.
@@ -175,13 +170,7 @@ class Ranking:
 
 
 def rank(verdict: Verdict, scheme: Scheme, own_layout: str | None) -> Ranking:
-    """Rank the supported backends of a verdict.
-
-    Args:
-        verdict: the engine's verdict.
-        scheme: encoding of the experts.
-        own_layout: layout that moeq's kernels read inside the engine; None if they do not run there.
-    """
+    """Rank the supported backends of a verdict; `own_layout` is what moeq's kernels read in the engine, if they run."""
     gpu, name = verdict.deployment.gpu.name, measured_format(scheme)
     layer = rank_layer(verdict.shape, verdict.deployment)
     supported = [row.backend for row in verdict.candidates if row.supported]
@@ -298,10 +287,6 @@ def estimate(times: Times, rates: Rates, layer: Layer, tokens: int, left_out: st
     """Estimate the microseconds of a call, from measured calls weighted by how alike they are.
 
     Args:
-        times: measured times of the backend.
-        rates: bounds of the GPU and format.
-        layer: the layer.
-        tokens: tokens of the call.
         left_out: measured layer that is not used, for validation.
     """
     asked, layers = _place(rates, layer, tokens), measured_layers()

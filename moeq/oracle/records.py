@@ -154,7 +154,6 @@ class Advisory:
     """Known defect of the engine that concerns a decision.
 
     Attributes:
-        code: stable name.
         requirement: ids of moeq's requirements that it concerns (`R14`).
         versions: engine versions that have the defect, among the examined ones.
         symptom: effect that the user would see.
@@ -204,7 +203,6 @@ class EngineError:
     """Error with which the engine's own selection ends.
 
     Attributes:
-        error: exception type that the engine raises.
         kind: kind of failure: `NO_BACKEND`, `CONFIG`, `OVERRIDE_UNKNOWN`, `OVERRIDE_UNSUPPORTED`, `BARE_ASSERTION`, ...
         text: meaning with its numbers.
         hint: nearest alternative that works.
@@ -223,7 +221,6 @@ class Sizes:
     """Sizes of one rank's experts, in elements.
 
     Attributes:
-        hidden: model width.
         intermediate: expert width per rank, before padding.
         padded_hidden: model width that the backend stores.
         padded_intermediate: expert width per rank that the backend stores.
@@ -243,10 +240,7 @@ class ConvertTarget:
 
     Attributes:
         backend: backend whose kernel reads the layout.
-        experts: experts class.
-        layout: layout id.
         flag: option to start the engine with, such as `--moe-backend marlin`; None if the engine selects the backend.
-        sizes: sizes per rank.
         why: reason why it differs from the engine's own choice, or None.
         rounding: rounding of stored values that do not fit; `convert` then stops unless lossy layouts are allowed.
             None if all possible values fit.
@@ -269,7 +263,6 @@ class Verdict(Shown):
         engine: engine that decided, `vllm@0.33.0` or `moeq`.
         scheme: title of the scheme.
         deployment: deployment with the sizes that the engine derives.
-        shape: layer that was judged.
         asked: requested backend, or `auto`.
         method: engine's integration class for this checkpoint, or None if it refuses the config.
         family: backend family, or None.
@@ -277,14 +270,11 @@ class Verdict(Shown):
         activation_key: engine's effective activation key, or None for 16-bit activations.
         selected: result of the engine's selection, even if a later gate fails.
         error: error with which the selection ends, or None.
-        gates: every gate, passed or not.
         candidates: every backend of the family in the engine's order, with all reasons.
         convert: layout that `moeq convert` writes, or None with `refusal`.
         runs_as: precision of weights and activations that really runs, `W4A16`.
-        sizes: sizes per rank for the selected backend.
         transient_bytes: peak of extra device memory per layer for the engine's own repack, in bytes.
         mattered: environment variables and packages that would change the choice, with their values.
-        advisories: known defects that concern this decision.
         notes: further facts, such as inferred sizes and fallbacks.
         reported_backend: name in the engine's log, if it differs from the backend that runs.
         no_convert: reason why `convert` is None although a backend was selected.

@@ -18,10 +18,6 @@ class Cell:
     """Verdict on one deployment of a sweep.
 
     Attributes:
-        gpu: device name.
-        tp: tensor-parallel size.
-        ep: expert-parallel size.
-        verdict: the oracle's answer.
         refused: why `convert` refuses to write although the engine runs, or None.
         loads_in: titles of the loaders for what `convert` writes.
     """
@@ -71,7 +67,6 @@ def unmet(cells: Iterable[Cell], required: Iterable[str]) -> list[str]:
     """List the faults of required cells: no backend, another backend than the named one, or no conversion.
 
     Args:
-        cells: the sweep.
         required: cells as `GPU[/tpN][/epN][=BACKEND]`; `all` names every GPU.
 
     Raises:

@@ -55,10 +55,6 @@ def _facts(verdict: Verdict) -> dict[str, str]:
 def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[VersionStep]:
     """Collect the verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
 
-    Args:
-        verdict_of: function that judges with an engine's version.
-        engines: range of versions.
-
     Raises:
         MoeqError: `usage.engine-version`, `usage.unknown-engine`.
     """

@@ -33,7 +33,6 @@ class BackendMatrix:
 
     Attributes:
         title: engine and device.
-        sizes: tensor-parallel sizes.
         rows: backend and its cells.
     """
 

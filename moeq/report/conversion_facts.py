@@ -24,7 +24,6 @@ class ConversionFacts:
 
     Attributes:
         scheme: how the source encodes its experts.
-        layouts: layout ids, most used first.
         deployment: what it was converted for, in a phrase.
         layers: numbers of the converted layers, as ranges.
         experts: routed experts per converted layer (the largest number).

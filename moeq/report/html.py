@@ -26,8 +26,6 @@ class Provenance:
     """When, by what and from what a report was made.
 
     Attributes:
-        date: day and time in UTC.
-        command: the command line.
         versions: moeq, Python, packages.
         source: name and identity of the checkpoint that was converted.
         experts: number of experts of every converted layer.

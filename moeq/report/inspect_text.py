@@ -38,13 +38,11 @@ class Inspection:
     """Findings of `inspect`.
 
     Attributes:
-        checkpoint: the inspected checkpoint.
         answer: answer to what `convert` would write, or None.
         no_answer: reason why there is no answer.
         degrees: tensor-parallel degrees; empty for a converted checkpoint.
         found: warnings of a scan of the data.
         fit: labels and texts that say whether a converted checkpoint runs where it was asked about.
-        ranking: ranking of the backends, or None without an answer.
     """
 
     checkpoint: Checkpoint
@@ -57,13 +55,7 @@ class Inspection:
 
 
 def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
-    """Print the answer and the next step; then what it is, how it is quantised, and the backends that are near.
-
-    Args:
-        console: console to print to.
-        inspection: the findings.
-        verbose: whether everything is printed instead of one screen.
-    """
+    """Print the answer and the next step; then what it is, how it is quantised, and the backends that are near."""
     checkpoint, info = inspection.checkpoint, inspection.checkpoint.info
     hanging(console, _answer(inspection), 2)
     for label, text in (*(inspection.fit or next_steps(inspection)), *_fastest(inspection)):

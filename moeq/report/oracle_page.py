@@ -22,8 +22,6 @@ class Column:
 
     Attributes:
         gpu: number of its GPU, from 0, which the filter shows or hides.
-        name: name of the GPU.
-        size: tensor-parallel size.
         chosen: backend that the engine runs there, or `none`.
     """
 
@@ -39,12 +37,6 @@ DEVICES = ("A100", "H100", "B200", "MI300X")
 
 def render(checkpoint: Checkpoint, deployment: Deployment, gpus: Sequence[Gpu], sizes: Sequence[int]) -> str:
     """Render the page.
-
-    Args:
-        checkpoint: a source checkpoint.
-        deployment: what is the same everywhere: engine, dtype, options.
-        gpus: devices, in the order of the columns.
-        sizes: tensor-parallel sizes, for every device.
 
     Raises:
         MoeqError: as `moeq.pipeline.plan.layer_verdict.judge_checkpoint`.

@@ -44,10 +44,7 @@ def push_with_card(
     """Push a folder with its card; the manifest is adapted and signed anew.
 
     Args:
-        folder: output of `convert`.
-        target: the repository, opened.
         base_model: repository of the source; None: what the manifest tells.
-        sign: minisign secret key.
         progress: called with bytes done, all bytes and a label.
         tell: called with the names of the files beside the weights, before anything is sent.
 
@@ -90,7 +87,6 @@ class CardOptions:
     """Facts that the manifest does not hold.
 
     Attributes:
-        repo: repository the conversion is pushed to.
         base_model: repository of the source, or None where it has none.
         size: bytes of all files.
         source_card: name that the source's own card has in the repository, or None where it had none.

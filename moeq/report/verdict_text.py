@@ -74,8 +74,6 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     """Print the backends that were not chosen, with their reasons.
 
     Args:
-        console: console to print to.
-        verdict: the verdict.
         verbose: whether every reason is printed, not only the first.
         near: whether only backends are printed that work on this device, or are one change away; others are counted.
     """

@@ -24,7 +24,6 @@ class ScaleKey:
 
     Attributes:
         dtype: `f16`, `bf16`, `f32`, `e8m0`, `e4m3`.
-        granularity: extent of a scale by name.
         group_shape: `(rows, columns)` that share a scale; -1 stands for the whole axis.
         dynamic: whether scales are computed at run time (activations) instead of stored.
     """
@@ -42,7 +41,6 @@ class QuantKey:
     Attributes:
         dtype: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`).
         storage: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ...
-        scale: first-level scale.
         symmetric: whether there are no zero points.
         scale2: second-level scale (NVFP4's global scale), if any.
     """
@@ -60,15 +58,11 @@ class Scheme:
 
     Attributes:
         format: id of the checkpoint format in the scheme registry (`gptq`, `awq`, `ct-pack`, `ct-int8`, `mxfp4`, ...).
-        weight: type of the weights.
         activation: type that the checkpoint asks activations to be quantised to; None for weight-only.
         packing: where a code sits in its container (free text of the format, shown to people).
-        zero_point: how zero points are stored.
         act_order: columns were reordered by activation order (`g_idx` is not `k // group_size`).
-        has_bias: expert projections carry biases.
         quant_method: the name under which the config declares it (`gptq`, `compressed-tensors`, ...).
         checkpoint_format: the format's own variant (`gptq`, `gptq_v2`, `gemm`, `pack-quantized`, ...).
-        writer: the tool that wrote it, where the config says.
     """
 
     format: str

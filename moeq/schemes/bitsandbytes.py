@@ -52,8 +52,6 @@ class FourBitSizes:
     """Sizes of a 4-bit matrix.
 
     Attributes:
-        rows: output features.
-        columns: input features.
         block: codes per scale.
         dtype: dtype of the matrix that was quantised, to which the library rounds its numbers.
         nested_block: scales per second-level scale; 0 without them.

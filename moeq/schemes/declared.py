@@ -20,7 +20,6 @@ class Declared:
     """The quantisation that a config declares for one module.
 
     Attributes:
-        method: normalised `quant_method`.
         variant: the method's own format name (`gptq_v2`, `gemm`, `pack-quantized`, `auto_round:auto_gptq`, ...).
         bits: bits of a weight, if declared.
         group_size: weights along `K` per scale; -1 is one per channel; None where not declared.
@@ -29,7 +28,6 @@ class Declared:
         strategy: granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
         block: rows and columns of weights that share a scale, where declared.
         activation: type to which activations are to be quantised.
-        writer: tool that wrote the checkpoint.
         rule: config entry that decided, for messages.
     """
 
@@ -51,13 +49,11 @@ class Declaration:
     """A whole quantisation config.
 
     Attributes:
-        method: normalised `quant_method`.
         origin: file and key it was found under.
         default: declaration where no rule says otherwise; None where nothing is quantised by default.
         resolve: module name to its declaration, None where the config leaves the module unquantised.
         per_expert: whether rules may single out experts, so that each has to be looked up.
         refusal: reason why nothing declared this way can be converted (rotations, sparsity, ...), or None.
-        raw: the config itself.
     """
 
     method: str
@@ -161,14 +157,7 @@ def names_module(entry: str, module: str) -> bool:
 def declared_unless(
     fields: Fields, skipped: Sequence[str], declared: Declared, experts: Declared | None = None
 ) -> Declaration:
-    """Return the declaration of a config that says one thing of all modules.
-
-    Args:
-        fields: the config.
-        skipped: entries that name modules which stay unquantised.
-        declared: declaration of all other modules.
-        experts: declaration of experts, if the config says another thing of them.
-    """
+    """Declare the same for all modules except `skipped` ones, and `experts` for experts if the config has that."""
 
     def resolve(module: str) -> Declared | None:
         if any(names_module(entry, module) for entry in skipped):

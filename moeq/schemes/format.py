@@ -40,10 +40,7 @@ class Context:
 
     Attributes:
         where: module name, for messages.
-        role: role of the projection.
-        declared: declaration of the config about the module.
         k_hint: input features as the sibling projection's headers imply them, or None where unknown.
-        gated: whether the expert has a gate projection.
     """
 
     where: str
@@ -105,10 +102,7 @@ class Encoding:
     Attributes:
         storage: container of a code.
         packing: place of a code in its container, for people.
-        granularity: extent of a scale by name.
         group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
-        zero_point: storage of zero points.
-        scale2: second-level scale, if any.
     """
 
     storage: str
@@ -192,11 +186,8 @@ class Format(ABC):
         Nothing here is trusted: conversion compares what is rebuilt with the source and keeps every tensor that
         differs, except where `is_bijective` says that it cannot.
 
-        Args:
-            matrix: the projection as it is stored (a fused gate/up tensor: all its rows, in stored order).
-            part: part name, one of `parts` other than the bias.
-            sig: dtype and shape that the source has.
-            scheme: how it is encoded.
+        The matrix is the projection as it is stored (a fused gate/up tensor: all its rows, in stored order); `part` is
+        never the bias, and `sig` is what the source has.
         """
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:

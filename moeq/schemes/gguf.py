@@ -41,12 +41,7 @@ def part_of(kind: str) -> str:
 
 
 def dequantized(kind: str, rows: Tensor) -> Tensor:
-    """Return the numbers of some rows of blocks, float32 `[N, K]`. Raises MoeqError `source.bad-data`.
-
-    Args:
-        kind: name of the type.
-        rows: uint8 `[N, bytes of a row]`.
-    """
+    """Return rows of blocks, uint8 `[N, bytes of a row]`, as float32 `[N, K]`. Raises MoeqError `source.bad-data`."""
     form, parts = Gguf(), {part_of(kind): rows}
     signatures = {part: PartSig("U8", tuple(tensor.shape)) for part, tensor in parts.items()}
     described = form.describe(signatures, Context(kind, "down", Declared(METHOD)))

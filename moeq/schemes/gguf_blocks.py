@@ -83,12 +83,7 @@ def _mxfp4(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return rows of MXFP4 blocks, uint8 `[N, K / 32 * 17]`.
-
-    Args:
-        codes: uint8 `[N, K]`.
-        scales: exponent bytes, uint8 `[N, K / 32]`.
-    """
+    """Join codes `[N, K]` and exponent bytes `[N, K / 32]` to MXFP4 blocks: uint8 `[N, K / 32 * 17]`."""
     import torch
 
     halves = codes.reshape(*scales.shape, 2, 16)
@@ -233,11 +228,7 @@ def exactness(kind: str) -> str:
 
 
 def float_values(kind: str, rows: Tensor) -> Tensor:
-    """Return the numbers of a type of `FLOATS`: `[N, K]` in float32, or in the stored float type.
-
-    Args:
-        kind: name of the type.
-        rows: uint8 `[N, bytes of a row]`.
+    """Return rows of a type of `FLOATS`, uint8 `[N, bytes of a row]`, as floats `[N, K]`: the stored ones or float32.
 
     Raises:
         MoeqError: `environment.no-gguf` without the package gguf; `source.bad-data` for numbers that are not

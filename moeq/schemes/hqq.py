@@ -50,9 +50,6 @@ class HqqSizes(NamedTuple):
     """Sizes of a matrix.
 
     Attributes:
-        rows: output features.
-        columns: input features.
-        bits: bits of a stored code.
         group: codes per scale.
         axis: axis of the groups in the reshaped matrix, 0 or 1.
     """

@@ -196,7 +196,6 @@ def quantized(values: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
 
     Args:
         values: float32 `[N, K]`.
-        spec: sizes of the result; a group is a node's run of a row.
     """
     import torch
 

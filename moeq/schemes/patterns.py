@@ -33,11 +33,7 @@ _AMBIGUOUS = re.compile(r"[|*+?{]")
 
 
 class Patterns:
-    """The patterns of one config.
-
-    Args:
-        where: file and key, for messages.
-    """
+    """The patterns of one config; `where` is its file and key, for messages."""
 
     def __init__(self, where: str) -> None:
         self.where = where

@@ -23,7 +23,6 @@ class Sorting:
     """Sorts columns of a down projection into groups, or rows of gate and up likewise.
 
     Attributes:
-        bits: bits per code.
         index: stored projection and part of the down projection's group index; None for what is no expert.
         group_size: columns of its groups.
         own_sizes: columns of the groups of every projection.

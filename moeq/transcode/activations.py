@@ -34,9 +34,6 @@ class StaticScale:
     """The scale of a projection's activations, from the source to the target.
 
     Attributes:
-        source: name of its part in the source.
-        dtype: dtype in the source.
-        target: name of its part in the target.
         written: dtype and shape in the target.
     """
 
@@ -51,14 +48,7 @@ class StaticScale:
         return ACTIVATION_SCALES[self.source] != ACTIVATION_SCALES[self.target]
 
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
-        """Return the bytes that the target stores.
-
-        Args:
-            stored: the source's bytes.
-            module: the written module, for messages.
-
-        Returns:
-            uint8, and what changed: a multiplier need not be the float32 reciprocal of any float32 number.
+        """Return the bytes that the target stores, and the loss: a multiplier need not be the reciprocal of a float32.
 
         Raises:
             MoeqError: `source.bad-data` if it is no positive number.

@@ -40,13 +40,7 @@ _PROOFS: dict[Proof, str] = {
 
 @dataclass(frozen=True)
 class Advice:
-    """A transcoding that the engine would take.
-
-    Attributes:
-        command: what writes it.
-        backend: the backend that the engine runs it with.
-        proof: fate of the values.
-    """
+    """A transcoding that the engine would take."""
 
     command: str
     backend: str
@@ -67,11 +61,6 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
 
     The first exact one, else the first that depends on the data, else floats. None if nothing helps: the engine is
     moeq's own, which reads every format, or what it refuses is not the format.
-
-    Args:
-        checkpoint: the source.
-        deployment: where it is to run.
-        src: name of the source in the command; None for the name by which it was opened.
     """
     if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
         return None

@@ -35,13 +35,7 @@ _NEGATIVE_E4M3 = 0x7F
 
 @dataclass(frozen=True)
 class StoredBlocks:
-    """A projection in blocks of one type.
-
-    Attributes:
-        type: name of the type.
-        spec: its sizes and types.
-        reads: its parts.
-    """
+    """A projection in blocks of one type."""
 
     type: str
     spec: MatrixSpec

@@ -76,14 +76,7 @@ class Loss:
 def compare(
     module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
 ) -> Loss | None:
-    """Compare a projection with what was written for it; None if all are equal (0.0 and -0.0 are, and NaN and NaN).
-
-    Args:
-        module: the source's module, for the report.
-        before: the source's matrix.
-        after: the matrix or floats decoded from the written bytes.
-        block: rows and columns that share a scale in the target.
-    """
+    """Compare a matrix with what was written; None if all values are equal (0.0 and -0.0 are, and NaN and NaN)."""
     if same_codes(before, after):
         return None
     return _differences(module, before, after, block)

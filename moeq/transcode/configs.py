@@ -26,9 +26,7 @@ class Quantisation:
 
     Attributes:
         spelling: stored form (`moeq.transcode.spellings`).
-        bits: bits of a code.
         group_size: weights along K per scale, or -1 for one scale per output channel.
-        symmetric: whether there are no zero points.
         act_order: whether columns are in activation order.
         activations: whether activations are quantised as well, if the spelling leaves that open.
     """

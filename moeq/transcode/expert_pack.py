@@ -60,9 +60,6 @@ class PackPlan(FilePlan):
     """The pack as one output file.
 
     Attributes:
-        num_layers: layers of experts.
-        num_experts: experts per layer.
-        top_k: experts per token.
         sizes: columns and rows of each projection, in the order of `_ROLES`.
     """
 
@@ -105,8 +102,6 @@ def plan_pack(
     """Lay out the pack of a checkpoint.
 
     Args:
-        checkpoint: the source.
-        layers: its layers of experts.
         tensors: per layer, name to shape and dtype of every matrix, expert by expert.
 
     Raises:
@@ -136,12 +131,6 @@ def finish_pack(
     folder: OutputFolder, pack: PackPlan, checkpoint: Checkpoint, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write header and index before the experts, which are all there; return the manifest.
-
-    Args:
-        folder: folder of the pack.
-        pack: its plan.
-        checkpoint: the source.
-        config: the config beside it.
 
     Raises:
         MoeqError: `resources.disk-full`, `environment.write`.

@@ -35,8 +35,6 @@ class StoredFloats:
     """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one.
 
     Attributes:
-        spec: its sizes.
-        reads: its parts.
         transposed: whether the tensor has rows and columns exchanged.
     """
 
@@ -95,7 +93,6 @@ class FastItem:
     """The fast path of an item. Immutable; any number of threads may use it.
 
     Attributes:
-        readers: the source's projections.
         writers: the target's, in scratch behind those of the source.
         recoders: recoders from source to target, of which the first that proves its result is taken.
         sorting: sorts columns into groups first, if asked for.
@@ -201,8 +198,6 @@ def bind(
     """Bind the fast path of an item; None if there is none.
 
     Args:
-        readers: readers of its projections in the source.
-        written: the written projections, in order.
         interleaved: whether gate and up rows are interleaved if they are written as one.
         index: stored projection and part of the group index of an expert's down projection, and its group size.
         sort: columns in activation order are to be sorted.

@@ -34,13 +34,7 @@ def rows_of(entry: TensorEntry, rows: Span | None) -> Span:
 
 
 class FastPaths:
-    """The fast paths of a unit's items. Items of one kind share one; any thread may ask.
-
-    Args:
-        checkpoint: the source.
-        plan: the transcoding.
-        form: the output file.
-    """
+    """The fast paths of a unit's items. Items of one kind share one; any thread may ask."""
 
     def __init__(self, checkpoint: Checkpoint, plan: TranscodePlan, form: FileForm) -> None:
         self._checkpoint = checkpoint

@@ -87,9 +87,6 @@ def choose_naming(
     """Choose the names for one layer.
 
     Args:
-        experts: the layer as the source stores it.
-        family: the model's family.
-        asked: what the user asked for.
         gpt_oss: the target is gpt-oss' own format, which has one spelling.
         floats: the target holds floats, which are stacked as the family stacks them.
         stackable: the target's tools also write stacked tensors.

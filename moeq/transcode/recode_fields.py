@@ -172,11 +172,7 @@ class Mxfp4ToBfloat16(Recoder):
 
 @dataclass(frozen=True)
 class CopiedNvfp4(Copied):
-    """Copies NVFP4 to another spelling of its global scale, which may be a slightly different number there.
-
-    Attributes:
-        spec: the source's sizes and types, whatever its role.
-    """
+    """Copies NVFP4 to another spelling of its global scale, which may be a slightly different number there."""
 
     spec: MatrixSpec | None = None
 
@@ -299,13 +295,7 @@ class ByNumbers(Rounded):
 
 
 def _strips(fields: Fields, spec: MatrixSpec, kind: str | None = None) -> Iterator[tuple[slice, Array]]:
-    """Yield some rows of a matrix and their numbers, float32, in memory that the next ones take.
-
-    Args:
-        fields: the matrix as codes, floats, or blocks.
-        spec: its sizes and types.
-        kind: type of its blocks.
-    """
+    """Yield some rows of a matrix and their numbers, float32, in memory that the next ones take."""
     matrix = next(fields[name] for name in ("codes", "values", "blocks") if name in fields)
     whole = coded(fields, spec) if "codes" in fields else None
     buffer = np.empty((min(BLOCK, len(matrix)), spec.k), np.float32)
@@ -344,7 +334,6 @@ def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     """List recoders of a projection, of which the first that proves its result is taken; empty for the reference path.
 
     Args:
-        one: the projection.
         halved: whether another projection is written with it, whose rows may share blocks with its own.
     """
     before, after = one.projected.source.spec, one.described.spec

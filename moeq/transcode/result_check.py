@@ -58,7 +58,6 @@ class Refusal:
     """Why no GPU's vLLM runs a result.
 
     Attributes:
-        text: the refusal.
         unloadable: whether the engine cannot load the written experts, whatever its backends.
     """
 

@@ -17,13 +17,7 @@ from moeq.schemes.kt_amx import KtAmx, scale_part, weight_part
 
 @dataclass(frozen=True)
 class StoredTiles:
-    """A projection in the order of tiles, cut by NUMA node. Its codes and scales lie in scratch.
-
-    Attributes:
-        spec: its sizes.
-        form: its format.
-        nodes: NUMA nodes.
-    """
+    """A projection in the order of tiles, cut by NUMA node. Its codes and scales lie in scratch."""
 
     spec: MatrixSpec
     form: KtAmx

@@ -37,9 +37,6 @@ class TranscodeRequest:
     """A request for a transcoding, which decides the bytes together with the source. Picklable.
 
     Attributes:
-        src: local folder or Hub repository.
-        to: id of the target.
-        revision: Hub revision of `src`.
         regroup: size of the groups of integer codes, if it is to change; has to divide the source's.
         names: spelling of the experts' names.
         allow_lossy: write the nearest values where some do not fit the target, and report them.
@@ -75,7 +72,6 @@ class Projected:
     Attributes:
         source: the source's description.
         spelling: stored form in the target.
-        spec: sizes and types in the target.
         weights: the config's view of the target.
         activation: static scale of its activations, if it is carried over.
     """
@@ -111,7 +107,6 @@ class LayerSurvey:
 
     Attributes:
         layer: its number, as `Checkpoint` counts.
-        naming: names of the written tensors.
         kinds: per expert, its projections as they are written.
     """
 
@@ -122,13 +117,7 @@ class LayerSurvey:
 
 @dataclass(frozen=True)
 class ModuleSurvey:
-    """A quantised module that is no routed expert.
-
-    Attributes:
-        source: the source's description.
-        written: its name in the target.
-        projected: its forms in source and target.
-    """
+    """A quantised module that is no routed expert."""
 
     source: QuantizedModule
     written: str
@@ -144,7 +133,6 @@ class Survey:
         modules: other quantised modules.
         copied: tensors that stay as they are.
         contents: what the target's config has to describe.
-        family: the model's family.
     """
 
     layers: tuple[LayerSurvey, ...]
@@ -298,11 +286,7 @@ def project(
     """Describe what the target makes of one projection.
 
     Args:
-        described: the source's description of the projection.
         parts: stored parts that are tensors of their own.
-        target: the format.
-        request: what was asked for.
-        where: its module.
         plain: write floats, whatever the target does with experts.
     """
     static = static_part(parts, described.scheme)

@@ -23,12 +23,10 @@ class TargetFormat:
 
     Attributes:
         id: name for `--to`.
-        title: one line for people.
         spellings: kind of a projection to the spelling that stores it.
         static: spellings for projections with one static activation scale and one weight scale per tensor.
         config: the quantisation config; None for floats, which have none.
         side_config: name and content of the file in which the format's tools also keep the config.
-        element: element type of floats.
         model_types: the only models whose engines read it; empty for all.
         stackable: the format's tools also write tensors that hold all experts.
         bits: widths of integer codes that all readers unpack alike; empty for all.
@@ -52,13 +50,7 @@ class TargetFormat:
     pack: bool = False
 
     def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
-        """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work.
-
-        Args:
-            described: the source's description of the projection.
-            where: its module.
-            static: the source holds a static scale of its activations.
-        """
+        """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work."""
         scheme = described.scheme
         refusal = get_format(scheme.format).refusal_of(scheme) if scheme.format in _UNREADABLE else None
         kind = kind_of(described)

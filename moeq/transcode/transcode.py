@@ -66,8 +66,6 @@ class TranscodeJob(OpenedJob):
     """A transcoding, ready to run.
 
     Attributes:
-        request: what was asked for.
-        plan: files and units.
         side_files: what becomes of the source's other files.
         warnings: what will not load the result.
     """
@@ -104,7 +102,6 @@ class Transcoding:
 
     Attributes:
         destination: output folder; None if nothing was to be written.
-        plan: files and units.
         projections: projections compared with the source; 0 for a shard.
         losses: those whose values changed.
         dropped: parts that the target has no place for (scales of activations), and how many tensors they are.

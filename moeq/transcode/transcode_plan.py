@@ -53,7 +53,6 @@ class WrittenProjection:
     """One projection as it is written.
 
     Attributes:
-        module: its name in the target.
         described: description by a reader of the written config and headers.
         signatures: dtype and shape of every part.
         places: part to its span in the output file; parts that the first expert writes for a whole stack are left out.
@@ -87,7 +86,6 @@ class ModuleItem:
     """A quantised module that is no routed expert, or some of its rows.
 
     Attributes:
-        name: the source's name of the module.
         rows: first row and the row after the last; None for all.
     """
 
@@ -122,9 +120,6 @@ class TranscodePlan(Plan):
     """A whole transcoding.
 
     Attributes:
-        request: what was asked for.
-        target: the format.
-        survey: what is transcoded and what is copied.
         config: the target's quantisation config, or None for floats.
         readers: output module to how a reader understands it, for one module of every kind.
     """

@@ -53,13 +53,7 @@ _NUMBER_BYTES = 12
 
 @dataclass(frozen=True)
 class TranscodedItem:
-    """Result of transcoding one item.
-
-    Attributes:
-        written: bytes.
-        hashes: BLAKE3 of every piece, in order.
-        losses: projections whose values changed.
-    """
+    """Result of transcoding one item."""
 
     written: int
     hashes: tuple[bytes, ...]

@@ -36,7 +36,6 @@ class KernelRow:
 
     Attributes:
         backend: backend name, or the layout's id without one.
-        layout: layout id.
         element: element type of a code.
         scales: accepted scale dtypes.
         group_sizes: accepted group sizes; -1 for one scale per channel.

@@ -15,7 +15,6 @@ class Refused(Exception):
     Attributes:
         stage: stage of the stop: `name`, `config` or `layer`.
         error: type of the engine's exception.
-        text: cause in moeq's words.
         remedy: change that helps, or None.
     """
 
@@ -29,14 +28,8 @@ class SglangLayer:
     """One experts layer on one deployment.
 
     Attributes:
-        capability: compute capability of the CUDA device.
-        hidden: hidden size.
         inter: intermediate size of an expert.
-        experts: number of experts.
-        tp: ranks.
         ep: whether every rank holds whole experts.
-        dtype: `bf16` or `fp16`.
-        act: activation function.
         runner: value of `--moe-runner-backend`.
         quantization: value of `--quantization`, or None.
         prefix: the layer's name in the model.

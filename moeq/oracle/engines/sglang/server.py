@@ -32,11 +32,6 @@ _ACCEPTED = {
 def with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer | None:
     """Return the layer with the runner that the server decides on; None if it is not known here.
 
-    Args:
-        layer: layer with the runner that the user named, or `auto`.
-        name: method in force.
-        model_type: `model_type` of the checkpoint.
-
     Raises:
         Refused: if the server's arguments refuse the runner.
     """

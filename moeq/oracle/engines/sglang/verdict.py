@@ -44,10 +44,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
     Integer weights, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.
 
     Args:
-        config: `quantization_config` of the checkpoint.
-        shape: layer.
         deployment: target; `backend` is the value of `--moe-runner-backend`.
-        title: title of the scheme.
     """
     unknown = _not_followed(config, shape, deployment)
     runners = FLOAT_RUNNERS if _is_float(config) else RUNNERS

@@ -26,10 +26,6 @@ def method_of_linear(
     """Return what a config gives a linear module: a method, whether it is quantised where no method is known, or False.
 
     Args:
-        policy: version of the engine.
-        config: the checkpoint's `quantization_config`.
-        shape: experts of the layer.
-        deployment: where it is to run.
         linear: the module of the class.
         shard: the module of the checkpoint that is a part of it.
         above: path of the layer, with a dot; empty for the output head.

@@ -48,8 +48,6 @@ class Outcome:
     Attributes:
         case: question; its method is a placeholder if the config was refused.
         entry: entry point that read the config.
-        selection: result of selection.
-        gates: results of all gates.
         refused: whether the config was refused before selection.
         config: quantisation config, for advisories about per-module rules.
         prefix: module path of the experts.
@@ -101,10 +99,6 @@ def resolve(
     """Run config reading, selection and gates for a checkpoint's quantisation config.
 
     Args:
-        policy: version of the engine.
-        config: `quantization_config` of the checkpoint.
-        shape: layer.
-        deployment: target.
         prefix: module path of the layer's experts, which per-module rules are matched against.
         brief: whether only yes or no matters (see `Case`).
     """

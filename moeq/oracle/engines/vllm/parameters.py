@@ -90,11 +90,6 @@ def unfit_part(version: str, method: Method, stored: Mapping[str, str]) -> str |
     """Return which part of a linear module a method cannot load, or None.
 
     Methods of a config give linear modules the parameters that they give experts.
-
-    Args:
-        version: the engine's.
-        method: what the config gives the module.
-        stored: dtype of every stored part.
     """
     for name, (dtype, shape) in (parameters_of(version, method) or {}).items():
         head, _, part = name.partition("_")

@@ -35,8 +35,6 @@ class BackendLayout:
     """Layout that a backend's kernel reads under some conditions, as a layout class declares it in its `readers`.
 
     Attributes:
-        layout: layout id.
-        only: the conditions.
         lossy: whether the engine changes numbers when it makes this layout. It is then written only on request.
         since: first version of the engine that reads it, where older ones read other bytes; else None.
     """
@@ -73,7 +71,6 @@ class Backend:
     """One backend of a family.
 
     Attributes:
-        name: engine's name.
         classes: its experts classes in order of trial.
         activation_key: activation key to ask its classes with; None for the method's key.
         flag: value of the backend option that selects it, or None.
@@ -102,7 +99,6 @@ class Family:
     """One selection function of the engine.
 
     Attributes:
-        name: moeq's name.
         title: weights that it serves, in words.
         backends: all its backends; those of the automatic order come first.
         searches: device -> requested backend -> its table, or the text of a search that no factor changes.
@@ -190,13 +186,8 @@ class EnginePolicy:
     """All knowledge about one version of an engine.
 
     Attributes:
-        engine: `vllm`.
-        version: version.
         digest: digest of the package that the tables were extracted from.
         backend_flag: engine's option that requests a backend.
-        families: selection functions by name.
-        classes: experts classes by name.
-        devices: devices of the tables.
         packages: platform -> optional packages that its build brings.
         names: device -> declared kind -> method named by the user ("" for none) -> method in force.
         limits: method -> minimum capability and accepted dtypes.
@@ -205,7 +196,6 @@ class EnginePolicy:
         all2all: every all-to-all kind.
         activations: every activation function that the version has.
         no_converter: pairs of config class and backend whose converter raises.
-        advisories: known defects.
     """
 
     engine: str

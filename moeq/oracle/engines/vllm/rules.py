@@ -21,8 +21,6 @@ class Rule:
     """One rule about an experts class.
 
     Attributes:
-        code: stable code.
-        title: short title.
         explain: sentence for `moeq explain`.
         check: function that yields the text and the remedy of every failure.
     """

@@ -92,11 +92,9 @@ class Variant:
 
     Attributes:
         pairs: accepted `(weight key, activation key)`; activation `*` is any.
-        activations: activation functions.
         routing: routing methods; None for all.
         fp32_logits: routing methods that take fp32 router logits; None for all of `routing`.
         parallel: parallel forms, as `Case.parallel_form` names them.
-        dtypes: dtypes of activations.
         lora: whether adapters on experts are accepted.
         bias: whether expert biases are accepted.
         limit: activation functions that may have a clamp; None for all.
@@ -221,7 +219,6 @@ class Search:
     """Candidates of a selection function in order, and its end if none of them fits.
 
     Attributes:
-        attempts: candidates in order.
         error: exception type and kind of error at the end, or None.
         unchecked: candidate that is taken at the end without asking its class, or None.
     """

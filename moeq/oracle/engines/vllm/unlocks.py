@@ -30,8 +30,6 @@ class Trial:
     """The question without a requested backend, and the way to ask a changed one.
 
     Attributes:
-        outcome: answer to the question.
-        shape: layer.
         again: function that decides a changed question.
         admits: function that returns False for deployments that must not be suggested.
     """

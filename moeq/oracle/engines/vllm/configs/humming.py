@@ -34,7 +34,6 @@ class HummingWeights:
 
     Attributes:
         kind: `uint`, `fp8` or `fp4`.
-        bits: bits per weight.
         group: weights per scale along K; 0 for scales per channel or tensor.
         key: engine's weight key.
         zeros: whether there are zero points.

@@ -35,8 +35,6 @@ class ConfigQuestion:
     """Input of a reader: the config, and a case (`probe`) whose method is still open.
 
     Attributes:
-        config: the checkpoint's `quantization_config`.
-        probe: the case.
         prefix: module path of the experts, or of another linear module.
         fused: None for experts; of another linear module, the path of the fused one that it is part of, or its own.
     """
