@@ -233,11 +233,8 @@ class Bound:
     """Schedule bound to a device: all arguments but the addresses of its roots.
 
     Args:
-        schedule: launches.
         roots: names of roots in the order of the addresses that `run` gets.
         maps: numbers of the weight boxes of all schedules of a problem; new boxes are added.
-        gpu: GPU to compile for.
-        device: index of the GPU, which has to be current.
     """
 
     def __init__(

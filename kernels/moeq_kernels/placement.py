@@ -46,9 +46,7 @@ def place(
         source: elements `[rows, columns]`, or words of `packing.per` of them along one axis; any strides. With a first
             axis more for several matrices, which are written by one launch.
         target: all words of the packed matrices, one after the other, contiguous, of any dtype and shape.
-        placement: which words are written, and with which elements.
         shape: rows and columns of the source matrix; elements beyond are 0.
-        packing: how the source holds elements.
 
     Raises KernelArgumentError if source and target are on several devices or do not hold what `placement` says.
     """
@@ -86,9 +84,7 @@ def read(
     Args:
         source: words of the packed matrices, `[matrices, ...]`, contiguous.
         target: where elements are written, contiguous.
-        reading: where elements lie.
         first_row: row of each matrix at which they begin.
-        into: elements of the target that are written.
         pairs: whether a byte of the target takes two elements of four bits, that of the even column in its low half.
 
     Raises KernelArgumentError if no dtype holds a word of the reading.

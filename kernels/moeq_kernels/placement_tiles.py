@@ -57,7 +57,6 @@ def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling |
     """Return the tiles of a matrix that is written whole, or None if its index map does not consist of bits.
 
     Args:
-        placement: words that are written.
         packing: how the source holds elements, along columns.
         itemsize: bytes of a source word.
     """

@@ -147,8 +147,6 @@ class Replay:
         configs: CUlaunchConfig of each launch; their streams are changed.
         launches: address of the configuration, function, and address of the parameters of each launch.
         users: per root, bit mask of the launches that depend on its address.
-        launch: cuLaunchKernelEx.
-        context: current context.
         stream: stream that the graph will be launched on.
 
     Raises KernelEnvironmentError if the driver cannot build the graph.

@@ -34,8 +34,6 @@ class ActivationLoss:
     """Layer with e4m3 rows and with unquantised ones, expert by expert, on the source's weights.
 
     Args:
-        inputs: tokens and their experts.
-        width: output features.
         dtype: activation dtype, to which intermediate rows are rounded before they are quantised.
         groups: features that share a scale, in rows of the input and of the intermediate features.
     """

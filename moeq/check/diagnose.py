@@ -40,7 +40,6 @@ def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> st
     """Return the likely cause in words, or None.
 
     Args:
-        evidence: a product that failed.
         others: products of the same rows with other weights, by the name of those weights (`expert 3 up`); each is
             computed when it is asked for.
     """

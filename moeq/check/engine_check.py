@@ -93,7 +93,6 @@ def check_backends(check: LayerCheck, backends: Iterable[EngineBackend]) -> list
 
     Args:
         check: the layer; its sample has to hold every expert.
-        backends: the backends.
     """
     inputs = make_inputs(check.reference, check.sample, check.k_of("up"), check.dtype, check.seed).to(check.device)
     sums = inputs.weights.sum(1, keepdim=True)  # kernels that route by themselves make weights that sum to 1

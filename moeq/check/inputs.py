@@ -45,15 +45,7 @@ class Inputs:
 
 
 def make_inputs(reference: Checkpoint, sample: Sample, width: int, dtype: torch.dtype, seed: int) -> Inputs:
-    """Draw tokens from N(0, 1) for every run and route them as the run says; equal seeds give equal inputs.
-
-    Args:
-        reference: holds the router.
-        sample: layer, experts and runs.
-        width: features of a token.
-        dtype: activation dtype.
-        seed: seed of the random numbers, mixed with the layer number.
-    """
+    """Draw tokens from N(0, 1) for every run and route them as the run says; equal seeds give equal inputs."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + sample.layer)
     x = torch.randn(sample.tokens, width, generator=generator).to(dtype)
     runs: list[tuple[Run, slice]] = []

@@ -103,9 +103,6 @@ class LayerCheck:
         """Compute a product in every way in which a correct kernel may do it.
 
         Args:
-            name: the product.
-            x: its input rows.
-            linear: its weights.
             kind: what activations are quantised to; None: what moeq's kernels quantise them to (`activations`).
         """
         kind = self.activations(name) if kind is None else kind

@@ -89,9 +89,6 @@ def selftest(
     Args:
         dst: output of `moeq convert`; read, never written.
         source: the checkpoint it came from (see `run_check`).
-        seed: seed of the choice of places.
-        device: `auto`, `cpu` or `cuda`.
-        advance: called with the name of every step.
 
     Raises MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
     """

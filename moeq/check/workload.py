@@ -33,7 +33,6 @@ def workload(checks: Sequence[LayerCheck], digests: int, jobs: int) -> Workload:
     Args:
         checks: layers that go through the kernels, at least one.
         digests: weights whose digests are recomputed.
-        jobs: processes at the same time.
     """
     runs = sum(_weights(check) * len(check.sample.experts) * len(check.sample.runs) for check in checks)
     one = _weights(checks[0])

@@ -93,8 +93,6 @@ def choose(asked: Kernels, own: MoeqError | None, slow: str | None, engine: Moeq
     """Choose the kernels of one layer.
 
     Args:
-        asked: kernels that were asked for.
-        own: reason why moeq's kernels cannot run it, or None.
         slow: reason why moeq's kernels would be those for any GPU (mma.sync, portable) instead of those for this GPU,
             or None.
         engine: reason why the engine's kernels cannot run it, or their name.

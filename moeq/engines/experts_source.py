@@ -117,10 +117,6 @@ class PackingExpertsSource(ExpertsSource):
 
     `decide` has to be called first, in the process of the rank.
 
-    Args:
-        checkpoint: the source.
-        log: the engine's logger.
-
     Raises MoeqError `answer.nothing-to-convert`, `answer.not-convertible` if no deployment would have its experts
     packed.
     """
@@ -211,12 +207,6 @@ class PackingExpertsSource(ExpertsSource):
 
 def open_experts(where: str, revision: str | None, log: logging.Logger, *, converted: bool) -> ExpertsSource:
     """Open the checkpoint that an engine serves.
-
-    Args:
-        where: folder or Hub repository.
-        revision: Hub revision.
-        log: the engine's logger.
-        converted: whether its `config.json` says that it is converted.
 
     Raises MoeqError `usage.not-converted`, `source.*`, and for a source as `PackingExpertsSource`.
     """

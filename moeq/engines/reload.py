@@ -145,10 +145,6 @@ class FolderReload:
     A stacked tensor does not say which layout it has. So experts are read by the manifest of the folder that the
     engine's config names, as at a start, and the tensors that the engine hands over have to be that folder's.
 
-    Args:
-        layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
-        path: the folder, or a Hub repository.
-
     Raises MoeqError `usage.not-converted`, and `usage.reload` if the folder's experts are packed otherwise than the
     served ones.
     """

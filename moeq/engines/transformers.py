@@ -119,7 +119,6 @@ def packing_config(source: str, revision: str | None = None, *, prove_all: bool 
 
     Args:
         source: folder or Hub repository.
-        revision: Hub revision.
         prove_all: whether all packed experts are compared with the source instead of a sample.
         options: further arguments of `AutoConfig.from_pretrained`.
     """

@@ -285,8 +285,6 @@ class ArrangedLayout(Layout):
         """Cut the packing of a shard out of the packing of the whole, without unpacking.
 
         Args:
-            parts: packed expert.
-            spec: its spec.
             n: `(start, stop)` of the output features, per half for a gated `w13`.
             k: `(start, stop)` of the input features.
 

@@ -57,10 +57,7 @@ def pack_words(
     """Arrange a matrix into words.
 
     Args:
-        arrangement: the index map.
         elements: `[rows, columns]`, uint8 codes where words hold several fields, else any dtype of `bits` bits.
-        bits: bits of one element within a word.
-        out: flat buffer of words to fill, or None for a new one.
         compiled: force the numba loop (True) or the torch loop (False); None chooses by size.
 
     Returns:
@@ -100,10 +97,6 @@ def unpack_words(
     compiled: bool | None = None,
 ) -> Tensor:
     """Invert `pack_words` exactly.
-
-    Args:
-        words: packed words of any shape.
-        shape: `(rows, columns)` of the matrix.
 
     Returns:
         `[rows, columns]`, uint8 codes where words hold several fields, else words of `bits` bits.

@@ -21,14 +21,7 @@ _KEYS: dict[str, tuple[tuple[str, float], tuple[str, float | None]]] = {
 
 
 def activation_of(name: str, config: Mapping[str, Any]) -> Activation:
-    """Return a model's activation with its numbers.
-
-    Args:
-        name: engine-neutral name, as in `CheckpointInfo.activation`.
-        config: the model's config.
-
-    Raises MoeqError `source.bad-config` if a key holds no number.
-    """
+    """Return a model's activation with its numbers. Raises MoeqError `source.bad-config` if a key holds no number."""
     from moeq.reference.moe import Activation
 
     (alpha_key, alpha), (limit_key, limit) = _KEYS.get(name, (("", 1.0), ("", None)))

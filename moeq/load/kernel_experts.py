@@ -30,10 +30,6 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
 def check_e4m3(layout: str, element: str) -> None:
     """Check that a kernel multiplies such weights with e4m3 activations.
 
-    Args:
-        layout: layout id.
-        element: element type of the weights.
-
     Raises:
         MoeqError: `answer.no-kernel` if no kernel does.
         KernelUnsupportedError: if no kernel reads the layout at all.
@@ -74,7 +70,6 @@ def kernel_experts(
     """Build the kernels' record of a layer from its stacked tensors.
 
     Args:
-        layout: layout id.
         specs: `w13` and `w2` as stored, padding included.
         tensors: their parts by name, `[experts, ...]` each.
         name: name of the layer for the kernels' messages.
@@ -107,9 +102,6 @@ def empty_parts(
     """Allocate the stacked tensors of a layer, `[experts, ...]` each, without filling them.
 
     Args:
-        layout: layout id.
-        specs: `w13` and `w2` as stored, padding included.
-        experts: number of experts.
         device: device of the tensors; None: torch's default.
         floats: dtype of floating-point scales and biases that engines do not keep as stored: for int4, int8 and MXFP4
             weights with 16-bit activations they round them to the dtype of the activations. None: the stored dtype.

@@ -154,8 +154,6 @@ def read_experts(
     """Read `tensor[rows]` of a stacked tensor, whole experts in one pass over the file.
 
     Args:
-        source: files of the checkpoint.
-        name: name of the stacked tensor.
         rows: `(start, stop)` of the experts.
         device: None for the CPU. Another device is filled through a few small pinned buffers, so that host memory never
             holds a whole tensor.
@@ -226,9 +224,6 @@ def _fill(
     Each thread opens the file for itself, since the operating system reads ahead for each opened file.
 
     Args:
-        source: files of the checkpoint.
-        file: name of the file.
-        out: bytes that are filled.
         stage: bytes of a piece.
         reader: function that makes the reading function of an opened file.
         staged: whether to read into a buffer and copy from there; None: if `out` is not in the memory of the host.

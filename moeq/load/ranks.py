@@ -62,8 +62,6 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
     """Plan what a rank reads of a layer.
 
     Args:
-        entry: the layer in the manifest.
-        rank: the rank.
         unit: block of intermediate features that ranks get whole, some more than others (`moeq.model.division`).
 
     Raises MoeqError `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
@@ -86,8 +84,6 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
     many of these numbers as the others, in order (vLLM's initial placement, in `EplbState`).
 
     Args:
-        entry: the layer in the manifest.
-        rank: the rank, of several that share the experts.
         redundant: number of replicas, of all ranks together.
 
     Returns:

@@ -49,7 +49,6 @@ def warm_up(
     """Compile, in parallel, all kernels that the layers of all ranks need for 1 to `max_tokens` tokens.
 
     Args:
-        checkpoint: the converted checkpoint.
         gpu: name of a GPU, which need not be in this machine; None: the one in this machine.
         tp: number of ranks that share every expert.
         ep: number of ranks that share the experts.

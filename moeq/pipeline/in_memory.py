@@ -75,11 +75,7 @@ class RankPacker:
     """Packs the layers of one rank, one after the other, into tensors of the caller.
 
     Args:
-        checkpoint: the source.
         layouts: layer number to layout id.
-        ranks: ranks that experts are divided among.
-        number: number of this rank.
-        prove: which experts are proven.
 
     Raises MoeqError as `make_plan`.
     """
@@ -102,7 +98,6 @@ class RankPacker:
         """Pack one layer.
 
         Args:
-            number: layer number.
             tensors: `{role}_{part}` to the tensor that is filled, `[experts, ...]` on any device. Floating-point parts
                 are rounded to its dtype.
 

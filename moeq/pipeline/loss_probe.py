@@ -18,11 +18,6 @@ def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, 
     One expert of every layout is packed that may lose numbers and was not allowed to; others may still lose some.
     Of a repository only this expert's bytes are fetched; one that is larger than a sample is not looked at.
 
-    Args:
-        checkpoint: the source.
-        question: what was asked.
-        layouts: layer number to layout id, the answer.
-
     Returns:
         `answer.lossy`, worded as by `convert`, or None.
     """

@@ -92,7 +92,6 @@ def open_target(repo: str, *, private: bool = True) -> PushTarget:
     """Make sure, before hours of work, that a repository can be pushed to; a missing one is created.
 
     Args:
-        repo: `org/name`.
         private: make a new repository private; an existing one stays as it is.
 
     Raises MoeqError `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
@@ -200,8 +199,6 @@ def push(
         upload: result of `gather`; the folder is not changed.
         target: result of `open_target`.
         replaced: files whose content in the repository is not the folder's, or that the folder lacks.
-        message: first line of the commit.
-        progress: called before and after every weight file.
 
     Raises MoeqError `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
     repository then, and the same call goes on where it was.
@@ -241,7 +238,6 @@ def published_manifest(manifest: Manifest, base_model: str | None, replaced: Map
     """Make `moeq.json` as it is pushed: without folders of this machine, with the files that the push replaces.
 
     Args:
-        manifest: the folder's.
         base_model: repository of the source; a local source is named by its last part.
         replaced: what the repository gets instead of the folder's files, or beside them.
     """

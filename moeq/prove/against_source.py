@@ -33,7 +33,6 @@ class AgainstSource(Findings):
         """Check everything.
 
         Args:
-            original: the source.
             slow: also unpack every expert of the conversion and decode every expert of the source.
         """
         experts = sum(entry.num_experts for entry in self.manifest.layers)

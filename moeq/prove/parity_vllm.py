@@ -43,8 +43,6 @@ class EngineCode:
         """Define functions and constants of one file in a namespace.
 
         Args:
-            file: path below the package.
-            names: functions and constants to define.
             namespace: namespace to define them in, which has to hold everything that the functions use.
 
         Raises MoeqError `environment.engine-code` for a missing file or name.

@@ -72,12 +72,10 @@ class Rebuilding:
     """Everything of a conversion that the fast path can rebuild.
 
     Args:
-        converted: the conversion.
         original: its source, whose headers are known.
         folder: folder of the source's files.
         outputs: these files, open for writing.
         kept: function that reads a tensor that the conversion kept, which is restored otherwise; None for others.
-        workers: number of threads; fewer if memory is short.
     """
 
     def __init__(
@@ -149,15 +147,7 @@ class Rebuilding:
 
 
 class _Rebuilder:
-    """Rebuilder of the stored bytes of one unit's experts. Any thread may rebuild any expert.
-
-    Args:
-        whole: the conversion that is rebuilt.
-        unit: the unit.
-        experts: experts of its layer, as the source stores them.
-        fast_path: fast path of the unit.
-        stacks: its packed tensors.
-    """
+    """Rebuilder of the stored bytes of one unit's experts. Any thread may rebuild any expert."""
 
     def __init__(
         self, whole: Rebuilding, unit: PackUnit, experts: Experts, fast_path: FastPath, stacks: _Stacks

@@ -51,7 +51,6 @@ def route(logits: Tensor, rule: RoutingRule, correction_bias: Tensor | None = No
 
     Args:
         logits: router output `[M, E]`, any float dtype.
-        rule: the model's rule.
         correction_bias: `[E]`, added to the scores for choosing, not for weighting (DeepSeek-V3).
     """
     scores = _SCORES[rule.scoring](logits.float())

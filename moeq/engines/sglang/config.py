@@ -216,12 +216,7 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
 
 
 class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
-    """Method for the experts of one layer.
-
-    Args:
-        experts: packed experts of the checkpoint.
-        entry: how the layer is packed.
-    """
+    """Method for the experts of one layer."""
 
     def __init__(self, experts: ExpertsSource, entry: LayerEntry) -> None:
         self.experts = experts

@@ -173,7 +173,6 @@ def deployment_of(config: Any, options: EngineOptions) -> Deployment:
     """Describe where the engine runs a source, as `convert` would be asked.
 
     Args:
-        config: the engine's config.
         options: moeq's options; only moeq's own kernels decide if they are asked for.
     """
     parallel = config.parallel_config

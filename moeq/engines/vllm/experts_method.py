@@ -60,9 +60,6 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     """Method for the experts of one layer.
 
     Args:
-        moe: the engine's record of the layer.
-        experts: packed experts of the checkpoint.
-        entry: how the layer is packed.
         options: kernels and activations that were asked for; None for the defaults.
         dummy: whether no weights are read (`--load-format dummy`).
 

@@ -109,12 +109,8 @@ def filled_layer(
     """Build the engine's layer and fill it from a source, as the engine's loader does.
 
     Args:
-        checkpoint: the source.
-        layer: layer number.
         method: the engine's quantisation config.
         backend: a value of `--moe-backend`.
-        device: device of the layer.
-        dtype: activation dtype.
         read: function that reads a tensor by its name; None: the source's own.
 
     Raises MoeqError `answer.engine-layer` where the engine takes some of the layer's tensors only.

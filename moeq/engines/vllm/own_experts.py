@@ -48,13 +48,7 @@ ACTIVATIONS = {member: BY_ENGINE_NAME[member.value] for member in MoEActivation 
 
 
 class MoeqExperts(LoRAExpertsMixin, FusedMoEExpertsModular):  # type: ignore[misc]
-    """Experts of one layer in moeq's kernels.
-
-    Args:
-        moe_config: the engine's record of the layer.
-        prepared: the layer in the kernels.
-        packed: the layer's experts.
-    """
+    """Experts of one layer in moeq's kernels."""
 
     def __init__(self, moe_config: Any, prepared: PreparedLayer, packed: PackedExperts, **batches: int) -> None:
         # No scheme, since the kernels quantise activations themselves if the format needs that.
@@ -176,9 +170,7 @@ class MoeqBatchedExperts(MoeqExperts):
     Each row is a token with one choice, so the engine weights and sums the results.
 
     Args:
-        moe_config: the engine's record of the layer.
         prepared: the layer in the kernels, for rows of `moeq_kernels.fused.batched_ids`.
-        packed: the layer's experts.
         batches: `max_num_tokens` of a rank and `num_dispatchers`, whose product is the rows of a batch.
     """
 

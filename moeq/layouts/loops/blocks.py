@@ -35,7 +35,6 @@ def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
 
     Args:
         kind: a type of `SCALE_BYTES`.
-        rows: the blocks.
         codes: uint8 `[N, K * bits / 8]` to fill, two 4-bit codes to a byte, the first one in the low bits. Codes of
             Q5_0 and IQ4_NL become int8, which is offset by 128, and those of Q4_0 as `q4_0_int8`.
         scales: uint8 `[N, bytes of all scales]` to fill.
@@ -47,13 +46,7 @@ def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
 
 
 def numbers(kind: str, rows: Array, out: Array) -> None:
-    """Fill `out`, float32 `[N, K]`, with the numbers of blocks.
-
-    Args:
-        kind: a type of `NUMBERS`.
-        rows: the blocks.
-        out: the memory to fill; numbers under scales that are not finite are not finite or NaN.
-    """
+    """Fill `out`, float32 `[N, K]`, with the numbers of blocks."""
     getattr(_loops, kind)(rows, _f16_values(), out)
 
 

@@ -54,9 +54,6 @@ def compile_loop(module: str, name: str, kinds: Sequence[Kind], symbol: str) -> 
     """Compile a loop for arguments of these kinds.
 
     Args:
-        module: the loop's module.
-        name: its name there.
-        kinds: kinds of its arguments.
         symbol: the function in the object, `int64 symbol(void *words)`: `words` are the arguments as
             `moeq.layouts.loops.native` spells them, the result is the loop's, and 0 where it returns none.
     """

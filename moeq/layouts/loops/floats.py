@@ -87,7 +87,6 @@ def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
     """Fill `out` with the numbers nearest to the values.
 
     Args:
-        matrix: the values.
         out: rows of floats: uint16 `[N, K]`, or uint32 for float32; each row contiguous.
         binary16: floats of 16 bits are binary16, not bfloat16.
     """
@@ -138,10 +137,8 @@ def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bo
     """Compare floats with the matrix, number by number.
 
     Args:
-        matrix: the numbers that they should be.
         found: rows of floats, as for `write`.
         block: rows and columns that count as a block.
-        binary16: floats of 16 bits are binary16, not bfloat16.
 
     Returns:
         The change, with 0 numbers where all are equal (0.0 equals -0.0). None where a number is not finite.
@@ -159,8 +156,6 @@ def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, bloc
 
     Args:
         rows: number of the first row, which begins a block, and contiguous rows of both sides.
-        columns: columns of all rows.
-        block: rows and columns that count as a block.
     """
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-columns // block[1]), np.uint8)

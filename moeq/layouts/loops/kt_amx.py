@@ -38,7 +38,6 @@ def tile(codes: Array, bits: int, row_block: int, column_block: int, tiles: Arra
 
     Args:
         codes: uint32 `[rows, K * bits / 32]`, rows contiguous: multiples of 32 rows and of 64 bytes.
-        bits: 4 or 8.
         row_block: rows of a block.
         column_block: bytes of a row of a block.
         tiles: uint32, as many words as `codes`, to fill.

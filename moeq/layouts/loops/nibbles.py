@@ -38,13 +38,7 @@ def over_lanes(arrangement: Arrangement) -> tuple[Arrangement, int] | None:
 
 @lru_cache(maxsize=256)
 def over_words(arrangement: Arrangement, columns: int, width: int) -> tuple[Arrangement, int]:
-    """Return the arrangement for runs of elements that stay neighbours, and the bytes that can be moved as one.
-
-    Args:
-        arrangement: arrangement of whole elements, one to a word.
-        columns: columns of the matrix.
-        width: bytes of an element.
-    """
+    """Return the arrangement for runs of elements that stay neighbours, and the bytes that can be moved as one."""
     last, word = arrangement.columns[-1], arrangement.words[-1]
     if arrangement.fields or word != replace(last, radix=0):
         return arrangement, width

@@ -68,8 +68,6 @@ def to_bf16(codes: Array, exponents: Array, out: Array) -> None:
     """Write MXFP4 as bfloat16.
 
     Args:
-        codes: as for `to_fp8_blocks`.
-        exponents: as for `to_fp8_blocks`.
         out: uint16 `[N, K]`, rows contiguous. Values beyond its range become infinite.
     """
     _loops.to_bf16(codes.view(np.uint16), codes, exponents, out.view(np.uint64), _to_bfloat16())
@@ -93,8 +91,6 @@ def to_e4m3_scales(exponents: Array, shift: int, out: Array) -> None:
     """Write E8M0 exponents as E4M3 scales, each for two groups of 16, under a global scale of 2**shift.
 
     Args:
-        exponents: uint8 `[N, G]`.
-        shift: exponent of the global scale.
         out: uint8 `[N, 2 G]`. Exponents out of E4M3's range become the nearest in it.
     """
     _loops.repeat_scales(exponents, _e4m3_powers(shift), out)
@@ -104,10 +100,7 @@ def holds_e4m3_scales(codes: Array, exponents: Array, found: Array, global_scale
     """Return whether E4M3 scales times a global one are these powers of two, wherever a group holds anything but zeros.
 
     Args:
-        codes: as for `to_fp8_blocks`.
-        exponents: as for `to_fp8_blocks`.
         found: uint8 `[N, 2 G]`, E4M3.
-        global_scale: the float32 number that multiplies them.
     """
     values = e4m3_values().astype(np.float64) * float(global_scale)
     powers = np.exp2(np.arange(256, dtype=np.float64) - BIAS)

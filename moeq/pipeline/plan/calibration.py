@@ -67,12 +67,7 @@ def with_scales(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict
 
 
 def conversion_warning(checkpoint: Checkpoint, layouts: Mapping[int, str]) -> str | None:
-    """Return what to know of the activation scales of a converted folder; None if nothing is wrong with them.
-
-    Args:
-        checkpoint: the source.
-        layouts: layout of every converted layer.
-    """
+    """Return what to know of the activation scales of a converted folder; None if nothing is wrong with them."""
     faulty = {layer: checkpoint.scale_faults(layer) for layer in layouts}
     faults = [fault for found in faulty.values() for fault in found]
     if not faults:

@@ -67,10 +67,7 @@ def serve_converted(dst: str, dtype: str | None, deployment: Deployment, loaders
     """Return how to serve a converted checkpoint: plug-ins know method and kernels by themselves.
 
     Args:
-        dst: the checkpoint, as it is typed.
         dtype: dtype that its `config.json` declares (`CheckpointInfo.dtype`).
-        deployment: how it is served.
-        loaders: names of the loaders that take it.
 
     Returns:
         None if none does.

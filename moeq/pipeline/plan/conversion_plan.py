@@ -130,11 +130,8 @@ def make_plan(
     """Plan the conversion of a source checkpoint.
 
     Args:
-        checkpoint: the source.
         layouts: layer number to layout id, for the layers to convert.
         copied: layers to copy unchanged, with the reason.
-        ranks: ranks that experts are divided among.
-        options: options of the conversion.
 
     Raises MoeqError `usage.layout-does-not-fit`, `usage.mixed-experts`, `usage.tp`, `usage.ep`, `usage.group-cut` if a
     layer cannot be packed, with all reasons.

@@ -174,8 +174,6 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
     """Answer whether a source checkpoint can be converted as asked. A refusal is returned in the answer, not raised.
 
     Args:
-        checkpoint: the source.
-        question: deployment and options.
         explain: also try what would make each backend work (see `moeq.oracle.judge.judge`).
         brief: only yes or no matters: skip backends that the engine would not choose.
 

@@ -70,11 +70,6 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
     """Return why an engine's model class does not load a layer's experts as the source stores them.
 
     None if it does, and if nothing is known of the class.
-
-    Args:
-        checkpoint: the source.
-        engine: name of a policy, `vllm@0.33.0`.
-        layer: number of the layer.
     """
     experts = checkpoint.experts(layer)
     name, _, version = engine.partition("@")

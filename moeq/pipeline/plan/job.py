@@ -108,9 +108,7 @@ def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: 
     """Open the source, decide and plan.
 
     Args:
-        request: what is asked for.
         checkpoint: the source if it is open already, perhaps with a `Source` that fetches files as they are needed.
-        expect: digest that the plan has to have.
 
     Raises MoeqError `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
     `advised`, `plan_side_files` and `make_plan` raise.

@@ -107,10 +107,6 @@ def plan_layer_on_rank(
     """Plan the packing of one rank alone: the bytes that it would read of the layer that `plan_layer` plans.
 
     Args:
-        checkpoint: the source.
-        layer: layer number.
-        layout_id: layout to pack to.
-        ranks: ranks that experts are divided among.
         number: number of the rank, within tensor or expert parallelism.
 
     Raises MoeqError as `make_plan`.

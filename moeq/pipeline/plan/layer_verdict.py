@@ -52,10 +52,7 @@ def judge_checkpoint(
     """Judge one layer's experts on a deployment, attention heads included. A no is a verdict too.
 
     Args:
-        checkpoint: the source.
-        deployment: where it is to run.
         layer: the layer to decide for, if layers differ; None for the first quantised one.
-        scheme: encoding of the experts, if it differs from the source's.
         explain: also try single changes (see `moeq.oracle.judge.judge`).
 
     Raises MoeqError `source.no-top-k` if the config does not say how many experts a token uses.

@@ -68,10 +68,6 @@ class SideFiles:
 def plan_side_files(source: Source, *, no_code: bool) -> SideFiles:
     """Look at every side file of a source, before anything is written.
 
-    Args:
-        source: the source.
-        no_code: leave out what is run.
-
     Raises MoeqError `source.unsafe-path`, `source.reserved-name`, `source.link`, `source.missing-file`,
     `source.not-a-file`, `source.too-large`.
     """

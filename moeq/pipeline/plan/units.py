@@ -189,14 +189,7 @@ class CopyUnit(Unit):
 
 
 def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) -> Iterator[PackUnit]:
-    """Yield the units of one layer.
-
-    Args:
-        layer: how it is written.
-        experts: how the source stores it.
-        file: the output file that holds it.
-        form: places of the tensors in that file.
-    """
+    """Yield the units of one layer."""
     for role in STACKED_ROLES:
         by_experts: dict[Range, list[int]] = {}
         for index, plan in enumerate(layer.shards):
@@ -226,8 +219,6 @@ def copy_units(
 
     Args:
         tensors: name in the output file to source tensor, in the order of the output file.
-        file: the output file.
-        form: places of the tensors in that file.
         counts: units so far per source file, for their names; counted on.
     """
     for source_file, rows in groupby(tensors.items(), key=lambda row: row[1].file):

@@ -125,7 +125,6 @@ def read_journals(
     """Read journals. What cannot be understood is left out: such units are done again.
 
     Args:
-        folder: folder of the journals.
         names: names of the journals; None: all journals of the folder.
         expected: stamp of the job, by which a damaged first line is recognised: its body or its seal is still right.
 
@@ -249,11 +248,6 @@ def changed(where: Path, source: str, detail: str, more: str = "") -> MoeqError:
 
 class Journal:
     """One process's journal, open for appending and locked against a second process with the same shard.
-
-    Args:
-        folder: folder of the conversion.
-        stamp: the job.
-        shard: name of the shard of the work, or None for all of it.
 
     Raises MoeqError `usage.running` if another process holds it; `resources.disk-full`, `environment.write`,
     `environment.planted`.

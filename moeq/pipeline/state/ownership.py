@@ -22,7 +22,6 @@ def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
     """Refuse folders of which one is, or holds, another: by any path, link or mount that leads to it.
 
     Args:
-        sources: folders that are read.
         folders: folders that will be written to; they need not exist yet.
 
     Raises MoeqError `usage.destination-is-source`.
@@ -72,7 +71,6 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
     """Refuse a folder that holds files of another owner.
 
     Args:
-        folder: a folder of moeq's.
         files: files that the folder may hold.
         what: description of the folder, for the message.
         work: whether the folder may also hold journals and other work.
@@ -94,8 +92,6 @@ def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolde
     """Open a work folder, unless it is a link, not a folder, or somebody else's.
 
     Args:
-        parent: folder that holds the work folder.
-        name: name of the work folder.
         fresh: whether this process has just made it.
 
     Raises:

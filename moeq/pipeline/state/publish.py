@@ -50,10 +50,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
     """Write everything but the weights, `moeq.json` last, and publish the folder. Executes nothing.
 
     Args:
-        job: the conversion.
-        folder: its folder, entered.
         records: unit id to its record, for every unit of the plan.
-        signer: signs the manifest.
 
     Raises MoeqError `answer.units-missing` if records are missing or are not of these units, by name; `source.changed`
     if the source was written to meanwhile; `resources.disk-full`.
@@ -114,10 +111,7 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
     """Refuse to go on without all units.
 
     Args:
-        plan: the plan.
-        have: ids of the units that are there.
         what: what the others are not, for the message.
-        hint: what to do about it.
 
     Raises MoeqError `answer.units-missing` with their names.
     """
@@ -166,9 +160,6 @@ def copy_side_files(
     """Write the files of a source that hold no weights.
 
     Args:
-        source: the source.
-        side_files: what becomes of them.
-        folder: where.
         leave_out: which of them have another in their place.
 
     Raises MoeqError `resources.disk-full`, `environment.write`, `source.*`.

@@ -86,15 +86,7 @@ def open_file_digest(fd: int) -> FileDigest:
 
 
 def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, buffer: Bytes | None = None) -> bool:
-    """Return whether a folder still holds the bytes that a record describes. Reads and hashes them all.
-
-    Args:
-        plan: the conversion.
-        unit: the unit.
-        record: the unit's record.
-        folder: the folder with the output files.
-        buffer: memory to read into; None makes some.
-    """
+    """Return whether a folder still holds the bytes that a record describes. Reads and hashes them all."""
     if not record.fits(unit):
         return False
     buffer = np.empty(CHUNK_BYTES, np.uint8) if buffer is None else buffer

@@ -51,7 +51,6 @@ def unrestorable(
     """Name the source tensors of one matrix that cannot be rebuilt from it bit for bit.
 
     Args:
-        matrix: the matrix as the conversion stores it.
         exact: whether it equals the source's; then parts that decode by a bijection need no comparison.
     """
     source, found = checkpoint.source, set()
@@ -67,14 +66,7 @@ def unrestorable(
 def write_restore_data(
     checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str], folder: OutputFolder
 ) -> RestoreEntry:
-    """Write `moeq-restore.data`.
-
-    Args:
-        checkpoint: the source.
-        side_files: which files of it are kept.
-        kept: expert tensors to keep verbatim.
-        folder: the conversion's folder.
-    """
+    """Write `moeq-restore.data`."""
     kept = tuple(sorted(kept))
     source, contents = checkpoint.source, restore_contents(checkpoint, side_files, kept)
     with SafetensorsWriter(folder, RESTORE_DATA_NAME, _forms(contents), _METADATA) as writer:
@@ -253,13 +245,7 @@ def _data_size(raw: bytes, file: str) -> int:
 
 
 class KeptSource(Source):
-    """The source, rebuilt from its kept headers and configs: everything except data.
-
-    Args:
-        converted: the conversion.
-        restore_data: its restore data.
-        revision: revision of the source.
-    """
+    """The source, rebuilt from its kept headers and configs: everything except data."""
 
     def __init__(self, converted: Source, restore_data: RestoreData, revision: str | None) -> None:
         config = _json(restore_data.texts.get(CONFIG_NAME), converted.side_configs.get("params.json", {}))

@@ -43,8 +43,6 @@ def check_signature(manifest: bytes, signature: Path, key: str) -> str:
     """Return whether a manifest was signed by a key.
 
     Args:
-        manifest: the bytes of `moeq.json`.
-        signature: `moeq.json.minisig`.
         key: minisign public key: a file, or the key itself.
 
     Returns:

@@ -149,11 +149,7 @@ def kernels(int8: bool, wide: bool = True) -> tuple[Int8Wide | Int8Narrow, ...]:
 
 
 def candidates(work: Work, wide: bool = True) -> Iterator[Int8Plan]:
-    """Yield the legal plans of a call whose tiles suit its tokens per expert.
-
-    Args:
-        wide: whether the wide kernel reads the layer.
-    """
+    """Yield the legal plans of a call whose tiles suit its tokens per expert."""
     int8, pairs, mean, gpu = work.kind == "int8", work.pairs, work.mean, work.gpu
     hidden, intermediate = work.hidden, work.intermediate
     if int8 and mean <= MAX_DIRECT_MEAN and pairs <= MAX_DIRECT_PAIRS and intermediate <= DIRECT_FEATURES:
