@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf_files import write_model
 
 from moeq.cli.app import COMMANDS, run
 
@@ -35,6 +36,12 @@ class TestInspect:
         assert re.search(rf"^  next +moeq convert {INT4} DST --gpu A100 && vllm serve DST$", following)
         assert re.search(rf"^  or +vllm serve {INT4} \(", otherwise)
         assert facts[0].split() == ["checkpoint", INT4]
+
+    def test_a_gguf_file_names_the_types_of_its_tensors(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        source = str(write_model(tmp_path / "m.gguf", layers=1, experts=2, down_type="q8_0"))
+        lines = printed(capsys, "inspect", source, "--gpu", "A100", code=1)
+        types = [" ".join(line.split()[1:]) for line in lines if line.startswith("  types")]
+        assert types == ["experts q4_0 2, q8_0 1; the rest q8_0 6, f32 4"]
 
     def test_a_refusal_ends_with_what_works(self, capsys: pytest.CaptureFixture[str]) -> None:
         answer, following, *_ = printed(capsys, "inspect", ACT_ORDER, "--gpu", "H100", code=1)

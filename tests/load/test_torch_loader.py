@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import torch
 from load.deployments import LAYOUTS, convert, reference_layer
 
 import moeq
-from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.checkpoint.manifest import STACKED_ROLES, CopiedLayer
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.load import rank_reading
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
+from moeq.load.packed_sample import load_packed
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
@@ -217,7 +219,8 @@ class TestRefusals:
 
     def test_experts_written_for_another_degree(self, checkpoints, tmp_path) -> None:
         folder = convert(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "out", "marlin-nvfp4/1", ep=2)
-        entry = moeq.open(folder).manifest.layer(0)  # type: ignore[attr-defined]
+        checkpoint = open_converted(folder)
+        entry = checkpoint.manifest.layer(0)
         assert (entry.sharding.axis, len(entry.ranks)) == ("ep", 2)
         with pytest.raises(MoeqError) as caught:
             plan_rank(entry, Rank(ep_rank=2, ep_size=4))
@@ -226,8 +229,13 @@ class TestRefusals:
         with pytest.raises(MoeqError) as caught:
             plan_rank(entry, Rank(tp_rank=1, tp_size=3))
         assert caught.value.hint == "run it with ep 2, or convert it for 3: moeq convert SRC DST --tp 3"
+        with pytest.raises(MoeqError) as caught:
+            plan_rank(entry, Rank(tp_rank=1, tp_size=2, ep_rank=1, ep_size=2))
+        assert caught.value.hint == "run it with ep 2, or convert it for 2: moeq convert SRC DST --tp 2"
         part = plan_rank(entry, Rank(ep_rank=1, ep_size=2))
         assert (part.experts, part.rows) == ((1, 2), (0, 1))
+        loaded = load_packed(checkpoint, entry, [1, 0], torch.device("cpu"))
+        assert [one.local.tolist() for one in loaded] == [[-1, 0], [0, -1]]
 
     def test_ranks_of_act_order(self, checkpoints, tmp_path) -> None:
         name = "gptq-int4-g32-actorder-qwen3moe"
@@ -238,6 +246,14 @@ class TestRefusals:
 
     def test_a_layer_that_is_not_there(self, converted) -> None:
         assert self.refused(converted[self.name], 7).code == "usage.no-such-layer"
+
+    def test_a_layer_that_was_copied(self, converted) -> None:
+        checkpoint = open_converted(converted[self.name])
+        checkpoint.manifest = replace(checkpoint.manifest, copied=(CopiedLayer(7, "its experts are float"),))
+        error = self.refused(checkpoint, 7)
+        assert error.code == "usage.copied-layer"
+        assert error.message == "the experts of layer 7 were copied unchanged: its experts are float"
+        moeq.load_experts(checkpoint, 0)
 
     def test_a_dtype_that_the_kernel_does_not_take(self, converted) -> None:
         error = self.refused(converted["mxfp4-gptoss"], 0, dtype=torch.float16)

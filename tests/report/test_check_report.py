@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from rich.console import Console
 
+from moeq.check.engine_check import BackendResult
 from moeq.check.results import (
     CheckReport,
     ExpertError,
@@ -95,6 +96,40 @@ def test_text_says_everything_and_ends_with_the_verdict() -> None:
     assert "4 of 6 layers were not run" in text
     assert "up: another | rule" in text
     assert re.search(r"0 \|=\+\|", text), "the heat map of down"
+
+
+def test_narrow_tables_leave_out_columns_in_the_order_of_their_ranks() -> None:
+    titles = ["worst expert", "error / bound", "tolerance", "16-bit torch", "relative", "mean error", "max error"]
+    shown = []
+    for width in range(110, 20, -1):
+        columns = [str(column.header) for column in check_text._table(report(), width).columns]
+        found = [title for title in titles if title in columns]
+        shown += [found] if found not in shown else []
+    left_out = [set(more) - set(fewer) for more, fewer in zip(shown, shown[1:], strict=False)]
+    assert left_out == [{"mean error"}, {"relative"}, {"16-bit torch"}, {"worst expert"}, {"tolerance"}]
+
+
+def test_backends_of_an_engine_each_have_an_answer() -> None:
+    ran = BackendResult(0, "MARLIN", True, "MarlinExperts", 0.001, 0.002, (3, 0.5), {1: 10.4, 64: 99.6})
+    rows = [
+        ran,
+        replace(ran, backend="TRITON", selected=False, error=0.003, expert=(2, 1.5), microseconds=None),
+        replace(ran, backend="HUMMING", selected=False, allowed=None, microseconds=None),
+        BackendResult(0, "CUTLASS", False, refused="no [kernel] here"),
+    ]
+    lines = text_of(check_text.render_backends, rows).splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    assert cells == [
+        ["0", "MARLIN (selected)", "MarlinExperts", "right", "1.00e-03", "2.00e-03", "10 us", "100 us"],
+        ["0", "TRITON", "MarlinExperts", "WRONG", "3.00e-03", "2.00e-03", "-", "-"],
+        ["0", "HUMMING", "MarlinExperts", "not judged", "1.00e-03", "-", "-", "-"],
+        ["0", "CUTLASS", "-", "refused", "-", "-", "-", "-"],
+    ]
+    assert "1 tokens ┃ 64 tokens" in lines[1]
+    assert [line.strip() for line in lines[-3:-1]] == [
+        "layer 0  TRITON: expert 2 has 1.5 x its allowed error",
+        "layer 0  CUTLASS: no [kernel] here",
+    ]
 
 
 def test_text_names_what_is_wrong() -> None:
@@ -209,7 +244,8 @@ def test_colours_and_labels_of_the_tile_picture() -> None:
         assert (columns[number] <= x <= columns[number] + side, y < rows[0]) == (True, True)
     for number in range(0, 16, 4):
         x, y = texts["tick end", str(number)]
-        assert (rows[number] < y <= rows[number] + side, x < columns[0]) == (True, True)
+        assert (y, x < columns[0]) == (rows[number] + side - 2, True)
+    assert [words for kind, words in texts if kind == "tick end"] == ["0", "4", "8", "12"]
     for path in drawing.paths:
         held = squares(path.d)
         assert len(held) == 32
@@ -244,6 +280,8 @@ def test_labels_of_a_heat_map_stand_at_their_cells() -> None:
     assert columns == list(range(0, 60, 2))
     assert all(x + side < drawing.width and y + side < drawing.height for x, y in place.values())
     assert [len(one.cells) for one in heat_legend()] == [1] * (len(LIMITS) + 1)
+    for one in heat_legend():  # seven pixels a letter, and as much space after the words as the cell is wide
+        assert (one.width, one.height) == (int(one.texts[0].x) + 7 * len(one.texts[0].words) + 15, 20)
     assert [one.texts[0].words for one in heat_legend()][-2:] == ["≤ 1", "beyond the bound"]
 
 

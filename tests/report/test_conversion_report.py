@@ -35,6 +35,7 @@ def manifest(by_rank: Conversion) -> Manifest:
 def test_facts(manifest: Manifest) -> None:
     facts = conversion_facts(manifest)
     assert (facts.layers, facts.experts, facts.layouts) == ("0-1", 4, ("trtllm-mxfp4/1",))
+    assert (facts.scheme, conversion_facts(replace(manifest, model={})).scheme) == ("mxfp4 e2m1 g32 sym", "unknown")
     assert facts.packed == 2 * 2 * 4 * 2, "layers, roles, experts, ranks"
     assert facts.digests == 2 * 3 * 4
     assert facts.deployment == "B200, TP 2, bf16, vllm@0.33.0"

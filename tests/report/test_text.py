@@ -181,6 +181,10 @@ def test_candidates() -> None:
         "  NEAR  shared (+1 more: -v) → tp 2",
         "  1 for other devices, 2 more than one change away: -v lists them",
     ]
+    assert printed(render_candidates, verdict, near=True, width=50)[-2:] == [
+        "  1 for other devices, 2 more than one change",
+        "  away: -v lists them",
+    ]
     assert printed(render_candidates, verdict, verbose=True)[2] == "  FAR           another; third"
     assert printed(render_candidates, replace(verdict, candidates=rows[:1])) == []
     works = replace(verdict, candidates=(*rows[:2], candidate("ALSO", flag="also")))

@@ -135,6 +135,9 @@ def test_the_distribution_of_tokens_over_experts_is_binomial() -> None:
     number, rows = tiles(136, 1.0, sizes)  # the last kernel's tiles are 80 and 56 tokens
     assert number.tolist() == [9.0, 5.0, 2.0]
     assert rows.tolist() == [136.0, 160.0, 144.0]
+    number, rows = tiles(250, 1.0, sizes)  # the last kernel's tiles are 96, 96 and 58 tokens
+    assert number.tolist() == [16.0, 8.0, 3.0]
+    assert rows.tolist() == [256.0, 256.0, 256.0]
 
 
 def test_kernels_without_a_gate_or_for_one_product_are_left_out() -> None:
