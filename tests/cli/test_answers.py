@@ -37,7 +37,7 @@ class TestInspect:
         assert re.search(rf"^  or +vllm serve {INT4} \(", otherwise)
         assert facts[0].split() == ["checkpoint", INT4]
 
-    def test_a_gguf_file_names_the_types_of_its_tensors(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_a_gguf_file_names_types(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         source = str(write_model(tmp_path / "m.gguf", layers=1, experts=2, down_type="q8_0"))
         lines = printed(capsys, "inspect", source, "--gpu", "A100", code=1)
         types = [" ".join(line.split()[1:]) for line in lines if line.startswith("  types")]

@@ -19,8 +19,8 @@ from moeq.checkpoint.manifest import STACKED_ROLES, CopiedLayer
 from moeq.errors import MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.load import rank_reading
-from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.packed_sample import load_packed
+from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare

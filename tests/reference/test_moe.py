@@ -92,6 +92,7 @@ def test_a_dtype_rounds_weights_and_the_hidden_values() -> None:
     plain = run_expert(torch.tensor([[1.0]]), one, Activation("relu2"), torch.bfloat16)
     assert exact.up.item() == value
     assert plain.up.item() == 1.0
+    assert one.down(torch.tensor([[value]]), torch.bfloat16).item() == 1.0
     assert exact.hidden.item() == pytest.approx(value**2)
     inexact = run_expert(
         torch.tensor([[1.0]]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -105,7 +106,7 @@ def test_narrow_tables_leave_out_columns_in_the_order_of_their_ranks() -> None:
         columns = [str(column.header) for column in check_text._table(report(), width).columns]
         found = [title for title in titles if title in columns]
         shown += [found] if found not in shown else []
-    left_out = [set(more) - set(fewer) for more, fewer in zip(shown, shown[1:], strict=False)]
+    left_out = [set(more) - set(fewer) for more, fewer in itertools.pairwise(shown)]
     assert left_out == [{"mean error"}, {"relative"}, {"16-bit torch"}, {"worst expert"}, {"tolerance"}]
 
 
