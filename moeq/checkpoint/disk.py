@@ -104,11 +104,7 @@ def read_at(fd: int, view: memoryview, position: int) -> int:
 
 @contextmanager
 def disk_errors(path: Path, size: int = 0) -> Iterator[None]:
-    """Turn errors of writing into MoeqError.
-
-    Raises:
-        MoeqError: `resources.disk-full`, `environment.write`.
-    """
+    """Turn errors of writing into MoeqError. Raises MoeqError `resources.disk-full`, `environment.write`."""
     try:
         yield
     except OSError as error:

@@ -168,9 +168,7 @@ def require_inside(path: Path, folder: Path, where: str, fd: int) -> None:
     """Refuse a file of a folder, open as `fd`, that is a link out of it, unless to a blob of the Hub client's cache.
 
     Git and tar bring links along. Followed, they would put files of the reader's own into what is published.
-
-    Raises:
-        MoeqError: `source.link`.
+    Raises MoeqError `source.link`.
     """
     real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     found, opened = os.stat(real, follow_symlinks=False), os.fstat(fd)

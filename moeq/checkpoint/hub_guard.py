@@ -93,9 +93,7 @@ def within(seconds: float, action: Callable[[], T], what: str) -> T:
     """Call `action`, which may wait for a server, and give up after some seconds.
 
     What still waits then is left to a thread of its own, which does not keep the process from ending.
-
-    Raises:
-        MoeqError: `source.network`; and what `action` raises.
+    Raises MoeqError `source.network`; and what `action` raises.
     """
     found: list[T] = []
     raised: list[BaseException] = []

@@ -326,11 +326,7 @@ def _no_manifest(folder: Path) -> MoeqError:
 
 
 def parse_manifest(raw: bytes, path: Path) -> Manifest:
-    """Parse and check the bytes of a manifest.
-
-    Raises:
-        MoeqError: `source.bad-manifest`.
-    """
+    """Parse and check the bytes of a manifest. Raises MoeqError `source.bad-manifest`."""
     document = parse_object(raw, str(path), "source.bad-manifest")
     schema = document.get("schema")
     if schema not in (MANIFEST_SCHEMA, _OLD_SCHEMA):

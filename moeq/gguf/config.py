@@ -56,11 +56,7 @@ def architecture_of(metadata: Mapping[str, Any], where: str) -> tuple[str, GgufA
 def config_of(
     metadata: Mapping[str, Any], name: str, architecture: GgufArchitecture, tensors: Iterable[str], where: str
 ) -> dict[str, Any]:
-    """Make `config.json` of a file.
-
-    Raises:
-        MoeqError: `source.bad-header` for values of a wrong type.
-    """
+    """Make `config.json` of a file. Raises MoeqError `source.bad-header` for values of a wrong type."""
     model_type, model_class = architecture.model_type, architecture.model_class
     if name == "deepseek2" and metadata.get("deepseek2.expert_gating_func", 1) == 1:
         model_type, model_class = "deepseek_v2", "DeepseekV2ForCausalLM"

@@ -264,9 +264,7 @@ def join(
 
     Shared experts' gate and up follow each other. Qwen3-Next has, for each key head, its rows of queries, keys, values
     (all in the first tensor, in this order) and gates (the second).
-
-    Raises:
-        MoeqError: `source.inconsistent` if shapes, or shapes and config, do not fit.
+    Raises MoeqError `source.inconsistent` if shapes, or shapes and config, do not fit.
     """
     (rows, columns), (more, others) = (
         tensor.shape if len(tensor.shape) == 2 else (0, -1) for tensor in (first, second)

@@ -19,9 +19,7 @@ def with_hqq_sizes(source: Source) -> None:
     """Add to every HQQ matrix of a source the part `hqq_sizes`: no bytes, shape `(0, *HqqSizes)`.
 
     A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
-
-    Raises:
-        MoeqError: `source.inconsistent` if settings are missing or not what the library writes.
+    Raises MoeqError `source.inconsistent` if settings are missing or not what the library writes.
     """
     added: dict[str, TensorEntry] = {}
     known: dict[object, HqqSizes] = {}
@@ -67,9 +65,7 @@ def with_bitsandbytes_sizes(source: Source) -> None:
     """Give every 4-bit matrix of a source its shape `[N, K / 2]` instead of `[N K / 2, 1]`.
 
     A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
-
-    Raises:
-        MoeqError: `source.bad-data` if a text is none, `source.inconsistent` if it does not fit its matrix.
+    Raises MoeqError `source.bad-data` if a text is none, `source.inconsistent` if it does not fit its matrix.
     """
     suffixes = tuple(f".{state}" for state in STATES)
     found = {}

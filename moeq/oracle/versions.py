@@ -61,9 +61,7 @@ def choose_engine(asked: str) -> EngineChoice:
 
     A version between two known ones gets the older one's tables, and a newer version the newest. A version older than
     all known ones is refused if it is requested by number.
-
-    Raises:
-        MoeqError: `usage.unknown-engine`, `usage.engine-version`.
+    Raises MoeqError `usage.unknown-engine`, `usage.engine-version`.
     """
     name, _, version = asked.partition("@")
     if name not in ENGINES:

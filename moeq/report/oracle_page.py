@@ -36,11 +36,7 @@ DEVICES = ("A100", "H100", "B200", "MI300X")
 
 
 def render(checkpoint: Checkpoint, deployment: Deployment, gpus: Sequence[Gpu], sizes: Sequence[int]) -> str:
-    """Render the page.
-
-    Raises:
-        MoeqError: as `moeq.pipeline.plan.layer_verdict.judge_checkpoint`.
-    """
+    """Render the page. Raises MoeqError as `moeq.pipeline.plan.layer_verdict.judge_checkpoint`."""
     tables = [backend_matrix(checkpoint, replace(deployment, gpu=gpu), sizes) for gpu in gpus]
     return template("oracle.html").render(
         name=checkpoint.source.name,

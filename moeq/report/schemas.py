@@ -32,11 +32,7 @@ def schema_names() -> tuple[str, ...]:
 
 
 def load_schema(command: str) -> dict[str, Any]:
-    """Return the schema of a command's document: its answer, or its error.
-
-    Raises:
-        MoeqError: `usage.unknown-schema`.
-    """
+    """Return the schema of a command's document: its answer, or its error. Raises MoeqError `usage.unknown-schema`."""
     if command not in schema_names():
         known = ", ".join(schema_names())
         raise MoeqError("usage.unknown-schema", f"no document is called '{command}'", f"documents: {known}")

@@ -236,9 +236,7 @@ def check(
     """Say what `transcode` would come to: every projection is transcoded and compared in memory, nothing is written.
 
     Losses are found with and without `allow_lossy`. Arguments are those of `transcode`.
-
-    Raises:
-        MoeqError: as `transcode`, except `answer.not-exact`, which is the answer here.
+    Raises MoeqError as `transcode`, except `answer.not-exact`, which is the answer here.
     """
     job = open_transcode(replace(TranscodeRequest(str(src), to, revision, **options), allow_lossy=True))
     report = advance or (lambda done, total, label: None)

@@ -286,11 +286,7 @@ def knowledge(engine: str) -> dict[str, Any]:
 
 @cache
 def load_policy(engine: str) -> EnginePolicy:
-    """Load the policy called `engine@version`.
-
-    Raises:
-        MoeqError: `usage.unknown-engine`, naming the known ones.
-    """
+    """Load the policy called `engine@version`. Raises MoeqError `usage.unknown-engine`, naming the known ones."""
     if engine not in engine_names() or engine == BUILTIN:
         known = ", ".join(engine_names())
         raise MoeqError("usage.unknown-engine", f"no engine policy is called '{engine}'", f"known: {known}")

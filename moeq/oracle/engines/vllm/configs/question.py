@@ -175,11 +175,7 @@ _NO_CHANNEL_SCALES = ("MARLIN", "CPU", "CPU_W8A8", "FLASHINFER_CUTLASS", "FLASHI
 
 
 def check_selected(case: Case, backend: str) -> None:
-    """Check what integrations assert about the selected backend.
-
-    Raises:
-        ConfigRefusal: if the engine stops there.
-    """
+    """Check what integrations assert about the selected backend. Raises ConfigRefusal if the engine stops there."""
     name, marlin = case.method.name, backend in ("MARLIN", "BATCHED_MARLIN")
     if case.method.marlin_assertion and not marlin:
         what = "act-order" if case.method.act_order else "per-channel scales"
