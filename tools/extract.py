@@ -16,10 +16,6 @@ import sys
 from pathlib import Path
 
 from moeq.errors import MoeqError
-from moeq.oracle.engines.vllm import architectures as registered
-from moeq.oracle.engines.vllm import expert_names
-from moeq.oracle.engines.vllm import linears as asking
-from moeq.oracle.engines.vllm.parameters import FACTS
 from vllm_tables import architectures, linears, models, names, parameters, tables
 from vllm_tables.storing import changes, packed, text
 
@@ -47,18 +43,18 @@ def main(arguments: list[str] | None = None) -> int:
                 made = {"like": options.like, "changes": changes(old, made)}
             content = text(made)
         elif options.what == "parameters":
-            out = DATA / FACTS
+            out = DATA / "parameters.json"
             known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
             found = parameters.extract(options.version, options.site)
             content = text(parameters.merged(known, options.version, found))
         elif options.what == "architectures":
-            out = DATA / registered.FACTS
+            out = DATA / "architectures.json"
             rows = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
             content = json.dumps(
                 architectures.merged(rows, options.version, architectures.extract(options.site)), indent=1
             )
         elif options.what == "linears":
-            out = DATA / asking.FACTS
+            out = DATA / "linears.json"
             known = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {}
             content = json.dumps(linears.merged(known, options.version, linears.extract(options.site)), indent=1)
         elif options.what == "models":
@@ -67,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             found = models.extract(options.version, options.site)
             content = json.dumps(models.merged(known, options.version, found), indent=1)
         else:
-            out = DATA / expert_names.FACTS
+            out = DATA / "expert_names.json"
             known = json.loads(out.read_text(encoding="utf-8"))
             found = names.extract(options.version, options.site, tuple(options.only))
             content = json.dumps(names.merged(known, options.version, found), indent=1, sort_keys=True)

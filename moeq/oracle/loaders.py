@@ -11,7 +11,7 @@ from typing import Any
 
 from moeq.layouts.readers import VLLM_VERSIONS
 from moeq.layouts.registry import layout_class
-from moeq.oracle.engines.vllm.architectures import versions_with
+from moeq.oracle.engines.vllm.facts import versions_with
 
 #: Model types whose FP8 layers vLLM reads by a config of the model (`DeepseekV4FP8Config`) instead of the config that
 #: the checkpoint names: the plug-in would give them plain FP8.

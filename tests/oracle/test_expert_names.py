@@ -95,7 +95,7 @@ def test_every_version_keeps_its_own(seed: int, monkeypatch: pytest.MonkeyPatch)
         document = merged(document, version, found[version])
     assert document["versions"] == ["0.9.1", "0.26.0", "0.33.0", "0.100.2"]
     assert merged(document, "0.33.0", found["0.33.0"]) == document
-    monkeypatch.setattr(expert_names, "_facts", lambda: json.loads(json.dumps(document)))
+    monkeypatch.setattr(expert_names, "read_facts", lambda name: json.loads(json.dumps(document)))
     for version in versions:
         for name in "ABCD":
             known = names_of_class(version, name)

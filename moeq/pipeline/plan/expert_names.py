@@ -9,8 +9,8 @@ from dataclasses import replace
 from moeq.checkpoint.names import FUSED, LayerExperts
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
-from moeq.oracle.engines.vllm.architectures import versions_with
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
+from moeq.oracle.engines.vllm.facts import versions_with
 from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES

@@ -5,14 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
-FACTS = "expert_names.json"
+from moeq.oracle.engines.vllm.facts import read_facts
 
 #: Placeholder for an expert's number.
 EXPERT = "*"
@@ -110,14 +106,9 @@ def _short(paths: Iterable[str]) -> Iterator[str]:
         yield f"{before}.{{{', '.join(leaves)}}}" if len(leaves) > 1 else f"{before}.{leaves[0]}".rstrip(".")
 
 
-@cache
-def _facts() -> Any:
-    return json.loads(files(__package__).joinpath(FACTS).read_text(encoding="utf-8"))
-
-
 def names_of_class(version: str, architecture: str) -> ClassNames | None:
     """Look up the names that a version's class for an architecture loads; None if unknown."""
-    for row in _facts()["classes"].get(architecture, ()):
+    for row in read_facts("expert_names.json")["classes"].get(architecture, ()):
         if version in row["versions"]:
             return ClassNames(architecture, row["stacks"], row["modules"], row["tensors"])
     return None
@@ -125,4 +116,4 @@ def names_of_class(version: str, architecture: str) -> ClassNames | None:
 
 def versions() -> tuple[str, ...]:
     """List the versions with known names."""
-    return tuple(_facts()["versions"])
+    return tuple(read_facts("expert_names.json")["versions"])

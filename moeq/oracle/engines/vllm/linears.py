@@ -5,16 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
+from moeq.oracle.engines.vllm.facts import read_facts
 from moeq.oracle.versions import release
 
-FACTS = "linears.json"
 #: Name of the output head.
 HEAD = "lm_head"
 
@@ -38,18 +36,13 @@ class LinearModule:
 
 
 @cache
-def _facts() -> Any:
-    return json.loads(files(__package__).joinpath(FACTS).read_text(encoding="utf-8"))
-
-
-@cache
 def _row(version: str, architecture: str) -> Mapping[str, Any]:
     """Return what is known of a class; empty if nothing is.
 
     A version in which the extractor could not build the class counts as the newest older one in which it could, else
     as the oldest newer one.
     """
-    rows = {one: row for row in _facts().get(architecture, ()) for one in row["versions"]}
+    rows = {one: row for row in read_facts("linears.json").get(architecture, ()) for one in row["versions"]}
     older = [one for one in rows if release(one) <= release(version)]
     return (rows[max(older, key=release) if older else min(rows, key=release)]) if rows else {}
 
@@ -63,7 +56,7 @@ def renamings(version: str, architecture: str) -> Mapping[str, str] | None:
 @cache
 def _shards_by_leaf() -> dict[str, list[str]]:
     """Map a fused module's name to its shards' names, as some class declares them."""
-    modules = [row["modules"] for rows in _facts().values() for row in rows]
+    modules = [row["modules"] for rows in read_facts("linears.json").values() for row in rows]
     rows = [(path, shards) for one in modules for path, (_, *shards) in one.items()]
     return {_leaf(path): [_leaf(name) for name in shards] for path, shards in rows if shards}
 

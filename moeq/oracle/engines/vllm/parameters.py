@@ -6,23 +6,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from importlib.resources import files
-from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.entry_points import is_gpt_oss
 from moeq.oracle.engines.vllm.expert_names import names_of_class
+from moeq.oracle.engines.vllm.facts import read_facts
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.records import Gate, StoredTensor
 from moeq.oracle.versions import release
-
-FACTS = "parameters.json"
 
 #: Families whose key does not tell bits and scales apart.
 _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
@@ -64,17 +59,12 @@ def key_of(method: Method) -> str:
     return "|".join((method.name, method.config, weights, scales, zeros, inputs))
 
 
-@cache
-def _facts() -> Any:
-    return json.loads(files(__package__).joinpath(FACTS).read_text(encoding="utf-8"))
-
-
 def parameters_of(version: str, method: Method) -> Parameters | None:
     """Look up the parameters that a method creates: name -> dtype and stored shape; None if no such version is known.
 
     A version in which the extractor did not meet the method counts as the newest older one in which it did.
     """
-    rows = {one: row for row in _facts().get(key_of(method), ()) for one in row["versions"]}
+    rows = {one: row for row in read_facts("parameters.json").get(key_of(method), ()) for one in row["versions"]}
     known = [one for one in rows if release(one) <= release(version)]
     if known:
         found: Parameters = rows[max(known, key=release)]["parameters"]
