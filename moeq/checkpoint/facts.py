@@ -80,8 +80,7 @@ class Facts:
     def count(self, keys: Sequence[str], limit: int = MAX_COUNT) -> int | None:
         """Return the first count found, or None; of a list (per layer, or text before vision) its largest entry.
 
-        Raises:
-            MoeqError: `source.bad-config` for anything but a sane integer.
+        Raises MoeqError `source.bad-config` for anything but a sane integer.
         """
         for key, value in self.find(keys):
             return exact_count(key, max(value) if _is_int_list(value) else value, limit)
@@ -135,8 +134,7 @@ class Facts:
     def expert_sets(self) -> tuple[int, ...]:
         """Return the sizes of several sets of experts in one layer (ERNIE-4.5-VL: text, vision); empty if it has one.
 
-        Raises:
-            MoeqError: `source.bad-config`.
+        Raises MoeqError `source.bad-config`.
         """
         for key, value in self.find(EXPERTS):
             if _is_int_list(value) and len(value) > 1:

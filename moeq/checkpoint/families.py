@@ -17,36 +17,24 @@ _W123 = ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One model family.
+    """One model family."""
 
-    Attributes:
-        title: name for people.
-        model_types: `model_type` values, of the text config where nested.
-        experts: path of the experts module under a layer.
-        projections: spelling of gate, up and down; an empty gate where there is none.
-        stacking: how the family's own checkpoints keep experts. Quantised exports of any family may be per-expert.
-        layers: paths of the decoder layers in published checkpoints.
-        router: router module under a layer.
-        scoring: how router logits become scores, where the config does not say.
-        renormalize: whether the chosen scores are divided by their sum, where the config does not say.
-        scaling: routed scaling factor, where the config does not say.
-        group_score: how a group of experts is ranked, where there are groups.
-        intermediate_keys: config keys of the expert intermediate size, searched in order.
-        activation: what the model's code uses where it ignores the config key, or None to trust the config.
-    """
-
-    title: str
-    model_types: tuple[str, ...]
-    experts: str = "mlp.experts"
+    title: str  #: name for people
+    model_types: tuple[str, ...]  #: `model_type` values, of the text config where nested
+    experts: str = "mlp.experts"  #: path of the experts module under a layer
+    #: Spelling of gate, up and down; an empty gate where there is none.
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    #: How the family's own checkpoints keep experts. Quantised exports of any family may be per-expert.
     stacking: Stacking = "per-expert"
-    layers: tuple[str, ...] = ("model.layers",)
-    router: str = "mlp.gate"
-    scoring: str = "softmax"
-    renormalize: bool = True
-    scaling: float = 1.0
-    group_score: Literal["max", "top2"] = "max"
+    layers: tuple[str, ...] = ("model.layers",)  #: paths of the decoder layers in published checkpoints
+    router: str = "mlp.gate"  #: router module under a layer
+    scoring: str = "softmax"  #: how router logits become scores, where the config does not say
+    renormalize: bool = True  #: whether the chosen scores are divided by their sum, where the config does not say
+    scaling: float = 1.0  #: routed scaling factor, where the config does not say
+    group_score: Literal["max", "top2"] = "max"  #: how a group of experts is ranked, where there are groups
+    #: Config keys of the expert intermediate size, searched in order.
     intermediate_keys: tuple[str, ...] = ("moe_intermediate_size",)
+    #: What the model's code uses where it ignores the config key, or None to trust the config.
     activation: str | None = None
 
     @property

@@ -26,18 +26,13 @@ PARTIAL_SUFFIX = ".moeq-partial"
 
 
 class FileState(NamedTuple):
-    """Identity and content marks of a file, which tell whether it was replaced or changed.
-
-    Attributes:
-        changed: time of the last change of its content, in ns.
-        touched: time of the last change of its status, in ns; unlike `changed`, a writer cannot set it back.
-    """
+    """Identity and content marks of a file, which tell whether it was replaced or changed."""
 
     device: int
     inode: int
     size: int
-    changed: int
-    touched: int
+    changed: int  #: time of the last change of its content, in ns
+    touched: int  #: time of the last change of its status, in ns; unlike `changed`, a writer cannot set it back
 
 
 def missing_folder(folder: Path, name: str) -> MoeqError:
@@ -69,8 +64,7 @@ def _begun_by(work: Path) -> str:
 def open_regular(path: Path, where: str) -> int:
     """Open a regular file for reading. Links are followed; whatever could make the reader wait is refused.
 
-    Raises:
-        MoeqError: `source.missing-file`, `source.not-a-file`, `source.unreadable`.
+    Raises MoeqError `source.missing-file`, `source.not-a-file`, `source.unreadable`.
     """
     stat_regular(path, where)
     try:
@@ -101,8 +95,7 @@ def stat_regular(path: Path, where: str) -> os.stat_result:
 def read_regular(path: Path, where: str, limit: int) -> bytes:
     """Read all bytes of a regular file.
 
-    Raises:
-        MoeqError: as `open_regular`, and `source.too-large` for more than `limit` bytes, which are never held.
+    Raises MoeqError as `open_regular`, and `source.too-large` for more than `limit` bytes, which are never held.
     """
     with closing_fd(open_regular(path, where)) as fd:
         return read_whole(fd, where, limit)
@@ -128,8 +121,7 @@ def read_whole(fd: int, where: str, limit: int) -> bytes:
 def read_exactly(fd: int, view: memoryview, start: int, where: str) -> None:
     """Fill a buffer with the bytes of an open file from `start` on.
 
-    Raises:
-        MoeqError: `source.unreadable`; `source.truncated` if the file ends before.
+    Raises MoeqError `source.unreadable`; `source.truncated` if the file ends before.
     """
     try:
         got = read_at(fd, view, start)

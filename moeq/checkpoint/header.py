@@ -70,22 +70,14 @@ _SNIFF: tuple[tuple[bytes, str, str], ...] = (
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a checkpoint, from headers alone.
-
-    Attributes:
-        dtype: safetensors dtype (`I32`, `BF16`, ...).
-        shape: row-major shape; `()` is a scalar.
-        file: file name relative to the checkpoint.
-        start: first byte, absolute in the file.
-        end: one past the last byte, absolute in the file.
-    """
+    """One tensor of a checkpoint, from headers alone."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    end: int
+    dtype: str  #: safetensors dtype (`I32`, `BF16`, ...)
+    shape: tuple[int, ...]  #: row-major shape; `()` is a scalar
+    file: str  #: file name relative to the checkpoint
+    start: int  #: first byte, absolute in the file
+    end: int  #: one past the last byte, absolute in the file
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +138,7 @@ def _refuse_file(first: bytes, file: str, detail: str, code: str = "source.bad-h
 def parse_header(raw: bytes, file: str, size: int) -> Header:
     """Validate the JSON header `raw` of a file of `size` bytes.
 
-    Raises:
-        MoeqError: `source.bad-header` naming file and tensor, or `source.truncated` with both sizes.
+    Raises MoeqError `source.bad-header` naming file and tensor, or `source.truncated` with both sizes.
     """
     if not raw.startswith(b"{"):
         _bad(file, "the header does not start with `{`")

@@ -68,9 +68,8 @@ def looks_like_repository(text: str) -> bool:
 def open_repository(repo: str, revision: str | None) -> Source:
     """Open a repository; its cached copy, with a warning, where the Hub cannot be reached or `HF_HUB_OFFLINE` is set.
 
-    Raises:
-        MoeqError: `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each with
-            the next step; and the errors of header and index validation.
+    Raises MoeqError `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each
+    with the next step; and the errors of header and index validation.
     """
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -37,15 +37,10 @@ _COMMIT = re.compile(r"[0-9a-f]{7,64}")
 
 @dataclass(frozen=True)
 class Expected:
-    """The answer that is expected of the Hub.
+    """The answer that is expected of the Hub."""
 
-    Attributes:
-        what: name of the answer in messages.
-        size: bytes of the file; None for an answer that is no file.
-    """
-
-    what: str
-    size: int | None = None
+    what: str  #: name of the answer in messages
+    size: int | None = None  #: bytes of the file; None for an answer that is no file
 
 
 _EXPECTED: ContextVar[Expected | None] = ContextVar("moeq_expected", default=None)
@@ -61,8 +56,7 @@ def check_commit(commit: object, repo: str) -> str:
 def guarded(expected: Expected, action: Callable[[], T]) -> T:
     """Call the Hub's client, with a deadline, and look at every answer before it does.
 
-    Raises:
-        MoeqError: `source.network` for hostile or silent servers, `source.too-large` for more bytes than expected.
+    Raises MoeqError `source.network` for hostile or silent servers, `source.too-large` for more bytes than expected.
     """
     seconds = ANSWER_SECONDS if expected.size is None else 2 * ANSWER_SECONDS + expected.size / MIN_BYTES_PER_SECOND
 

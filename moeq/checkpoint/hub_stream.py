@@ -57,9 +57,8 @@ class WeightStream:
     def fetch(self, file: str) -> None:
         """Download a file if it is missing.
 
-        Raises:
-            MoeqError: `source.*` where the Hub does not deliver it, `source.digest-mismatch` where it is not what the
-                Hub lists; `resources.disk-full`.
+        Raises MoeqError `source.*` where the Hub does not deliver it, `source.digest-mismatch` where it is not what the
+        Hub lists; `resources.disk-full`.
         """
         if file in self._held:
             return

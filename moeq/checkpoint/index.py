@@ -22,18 +22,12 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold a checkpoint's tensors.
+    """The files that hold a checkpoint's tensors."""
 
-    Attributes:
-        files: file names in index order.
-        weight_map: tensor name to file, or None where there is no index.
-        total_size: what the index says the tensors add up to.
-    """
-
-    files: tuple[str, ...]
-    weight_map: dict[str, str] | None = None
+    files: tuple[str, ...]  #: file names in index order
+    weight_map: dict[str, str] | None = None  #: tensor name to file, or None where there is no index
     index: str | None = None
-    total_size: int | None = None
+    total_size: int | None = None  #: what the index says the tensors add up to
     warnings: tuple[CheckpointWarning, ...] = ()
 
 
@@ -126,25 +120,20 @@ def _no_weights(names: Sequence[str], where: str) -> MoeqError:
 
 @dataclass(frozen=True)
 class Merged:
-    """Tensors of all files of a checkpoint.
+    """Tensors of all files of a checkpoint."""
 
-    Attributes:
-        tensors: every tensor that counts, by name.
-        stale: tensors that engines load although the index names another copy, or none: they read every tensor of
-            every listed file, and the last file in natural order wins (vLLM 0.33.0, `safetensors_weights_iterator`).
-    """
-
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, TensorEntry]  #: every tensor that counts, by name
     warnings: list[CheckpointWarning]
+    #: Tensors that engines load although the index names another copy, or none: they read every tensor of every listed
+    #: file, and the last file in natural order wins (vLLM 0.33.0, `safetensors_weights_iterator`).
     stale: tuple[TensorEntry, ...] = ()
 
 
 def merge_headers(weights: Weights, headers: Iterable[Header]) -> Merged:
     """Merge the headers of all files into one table of tensors; the index decides about duplicates.
 
-    Raises:
-        MoeqError: `source.index-mismatch` where the index names a tensor that its file does not hold, or, without an
-            index, two files hold the same tensor.
+    Raises MoeqError `source.index-mismatch` where the index names a tensor that its file does not hold, or, without an
+    index, two files hold the same tensor.
     """
     tensors: dict[str, TensorEntry] = {}
     warnings: list[CheckpointWarning] = []

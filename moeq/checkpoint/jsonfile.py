@@ -54,8 +54,7 @@ def _refuse_float(token: str) -> float:
 def parse_json(raw: bytes, where: str, code: str = "source.bad-config", *, floats: bool = True) -> Any:
     """Parse UTF-8 JSON strictly; documents without `floats` hold whole numbers only.
 
-    Raises:
-        MoeqError: `code`, with the position.
+    Raises MoeqError `code`, with the position.
     """
 
     def refuse(detail: str) -> NoReturn:

@@ -44,21 +44,13 @@ STACKED_ROLES: tuple[StackedRole, ...] = ("w13", "w2")
 
 @dataclass(frozen=True)
 class MatrixEntry:
-    """One stacked matrix (`w13` or `w2`) of one layer.
+    """One stacked matrix (`w13` or `w2`) of one layer."""
 
-    Attributes:
-        spec: the logical matrix of one expert, before padding.
-        padded_n: output features as stored (`w13`: both halves).
-        padded_k: input features as stored.
-        tensors: part (`weight`, `scale`, `zero`, `bias`) to the name of the stacked tensor `[E, ...]`.
-        padded_group: group size as stored, where a single group was padded to several; else None.
-    """
-
-    spec: MatrixSpec
-    padded_n: int
-    padded_k: int
-    tensors: Mapping[str, str]
-    padded_group: int | None = None
+    spec: MatrixSpec  #: the logical matrix of one expert, before padding
+    padded_n: int  #: output features as stored (`w13`: both halves)
+    padded_k: int  #: input features as stored
+    tensors: Mapping[str, str]  #: part (`weight`, `scale`, `zero`, `bias`) to the name of the stacked tensor `[E, ...]`
+    padded_group: int | None = None  #: group size as stored, where a single group was padded to several; else None
 
     @property
     def padded_spec(self) -> MatrixSpec:
@@ -69,61 +61,43 @@ class MatrixEntry:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """What one rank holds of a layer that is written rank by rank.
+    """What one rank holds of a layer that is written rank by rank."""
 
-    Attributes:
-        rank: rank within tensor parallelism, or within expert parallelism.
-        experts: `(start, stop)` of its experts; the leading axis of its tensors has `stop - start` entries.
-        intermediate: `(start, stop)` of its intermediate features: rows of gate and of up, columns of w2.
-        matrices: its `w13` and `w2`, sizes those of the shard.
-    """
-
-    rank: int
+    rank: int  #: rank within tensor parallelism, or within expert parallelism
+    #: `(start, stop)` of its experts; the leading axis of its tensors has `stop - start` entries.
     experts: tuple[int, int]
+    #: `(start, stop)` of its intermediate features: rows of gate and of up, columns of w2.
     intermediate: tuple[int, int]
-    matrices: Mapping[StackedRole, MatrixEntry]
+    matrices: Mapping[StackedRole, MatrixEntry]  #: its `w13` and `w2`, sizes those of the shard
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a layer serves several ranks.
+    """How a layer serves several ranks."""
 
-    Attributes:
-        axis: what the deployment cuts: `tp`, `ep`, or None for a single rank.
-        written: `unsharded`, one packing that a loader reads whole or slices, or `ranks`, one packing per rank.
-        why: the reason in one sentence, with the slices that are legal.
-    """
-
-    axis: Literal["tp", "ep"] | None = None
+    axis: Literal["tp", "ep"] | None = None  #: what the deployment cuts: `tp`, `ep`, or None for a single rank
+    #: `unsharded`, one packing that a loader reads whole or slices, or `ranks`, one packing per rank.
     written: Literal["unsharded", "ranks"] = "unsharded"
-    why: str = ""
+    why: str = ""  #: the reason in one sentence, with the slices that are legal
 
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """The experts of one MoE layer.
-
-    Attributes:
-        prefix: module path of the experts, such as `model.layers.0.mlp.experts`.
-        num_experts: routed experts, the leading axis of every stacked tensor.
-        matrices: `w13` and `w2`; where the layer is written rank by rank their tensors are those of `ranks` instead.
-        digests: projection to one logical digest per expert (see `moeq.digest`).
-        sharding: how ranks get their part.
-        ranks: one entry per rank where the layer is written rank by rank; else empty.
-        losses: stored numbers that packing changed, allowed explicitly; the digests are then of what is stored.
-        source_group: group size of the source, where its groups were cut into smaller ones that repeat the scale
-            (`moeq.model.regroup`); the matrices here have the smaller groups, the digests are of the source's.
-    """
+    """The experts of one MoE layer."""
 
     layer: int
-    prefix: str
-    num_experts: int
+    prefix: str  #: module path of the experts, such as `model.layers.0.mlp.experts`
+    num_experts: int  #: routed experts, the leading axis of every stacked tensor
     layout: str
+    #: `w13` and `w2`; where the layer is written rank by rank their tensors are those of `ranks` instead.
     matrices: Mapping[StackedRole, MatrixEntry]
+    #: Projection to one logical digest per expert (see `moeq.digest`).
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
-    sharding: Sharding = field(default_factory=Sharding)
-    ranks: tuple[RankEntry, ...] = ()
-    losses: int = 0
+    sharding: Sharding = field(default_factory=Sharding)  #: how ranks get their part
+    ranks: tuple[RankEntry, ...] = ()  #: one entry per rank where the layer is written rank by rank; else empty
+    losses: int = 0  #: stored numbers that packing changed, allowed explicitly; the digests are then of what is stored
+    #: Group size of the source, where its groups were cut into smaller ones that repeat the scale
+    #: (`moeq.model.regroup`); the matrices here have the smaller groups, the digests are of the source's.
     source_group: int | None = None
 
     def source_spec(self, role: StackedRole) -> MatrixSpec:
@@ -153,117 +127,74 @@ class CopiedLayer:
 
 @dataclass(frozen=True)
 class RestoreEntry:
-    """What `moeq restore` needs beside the weights (see `moeq.pipeline.state.restore_data`).
+    """What `moeq restore` needs beside the weights (see `moeq.pipeline.state.restore_data`)."""
 
-    Attributes:
-        file: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights.
-        files: the source's weight files, in order.
-        kept: source tensors kept verbatim.
-        missing: names of source files that were not kept (pickles, files of no index).
-        copied: files beside the weights that are as they were in the source.
-        stripped: JSON files that the conversion has without the code that they named.
-        no_code: whether all code was left out.
-    """
-
-    file: str
-    files: tuple[str, ...] = ()
-    kept: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-    stripped: tuple[str, ...] = ()
-    no_code: bool = False
+    file: str  #: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights
+    files: tuple[str, ...] = ()  #: the source's weight files, in order
+    kept: tuple[str, ...] = ()  #: source tensors kept verbatim
+    missing: tuple[str, ...] = ()  #: names of source files that were not kept (pickles, files of no index)
+    copied: tuple[str, ...] = ()  #: files beside the weights that are as they were in the source
+    stripped: tuple[str, ...] = ()  #: JSON files that the conversion has without the code that they named
+    no_code: bool = False  #: whether all code was left out
 
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """Digests of the bytes of a tensor.
+    """Digests of the bytes of a tensor."""
 
-    Attributes:
-        piece: bytes that are hashed at once: one expert of a stack, else a fixed size; the last may be shorter.
-        blake3: hex BLAKE3 over the BLAKE3 digests (32 bytes each) of all pieces in order.
-    """
-
-    piece: int
-    blake3: str
+    piece: int  #: bytes that are hashed at once: one expert of a stack, else a fixed size; the last may be shorter
+    blake3: str  #: hex BLAKE3 over the BLAKE3 digests (32 bytes each) of all pieces in order
 
 
 @dataclass(frozen=True)
 class FileDigest:
-    """Digests of a file.
-
-    Attributes:
-        blake3: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data.
-        tensors: digests of every tensor of a weight file.
-    """
+    """Digests of a file."""
 
     bytes: int
-    blake3: str
-    tensors: Mapping[str, TensorDigest] = field(default_factory=dict)
+    blake3: str  #: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data
+    tensors: Mapping[str, TensorDigest] = field(default_factory=dict)  #: digests of every tensor of a weight file
 
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Where a converted checkpoint came from.
+    """Where a converted checkpoint came from."""
 
-    Attributes:
-        name: path or repository as the user named it.
-        revision: commit, for a Hub source.
-        files: file name to size in bytes.
-        identity: digest of the source's config and tensor places; changes when the source does.
-    """
-
-    name: str
-    revision: str | None
-    files: Mapping[str, int]
-    identity: str
+    name: str  #: path or repository as the user named it
+    revision: str | None  #: commit, for a Hub source
+    files: Mapping[str, int]  #: file name to size in bytes
+    identity: str  #: digest of the source's config and tensor places; changes when the source does
 
 
 @dataclass(frozen=True)
 class JobEntry:
-    """What the folder was asked for, by which the same command recognises that it is done.
+    """What the folder was asked for, by which the same command recognises that it is done."""
 
-    Attributes:
-        plan: digest of the plan: source headers, options, layouts and output tensors.
-        sample: digest of sampled blocks of a local source's weights; empty for a commit of a repository.
-        options: options of the conversion (`moeq.pipeline.plan.options.ConvertOptions`).
-    """
-
-    plan: str
-    sample: str
-    options: Mapping[str, Any]
+    plan: str  #: digest of the plan: source headers, options, layouts and output tensors
+    sample: str  #: digest of sampled blocks of a local source's weights; empty for a commit of a repository
+    options: Mapping[str, Any]  #: options of the conversion (`moeq.pipeline.plan.options.ConvertOptions`)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole of `moeq.json`.
-
-    Attributes:
-        model: what `moeq inspect --json` says of the source.
-        deployment: what it was converted for.
-        digest: definition of the digests (`moeq.digest.DIGEST_NAME`).
-        advisories: codes of engine defects that touch this deployment.
-        copied: layers whose experts were copied unchanged, with the reason.
-        restore: what leads back to the source; None in manifests of versions that did not keep it.
-        files: every other file of the folder, by name; None in manifests of versions that did not record them.
-        intact: whether the seal, a digest of all the rest, is right; not written to the file.
-        loads_in: what loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
-        job: what was asked for; None in manifests of versions that did not record it.
-    """
+    """The whole of `moeq.json`."""
 
     moeq_version: str
     source: SourceEntry
-    model: Mapping[str, Any]
+    model: Mapping[str, Any]  #: what `moeq inspect --json` says of the source
     backend: str
-    deployment: Mapping[str, Any]
+    deployment: Mapping[str, Any]  #: what it was converted for
     layers: tuple[LayerEntry, ...]
-    digest: str
-    advisories: tuple[str, ...] = ()
-    copied: tuple[CopiedLayer, ...] = ()
+    digest: str  #: definition of the digests (`moeq.digest.DIGEST_NAME`)
+    advisories: tuple[str, ...] = ()  #: codes of engine defects that touch this deployment
+    copied: tuple[CopiedLayer, ...] = ()  #: layers whose experts were copied unchanged, with the reason
+    #: What leads back to the source; None in manifests of versions that did not keep it.
     restore: RestoreEntry | None = None
+    #: Every other file of the folder, by name; None in manifests of versions that did not record them.
     files: Mapping[str, FileDigest] | None = None
-    intact: bool = True
+    intact: bool = True  #: whether the seal, a digest of all the rest, is right; not written to the file
+    #: What loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
     loads_in: tuple[str, ...] = ()
-    job: JobEntry | None = None
+    job: JobEntry | None = None  #: what was asked for; None in manifests of versions that did not record it
 
     def layer(self, layer: int) -> LayerEntry:
         """Return the entry of a layer. Raises MoeqError `usage.no-such-layer`."""
@@ -289,9 +220,8 @@ def seal(document: Mapping[str, Any]) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Read `moeq.json` of a converted checkpoint.
 
-    Raises:
-        MoeqError: `source.missing` where there is no folder, `usage.not-converted` for a source checkpoint,
-            `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
+    Raises MoeqError `source.missing` where there is no folder, `usage.not-converted` for a source checkpoint,
+    `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
     """
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):

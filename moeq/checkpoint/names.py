@@ -72,21 +72,15 @@ _FUSED_MODULES = (".moe.", ".block_sparse_moe.", ".switch_mlp.")
 
 @dataclass
 class LayerExperts:
-    """All expert tensors of one layer.
+    """All expert tensors of one layer."""
 
-    Attributes:
-        stack: path of the layers it belongs to, such as `model.layers`.
-        layer: number within the stack.
-        parts: `(projection, part)` to expert number to tensor.
-        spelling: projection to the name used for it in tensor names.
-        listed: whether each projection is a list of experts, `experts.gate_proj.0`, instead of the other way round.
-    """
-
-    stack: str
-    layer: int
+    stack: str  #: path of the layers it belongs to, such as `model.layers`
+    layer: int  #: number within the stack
     prefix: str
+    #: `(projection, part)` to expert number to tensor.
     parts: dict[tuple[StoredName, str], dict[int, TensorEntry]] = field(default_factory=dict)
-    spelling: dict[StoredName, str] = field(default_factory=dict)
+    spelling: dict[StoredName, str] = field(default_factory=dict)  #: projection to the name used for it in tensor names
+    #: Whether each projection is a list of experts, `experts.gate_proj.0`, instead of the other way round.
     listed: bool = False
 
     @property
@@ -127,9 +121,8 @@ class LayerExperts:
 def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
     """Find the expert tensors, grouped by layer, in order of appearance.
 
-    Raises:
-        MoeqError: `source.bad-names` for expert or layer numbers that no writer produces (`experts.007`) and for
-            layers that spell one projection in two ways.
+    Raises MoeqError `source.bad-names` for expert or layer numbers that no writer produces (`experts.007`) and for
+    layers that spell one projection in two ways.
     """
     index = _Indexer()
     numbers = index.numbers

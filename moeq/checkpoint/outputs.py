@@ -117,8 +117,7 @@ class OutputFolder:
     def write_file(self, name: str, data: bytes) -> None:
         """Write a whole file and sync it.
 
-        Raises:
-            MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
+        Raises MoeqError `resources.disk-full`, `environment.write`, `environment.planted`.
         """
         with disk_errors(self.path / name, len(data)), closing_fd(self.open(name, _REPLACE)) as fd:
             write_at(fd, data, 0)
@@ -127,8 +126,7 @@ class OutputFolder:
     def copy_file(self, source: int, name: str) -> None:
         """Write what an open file holds and sync it: as many bytes as it has now, whatever is added to it.
 
-        Raises:
-            MoeqError: as `write_file`; `source.truncated` where the source became shorter meanwhile.
+        Raises MoeqError as `write_file`; `source.truncated` where the source became shorter meanwhile.
         """
         size, done = os.fstat(source).st_size, 0
         with disk_errors(self.path / name, size), closing_fd(self.open(name, _REPLACE)) as fd:

@@ -33,8 +33,7 @@ _MANIFEST = "moeq.json"
 def plain_name(name: object, where: str) -> str:
     """Check a name that may be joined to a folder to read it, and return it.
 
-    Raises:
-        MoeqError: `source.unsafe-path` for anything but a plain relative path.
+    Raises MoeqError `source.unsafe-path` for anything but a plain relative path.
     """
     problem = _problem(name)
     if problem is not None or not isinstance(name, str):
@@ -45,9 +44,8 @@ def plain_name(name: object, where: str) -> str:
 def safe_name(name: object, where: str) -> str:
     """Check a name that may be joined to a folder to write it, and return it.
 
-    Raises:
-        MoeqError: as `plain_name`; `source.reserved-name` for that of a manifest, or of a file that moeq keeps while it
-            works.
+    Raises MoeqError as `plain_name`; `source.reserved-name` for that of a manifest, or of a file that moeq keeps while
+    it works.
     """
     name = plain_name(name, where)
     if folded(name).startswith(_WORK) or folded(name).split("/")[0] == _MANIFEST:
@@ -76,8 +74,7 @@ def _problem(name: object) -> str | None:
 def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
     """Check several names as `safe_name`; none may be a folder of another, nor the same where case is ignored.
 
-    Raises:
-        MoeqError: `source.unsafe-path`, `source.reserved-name`.
+    Raises MoeqError `source.unsafe-path`, `source.reserved-name`.
     """
     found = tuple(safe_name(name, where) for name in names)
     homes = require_distinct(found, where)
@@ -93,8 +90,7 @@ def safe_names(names: Iterable[object], where: str) -> tuple[str, ...]:
 def require_distinct(names: Iterable[str], where: str) -> dict[str, str]:
     """Refuse names of which two are one file where case does not count. Returns each by its folded form.
 
-    Raises:
-        MoeqError: `source.unsafe-path`.
+    Raises MoeqError `source.unsafe-path`.
     """
     homes: dict[str, str] = {}
     for name in names:

@@ -46,9 +46,8 @@ class RangeReader:
     def read(self, url: str, file: str, start: int, stop: int) -> tuple[bytes, int]:
         """Read bytes `[start, stop)` of a file (fewer at its end); returns them and the size of the whole file.
 
-        Raises:
-            MoeqError: `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget,
-                `source.changed` where the file is not the one of earlier ranges.
+        Raises MoeqError `source.network` for servers that refuse or misbehave, `source.too-large` beyond the budget,
+        `source.changed` where the file is not the one of earlier ranges.
         """
         wait, why = _FIRST_WAIT, ""
         for attempt in range(_ATTEMPTS):

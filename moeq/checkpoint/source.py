@@ -86,9 +86,8 @@ class Source(ABC):
     def open(self, file: str) -> int:
         """Open a file of the checkpoint for reading.
 
-        Raises:
-            MoeqError: `source.changed` where it is not the file that was opened first; `source.not-a-file`,
-                `source.missing-file`, `source.unreadable`.
+        Raises MoeqError `source.changed` where it is not the file that was opened first; `source.not-a-file`,
+        `source.missing-file`, `source.unreadable`.
         """
         return open_regular(self.path(file), file)
 
@@ -141,8 +140,7 @@ class Source(ABC):
     def read_bytes(self, file: str, start: int, end: int) -> bytearray:
         """Read bytes `[start, end)` of a file. None of them stay mapped or cached.
 
-        Raises:
-            MoeqError: `source.truncated` where the file has become shorter than its header said.
+        Raises MoeqError `source.truncated` where the file has become shorter than its header said.
         """
         buffer = bytearray(end - start)
         with closing_fd(self.open(file)) as fd:
@@ -222,9 +220,8 @@ def tensor_of(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) ->
 class LocalSource(Source):
     """A checkpoint in a local folder.
 
-    Raises:
-        MoeqError: `source.missing`, `source.no-config`, `source.no-weights`, `source.missing-shard`, and the errors of
-            header and index validation.
+    Raises MoeqError `source.missing`, `source.no-config`, `source.no-weights`, `source.missing-shard`, and the errors
+    of header and index validation.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CheckpointWarning:
-    """A warning about a checkpoint.
+    """A warning about a checkpoint."""
 
-    Attributes:
-        code: stable dotted name, such as `index.total-size`.
-        message: one sentence with names and numbers.
-    """
-
-    code: str
-    message: str
+    code: str  #: stable dotted name, such as `index.total-size`
+    message: str  #: one sentence with names and numbers
 
 
 #: Code -> what it means and what to do about it, for `moeq explain`.

@@ -40,17 +40,11 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class FileForm:
-    """Everything about a safetensors file but its data.
+    """Everything about a safetensors file but its data."""
 
-    Attributes:
-        header: first bytes of the file, up to its data.
-        ranges: tensor name to `(start, stop)`, bytes of the file.
-        size: bytes of the file.
-    """
-
-    header: bytes
-    ranges: Mapping[str, tuple[int, int]]
-    size: int
+    header: bytes  #: first bytes of the file, up to its data
+    ranges: Mapping[str, tuple[int, int]]  #: tensor name to `(start, stop)`, bytes of the file
+    size: int  #: bytes of the file
 
 
 def file_form(
@@ -76,8 +70,7 @@ def file_form(
 def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
     """Refuse at once where the file system cannot hold files that are about to be made.
 
-    Raises:
-        MoeqError: `resources.disk-full`, with the arithmetic; `environment.write`.
+    Raises MoeqError `resources.disk-full`, with the arithmetic; `environment.write`.
     """
     with disk_errors(folder.path):
         held = (folder.status(name) for name in sizes)
@@ -100,10 +93,8 @@ def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> N
     """Make a file of its final size with its first bytes; data that is already in it stays.
 
     Several processes may do this at once: whatever the order of their steps, none undoes what another has written.
-
-    Raises:
-        MoeqError: `resources.disk-full` where the file system cannot hold the file, `environment.write`,
-            `environment.planted`.
+    Raises MoeqError `resources.disk-full` where the file system cannot hold the file, `environment.write`,
+    `environment.planted`.
     """
     with disk_errors(folder.path / name, size), closing_fd(folder.open(name, os.O_RDWR | os.O_CREAT)) as fd:
         found = os.fstat(fd).st_size

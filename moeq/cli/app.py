@@ -18,16 +18,11 @@ from moeq.spelling import spelled
 
 
 class Command(NamedTuple):
-    """One command.
-
-    Attributes:
-        help: its line in `moeq --help`.
-        examples: arguments of the examples at the end of its help; tests run them.
-    """
+    """One command."""
 
     module: str
-    help: str
-    examples: tuple[str, ...]
+    help: str  #: its line in `moeq --help`
+    examples: tuple[str, ...]  #: arguments of the examples at the end of its help; tests run them
 
 
 #: Variable that the shell's completion script sets.

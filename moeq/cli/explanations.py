@@ -120,8 +120,7 @@ def everything() -> list[Entry]:
 def explain(name: str) -> Entry:
     """Return what a name means. Case does not matter; `P04` stands for `P04_SCHEME`, `marlin-fp8` for `marlin-fp8/1`.
 
-    Raises:
-        MoeqError: `usage.unknown-code`, naming the nearest known ones.
+    Raises MoeqError `usage.unknown-code`, naming the nearest known ones.
     """
     asked, known = name.lower(), dict[str, Entry]()
     for source in SOURCES:

@@ -11,8 +11,7 @@ from moeq.errors import MoeqError
 def require_writable(path: Path) -> None:
     """Refuse a report that could not be written, before anything long starts.
 
-    Raises:
-        MoeqError: `environment.cannot-write`.
+    Raises MoeqError `environment.cannot-write`.
     """
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):

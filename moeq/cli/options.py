@@ -160,8 +160,7 @@ class GivenDeployment:
     def make(self, **other: Any) -> Deployment:
         """Return the deployment that the options and the `--deploy` file describe; `other` replaces options.
 
-        Raises:
-            MoeqError: what `moeq.deploy.options.make_deployment` raises.
+        Raises MoeqError as `moeq.deploy.options.make_deployment` does.
         """
         from moeq.deploy.options import make_deployment
 

@@ -33,20 +33,13 @@ RECENT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Beat:
-    """Progress of a command at one moment.
+    """Progress of a command at one moment."""
 
-    Attributes:
-        done: bytes or steps that are done.
-        label: name of the current work.
-        rate: bytes or steps per second, without what earlier runs had done.
-        seconds_left: at that rate; None where nothing can be said.
-    """
-
-    done: int
+    done: int  #: bytes or steps that are done
     total: int
-    label: str
-    rate: float
-    seconds_left: float | None
+    label: str  #: name of the current work
+    rate: float  #: bytes or steps per second, without what earlier runs had done
+    seconds_left: float | None  #: at that rate; None where nothing can be said
 
     @property
     def percent(self) -> float:

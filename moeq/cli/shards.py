@@ -50,8 +50,7 @@ StreamOption = Annotated[
 def parse(shard: str | None, *, push: str | None) -> WorkShard | None:
     """Parse the shard that `--shard` names, if it is given.
 
-    Raises:
-        MoeqError: `usage.shard`, `usage.shard-launcher`, `usage.push-shard`.
+    Raises MoeqError `usage.shard`, `usage.shard-launcher`, `usage.push-shard`.
     """
     if shard is None:
         return None

@@ -31,8 +31,7 @@ _KEYS = ("gpu", "dtype", *_TABLES, *_COUNTS, *_SWITCHES, *_TEXTS)
 def read_deploy_file(path: Path) -> dict[str, Any]:
     """Read a `--deploy` file: TOML with the option names as keys, `[env]` and `[packages]` as tables.
 
-    Raises:
-        MoeqError: `usage.deploy-file` if it is missing, is not TOML, or holds an unknown key.
+    Raises MoeqError `usage.deploy-file` if it is missing, is not TOML, or holds an unknown key.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -37,9 +37,8 @@ _SCORING = {1: "softmax", 2: "sigmoid"}
 def architecture_of(metadata: Mapping[str, Any], where: str) -> tuple[str, GgufArchitecture]:
     """Return the architecture of a file.
 
-    Raises:
-        MoeqError: `source.bad-header` if the metadata names none; `source.unsupported-format` for one that moeq does
-            not know; `answer.not-moe` for a model without experts.
+    Raises MoeqError `source.bad-header` if the metadata names none; `source.unsupported-format` for one that moeq does
+    not know; `answer.not-moe` for a model without experts.
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or not name or not name.isprintable() or len(name) > 64:

@@ -31,15 +31,10 @@ class MadeFile(Protocol):
 
 @dataclass(frozen=True)
 class UnpermutedTensor:
-    """A tensor whose rows llama.cpp interleaved (`LlamaModel.permute`), in the model's order.
+    """A tensor whose rows llama.cpp interleaved (`LlamaModel.permute`), in the model's order."""
 
-    Attributes:
-        stored: the tensor as it is stored.
-        heads: heads that the rows belong to; each one's two halves are interleaved.
-    """
-
-    stored: TensorEntry
-    heads: int
+    stored: TensorEntry  #: the tensor as it is stored
+    heads: int  #: heads that the rows belong to; each one's two halves are interleaved
 
     def content(self, read: Reader) -> memoryview:
         import numpy as np
@@ -55,16 +50,12 @@ class ReorderedTensor:
 
     Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
     (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
-
-    Attributes:
-        change: what the converter did.
-        heads: key heads, value heads per key head, and rows (or columns) per value head.
     """
 
     file: str
     stored: GgufTensor
-    change: Change
-    heads: tuple[int, int, int]
+    change: Change  #: what the converter did
+    heads: tuple[int, int, int]  #: key heads, value heads per key head, and rows (or columns) per value head
 
     @property
     def moves_bytes(self) -> bool:
@@ -94,15 +85,11 @@ class ReorderedTensor:
 
 @dataclass(frozen=True)
 class ChangedNumbers:
-    """A tensor whose every number llama.cpp changes, float32.
-
-    Attributes:
-        logarithm: numbers are `-exp(x)` of the model's; otherwise 1 was added.
-    """
+    """A tensor whose every number llama.cpp changes, float32."""
 
     file: str
     stored: GgufTensor
-    logarithm: bool
+    logarithm: bool  #: numbers are `-exp(x)` of the model's; otherwise 1 was added
 
     def content(self, read: Reader) -> memoryview:
         rows = numbers_in(read, self.file, self.stored)
@@ -111,18 +98,12 @@ class ChangedNumbers:
 
 @dataclass(frozen=True)
 class JoinedRows:
-    """A projection whose rows llama.cpp keeps in two tensors: their bytes if both have one type, else float32.
-
-    Attributes:
-        tensors: both tensors, `[rows, K]`.
-        heads: groups of rows; each takes the next rows of every run.
-        runs: per run, the tensor and how many of its rows.
-    """
+    """A projection whose rows llama.cpp keeps in two tensors: their bytes if both have one type, else float32."""
 
     file: str
-    tensors: tuple[GgufTensor, GgufTensor]
-    heads: int
-    runs: tuple[tuple[int, int], ...]
+    tensors: tuple[GgufTensor, GgufTensor]  #: both tensors, `[rows, K]`
+    heads: int  #: groups of rows; each takes the next rows of every run
+    runs: tuple[tuple[int, int], ...]  #: per run, the tensor and how many of its rows
 
     @property
     def keeps_bytes(self) -> bool:
@@ -150,16 +131,11 @@ class JoinedRows:
 
 @dataclass(frozen=True)
 class LatentProjection:
-    """`kv_b_proj` of multi-head latent attention, float32, from the halves that llama.cpp keeps for its kernels.
-
-    Attributes:
-        keys: `attn_k_b` `[heads, rank, key rows]`, each head transposed.
-        values: `attn_v_b` `[heads, value rows, rank]`.
-    """
+    """`kv_b_proj` of multi-head latent attention, float32, from the halves that llama.cpp keeps for its kernels."""
 
     file: str
-    keys: GgufTensor
-    values: GgufTensor
+    keys: GgufTensor  #: `attn_k_b` `[heads, rank, key rows]`, each head transposed
+    values: GgufTensor  #: `attn_v_b` `[heads, value rows, rank]`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -287,8 +263,7 @@ def join(
 def latent_entry(name: str, made: LatentProjection, where: str) -> TensorEntry:
     """Return the entry of a whole `kv_b_proj`.
 
-    Raises:
-        MoeqError: `source.inconsistent` if the halves do not fit together.
+    Raises MoeqError `source.inconsistent` if the halves do not fit together.
     """
     keys, values = made.keys.shape, made.values.shape
     if len(keys) != 3 or len(values) != 3 or keys[0] != values[0] or keys[1] != values[2]:

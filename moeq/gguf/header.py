@@ -77,37 +77,24 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor of a file.
+    """One tensor of a file."""
 
-    Attributes:
-        name: its name in the file, such as `blk.0.ffn_gate_exps.weight`.
-        type: its type, such as `q4_k`.
-        shape: row-major shape; GGUF's dimensions in reverse.
-        start: first byte, absolute in the file.
-    """
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    start: int
+    name: str  #: its name in the file, such as `blk.0.ffn_gate_exps.weight`
+    type: str  #: its type, such as `q4_k`
+    shape: tuple[int, ...]  #: row-major shape; GGUF's dimensions in reverse
+    start: int  #: first byte, absolute in the file
     end: int
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """The validated header of one file.
-
-    Attributes:
-        size: bytes of the whole file.
-        metadata: values by key; arrays of numbers are memoryviews.
-        tensors: tensors by name, in the order of the file.
-    """
+    """The validated header of one file."""
 
     file: str
-    size: int
+    size: int  #: bytes of the whole file
     version: int
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    metadata: Mapping[str, Any]  #: values by key; arrays of numbers are memoryviews
+    tensors: Mapping[str, GgufTensor]  #: tensors by name, in the order of the file
 
 
 class _NeedMoreError(Exception):
@@ -117,8 +104,7 @@ class _NeedMoreError(Exception):
 def read_gguf_header(read: Callable[[int], bytes], file: str, size: int) -> GgufHeader:
     """Read and validate the header of a file.
 
-    Raises:
-        MoeqError: `source.bad-header`, `source.truncated`, `source.too-large`, `source.unsupported-format`.
+    Raises MoeqError `source.bad-header`, `source.truncated`, `source.too-large`, `source.unsupported-format`.
     """
     wanted = min(size, _FIRST_BYTES)
     while True:

@@ -137,35 +137,24 @@ def _feed_forward(module: str, router: str, shared: str = "shared_experts") -> d
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """One architecture of llama.cpp.
+    """One architecture of llama.cpp."""
 
-    Attributes:
-        model_type: `model_type` of its `config.json`.
-        model_class: the class under `architectures`.
-        blocks: names within a block to names within a layer.
-        top: names outside of blocks.
-        layers: path of the layers.
-        experts: path of the experts under a layer.
-        correction: name under a layer of the bias that takes part in choosing experts.
-        changes: names within a block to what their tensors need.
-        parameters: names within a block that are parameters of a module under a layer, not its weight.
-        joined: names within a block to the name of the tensor whose rows follow theirs, and the whole tensor's name.
-        config: keys of metadata (without the architecture) to keys of `config.json` that only this model has.
-        defaults: entries of `config.json` that no metadata tells.
-    """
-
-    model_type: str
-    model_class: str
-    blocks: Mapping[str, str]
-    top: Mapping[str, str] = field(default_factory=lambda: _TOP)
-    layers: str = "model.layers"
-    experts: str = "mlp.experts"
+    model_type: str  #: `model_type` of its `config.json`
+    model_class: str  #: the class under `architectures`
+    blocks: Mapping[str, str]  #: names within a block to names within a layer
+    top: Mapping[str, str] = field(default_factory=lambda: _TOP)  #: names outside of blocks
+    layers: str = "model.layers"  #: path of the layers
+    experts: str = "mlp.experts"  #: path of the experts under a layer
+    #: Name under a layer of the bias that takes part in choosing experts.
     correction: str = "mlp.gate.e_score_correction_bias"
-    changes: Mapping[str, Change] = field(default_factory=dict)
+    changes: Mapping[str, Change] = field(default_factory=dict)  #: names within a block to what their tensors need
+    #: Names within a block that are parameters of a module under a layer, not its weight.
     parameters: Mapping[str, str] = field(default_factory=dict)
+    #: Names within a block to the name of the tensor whose rows follow theirs, and the whole tensor's name.
     joined: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    #: Keys of metadata (without the architecture) to keys of `config.json` that only this model has.
     config: Mapping[str, str] = field(default_factory=dict)
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)  #: entries of `config.json` that no metadata tells
 
     def name(self, stored: str) -> tuple[str, Change | None] | None:
         """Return a tensor's Hugging Face name and what it needs; None if there is no such tensor in the model."""

@@ -247,9 +247,8 @@ class _GgufFiles(Source):
 class GgufSource(_GgufFiles, LocalSource):
     """A model in GGUF files of a local folder.
 
-    Raises:
-        MoeqError: `source.*` if anything is wrong with the files, `answer.not-moe` for models without experts,
-            `usage.several-models`.
+    Raises MoeqError `source.*` if anything is wrong with the files, `answer.not-moe` for models without experts,
+    `usage.several-models`.
     """
 
     def __init__(self, path: Path, name: str) -> None:

@@ -20,8 +20,7 @@ def can_convert() -> bool:
 def tokenizer_files(path: Path, where: str) -> dict[str, bytes]:
     """Return the contents of `TOKENIZER_FILES`.
 
-    Raises:
-        MoeqError: `source.bad-tokenizer` if transformers cannot convert it.
+    Raises MoeqError `source.bad-tokenizer` if transformers cannot convert it.
     """
     from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 

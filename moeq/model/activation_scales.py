@@ -29,20 +29,13 @@ _MAX_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class ScaleFault:
-    """Experts of a layer whose static activation scale is missing or unusable in one way.
-
-    Attributes:
-        part: name of the scale, a key of `ACTIVATION_SCALES`.
-        what: `no`, `a zero`, `an infinite`, `a NaN` or `a negative`.
-        experts: the experts, sorted.
-        projections: projections that are concerned, sorted; empty for all.
-    """
+    """Experts of a layer whose static activation scale is missing or unusable in one way."""
 
     layer: int
-    part: str
-    what: str
-    experts: tuple[int, ...]
-    projections: tuple[StoredName, ...]
+    part: str  #: name of the scale, a key of `ACTIVATION_SCALES`
+    what: str  #: `no`, `a zero`, `an infinite`, `a NaN` or `a negative`
+    experts: tuple[int, ...]  #: the experts, sorted
+    projections: tuple[StoredName, ...]  #: projections that are concerned, sorted; empty for all
 
     @property
     def is_stored(self) -> bool:

@@ -49,24 +49,17 @@ from moeq.schemes.registry import get_format
 
 @dataclass(frozen=True)
 class Stacks:
-    """Layers with routed experts.
+    """Layers with routed experts."""
 
-    Attributes:
-        main: layers of the decoder, by number.
-        mtp: layers of multi-token prediction, by number.
-        other: layers of further stacks (a second model in the same checkpoint).
-    """
-
-    main: Mapping[int, LayerExperts]
-    mtp: Mapping[int, LayerExperts]
-    other: tuple[LayerExperts, ...] = ()
+    main: Mapping[int, LayerExperts]  #: layers of the decoder, by number
+    mtp: Mapping[int, LayerExperts]  #: layers of multi-token prediction, by number
+    other: tuple[LayerExperts, ...] = ()  #: layers of further stacks (a second model in the same checkpoint)
 
 
 def split_stacks(layers: Iterable[LayerExperts], num_layers: int | None) -> Stacks:
     """Separate the decoder from multi-token prediction and from further stacks.
 
-    Raises:
-        MoeqError: `source.bad-names` if one layer has two sets of experts.
+    Raises MoeqError `source.bad-names` if one layer has two sets of experts.
     """
     by_stack: dict[str, list[LayerExperts]] = {}
     for layer in layers:

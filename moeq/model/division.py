@@ -27,32 +27,22 @@ Specs = Mapping[StackedRole, MatrixSpec]
 
 @dataclass(frozen=True)
 class Shard:
-    """Part of a layer on one rank.
-
-    Attributes:
-        intermediate: intermediate features of the rank.
-    """
+    """Part of a layer on one rank."""
 
     rank: int
     experts: Range
-    intermediate: Range
+    intermediate: Range  #: intermediate features of the rank
 
 
 @dataclass(frozen=True)
 class Division:
-    """Division of a layer into shards, and how it is written.
+    """Division of a layer into shards, and how it is written."""
 
-    Attributes:
-        axis: `tp` or `ep`, or None for a single rank.
-        shards: shard of every rank.
-        written: contents of the files: the whole layer once (`unsharded`) or the shard of every rank (`ranks`).
-        why: sentence that gives the reason.
-    """
-
-    axis: Literal["tp", "ep"] | None
-    shards: tuple[Shard, ...]
+    axis: Literal["tp", "ep"] | None  #: `tp` or `ep`, or None for a single rank
+    shards: tuple[Shard, ...]  #: shard of every rank
+    #: Contents of the files: the whole layer once (`unsharded`) or the shard of every rank (`ranks`).
     written: Literal["unsharded", "ranks"]
-    why: str
+    why: str  #: sentence that gives the reason
 
 
 def divide(where: str, specs: Specs, layout: Layout, num_experts: int, tp: int, ep: int, unit: int | None) -> Division:

@@ -37,15 +37,10 @@ Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """Kind of an expert: the scheme of each of its projections, by headers and config.
+    """Kind of an expert: the scheme of each of its projections, by headers and config."""
 
-    Attributes:
-        projections: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor.
-        interleaved: whether gate and up rows of a `gate_up` tensor are interleaved instead of two halves; None if
-            unknown.
-    """
-
-    projections: Mapping[StoredName, Described]
+    projections: Mapping[StoredName, Described]  #: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor
+    #: Whether gate and up rows of a `gate_up` tensor are interleaved instead of two halves; None if unknown.
     interleaved: bool | None = False
 
     @property

@@ -21,8 +21,7 @@ from moeq.schemes.declared import Declaration
 def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
     """Compare the number of experts found with the number declared: in all, if a layer has several sets.
 
-    Raises:
-        MoeqError: `source.inconsistent` if the config's number is not the largest number found.
+    Raises MoeqError `source.inconsistent` if the config's number is not the largest number found.
     """
     declared, sets = facts.experts(), facts.expert_sets()
     found = {item.layer.layer: item.num_experts for item in experts}
@@ -37,8 +36,7 @@ def check_counts(facts: Facts, experts: Iterable[Experts]) -> None:
 def check_complete(experts: Iterable[Experts]) -> None:
     """Check that all experts of a layer have the same projections, and that all or none are quantised.
 
-    Raises:
-        MoeqError: `source.incomplete-experts` naming layer, expert and projection.
+    Raises MoeqError `source.incomplete-experts` naming layer, expert and projection.
     """
     gaps: list[str] = []
     uncalibrated = 0
@@ -87,8 +85,7 @@ def check_sizes(
 ) -> Iterator[CheckpointWarning]:
     """Compare the sizes found with the sizes declared.
 
-    Raises:
-        MoeqError: `source.inconsistent` if experts read neither the hidden size nor a declared latent size.
+    Raises MoeqError `source.inconsistent` if experts read neither the hidden size nor a declared latent size.
     """
     hidden, latent = facts.count(HIDDEN), facts.count(EXPERT_INPUT)
     if hidden is not None and up.k not in (hidden, latent):

@@ -23,23 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """Quantised linear layer.
-
-    Attributes:
-        parts: its tensors by part.
-        described: its scheme and sizes; the role in them means nothing.
-    """
+    """Quantised linear layer."""
 
     name: str
-    parts: Mapping[str, TensorEntry]
-    described: Described
+    parts: Mapping[str, TensorEntry]  #: its tensors by part
+    described: Described  #: its scheme and sizes; the role in them means nothing
 
 
 def quantized_modules(tensors: Iterable[TensorEntry], declaration: Declaration | None) -> Iterator[QuantizedModule]:
     """Find the quantised modules among some tensors, in order of appearance.
 
-    Raises:
-        MoeqError: `source.inconsistent` if headers and config contradict each other.
+    Raises MoeqError `source.inconsistent` if headers and config contradict each other.
     """
     for name, parts in _by_module(tensors):
         signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in parts.items()}

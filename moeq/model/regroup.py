@@ -61,8 +61,7 @@ def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
 def ungroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
     """Convert a matrix back to its former groups of `group`.
 
-    Raises:
-        MoeqError: `source.regrouped` if the parts of a group no longer agree, since the file was changed.
+    Raises MoeqError `source.regrouped` if the parts of a group no longer agree, since the file was changed.
     """
     import torch
 

@@ -21,21 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Source tensor, or one expert's row of a stacked one.
+    """Source tensor, or one expert's row of a stacked one."""
 
-    Attributes:
-        entry: the source tensor.
-        start: first byte of the part in the source file.
-        end: one past its last byte.
-        rebuilt: part that follows from the logical matrix, or None if it does not follow.
-        certain: whether decoding is a bijection, so that the rebuilt part need not be compared.
-    """
-
-    entry: TensorEntry
-    start: int
-    end: int
-    rebuilt: Tensor | None
-    certain: bool
+    entry: TensorEntry  #: the source tensor
+    start: int  #: first byte of the part in the source file
+    end: int  #: one past its last byte
+    rebuilt: Tensor | None  #: part that follows from the logical matrix, or None if it does not follow
+    certain: bool  #: whether decoding is a bijection, so that the rebuilt part need not be compared
 
     @property
     def data(self) -> memoryview | None:

@@ -19,8 +19,7 @@ from moeq.oracle.versions import BUILTIN, choose_engine
 def backend_rows(engine: str, family: str | None = None) -> list[dict[str, Any]]:
     """Return one row per backend: family, name, flag, devices, limits and layouts.
 
-    Raises:
-        MoeqError: `usage.unknown-engine`, `usage.unknown-family`.
+    Raises MoeqError `usage.unknown-engine`, `usage.unknown-family`.
     """
     if engine == BUILTIN:
         return _builtin_rows()

@@ -20,18 +20,13 @@ from moeq.oracle.versions import ENGINES
 
 @dataclass(frozen=True)
 class Entry:
-    """One code and what it means.
-
-    Attributes:
-        kind: `rule`, `pre-filter`, `gate`, `advisory`, `requirement`, `kernel rule` or `failure`.
-        facts: more facts by name.
-    """
+    """One code and what it means."""
 
     code: str
-    kind: str
+    kind: str  #: `rule`, `pre-filter`, `gate`, `advisory`, `requirement`, `kernel rule` or `failure`
     title: str
     text: str
-    facts: tuple[tuple[str, str], ...] = ()
+    facts: tuple[tuple[str, str], ...] = ()  #: more facts by name
 
 
 _SELECTION = (

@@ -59,55 +59,35 @@ TRANSFORMERS_OLDEST = "5.1"
 
 @dataclass(frozen=True)
 class Loader:
-    """A loader of converted checkpoints.
+    """A loader of converted checkpoints."""
 
-    Attributes:
-        name: `vllm`, `sglang`, `transformers` or `load_experts`.
-        title: name for people, with versions.
-    """
-
-    name: str
-    title: str
+    name: str  #: `vllm`, `sglang`, `transformers` or `load_experts`
+    title: str  #: name for people, with versions
 
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """Facts about a layer that loaders look at.
-
-    Attributes:
-        model_type: `model_type` of the config: of the whole model, where its language model is a part.
-        architecture: name of the model's class.
-        tp: ranks that share an expert.
-        by_rank: files hold one packing per rank.
-        own_kernel: one of moeq's own kernels reads the layer on this GPU.
-        vllm: versions of vLLM that run the layer's backend on this deployment.
-        family: the model's family is known.
-        own_config: vLLM reads the source's other layers by a config of the model (`reads_by_own_config`).
-        heads: vLLM can spread the attention over the ranks.
-        sglang: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method
-            takes the other layers, and attention and experts divide by these ranks.
-        dispatched: an all-to-all delivers the activations.
-        moved: experts move between ranks (EPLB).
-        scales: the source stores the scales of static activations that an engine's kernel needs.
-    """
+    """Facts about a layer that loaders look at."""
 
     layout: str
-    model_type: str
-    architecture: str
+    model_type: str  #: `model_type` of the config: of the whole model, where its language model is a part
+    architecture: str  #: name of the model's class
     activation: str
     dtype: str
     platform: str
-    tp: int
-    by_rank: bool
-    own_kernel: bool
-    vllm: tuple[str, ...]
-    family: bool
-    own_config: bool
-    heads: bool
+    tp: int  #: ranks that share an expert
+    by_rank: bool  #: files hold one packing per rank
+    own_kernel: bool  #: one of moeq's own kernels reads the layer on this GPU
+    vllm: tuple[str, ...]  #: versions of vLLM that run the layer's backend on this deployment
+    family: bool  #: the model's family is known
+    own_config: bool  #: vLLM reads the source's other layers by a config of the model (`reads_by_own_config`)
+    heads: bool  #: vLLM can spread the attention over the ranks
+    #: SGLang's class of the model takes its experts as the plug-in expects, its reader of the source's method takes the
+    #: other layers, and attention and experts divide by these ranks.
     sglang: bool
-    dispatched: bool
-    moved: bool
-    scales: bool
+    dispatched: bool  #: an all-to-all delivers the activations
+    moved: bool  #: experts move between ranks (EPLB)
+    scales: bool  #: the source stores the scales of static activations that an engine's kernel needs
 
 
 def reads_by_own_config(model_type: str, quant_method: str | None) -> bool:

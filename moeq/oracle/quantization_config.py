@@ -56,8 +56,7 @@ _ARGUMENTS: dict[str, Any] = {
 def checked(config: Mapping[str, Any], where: str = "quantization_config") -> dict[str, Any]:
     """Check the types of everything in a config that rules iterate over; drop null entries.
 
-    Raises:
-        MoeqError: `source.bad-config`, with the path of the wrong entry.
+    Raises MoeqError `source.bad-config`, with the path of the wrong entry.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():

@@ -33,16 +33,12 @@ _WEIGHTS = (2.6, 2.4, 1.0, 1.2)
 
 @dataclass(frozen=True)
 class Layer:
-    """Share of a MoE layer on one rank.
-
-    Attributes:
-        intermediate: expert width on the rank.
-    """
+    """Share of a MoE layer on one rank."""
 
     experts: int
     top_k: int
     hidden: int
-    intermediate: int
+    intermediate: int  #: expert width on the rank
 
     def hit(self, tokens: int) -> float:
         """Return how many experts a uniform routing chooses at least once."""
@@ -51,113 +47,66 @@ class Layer:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bounds on the time of a call.
+    """Bounds on the time of a call."""
 
-    Attributes:
-        read: bytes a second from device memory.
-        bits: stored bits per weight, scales included.
-        operations: multiplications and additions a second.
-        middle: bytes written and read per activation between the products.
-    """
-
-    read: float
-    bits: float
-    operations: float
-    middle: int
+    read: float  #: bytes a second from device memory
+    bits: float  #: stored bits per weight, scales included
+    operations: float  #: multiplications and additions a second
+    middle: int  #: bytes written and read per activation between the products
 
 
 @dataclass(frozen=True)
 class Times:
-    """Measured times of one backend on one GPU in one format.
+    """Measured times of one backend on one GPU in one format."""
 
-    Attributes:
-        backend: backend's name in the verdict; `MOEQ` for moeq's kernels.
-        layout: prefix of the id of the layout that the kernel read, if the backend has several.
-        versions: versions that were measured; empty if they were not recorded.
-        median: median leave-one-layer-out error, as a fraction.
-        p90: 90th percentile of this error.
-        cells: layer name to tokens to microseconds.
-    """
-
-    backend: str
-    layout: str | None
-    versions: str
-    median: float
-    p90: float
-    cells: Mapping[str, Mapping[int, float]]
+    backend: str  #: backend's name in the verdict; `MOEQ` for moeq's kernels
+    layout: str | None  #: prefix of the id of the layout that the kernel read, if the backend has several
+    versions: str  #: versions that were measured; empty if they were not recorded
+    median: float  #: median leave-one-layer-out error, as a fraction
+    p90: float  #: 90th percentile of this error
+    cells: Mapping[str, Mapping[int, float]]  #: layer name to tokens to microseconds
 
 
 @dataclass(frozen=True)
 class Table:
-    """All backends that were measured on one GPU in one format.
+    """All backends that were measured on one GPU in one format."""
 
-    Attributes:
-        rates: bounds of this GPU and format.
-        compared: left-out calls for which at least two backends were measured.
-        right: number of these calls whose fastest backend the model names.
-        regret: mean loss of time if the model's choice runs all these calls, as a fraction.
-    """
-
-    rates: Rates
+    rates: Rates  #: bounds of this GPU and format
     backends: tuple[Times, ...]
-    compared: int = 0
-    right: int = 0
-    regret: float = 0.0
+    compared: int = 0  #: left-out calls for which at least two backends were measured
+    right: int = 0  #: number of these calls whose fastest backend the model names
+    regret: float = 0.0  #: mean loss of time if the model's choice runs all these calls, as a fraction
 
 
 @dataclass(frozen=True)
 class RankedBackend:
-    """Estimate for one backend.
+    """Estimate for one backend."""
 
-    Attributes:
-        backend: backend's name in the verdict; `MOEQ` for moeq's kernels.
-        layout: prefix of the id of the layout that the kernel reads, if the backend has several.
-        microseconds: tokens of a call to the estimated time of a layer.
-        decode: geometric mean over `DECODE`, relative to the fastest backend.
-        prefill: geometric mean over `PREFILL`, relative to the fastest backend.
-        median: median leave-one-layer-out error, as a fraction.
-        p90: 90th percentile of this error.
-        layers: measured layers.
-        cells: measured calls.
-        versions: versions that were measured; empty if they were not recorded.
-    """
-
-    backend: str
-    layout: str | None
-    microseconds: dict[int, float]
-    decode: float
-    prefill: float
-    median: float
-    p90: float
-    layers: int
-    cells: int
-    versions: str
+    backend: str  #: backend's name in the verdict; `MOEQ` for moeq's kernels
+    layout: str | None  #: prefix of the id of the layout that the kernel reads, if the backend has several
+    microseconds: dict[int, float]  #: tokens of a call to the estimated time of a layer
+    decode: float  #: geometric mean over `DECODE`, relative to the fastest backend
+    prefill: float  #: geometric mean over `PREFILL`, relative to the fastest backend
+    median: float  #: median leave-one-layer-out error, as a fraction
+    p90: float  #: 90th percentile of this error
+    layers: int  #: measured layers
+    cells: int  #: measured calls
+    versions: str  #: versions that were measured; empty if they were not recorded
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranking of the eligible backends of one layer on one deployment.
-
-    Attributes:
-        format: measured format; None if the scheme has no times.
-        ranks: measured backends, fastest for decoding first.
-        unmeasured: eligible backends without times here.
-        reason: why nothing is ranked; empty otherwise.
-        notes: differences between what was measured and what was asked.
-        compared: left-out calls that the choice was validated on.
-        right: number of these calls whose fastest backend the model names.
-        regret: mean loss of time by the model's choice, as a fraction.
-    """
+    """Ranking of the eligible backends of one layer on one deployment."""
 
     gpu: str
-    format: str | None
-    ranks: tuple[RankedBackend, ...] = ()
-    unmeasured: tuple[str, ...] = ()
-    reason: str = ""
-    notes: tuple[str, ...] = ()
-    compared: int = 0
-    right: int = 0
-    regret: float = 0.0
+    format: str | None  #: measured format; None if the scheme has no times
+    ranks: tuple[RankedBackend, ...] = ()  #: measured backends, fastest for decoding first
+    unmeasured: tuple[str, ...] = ()  #: eligible backends without times here
+    reason: str = ""  #: why nothing is ranked; empty otherwise
+    notes: tuple[str, ...] = ()  #: differences between what was measured and what was asked
+    compared: int = 0  #: left-out calls that the choice was validated on
+    right: int = 0  #: number of these calls whose fastest backend the model names
+    regret: float = 0.0  #: mean loss of time by the model's choice, as a fraction
 
     def fastest(self, phase: str) -> list[RankedBackend]:
         """Return the backends by time for `decode` or `prefill`."""

@@ -15,19 +15,14 @@ from moeq.oracle.records import Verdict
 
 @dataclass(frozen=True)
 class Cell:
-    """Verdict on one deployment of a sweep.
-
-    Attributes:
-        refused: why `convert` refuses to write although the engine runs, or None.
-        loads_in: titles of the loaders for what `convert` writes.
-    """
+    """Verdict on one deployment of a sweep."""
 
     gpu: str
     tp: int
     ep: int
     verdict: Verdict
-    refused: str | None = None
-    loads_in: tuple[str, ...] = ()
+    refused: str | None = None  #: why `convert` refuses to write although the engine runs, or None
+    loads_in: tuple[str, ...] = ()  #: titles of the loaders for what `convert` writes
 
     @property
     def name(self) -> str:

@@ -12,17 +12,11 @@ from moeq.oracle.versions import version_range
 
 @dataclass(frozen=True)
 class VerdictDifference:
-    """One fact in which a verdict differs from the verdict of the version before.
+    """One fact in which a verdict differs from the verdict of the version before."""
 
-    Attributes:
-        what: name of the fact: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`.
-        before: value in the older version, empty for none.
-        after: value in the newer version.
-    """
-
-    what: str
-    before: str
-    after: str
+    what: str  #: name of the fact: `backend`, `experts`, `layout`, `flag`, `sizes`, `refusal` or `advisories`
+    before: str  #: value in the older version, empty for none
+    after: str  #: value in the newer version
 
 
 @dataclass(frozen=True)
@@ -55,8 +49,7 @@ def _facts(verdict: Verdict) -> dict[str, str]:
 def steps(verdict_of: Callable[[str], Verdict], engines: str) -> list[VersionStep]:
     """Collect the verdicts of every known version of a range such as `vllm@0.26.0..0.33.0`, oldest first.
 
-    Raises:
-        MoeqError: `usage.engine-version`, `usage.unknown-engine`.
+    Raises MoeqError `usage.engine-version`, `usage.unknown-engine`.
     """
     found: list[VersionStep] = []
     for name in version_range(engines):

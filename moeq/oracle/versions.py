@@ -43,17 +43,12 @@ def engine_names() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class EngineChoice:
-    """Tables that represent a requested engine version.
+    """Tables that represent a requested engine version."""
 
-    Attributes:
-        policy: name of the version that decides, `vllm@0.33.0`.
-        other: newer neighbour of a requested version between two known ones; its decision is reported as well.
-        notes: sentences about the choice, if it is not obvious.
-    """
-
-    policy: str
+    policy: str  #: name of the version that decides, `vllm@0.33.0`
+    #: Newer neighbour of a requested version between two known ones; its decision is reported as well.
     other: str | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: sentences about the choice, if it is not obvious
 
 
 def choose_engine(asked: str) -> EngineChoice:
@@ -105,8 +100,7 @@ def installed_version(name: str) -> str | None:
 def version_range(asked: str) -> tuple[str, ...]:
     """List the known versions in `vllm@A..B`, both ends included.
 
-    Raises:
-        MoeqError: `usage.engine-version` if the range has fewer than two known versions; `usage.unknown-engine`.
+    Raises MoeqError `usage.engine-version` if the range has fewer than two known versions; `usage.unknown-engine`.
     """
     name, _, ends = asked.partition("@")
     low, _, high = ends.partition("..")

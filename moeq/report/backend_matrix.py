@@ -16,29 +16,19 @@ TP_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class MatrixCell:
-    """One backend at one size.
+    """One backend at one size."""
 
-    Attributes:
-        state: `chosen`, `works`, `no`, or `absent` where the engine does not consider the backend.
-        text: reasons, for a tooltip.
-    """
-
-    state: str
-    text: str
+    state: str  #: `chosen`, `works`, `no`, or `absent` where the engine does not consider the backend
+    text: str  #: reasons, for a tooltip
 
 
 @dataclass(frozen=True)
 class BackendMatrix:
-    """Backends down, tensor-parallel sizes across.
+    """Backends down, tensor-parallel sizes across."""
 
-    Attributes:
-        title: engine and device.
-        rows: backend and its cells.
-    """
-
-    title: str
+    title: str  #: engine and device
     sizes: tuple[int, ...]
-    rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]
+    rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]  #: backend and its cells
 
 
 def backend_matrix(checkpoint: Checkpoint, deployment: Deployment, sizes: Sequence[int] = TP_SIZES) -> BackendMatrix:

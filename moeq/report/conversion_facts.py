@@ -20,32 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConversionFacts:
-    """Facts about a conversion.
+    """Facts about a conversion."""
 
-    Attributes:
-        scheme: how the source encodes its experts.
-        deployment: what it was converted for, in a phrase.
-        layers: numbers of the converted layers, as ranges.
-        experts: routed experts per converted layer (the largest number).
-        packed: packed matrices that were unpacked again and compared with the source.
-        digests: digests recorded in the manifest, one per expert and projection.
-        digest: sha256 over all of them in order: one line that names the logical weights, whatever the layout.
-        losses: stored numbers that a lossy layout changed.
-        kept: source tensors kept verbatim for `moeq restore`.
-        copied: layers that were copied unchanged, as ranges; "none" where all were converted.
-    """
-
-    scheme: str
+    scheme: str  #: how the source encodes its experts
     layouts: tuple[str, ...]
-    deployment: str
-    layers: str
-    experts: int
-    packed: int
-    digests: int
-    digest: str
-    losses: int
-    kept: int
-    copied: str
+    deployment: str  #: what it was converted for, in a phrase
+    layers: str  #: numbers of the converted layers, as ranges
+    experts: int  #: routed experts per converted layer (the largest number)
+    packed: int  #: packed matrices that were unpacked again and compared with the source
+    digests: int  #: digests recorded in the manifest, one per expert and projection
+    digest: str  #: sha256 over all of them in order: one line that names the logical weights, whatever the layout
+    losses: int  #: stored numbers that a lossy layout changed
+    kept: int  #: source tensors kept verbatim for `moeq restore`
+    copied: str  #: layers that were copied unchanged, as ranges; "none" where all were converted
 
 
 def conversion_facts(manifest: Manifest) -> ConversionFacts:

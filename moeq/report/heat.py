@@ -14,21 +14,14 @@ LIMITS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Error over bound of one projection.
+    """Error over bound of one projection."""
 
-    Attributes:
-        projection: `gate`, `up` or `down`: the one with the largest value.
-        layers: row labels.
-        experts: column labels, every expert that was checked in some layer.
-        values: by row and column; None where that expert was not checked in that layer.
-        limits: upper ends of the levels.
-    """
-
-    projection: str
-    layers: tuple[int, ...]
-    experts: tuple[int, ...]
+    projection: str  #: `gate`, `up` or `down`: the one with the largest value
+    layers: tuple[int, ...]  #: row labels
+    experts: tuple[int, ...]  #: column labels, every expert that was checked in some layer
+    #: By row and column; None where that expert was not checked in that layer.
     values: tuple[tuple[float | None, ...], ...]
-    limits: tuple[float, ...] = LIMITS
+    limits: tuple[float, ...] = LIMITS  #: upper ends of the levels
 
     def level(self, row: int, column: int) -> int | None:
         """Return 0 for the smallest errors, up to `len(limits)` beyond the bound; None where nothing was checked."""

@@ -23,19 +23,13 @@ MOST_LINES = 200
 
 @dataclass(frozen=True)
 class Provenance:
-    """When, by what and from what a report was made.
-
-    Attributes:
-        versions: moeq, Python, packages.
-        source: name and identity of the checkpoint that was converted.
-        experts: number of experts of every converted layer.
-    """
+    """When, by what and from what a report was made."""
 
     date: str
     command: str
-    versions: str
-    source: str
-    experts: Mapping[int, int]
+    versions: str  #: moeq, Python, packages
+    source: str  #: name and identity of the checkpoint that was converted
+    experts: Mapping[int, int]  #: number of experts of every converted layer
 
 
 def render(

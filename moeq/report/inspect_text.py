@@ -35,21 +35,14 @@ _ZERO_POINTS = {
 
 @dataclass(frozen=True)
 class Inspection:
-    """Findings of `inspect`.
-
-    Attributes:
-        answer: answer to what `convert` would write, or None.
-        no_answer: reason why there is no answer.
-        degrees: tensor-parallel degrees; empty for a converted checkpoint.
-        found: warnings of a scan of the data.
-        fit: labels and texts that say whether a converted checkpoint runs where it was asked about.
-    """
+    """Findings of `inspect`."""
 
     checkpoint: Checkpoint
-    answer: Answer | None
-    no_answer: str | None
-    degrees: tuple[Degree, ...] = ()
-    found: Iterable[CheckpointWarning] = ()
+    answer: Answer | None  #: answer to what `convert` would write, or None
+    no_answer: str | None  #: reason why there is no answer
+    degrees: tuple[Degree, ...] = ()  #: tensor-parallel degrees; empty for a converted checkpoint
+    found: Iterable[CheckpointWarning] = ()  #: warnings of a scan of the data
+    #: Labels and texts that say whether a converted checkpoint runs where it was asked about.
     fit: Sequence[tuple[str, str]] = ()
     ranking: Ranking | None = None
 

@@ -18,17 +18,12 @@ _WORDS = {"chosen": "chosen", "works": "works", "no": "no", "absent": "–"}
 
 @dataclass(frozen=True)
 class Column:
-    """One deployment of the page.
+    """One deployment of the page."""
 
-    Attributes:
-        gpu: number of its GPU, from 0, which the filter shows or hides.
-        chosen: backend that the engine runs there, or `none`.
-    """
-
-    gpu: int
+    gpu: int  #: number of its GPU, from 0, which the filter shows or hides
     name: str
     size: int
-    chosen: str
+    chosen: str  #: backend that the engine runs there, or `none`
 
 
 #: Devices that the page of `inspect` compares with the one that was asked about.

@@ -84,20 +84,13 @@ _FRONT_MATTER_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class CardOptions:
-    """Facts that the manifest does not hold.
-
-    Attributes:
-        base_model: repository of the source, or None where it has none.
-        size: bytes of all files.
-        source_card: name that the source's own card has in the repository, or None where it had none.
-        source_fields: front matter of the source's card.
-    """
+    """Facts that the manifest does not hold."""
 
     repo: str
-    base_model: str | None
-    size: int
-    source_card: str | None
-    source_fields: Mapping[str, Any]
+    base_model: str | None  #: repository of the source, or None where it has none
+    size: int  #: bytes of all files
+    source_card: str | None  #: name that the source's own card has in the repository, or None where it had none
+    source_fields: Mapping[str, Any]  #: front matter of the source's card
 
 
 def read_front_matter(card: bytes) -> dict[str, Any]:

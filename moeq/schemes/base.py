@@ -20,60 +20,40 @@ ZeroPoint = Literal["none", "stored", "stored-minus-one"]
 
 @dataclass(frozen=True)
 class ScaleKey:
-    """Type and extent of a scale.
+    """Type and extent of a scale."""
 
-    Attributes:
-        dtype: `f16`, `bf16`, `f32`, `e8m0`, `e4m3`.
-        group_shape: `(rows, columns)` that share a scale; -1 stands for the whole axis.
-        dynamic: whether scales are computed at run time (activations) instead of stored.
-    """
-
-    dtype: str
+    dtype: str  #: `f16`, `bf16`, `f32`, `e8m0`, `e4m3`
     granularity: Granularity
-    group_shape: tuple[int, int]
-    dynamic: bool = False
+    group_shape: tuple[int, int]  #: `(rows, columns)` that share a scale; -1 stands for the whole axis
+    dynamic: bool = False  #: whether scales are computed at run time (activations) instead of stored
 
 
 @dataclass(frozen=True)
 class QuantKey:
-    """Type of a quantised tensor, weight or activation.
+    """Type of a quantised tensor, weight or activation."""
 
-    Attributes:
-        dtype: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`).
-        storage: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ...
-        symmetric: whether there are no zero points.
-        scale2: second-level scale (NVFP4's global scale), if any.
-    """
-
-    dtype: str
-    storage: str
+    dtype: str  #: element type of a value: `int4`, `int8`, `e2m1`, `e4m3`, ... (see `moeq.matrix.ELEMENT_BITS`)
+    storage: str  #: container the elements are stored in: `i32-packed`, `u8-packed`, `i8`, `f8`, ..
     scale: ScaleKey
-    symmetric: bool = True
-    scale2: ScaleKey | None = None
+    symmetric: bool = True  #: whether there are no zero points
+    scale2: ScaleKey | None = None  #: second-level scale (NVFP4's global scale), if any
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one set of expert weights is encoded.
+    """How one set of expert weights is encoded."""
 
-    Attributes:
-        format: id of the checkpoint format in the scheme registry (`gptq`, `awq`, `ct-pack`, `ct-int8`, `mxfp4`, ...).
-        activation: type that the checkpoint asks activations to be quantised to; None for weight-only.
-        packing: where a code sits in its container (free text of the format, shown to people).
-        act_order: columns were reordered by activation order (`g_idx` is not `k // group_size`).
-        quant_method: the name under which the config declares it (`gptq`, `compressed-tensors`, ...).
-        checkpoint_format: the format's own variant (`gptq`, `gptq_v2`, `gemm`, `pack-quantized`, ...).
-    """
-
+    #: Id of the checkpoint format in the scheme registry (`gptq`, `awq`, `ct-pack`, `ct-int8`, `mxfp4`, ...).
     format: str
     weight: QuantKey
+    #: Type that the checkpoint asks activations to be quantised to; None for weight-only.
     activation: QuantKey | None = None
-    packing: str = ""
+    packing: str = ""  #: where a code sits in its container (free text of the format, shown to people)
     zero_point: ZeroPoint = "none"
-    act_order: bool = False
+    act_order: bool = False  #: columns were reordered by activation order (`g_idx` is not `k // group_size`)
     has_bias: bool = False
-    quant_method: str = ""
-    checkpoint_format: str = ""
+    quant_method: str = ""  #: the name under which the config declares it (`gptq`, `compressed-tensors`, ...)
+    checkpoint_format: str = ""  #: the format's own variant (`gptq`, `gptq_v2`, `gemm`, `pack-quantized`, ...)
     writer: str | None = None
 
     @property

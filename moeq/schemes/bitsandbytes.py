@@ -49,21 +49,14 @@ _DTYPES = ("float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class FourBitSizes:
-    """Sizes of a 4-bit matrix.
-
-    Attributes:
-        block: codes per scale.
-        dtype: dtype of the matrix that was quantised, to which the library rounds its numbers.
-        nested_block: scales per second-level scale; 0 without them.
-        offset: number that is added to a dequantised scale.
-    """
+    """Sizes of a 4-bit matrix."""
 
     rows: int
     columns: int
-    block: int
-    dtype: str
-    nested_block: int
-    offset: float
+    block: int  #: codes per scale
+    dtype: str  #: dtype of the matrix that was quantised, to which the library rounds its numbers
+    nested_block: int  #: scales per second-level scale; 0 without them
+    offset: float  #: number that is added to a dequantised scale
 
 
 def read_state(raw: bytes, where: str) -> FourBitSizes:

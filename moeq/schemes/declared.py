@@ -17,50 +17,34 @@ from moeq.schemes.base import QuantKey
 
 @dataclass(frozen=True)
 class Declared:
-    """The quantisation that a config declares for one module.
-
-    Attributes:
-        variant: the method's own format name (`gptq_v2`, `gemm`, `pack-quantized`, `auto_round:auto_gptq`, ...).
-        bits: bits of a weight, if declared.
-        group_size: weights along `K` per scale; -1 is one per channel; None where not declared.
-        symmetric: whether there are no zero points; None where not declared.
-        act_order: whether columns are reordered by activation size.
-        strategy: granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
-        block: rows and columns of weights that share a scale, where declared.
-        activation: type to which activations are to be quantised.
-        rule: config entry that decided, for messages.
-    """
+    """The quantisation that a config declares for one module."""
 
     method: str
+    #: The method's own format name (`gptq_v2`, `gemm`, `pack-quantized`, `auto_round:auto_gptq`, ...).
     variant: str = ""
-    bits: int | None = None
-    group_size: int | None = None
-    symmetric: bool | None = None
-    act_order: bool = False
+    bits: int | None = None  #: bits of a weight, if declared
+    group_size: int | None = None  #: weights along `K` per scale; -1 is one per channel; None where not declared
+    symmetric: bool | None = None  #: whether there are no zero points; None where not declared
+    act_order: bool = False  #: whether columns are reordered by activation size
+    #: Granularity by name (`group`, `channel`, `tensor`, `block`), where the dialect has it.
     strategy: str | None = None
-    block: tuple[int, int] | None = None
-    activation: QuantKey | None = None
+    block: tuple[int, int] | None = None  #: rows and columns of weights that share a scale, where declared
+    activation: QuantKey | None = None  #: type to which activations are to be quantised
     writer: str | None = None
-    rule: str = "quantization_config"
+    rule: str = "quantization_config"  #: config entry that decided, for messages
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A whole quantisation config.
-
-    Attributes:
-        origin: file and key it was found under.
-        default: declaration where no rule says otherwise; None where nothing is quantised by default.
-        resolve: module name to its declaration, None where the config leaves the module unquantised.
-        per_expert: whether rules may single out experts, so that each has to be looked up.
-        refusal: reason why nothing declared this way can be converted (rotations, sparsity, ...), or None.
-    """
+    """A whole quantisation config."""
 
     method: str
-    origin: str
-    default: Declared | None
+    origin: str  #: file and key it was found under
+    default: Declared | None  #: declaration where no rule says otherwise; None where nothing is quantised by default
+    #: Module name to its declaration, None where the config leaves the module unquantised.
     resolve: Callable[[str], Declared | None]
-    per_expert: bool = False
+    per_expert: bool = False  #: whether rules may single out experts, so that each has to be looked up
+    #: Reason why nothing declared this way can be converted (rotations, sparsity, ...), or None.
     refusal: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False)
 

@@ -36,17 +36,12 @@ Parts = Mapping[str, PartSig]
 
 @dataclass(frozen=True)
 class Context:
-    """Facts beside the parts that a format may use.
+    """Facts beside the parts that a format may use."""
 
-    Attributes:
-        where: module name, for messages.
-        k_hint: input features as the sibling projection's headers imply them, or None where unknown.
-    """
-
-    where: str
+    where: str  #: module name, for messages
     role: Role
     declared: Declared
-    k_hint: int | None = None
+    k_hint: int | None = None  #: input features as the sibling projection's headers imply them, or None where unknown
     gated: bool = True
 
     def refuse(self, detail: str, hint: str | None = None) -> NoReturn:
@@ -71,20 +66,14 @@ class FastView:
     """Storage of a format whose bytes the fast path can read as matrices of codes, scales and zero points.
 
     Codes are 4 or 8 bits wide, in little-endian words along K; zero points are packed likewise along N.
-
-    Attributes:
-        transposed: whether stored matrices have their rows along K (or groups) instead of along N.
-        nibble_of_column: nibble of each of 8 columns, where eight codes along N are packed into a word.
-        signed: whether codes are two's complement bytes; the logical ones are offset by 128.
-        repeated_scales: whether several rows may share one stored scale, as the scheme's group shape says.
-        divisors: parts that hold the reciprocal of a second-level scale.
     """
 
-    transposed: bool = False
+    transposed: bool = False  #: whether stored matrices have their rows along K (or groups) instead of along N
+    #: Nibble of each of 8 columns, where eight codes along N are packed into a word.
     nibble_of_column: tuple[int, ...] | None = None
-    signed: bool = False
-    repeated_scales: bool = False
-    divisors: tuple[str, ...] = ()
+    signed: bool = False  #: whether codes are two's complement bytes; the logical ones are offset by 128
+    repeated_scales: bool = False  #: whether several rows may share one stored scale, as the scheme's group shape says
+    divisors: tuple[str, ...] = ()  #: parts that hold the reciprocal of a second-level scale
 
 
 @dataclass(frozen=True)
@@ -97,44 +86,29 @@ class Described:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Contribution of a format to a `Scheme` beside the sizes.
+    """Contribution of a format to a `Scheme` beside the sizes."""
 
-    Attributes:
-        storage: container of a code.
-        packing: place of a code in its container, for people.
-        group_shape: `(rows, columns)` that share a scale, -1 for a whole axis.
-    """
-
-    storage: str
-    packing: str
+    storage: str  #: container of a code
+    packing: str  #: place of a code in its container, for people
     granularity: Granularity = "group"
-    group_shape: tuple[int, int] = (1, -1)
+    group_shape: tuple[int, int] = (1, -1)  #: `(rows, columns)` that share a scale, -1 for a whole axis
     zero_point: ZeroPoint = "none"
     scale2: ScaleKey | None = None
 
 
 class Format(ABC):
-    """A checkpoint format that can be converted, and converted back.
+    """A checkpoint format that can be converted, and converted back."""
 
-    Subclasses set:
-        id: registry id, `Scheme.format`.
-        title: one line for people.
-        parts: content of every part that a projection may have. No other part is ever read.
-        fast_view: storage as the fast path reads it, or None where only the reference path can.
-        rows: part whose shape tells `N`, and its axis there.
-        bijective: roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
-        padded_scales: whether the writer fills rows of scales with zeros.
-        refusal: None; see `ReadOnlyFormat`.
-    """
-
-    id: ClassVar[str]
-    title: ClassVar[str]
-    parts: ClassVar[PartRoles]
+    id: ClassVar[str]  #: registry id, `Scheme.format`
+    title: ClassVar[str]  #: one line for people
+    parts: ClassVar[PartRoles]  #: content of every part that a projection may have. No other part is ever read
+    #: Storage as the fast path reads it, or None where only the reference path can.
     fast_view: ClassVar[FastView | None] = None
-    rows: ClassVar[tuple[str, int]] = ("weight", 0)
+    rows: ClassVar[tuple[str, int]] = ("weight", 0)  #: part whose shape tells `N`, and its axis there
+    #: Roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
     bijective: ClassVar[tuple[PartRole, ...]] = ()
-    padded_scales: ClassVar[bool] = False
-    refusal: ClassVar[str | None] = None
+    padded_scales: ClassVar[bool] = False  #: whether the writer fills rows of scales with zeros
+    refusal: ClassVar[str | None] = None  #: None; see `ReadOnlyFormat`
 
     def title_of(self, scheme: Scheme) -> str:
         """Return the short name of a scheme for people."""
@@ -333,8 +307,7 @@ def codes_fill_words(count: int, bits: int) -> bool:
 def resolve_groups(context: Context, k: int, groups: int) -> int:
     """Group size from the declared one and the number of groups found; the last group may be partial.
 
-    Raises:
-        MoeqError: `source.inconsistent` with both numbers.
+    Raises MoeqError `source.inconsistent` with both numbers.
     """
     declared = context.declared.group_size
     if declared is None:

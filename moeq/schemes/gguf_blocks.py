@@ -22,22 +22,14 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 @dataclass(frozen=True)
 class CodedType:
-    """A type whose numbers are codes times one scale.
+    """A type whose numbers are codes times one scale."""
 
-    Attributes:
-        element: element type of the codes, as `moeq.matrix` has it.
-        group: codes per scale.
-        scale: type of a scale.
-        block: codes per stored block.
-        octets: bytes per stored block.
-        unpack: takes blocks uint8 `[B, octets]`, gives codes uint8 `[B, block]` and scales `[B, block / group]`.
-    """
-
-    element: str
-    group: int
-    scale: str
-    block: int
-    octets: int
+    element: str  #: element type of the codes, as `moeq.matrix` has it
+    group: int  #: codes per scale
+    scale: str  #: type of a scale
+    block: int  #: codes per stored block
+    octets: int  #: bytes per stored block
+    #: Takes blocks uint8 `[B, octets]`, gives codes uint8 `[B, block]` and scales `[B, block / group]`.
     unpack: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -230,9 +222,7 @@ def exactness(kind: str) -> str:
 def float_values(kind: str, rows: Tensor) -> Tensor:
     """Return rows of a type of `FLOATS`, uint8 `[N, bytes of a row]`, as floats `[N, K]`: the stored ones or float32.
 
-    Raises:
-        MoeqError: `environment.no-gguf` without the package gguf; `source.bad-data` for numbers that are not
-            finite.
+    Raises MoeqError `environment.no-gguf` without the package gguf; `source.bad-data` for numbers that are not finite.
     """
     import numpy as np
     import torch

@@ -47,18 +47,13 @@ MAX_FEATURES = 1 << 24
 
 
 class HqqSizes(NamedTuple):
-    """Sizes of a matrix.
-
-    Attributes:
-        group: codes per scale.
-        axis: axis of the groups in the reshaped matrix, 0 or 1.
-    """
+    """Sizes of a matrix."""
 
     rows: int
     columns: int
     bits: int
-    group: int
-    axis: int
+    group: int  #: codes per scale
+    axis: int  #: axis of the groups in the reshaped matrix, 0 or 1
 
     @property
     def grouped(self) -> tuple[int, int]:

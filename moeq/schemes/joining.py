@@ -35,8 +35,7 @@ def select_rows(matrix: QuantizedMatrix, spec: MatrixSpec, *, first: bool, inter
 def concatenate_rows(gate: QuantizedMatrix, up: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
     """Join gate rows and up rows.
 
-    Raises:
-        MoeqError: `source.inconsistent` where the two do not share one assignment of columns to groups.
+    Raises MoeqError `source.inconsistent` where the two do not share one assignment of columns to groups.
     """
     import torch
 

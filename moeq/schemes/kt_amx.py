@@ -49,19 +49,12 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
 
 
 class KtAmx(Format):
-    """Base of both widths.
+    """Base of both widths."""
 
-    Subclasses set:
-        bits: bits of a code.
-        step: value of a code of 1 under a scale of 1.
-        row_block: rows of a block.
-        column_block: bytes of a row of a block.
-    """
-
-    bits: ClassVar[int]
-    step: ClassVar[int]
-    row_block: ClassVar[int]
-    column_block: ClassVar[int]
+    bits: ClassVar[int]  #: bits of a code
+    step: ClassVar[int]  #: value of a code of 1 under a scale of 1
+    row_block: ClassVar[int]  #: rows of a block
+    column_block: ClassVar[int]  #: bytes of a row of a block
     parts: ClassVar[Mapping[str, PartRole]] = {
         **{weight_part(node): "codes" for node in range(MAX_NODES)},
         **{scale_part(node): "scale" for node in range(MAX_NODES)},

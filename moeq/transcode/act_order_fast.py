@@ -20,22 +20,15 @@ _ROWS = ("codes", "scales", "zeros", "bias")
 
 @dataclass(frozen=True)
 class Sorting:
-    """Sorts columns of a down projection into groups, or rows of gate and up likewise.
-
-    Attributes:
-        index: stored projection and part of the down projection's group index; None for what is no expert.
-        group_size: columns of its groups.
-        own_sizes: columns of the groups of every projection.
-        is_down: whether the item is the down projection.
-        regions: scratch for the sorted fields of every projection.
-    """
+    """Sorts columns of a down projection into groups, or rows of gate and up likewise."""
 
     bits: int
+    #: Stored projection and part of the down projection's group index; None for what is no expert.
     index: tuple[StoredName, str] | None
-    group_size: int
-    own_sizes: tuple[int, ...]
-    is_down: bool
-    regions: tuple[dict[str, Region], ...]
+    group_size: int  #: columns of its groups
+    own_sizes: tuple[int, ...]  #: columns of the groups of every projection
+    is_down: bool  #: whether the item is the down projection
+    regions: tuple[dict[str, Region], ...]  #: scratch for the sorted fields of every projection
 
     @classmethod
     def of(cls, readers: Sequence[MatrixReader], index: tuple[StoredName, str, int] | None, start: int) -> Sorting:

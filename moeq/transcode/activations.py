@@ -31,16 +31,12 @@ _WIDTHS = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True)
 class StaticScale:
-    """The scale of a projection's activations, from the source to the target.
-
-    Attributes:
-        written: dtype and shape in the target.
-    """
+    """The scale of a projection's activations, from the source to the target."""
 
     source: str
     dtype: str
     target: str
-    written: PartSig
+    written: PartSig  #: dtype and shape in the target
 
     @property
     def inverted(self) -> bool:
@@ -50,8 +46,7 @@ class StaticScale:
     def converted(self, stored: Array, module: str) -> tuple[Array, Loss | None]:
         """Return the bytes that the target stores, and the loss: a multiplier need not be the reciprocal of a float32.
 
-        Raises:
-            MoeqError: `source.bad-data` if it is no positive number.
+        Raises MoeqError `source.bad-data` if it is no positive number.
         """
         value = float(numbers_of(stored.view(f"u{_WIDTHS[self.dtype]}"), FLOAT_NAMES[self.dtype])[0])
         if not isfinite(value) or value <= 0:

@@ -21,33 +21,19 @@ _ROWS = 256
 
 @dataclass(frozen=True)
 class Loss:
-    """Changes that transcoding made in one projection.
+    """Changes that transcoding made in one projection."""
 
-    Attributes:
-        module: the source's module.
-        numbers: numbers that changed.
-        of: numbers there are.
-        blocks: blocks (what shares one scale in the target) with such numbers.
-        of_blocks: blocks there are.
-        block: their rows and columns.
-        max_abs: largest change; infinite if a number became infinite or NaN.
-        relative: norm of the change over the norm of the source.
-        first: row and column of the first number that changed.
-        before: its value in the source.
-        after: its value now.
-    """
-
-    module: str
-    numbers: int
-    of: int
-    blocks: int
-    of_blocks: int
-    block: tuple[int, int]
-    max_abs: float
-    relative: float
-    first: tuple[int, int]
-    before: float
-    after: float
+    module: str  #: the source's module
+    numbers: int  #: numbers that changed
+    of: int  #: numbers there are
+    blocks: int  #: blocks (what shares one scale in the target) with such numbers
+    of_blocks: int  #: blocks there are
+    block: tuple[int, int]  #: their rows and columns
+    max_abs: float  #: largest change; infinite if a number became infinite or NaN
+    relative: float  #: norm of the change over the norm of the source
+    first: tuple[int, int]  #: row and column of the first number that changed
+    before: float  #: its value in the source
+    after: float  #: its value now
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; infinities and NaN are texts."""

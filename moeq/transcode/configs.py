@@ -22,34 +22,22 @@ _CT_VERSION = "0.20.0"
 
 @dataclass(frozen=True)
 class Quantisation:
-    """A way of quantising modules, as far as a config says it.
+    """A way of quantising modules, as far as a config says it."""
 
-    Attributes:
-        spelling: stored form (`moeq.transcode.spellings`).
-        group_size: weights along K per scale, or -1 for one scale per output channel.
-        act_order: whether columns are in activation order.
-        activations: whether activations are quantised as well, if the spelling leaves that open.
-    """
-
-    spelling: str
+    spelling: str  #: stored form (`moeq.transcode.spellings`)
     bits: int
-    group_size: int
+    group_size: int  #: weights along K per scale, or -1 for one scale per output channel
     symmetric: bool
-    act_order: bool = False
-    activations: bool = False
+    act_order: bool = False  #: whether columns are in activation order
+    activations: bool = False  #: whether activations are quantised as well, if the spelling leaves that open
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Modules that a config has to describe, by their written names.
+    """Modules that a config has to describe, by their written names."""
 
-    Attributes:
-        quantised: modules per way of quantising, the most used first.
-        plain: modules with a weight matrix that is not quantised.
-    """
-
-    quantised: Mapping[Quantisation, Sequence[str]]
-    plain: Sequence[str]
+    quantised: Mapping[Quantisation, Sequence[str]]  #: modules per way of quantising, the most used first
+    plain: Sequence[str]  #: modules with a weight matrix that is not quantised
 
     @property
     def usual(self) -> Quantisation:
@@ -281,8 +269,7 @@ def modelopt_side(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[str]:
     """Find regular expressions that match all of some names and none of others, as few as templates of numbers give.
 
-    Raises:
-        MoeqError: `bug.pattern` if a name is in both.
+    Raises MoeqError `bug.pattern` if a name is in both.
     """
     names, others = list(names), set(others)
     if not others.isdisjoint(names):

@@ -57,16 +57,12 @@ _CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class PackPlan(FilePlan):
-    """The pack as one output file.
-
-    Attributes:
-        sizes: columns and rows of each projection, in the order of `_ROLES`.
-    """
+    """The pack as one output file."""
 
     num_layers: int
     num_experts: int
     top_k: int
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int], ...]  #: columns and rows of each projection, in the order of `_ROLES`
 
     @property
     def matrix_bytes(self) -> int:
@@ -132,8 +128,7 @@ def finish_pack(
 ) -> dict[str, Any]:
     """Write header and index before the experts, which are all there; return the manifest.
 
-    Raises:
-        MoeqError: `resources.disk-full`, `environment.write`.
+    Raises MoeqError `resources.disk-full`, `environment.write`.
     """
     source, model = hashlib.sha256(checkpoint.source.identity().encode()), hashlib.sha256()
     digests = source.hexdigest(), hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

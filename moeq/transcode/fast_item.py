@@ -32,15 +32,11 @@ from moeq.transcode.transcode_plan import WrittenProjection
 
 @dataclass(frozen=True)
 class StoredFloats:
-    """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one.
-
-    Attributes:
-        transposed: whether the tensor has rows and columns exchanged.
-    """
+    """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one."""
 
     spec: MatrixSpec
     reads: tuple[str, ...]
-    transposed: bool
+    transposed: bool  #: whether the tensor has rows and columns exchanged
 
     @property
     def scratch_bytes(self) -> int:
@@ -90,18 +86,12 @@ class StoredFloats:
 
 @dataclass(frozen=True)
 class FastItem:
-    """The fast path of an item. Immutable; any number of threads may use it.
-
-    Attributes:
-        writers: the target's, in scratch behind those of the source.
-        recoders: recoders from source to target, of which the first that proves its result is taken.
-        sorting: sorts columns into groups first, if asked for.
-    """
+    """The fast path of an item. Immutable; any number of threads may use it."""
 
     readers: tuple[MatrixReader, ...]
-    writers: tuple[ProjectionReader, ...]
-    recoders: tuple[Recoder, ...]
-    sorting: Sorting | None
+    writers: tuple[ProjectionReader, ...]  #: the target's, in scratch behind those of the source
+    recoders: tuple[Recoder, ...]  #: recoders from source to target, of which the first that proves its result is taken
+    sorting: Sorting | None  #: sorts columns into groups first, if asked for
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:

@@ -33,27 +33,18 @@ _SHORT_CONTAINERS = ("block_sparse_moe", "ffn")
 
 @dataclass(frozen=True)
 class Naming:
-    """Names of the tensors of one layer's experts.
+    """Names of the tensors of one layer's experts."""
 
-    Attributes:
-        prefix: module path of the experts.
-        spelled: projection to its name.
-        stacked: whether tensors hold all experts.
-        interleaved: whether gate and up rows of a stacked tensor are interleaved.
-        transposed: whether stacked tensors of floats have rows and columns exchanged.
-        renamed: source prefix and target prefix of the module that holds experts and router, if they differ.
-        listed: whether each projection is a list of experts, `ffn_up_exps.0`, instead of the other way round.
-        modules: whether stacked tensors are weights of modules, `input_linear.weight`, not parameters.
-    """
-
-    prefix: str
-    spelled: Mapping[StoredName, str]
-    stacked: bool = False
-    interleaved: bool = False
-    transposed: bool = False
+    prefix: str  #: module path of the experts
+    spelled: Mapping[StoredName, str]  #: projection to its name
+    stacked: bool = False  #: whether tensors hold all experts
+    interleaved: bool = False  #: whether gate and up rows of a stacked tensor are interleaved
+    transposed: bool = False  #: whether stacked tensors of floats have rows and columns exchanged
+    #: Source prefix and target prefix of the module that holds experts and router, if they differ.
     renamed: tuple[str, str] | None = None
+    #: Whether each projection is a list of experts, `ffn_up_exps.0`, instead of the other way round.
     listed: bool = False
-    modules: bool = False
+    modules: bool = False  #: whether stacked tensors are weights of modules, `input_linear.weight`, not parameters
 
     def module(self, projection: StoredName, expert: int) -> str:
         """Return module name of a projection, as configs name it."""

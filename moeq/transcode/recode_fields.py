@@ -58,17 +58,11 @@ class Recoder(ABC):
 
 @dataclass(frozen=True)
 class Copied(Recoder):
-    """Keeps the codes; scales and zero points are copied, or repeated for smaller groups.
+    """Keeps the codes; scales and zero points are copied, or repeated for smaller groups."""
 
-    Attributes:
-        times: groups of the target for one of the source; 0: all groups of a row share its one scale.
-        nonzero: whether zero points of 0 are left to the reference path, which refuses them.
-        widened: dtype of the source's scales if the target has them as float32.
-    """
-
-    times: int
-    nonzero: bool
-    widened: str | None = None
+    times: int  #: groups of the target for one of the source; 0: all groups of a row share its one scale
+    nonzero: bool  #: whether zero points of 0 are left to the reference path, which refuses them
+    widened: str | None = None  #: dtype of the source's scales if the target has them as float32
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in zip(source, target, strict=True):
@@ -188,12 +182,9 @@ class CopiedNvfp4(Copied):
 
 @dataclass(frozen=True)
 class Rounded(Recoder):
-    """Recodes any matrix under scales of another kind, every value rounded once.
+    """Recodes any matrix under scales of another kind, every value rounded once."""
 
-    Attributes:
-        before, after: sizes and types on both sides, whatever their role.
-    """
-
+    #: Sizes and types on both sides, whatever their role.
     before: MatrixSpec
     after: MatrixSpec
 
@@ -259,13 +250,9 @@ class ToFloats(Rounded):
 
 @dataclass(frozen=True)
 class ByNumbers(Rounded):
-    """Recodes numbers, some rows at a time: GGUF blocks and floats to floats or FP8 blocks, anything to AMX tiles.
+    """Recodes numbers, some rows at a time: GGUF blocks and floats to floats or FP8 blocks, anything to AMX tiles."""
 
-    Attributes:
-        type: name of the source's type if it is GGUF blocks or floats.
-    """
-
-    type: str | None
+    type: str | None  #: name of the source's type if it is GGUF blocks or floats
 
     def fill(self, source: Matrices, target: Matrices) -> None:
         for one, other in _pairs(source, target):

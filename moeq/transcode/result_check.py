@@ -27,8 +27,7 @@ GPUS = ("H100", "B200", "A100", "MI300X")
 def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     """Say what will not load the result: engines on any GPU, transformers because of names.
 
-    Raises:
-        MoeqError: `usage.target` if the engine cannot load the written experts, whatever the GPU.
+    Raises MoeqError `usage.target` if the engine cannot load the written experts, whatever the GPU.
     """
     if plan.target.experts_only:
         return ()
@@ -55,14 +54,10 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why no GPU's vLLM runs a result.
-
-    Attributes:
-        unloadable: whether the engine cannot load the written experts, whatever its backends.
-    """
+    """Why no GPU's vLLM runs a result."""
 
     text: str
-    unloadable: bool
+    unloadable: bool  #: whether the engine cannot load the written experts, whatever its backends
 
 
 def engine_refusal(checkpoint: Checkpoint, plan: TranscodePlan) -> Refusal | None:

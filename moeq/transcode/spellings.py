@@ -36,18 +36,12 @@ _DTYPES = {name: dtype for dtype, name in FLOAT_NAMES.items() if dtype != "U8"}
 
 @dataclass(frozen=True)
 class Spelling:
-    """One way to store a projection.
+    """One way to store a projection."""
 
-    Attributes:
-        id: name within this module's table.
-        format: id of the format in `moeq.schemes.registry` that reads it.
-        parts: dtype and shape of every part, from the sizes alone.
-        activation: name and shape of the static scale of activations, if it has a place for one.
-    """
-
-    id: str
-    format: str
-    parts: Callable[[MatrixSpec], dict[str, PartSig]]
+    id: str  #: name within this module's table
+    format: str  #: id of the format in `moeq.schemes.registry` that reads it
+    parts: Callable[[MatrixSpec], dict[str, PartSig]]  #: dtype and shape of every part, from the sizes alone
+    #: Name and shape of the static scale of activations, if it has a place for one.
     activation: tuple[str, tuple[int, ...]] | None = None
 
     def signatures(self, spec: MatrixSpec) -> dict[str, PartSig]:
@@ -61,8 +55,7 @@ class Spelling:
 def pack(matrix: QuantizedMatrix, signatures: Mapping[str, PartSig], scheme: Scheme, where: str) -> dict[str, Tensor]:
     """Pack the stored tensors of one projection.
 
-    Raises:
-        MoeqError: `bug.no-part` if a format cannot pack a part that its spelling names.
+    Raises MoeqError `bug.no-part` if a format cannot pack a part that its spelling names.
     """
     found: dict[str, Tensor] = {}
     for part, signature in signatures.items():

@@ -34,25 +34,18 @@ _NO_LINEAR = ("embed", "wte", "tok_embeddings", "norm", "conv", "rotary")
 
 @dataclass(frozen=True)
 class TranscodeRequest:
-    """A request for a transcoding, which decides the bytes together with the source. Picklable.
-
-    Attributes:
-        regroup: size of the groups of integer codes, if it is to change; has to divide the source's.
-        names: spelling of the experts' names.
-        allow_lossy: write the nearest values where some do not fit the target, and report them.
-        sort_act_order: sort GPTQ columns in activation order into groups; the intermediate features of an expert are
-            then in another order, in all three projections.
-        numa: NUMA nodes that ktransformers' experts are cut for.
-    """
+    """A request for a transcoding, which decides the bytes together with the source. Picklable."""
 
     src: str
     to: str
     revision: str | None = None
-    regroup: int | None = None
-    names: NamesOption = "source"
-    allow_lossy: bool = False
+    regroup: int | None = None  #: size of the groups of integer codes, if it is to change; has to divide the source's
+    names: NamesOption = "source"  #: spelling of the experts' names
+    allow_lossy: bool = False  #: write the nearest values where some do not fit the target, and report them
+    #: Sort GPTQ columns in activation order into groups; the intermediate features of an expert are then in another
+    #: order, in all three projections.
     sort_act_order: bool = False
-    numa: int = 2
+    numa: int = 2  #: NUMA nodes that ktransformers' experts are cut for
 
 
 class TranscodeKeywords(TypedDict, total=False):
@@ -67,20 +60,13 @@ class TranscodeKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Projected:
-    """One projection in the source and in the target.
+    """One projection in the source and in the target."""
 
-    Attributes:
-        source: the source's description.
-        spelling: stored form in the target.
-        weights: the config's view of the target.
-        activation: static scale of its activations, if it is carried over.
-    """
-
-    source: Described
-    spelling: str
+    source: Described  #: the source's description
+    spelling: str  #: stored form in the target
     spec: MatrixSpec
-    weights: Quantisation
-    activation: StaticScale | None = None
+    weights: Quantisation  #: the config's view of the target
+    activation: StaticScale | None = None  #: static scale of its activations, if it is carried over
 
     def __hash__(self) -> int:
         return self._hash
@@ -103,16 +89,11 @@ class Projected:
 
 @dataclass(frozen=True)
 class LayerSurvey:
-    """The experts of a layer.
+    """The experts of a layer."""
 
-    Attributes:
-        layer: its number, as `Checkpoint` counts.
-        kinds: per expert, its projections as they are written.
-    """
-
-    layer: int
+    layer: int  #: its number, as `Checkpoint` counts
     naming: Naming
-    kinds: Mapping[int, Mapping[StoredName, Projected]]
+    kinds: Mapping[int, Mapping[StoredName, Projected]]  #: per expert, its projections as they are written
 
 
 @dataclass(frozen=True)
@@ -126,19 +107,12 @@ class ModuleSurvey:
 
 @dataclass(frozen=True)
 class Survey:
-    """Contents of a checkpoint that a target has to store.
+    """Contents of a checkpoint that a target has to store."""
 
-    Attributes:
-        layers: layers whose experts are transcoded.
-        modules: other quantised modules.
-        copied: tensors that stay as they are.
-        contents: what the target's config has to describe.
-    """
-
-    layers: tuple[LayerSurvey, ...]
-    modules: tuple[ModuleSurvey, ...]
-    copied: tuple[TensorEntry, ...]
-    contents: Contents
+    layers: tuple[LayerSurvey, ...]  #: layers whose experts are transcoded
+    modules: tuple[ModuleSurvey, ...]  #: other quantised modules
+    copied: tuple[TensorEntry, ...]  #: tensors that stay as they are
+    contents: Contents  #: what the target's config has to describe
     family: ModelFamily | None
 
     @property
@@ -150,9 +124,8 @@ class Survey:
 def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeRequest) -> Survey:
     """Look at every tensor's header and say what becomes of it.
 
-    Raises:
-        MoeqError: `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` if something does not fit,
-            with the module; `source.not-quantized` if nothing is to be transcoded.
+    Raises MoeqError `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` if something does not fit, with
+    the module; `source.not-quantized` if nothing is to be transcoded.
     """
     info = checkpoint.info
     if checkpoint.declaration and checkpoint.declaration.refusal:

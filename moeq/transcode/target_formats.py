@@ -19,35 +19,25 @@ from moeq.transcode.spellings import BLOCK, KT_AMX
 
 @dataclass(frozen=True)
 class TargetFormat:
-    """A checkpoint format that can be written.
+    """A checkpoint format that can be written."""
 
-    Attributes:
-        id: name for `--to`.
-        spellings: kind of a projection to the spelling that stores it.
-        static: spellings for projections with one static activation scale and one weight scale per tensor.
-        config: the quantisation config; None for floats, which have none.
-        side_config: name and content of the file in which the format's tools also keep the config.
-        model_types: the only models whose engines read it; empty for all.
-        stackable: the format's tools also write tensors that hold all experts.
-        bits: widths of integer codes that all readers unpack alike; empty for all.
-        of_experts: spellings of routed experts by kind of source, where they differ from those of other modules.
-        experts_only: whether only routed experts are written, for a reader that takes the rest from elsewhere.
-        pack: whether experts are written as SGLang's expert pack instead of safetensors.
-    """
-
-    id: str
+    id: str  #: name for `--to`
     title: str
-    spellings: dict[str, str]
-    config: Callable[[Contents], dict[str, Any]] | None
+    spellings: dict[str, str]  #: kind of a projection to the spelling that stores it
+    config: Callable[[Contents], dict[str, Any]] | None  #: the quantisation config; None for floats, which have none
+    #: Name and content of the file in which the format's tools also keep the config.
     side_config: Callable[[Mapping[str, Any]], tuple[str, Mapping[str, Any]]] | None = None
     element: str | None = None
-    model_types: tuple[str, ...] = ()
-    stackable: bool = False
-    bits: tuple[int, ...] = ()
+    model_types: tuple[str, ...] = ()  #: the only models whose engines read it; empty for all
+    stackable: bool = False  #: the format's tools also write tensors that hold all experts
+    bits: tuple[int, ...] = ()  #: widths of integer codes that all readers unpack alike; empty for all
+    #: Spellings for projections with one static activation scale and one weight scale per tensor.
     static: Mapping[str, str] = field(default_factory=dict)
+    #: Spellings of routed experts by kind of source, where they differ from those of other modules.
     of_experts: Mapping[str, str] = field(default_factory=dict)
+    #: Whether only routed experts are written, for a reader that takes the rest from elsewhere.
     experts_only: bool = False
-    pack: bool = False
+    pack: bool = False  #: whether experts are written as SGLang's expert pack instead of safetensors
 
     def spelling(self, described: Described, where: str, *, static: bool = False) -> str:
         """Return the id of a projection's spelling. Raises MoeqError `usage.target` with what would work."""

@@ -63,17 +63,12 @@ Advance = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class TranscodeJob(OpenedJob):
-    """A transcoding, ready to run.
-
-    Attributes:
-        side_files: what becomes of the source's other files.
-        warnings: what will not load the result.
-    """
+    """A transcoding, ready to run."""
 
     request: TranscodeRequest
     plan: TranscodePlan
-    side_files: SideFiles
-    warnings: tuple[str, ...] = ()
+    side_files: SideFiles  #: what becomes of the source's other files
+    warnings: tuple[str, ...] = ()  #: what will not load the result
     workers: ClassVar[Mapping[type[Unit], type[Any]]] = {TranscodeUnit: Transcoder}
 
     @property
@@ -98,31 +93,21 @@ class TranscodeJob(OpenedJob):
 
 @dataclass(frozen=True)
 class Transcoding:
-    """Result of `transcode`, or of `check`.
+    """Result of `transcode`, or of `check`."""
 
-    Attributes:
-        destination: output folder; None if nothing was to be written.
-        projections: projections compared with the source; 0 for a shard.
-        losses: those whose values changed.
-        dropped: parts that the target has no place for (scales of activations), and how many tensors they are.
-        written: whether the result stands under its name.
-        resumed_units: units found finished from an interrupted run.
-        shard: the shard of the units that was asked for.
-        already_done: whether the folder already held the result of the same job, so that nothing was written.
-        warnings: what will not load the result: engines, transformers.
-        left_out: side files that are not copied, since not every system can have files of these names.
-    """
-
-    destination: Path | None
+    destination: Path | None  #: output folder; None if nothing was to be written
     plan: TranscodePlan
-    projections: int
-    losses: tuple[Loss, ...]
+    projections: int  #: projections compared with the source; 0 for a shard
+    losses: tuple[Loss, ...]  #: those whose values changed
+    #: Parts that the target has no place for (scales of activations), and how many tensors they are.
     dropped: Mapping[str, int]
-    written: bool
-    resumed_units: int = 0
-    shard: WorkShard | None = None
+    written: bool  #: whether the result stands under its name
+    resumed_units: int = 0  #: units found finished from an interrupted run
+    shard: WorkShard | None = None  #: the shard of the units that was asked for
+    #: Whether the folder already held the result of the same job, so that nothing was written.
     already_done: bool = False
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  #: what will not load the result: engines, transformers
+    #: Side files that are not copied, since not every system can have files of these names.
     left_out: tuple[str, ...] = ()
 
     @property

@@ -50,20 +50,14 @@ _UNIT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class WrittenProjection:
-    """One projection as it is written.
-
-    Attributes:
-        described: description by a reader of the written config and headers.
-        signatures: dtype and shape of every part.
-        places: part to its span in the output file; parts that the first expert writes for a whole stack are left out.
-        projected: the projection that it is made of.
-    """
+    """One projection as it is written."""
 
     module: str
-    described: Described
-    signatures: Mapping[str, PartSig]
+    described: Described  #: description by a reader of the written config and headers
+    signatures: Mapping[str, PartSig]  #: dtype and shape of every part
+    #: Part to its span in the output file; parts that the first expert writes for a whole stack are left out.
     places: Mapping[str, Span]
-    projected: Projected
+    projected: Projected  #: the projection that it is made of
 
     @property
     def packed(self) -> dict[str, PartSig]:
@@ -83,14 +77,10 @@ class ExpertItem:
 
 @dataclass(frozen=True)
 class ModuleItem:
-    """A quantised module that is no routed expert, or some of its rows.
-
-    Attributes:
-        rows: first row and the row after the last; None for all.
-    """
+    """A quantised module that is no routed expert, or some of its rows."""
 
     name: str
-    rows: Span | None = None
+    rows: Span | None = None  #: first row and the row after the last; None for all
 
 
 Item = ExpertItem | ModuleItem
@@ -98,15 +88,10 @@ Item = ExpertItem | ModuleItem
 
 @dataclass(frozen=True)
 class TranscodeUnit(Unit):
-    """Projections that are transcoded.
+    """Projections that are transcoded."""
 
-    Attributes:
-        places: bytes of `file`, piece by piece, in the order in which they are written.
-        items: experts or modules that are transcoded, in order.
-    """
-
-    places: tuple[Span, ...]
-    items: tuple[Item, ...]
+    places: tuple[Span, ...]  #: bytes of `file`, piece by piece, in the order in which they are written
+    items: tuple[Item, ...]  #: experts or modules that are transcoded, in order
 
     def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
         homes = sorted((start, name) for name, (start, _) in form.ranges.items())
@@ -117,17 +102,12 @@ class TranscodeUnit(Unit):
 
 @dataclass(frozen=True)
 class TranscodePlan(Plan):
-    """A whole transcoding.
-
-    Attributes:
-        config: the target's quantisation config, or None for floats.
-        readers: output module to how a reader understands it, for one module of every kind.
-    """
+    """A whole transcoding."""
 
     request: TranscodeRequest
     target: TargetFormat
     survey: Survey
-    config: Mapping[str, Any] | None
+    config: Mapping[str, Any] | None  #: the target's quantisation config, or None for floats
     layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
     modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
     described: Mapping[tuple[Projected, str], Described] = field(repr=False)
@@ -160,8 +140,7 @@ class TranscodePlan(Plan):
 def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> TranscodePlan:
     """Plan a transcoding.
 
-    Raises:
-        MoeqError: what `survey` raises; `bug.config` if the written config would not be understood as meant.
+    Raises MoeqError as `survey` does; `bug.config` if the written config would not be understood as meant.
     """
     target = get_target(request.to)
     found = survey(checkpoint, target, request)
@@ -254,8 +233,7 @@ def _readers(found: Survey, declaration: Declaration | None) -> Iterator[tuple[t
 def _reader(projected: Projected, module: str, declaration: Declaration | None) -> Described:
     """Describe a written projection from its headers and the written config, as if opening the result.
 
-    Raises:
-        MoeqError: `bug.config` if that is not what was meant.
+    Raises MoeqError `bug.config` if that is not what was meant.
     """
     # Readers turn transposed stacks round before anything else.
     plain = projected.spelling == "plain-transposed"

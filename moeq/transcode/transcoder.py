@@ -137,8 +137,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
     ) -> tuple[dict[tuple[StoredName, str], Bytes], list[Loss]]:
         """Convert static scales of activations, by projection and part; return them and those that changed.
 
-        Raises:
-            MoeqError: `answer.not-exact` if one changes and that was not allowed; `source.bad-data`.
+        Raises MoeqError `answer.not-exact` if one changes and that was not allowed; `source.bad-data`.
         """
         found: dict[tuple[StoredName, str], Bytes] = {}
         losses: list[Loss] = []
@@ -208,17 +207,11 @@ def _part_bytes(signature: PartSig) -> int:
 
 @dataclass(frozen=True)
 class Transcoded:
-    """One projection, packed and proven.
+    """One projection, packed and proven."""
 
-    Attributes:
-        output: the projection as it is written.
-        stored: its tensors by part, except the static scale of its activations.
-        loss: the change; None if every value is equal.
-    """
-
-    output: WrittenProjection
-    stored: Mapping[str, Tensor]
-    loss: Loss | None
+    output: WrittenProjection  #: the projection as it is written
+    stored: Mapping[str, Tensor]  #: its tensors by part, except the static scale of its activations
+    loss: Loss | None  #: the change; None if every value is equal
 
 
 def transcode_item(
@@ -226,8 +219,7 @@ def transcode_item(
 ) -> dict[StoredName, Transcoded]:
     """Decode an item's projections, store them in the target's spelling, decode that and compare.
 
-    Raises:
-        MoeqError: `answer.not-exact` if values change and that was not allowed; `answer.zero-points`; `source.*`.
+    Raises MoeqError `answer.not-exact` if values change and that was not allowed; `answer.zero-points`; `source.*`.
     """
     outputs = plan.outputs(item, form)
     matrices = read_item(checkpoint, plan, item, list(outputs))
@@ -333,8 +325,7 @@ def _stored(output: WrittenProjection, recoded: QuantizedMatrix | Tensor, bias: 
 def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
     """Refuse zero points of 0 in GPTQ v1, which stores them minus one: readers disagree about them.
 
-    Raises:
-        MoeqError: `answer.zero-points`.
+    Raises MoeqError `answer.zero-points`.
     """
     if matrix.zeros is None or output.described.scheme.zero_point != "stored-minus-one":
         return

@@ -32,34 +32,20 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One format that the kernels read.
+    """One format that the kernels read."""
 
-    Attributes:
-        backend: backend name, or the layout's id without one.
-        element: element type of a code.
-        scales: accepted scale dtypes.
-        group_sizes: accepted group sizes; -1 for one scale per channel.
-        zero_points: whether packed zero points are read.
-        act_order: whether a permutation of input columns is applied.
-        activation: type that rows of x are quantised to, or `none`.
-        dtypes: accepted dtypes of x.
-        n_multiple: divisor that output features must have, per half.
-        k_multiple: divisor that input features must have.
-        keeps_16_bit: whether the kernel runs 16-bit activations whatever the checkpoint declares.
-    """
-
-    backend: str
+    backend: str  #: backend name, or the layout's id without one
     layout: str
-    element: str
-    scales: tuple[str, ...]
-    group_sizes: tuple[int, ...]
-    zero_points: bool
-    act_order: bool
-    activation: str
-    dtypes: tuple[str, ...]
-    n_multiple: int
-    k_multiple: int
-    keeps_16_bit: bool
+    element: str  #: element type of a code
+    scales: tuple[str, ...]  #: accepted scale dtypes
+    group_sizes: tuple[int, ...]  #: accepted group sizes; -1 for one scale per channel
+    zero_points: bool  #: whether packed zero points are read
+    act_order: bool  #: whether a permutation of input columns is applied
+    activation: str  #: type that rows of x are quantised to, or `none`
+    dtypes: tuple[str, ...]  #: accepted dtypes of x
+    n_multiple: int  #: divisor that output features must have, per half
+    k_multiple: int  #: divisor that input features must have
+    keeps_16_bit: bool  #: whether the kernel runs 16-bit activations whatever the checkpoint declares
 
 
 def _kernel_rows(layout: str) -> Iterator[KernelRow]:

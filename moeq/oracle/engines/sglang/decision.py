@@ -251,8 +251,7 @@ _READERS: dict[str, Callable[[Config, SglangLayer], SglangChoice]] = {
 def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
     """Decide for a checkpoint's `quantization_config`.
 
-    Raises:
-        Refused: if the engine stops, with the stage and the type of its error.
+    Raises Refused if the engine stops, with the stage and the type of its error.
     """
     config = floats.parsed(config)
     name = method_in_force(config, layer)

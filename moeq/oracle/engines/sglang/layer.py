@@ -25,27 +25,19 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class SglangLayer:
-    """One experts layer on one deployment.
-
-    Attributes:
-        inter: intermediate size of an expert.
-        ep: whether every rank holds whole experts.
-        runner: value of `--moe-runner-backend`.
-        quantization: value of `--quantization`, or None.
-        prefix: the layer's name in the model.
-    """
+    """One experts layer on one deployment."""
 
     capability: tuple[int, int]
     hidden: int
-    inter: int
+    inter: int  #: intermediate size of an expert
     experts: int
     tp: int = 1
-    ep: bool = False
+    ep: bool = False  #: whether every rank holds whole experts
     dtype: str = "bf16"
     act: str = "silu"
-    runner: str = "auto"
-    quantization: str | None = None
-    prefix: str = "model.layers.1.mlp.experts"
+    runner: str = "auto"  #: value of `--moe-runner-backend`
+    quantization: str | None = None  #: value of `--quantization`, or None
+    prefix: str = "model.layers.1.mlp.experts"  #: the layer's name in the model
 
     @property
     def shard(self) -> int:
@@ -65,23 +57,14 @@ class SglangLayer:
 
 @dataclass(frozen=True)
 class SglangChoice:
-    """Method and runner that run.
+    """Method and runner that run."""
 
-    Attributes:
-        name: method in force.
-        method: class of the engine's method, or of the method's scheme.
-        runner: runner backend; None if the method has no runner.
-        layout: moeq's id of the byte order that its kernels read, or None.
-        quantised: whether experts are made quantised.
-        runs: whether the method has a kernel for the runner; otherwise the first request stops the engine.
-    """
-
-    name: str
-    method: str
-    runner: str | None
-    layout: str | None = None
-    quantised: bool = True
-    runs: bool = True
+    name: str  #: method in force
+    method: str  #: class of the engine's method, or of the method's scheme
+    runner: str | None  #: runner backend; None if the method has no runner
+    layout: str | None = None  #: moeq's id of the byte order that its kernels read, or None
+    quantised: bool = True  #: whether experts are made quantised
+    runs: bool = True  #: whether the method has a kernel for the runner; otherwise the first request stops the engine
 
 
 def value(config: Config, *names: str) -> Any:

@@ -32,8 +32,7 @@ _ACCEPTED = {
 def with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer | None:
     """Return the layer with the runner that the server decides on; None if it is not known here.
 
-    Raises:
-        Refused: if the server's arguments refuse the runner.
+    Raises Refused if the server's arguments refuse the runner.
     """
     asked = layer.quantization
     accepted = _ACCEPTED.get(layer.runner)

@@ -44,59 +44,35 @@ def is_integer(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Method:
-    """One integration of the engine, and the facts that it reads from a config and passes to selection.
+    """One integration of the engine, and the facts that it reads from a config and passes to selection."""
 
-    Attributes:
-        name: engine's class, `AutoGPTQMoEMethod`.
-        family: family of the policy.
-        config: config class that filters compare: `gptq`, `awq`, `ct`, `moe_wna16`, `quark`, `mxfp4`, ...
-        weight_key: weight key that the integration builds; it may differ from the checkpoint.
-        activation_key: requested activation key, or None.
-        bits: bits per weight.
-        group_size: weights per scale along K; -1 per channel, None if it does not apply.
-        group_missing: whether the config of channel-wise scales omits the group size.
-        zero_points: whether the integration declares zero points possible.
-        bias_possible: whether the integration declares biases possible.
-        tile_padding: whether Marlin may pad the intermediate size.
-        act_order: whether columns are reordered: `desc_act`, or actorder `group`.
-        raw_zero_points: whether the checkpoint has zero points.
-        marlin_assertion: whether an assertion about scales or act-order fails on all backends but Marlin.
-        symmetric_assertion: whether an assertion fails for zero points on all backends but Marlin.
-        checks_input: whether the integration checks VLLM_MARLIN_INPUT_DTYPE.
-        vllm_cutlass: whether vLLM's own CUTLASS kernels for FP8 are candidates.
-        block: FP8 block of the checkpoint, `(rows, columns)`; None for other weights.
-        padded_intermediate: width to which the method first pads a rank's shard; None without padding.
-        fixed: `(backend, experts)` of a method without selection.
-        built_in: `(backend, experts)` of a method that calls a kernel of its own without an experts class.
-        first_class: whether the first class of the selected backend is taken, whichever class selection found.
-        activation_bits: bits of activations at run time, where the integration and not the class decides them.
-        notes: sentences for the verdict.
-    """
-
-    name: str
-    family: str
-    config: str
-    weight_key: str
-    activation_key: str | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    group_missing: bool = False
-    zero_points: bool = False
-    bias_possible: bool = False
-    tile_padding: bool = False
-    act_order: bool = False
-    raw_zero_points: bool = False
-    marlin_assertion: bool = False
-    symmetric_assertion: bool = False
-    checks_input: bool = False
-    vllm_cutlass: bool = True
-    block: tuple[int, int] | None = None
-    padded_intermediate: int | None = None
-    fixed: tuple[str, str] | None = None
+    name: str  #: engine's class, `AutoGPTQMoEMethod`
+    family: str  #: family of the policy
+    config: str  #: config class that filters compare: `gptq`, `awq`, `ct`, `moe_wna16`, `quark`, `mxfp4`, ..
+    weight_key: str  #: weight key that the integration builds; it may differ from the checkpoint
+    activation_key: str | None = None  #: requested activation key, or None
+    bits: int | None = None  #: bits per weight
+    group_size: int | None = None  #: weights per scale along K; -1 per channel, None if it does not apply
+    group_missing: bool = False  #: whether the config of channel-wise scales omits the group size
+    zero_points: bool = False  #: whether the integration declares zero points possible
+    bias_possible: bool = False  #: whether the integration declares biases possible
+    tile_padding: bool = False  #: whether Marlin may pad the intermediate size
+    act_order: bool = False  #: whether columns are reordered: `desc_act`, or actorder `group`
+    raw_zero_points: bool = False  #: whether the checkpoint has zero points
+    marlin_assertion: bool = False  #: whether an assertion about scales or act-order fails on all backends but Marlin
+    symmetric_assertion: bool = False  #: whether an assertion fails for zero points on all backends but Marlin
+    checks_input: bool = False  #: whether the integration checks VLLM_MARLIN_INPUT_DTYPE
+    vllm_cutlass: bool = True  #: whether vLLM's own CUTLASS kernels for FP8 are candidates
+    block: tuple[int, int] | None = None  #: FP8 block of the checkpoint, `(rows, columns)`; None for other weights
+    padded_intermediate: int | None = None  #: width to which the method first pads a rank's shard; None without padding
+    fixed: tuple[str, str] | None = None  #: `(backend, experts)` of a method without selection
+    #: `(backend, experts)` of a method that calls a kernel of its own without an experts class.
     built_in: tuple[str, str | None] | None = None
+    #: Whether the first class of the selected backend is taken, whichever class selection found.
     first_class: bool = False
+    #: Bits of activations at run time, where the integration and not the class decides them.
     activation_bits: int | None = None
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  #: sentences for the verdict
 
 
 @dataclass(frozen=True)

@@ -27,16 +27,12 @@ _ASKED = (*SUFFIXES, *WHOLE_SUFFIXES, *OWN_SUFFIXES)
 
 @dataclass(frozen=True)
 class StoredName:
-    """Name in a checkpoint of a stacked tensor, or of one expert's module with all its parts.
+    """Name in a checkpoint of a stacked tensor, or of one expert's module with all its parts."""
 
-    Attributes:
-        path: path below the layer: `mlp.experts.*.gate_proj` for a module, `mlp.experts.gate_up_proj_packed` for a
-            stacked tensor.
-        order: order of its rows (see `ClassNames.tensors`); None if unknown.
-    """
-
+    #: Path below the layer: `mlp.experts.*.gate_proj` for a module, `mlp.experts.gate_up_proj_packed` for a stacked
+    #: tensor.
     path: str
-    order: str | None = "halves"
+    order: str | None = "halves"  #: order of its rows (see `ClassNames.tensors`); None if unknown
 
     @property
     def single(self) -> bool:
@@ -46,21 +42,16 @@ class StoredName:
 
 @dataclass(frozen=True)
 class ClassNames:
-    """Names that a model class loads.
+    """Names that a model class loads."""
 
-    Attributes:
-        architecture: name of the class in a config.
-        stacks: paths of the layers in checkpoints that it finds: `model.layers`.
-        modules: path of one expert's module below its layer, `mlp.experts.*.gate_proj` -> `any`, or the order of the
-            rows if it holds gate and up.
-        tensors: path of a stacked tensor below its layer, `mlp.experts.gate_up_proj_packed` -> order of its rows:
-            `halves`, `interleaved`, `transposed` (rows and columns exchanged), `either` (halves or transposed, by
-            the shape), or `as-is`.
-    """
-
-    architecture: str
-    stacks: Sequence[str]
+    architecture: str  #: name of the class in a config
+    stacks: Sequence[str]  #: paths of the layers in checkpoints that it finds: `model.layers`
+    #: Path of one expert's module below its layer, `mlp.experts.*.gate_proj` -> `any`, or the order of the rows if it
+    #: holds gate and up.
     modules: Mapping[str, str]
+    #: Path of a stacked tensor below its layer, `mlp.experts.gate_up_proj_packed` -> order of its rows: `halves`,
+    #: `interleaved`, `transposed` (rows and columns exchanged), `either` (halves or transposed, by the shape), or
+    #: `as-is`.
     tensors: Mapping[str, str]
 
     def problem(self, names: Iterable[StoredName]) -> str | None:

@@ -19,19 +19,13 @@ HEAD = "lm_head"
 
 @dataclass(frozen=True)
 class LinearModule:
-    """One linear module of a layer, or the output head.
+    """One linear module of a layer, or the output head."""
 
-    Attributes:
-        path: path below the layer in the engine: `self_attn.qkv_proj`.
-        shards: paths of the modules of a checkpoint that it is made of, `self_attn.q_proj` first.
-        listed: whether the config is asked about the shards, too.
-        split: how ranks divide it: by `row`s of the stored matrix transposed (input features), by `column`s (output
-            features), `whole` for none.
-    """
-
-    path: str
-    shards: tuple[str, ...]
-    listed: bool
+    path: str  #: path below the layer in the engine: `self_attn.qkv_proj`
+    shards: tuple[str, ...]  #: paths of the modules of a checkpoint that it is made of, `self_attn.q_proj` first
+    listed: bool  #: whether the config is asked about the shards, too
+    #: How ranks divide it: by `row`s of the stored matrix transposed (input features), by `column`s (output features),
+    #: `whole` for none.
     split: str
 
 

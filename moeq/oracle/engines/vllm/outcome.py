@@ -43,25 +43,17 @@ _OPEN = Method("", "wna16", "none", "none")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one question, up to kernel creation.
+    """Result of one question, up to kernel creation."""
 
-    Attributes:
-        case: question; its method is a placeholder if the config was refused.
-        entry: entry point that read the config.
-        refused: whether the config was refused before selection.
-        config: quantisation config, for advisories about per-module rules.
-        prefix: module path of the experts.
-        uncalibrated: experts without a static activation scale that the engine's method reads.
-    """
-
-    case: Case
-    entry: str
+    case: Case  #: question; its method is a placeholder if the config was refused
+    entry: str  #: entry point that read the config
     selection: Selection
     gates: tuple[Gate, ...]
-    refused: bool = False
+    refused: bool = False  #: whether the config was refused before selection
+    #: Quantisation config, for advisories about per-module rules.
     config: Mapping[str, Any] = field(default_factory=dict)
-    prefix: str = PREFIX
-    uncalibrated: tuple[int, ...] = ()
+    prefix: str = PREFIX  #: module path of the experts
+    uncalibrated: tuple[int, ...] = ()  #: experts without a static activation scale that the engine's method reads
 
     def stage(self, row: CandidateReport | None) -> Stage:
         """Return the input of the gates if that backend were selected."""

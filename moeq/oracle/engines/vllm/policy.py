@@ -32,17 +32,12 @@ from moeq.oracle.versions import BUILTIN, engine_names, release
 
 @dataclass(frozen=True)
 class BackendLayout:
-    """Layout that a backend's kernel reads under some conditions, as a layout class declares it in its `readers`.
-
-    Attributes:
-        lossy: whether the engine changes numbers when it makes this layout. It is then written only on request.
-        since: first version of the engine that reads it, where older ones read other bytes; else None.
-    """
+    """Layout that a backend's kernel reads under some conditions, as a layout class declares it in its `readers`."""
 
     layout: str
     only: Only
-    lossy: bool
-    since: str | None
+    lossy: bool  #: whether the engine changes numbers when it makes this layout. It is then written only on request
+    since: str | None  #: first version of the engine that reads it, where older ones read other bytes; else None
 
 
 def _layouts(family: str, backend: str) -> tuple[BackendLayout, ...]:
@@ -68,45 +63,28 @@ def _order(row: BackendLayout) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend of a family.
-
-    Attributes:
-        classes: its experts classes in order of trial.
-        activation_key: activation key to ask its classes with; None for the method's key.
-        flag: value of the backend option that selects it, or None.
-        filters: names of the checks on the whole backend.
-        layouts: what its kernel reads; the first layout whose conditions hold applies.
-        unread: conditions under which it reads bytes of no layout.
-        no_layout: reason for a missing layout.
-        as_it_is: whether it reads the bytes of the checkpoint.
-        native: whether it computes in the number types of the checkpoint (see `CandidateReport.native`).
-    """
+    """One backend of a family."""
 
     name: str
-    classes: tuple[str, ...]
-    activation_key: str | None = None
-    flag: str | None = None
-    filters: tuple[str, ...] = ()
-    layouts: tuple[BackendLayout, ...] = ()
-    unread: tuple[Only, ...] = ()
-    no_layout: str | None = None
-    as_it_is: bool = False
-    native: bool = False
+    classes: tuple[str, ...]  #: its experts classes in order of trial
+    activation_key: str | None = None  #: activation key to ask its classes with; None for the method's key
+    flag: str | None = None  #: value of the backend option that selects it, or None
+    filters: tuple[str, ...] = ()  #: names of the checks on the whole backend
+    layouts: tuple[BackendLayout, ...] = ()  #: what its kernel reads; the first layout whose conditions hold applies
+    unread: tuple[Only, ...] = ()  #: conditions under which it reads bytes of no layout
+    no_layout: str | None = None  #: reason for a missing layout
+    as_it_is: bool = False  #: whether it reads the bytes of the checkpoint
+    native: bool = False  #: whether it computes in the number types of the checkpoint (see `CandidateReport.native`)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One selection function of the engine.
-
-    Attributes:
-        title: weights that it serves, in words.
-        backends: all its backends; those of the automatic order come first.
-        searches: device -> requested backend -> its table, or the text of a search that no factor changes.
-    """
+    """One selection function of the engine."""
 
     name: str
-    title: str
-    backends: Mapping[str, Backend]
+    title: str  #: weights that it serves, in words
+    backends: Mapping[str, Backend]  #: all its backends; those of the automatic order come first
+    #: Device -> requested backend -> its table, or the text of a search that no factor changes.
     searches: Mapping[str, Mapping[str, SearchTable | str]]
 
     def flags(self, device: str) -> tuple[str, ...]:
@@ -183,36 +161,25 @@ def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> It
 
 @dataclass(frozen=True)
 class EnginePolicy:
-    """All knowledge about one version of an engine.
-
-    Attributes:
-        digest: digest of the package that the tables were extracted from.
-        backend_flag: engine's option that requests a backend.
-        packages: platform -> optional packages that its build brings.
-        names: device -> declared kind -> method named by the user ("" for none) -> method in force.
-        limits: method -> minimum capability and accepted dtypes.
-        rounding: device -> MXFP4 backend -> activation ("" for all others) -> multiples of (hidden, intermediate).
-        overrides: every value of the backend option.
-        all2all: every all-to-all kind.
-        activations: every activation function that the version has.
-        no_converter: pairs of config class and backend whose converter raises.
-    """
+    """All knowledge about one version of an engine."""
 
     engine: str
     version: str
-    digest: str
-    backend_flag: str
+    digest: str  #: digest of the package that the tables were extracted from
+    backend_flag: str  #: engine's option that requests a backend
     families: Mapping[str, Family]
     classes: Mapping[str, ExpertsClass]
     devices: tuple[str, ...]
-    packages: Mapping[str, Mapping[str, bool]]
+    packages: Mapping[str, Mapping[str, bool]]  #: platform -> optional packages that its build brings
+    #: Device -> declared kind -> method named by the user ("" for none) -> method in force.
     names: Mapping[str, Mapping[str, Mapping[str, str]]]
-    limits: Mapping[str, Mapping[str, Any]]
+    limits: Mapping[str, Mapping[str, Any]]  #: method -> minimum capability and accepted dtypes
+    #: Device -> MXFP4 backend -> activation ("" for all others) -> multiples of (hidden, intermediate).
     rounding: Mapping[str, Mapping[str, Mapping[str, tuple[int, int]]]]
-    overrides: tuple[str, ...]
-    all2all: tuple[str, ...]
-    activations: tuple[str, ...]
-    no_converter: tuple[Mapping[str, Any], ...]
+    overrides: tuple[str, ...]  #: every value of the backend option
+    all2all: tuple[str, ...]  #: every all-to-all kind
+    activations: tuple[str, ...]  #: every activation function that the version has
+    no_converter: tuple[Mapping[str, Any], ...]  #: pairs of config class and backend whose converter raises
     advisories: tuple[Mapping[str, Any], ...]
     _nearest: dict[Gpu, str | None] = field(default_factory=dict, compare=False)
 

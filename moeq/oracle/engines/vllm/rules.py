@@ -18,16 +18,12 @@ Failure = tuple[str, str | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule about an experts class.
-
-    Attributes:
-        explain: sentence for `moeq explain`.
-        check: function that yields the text and the remedy of every failure.
-    """
+    """One rule about an experts class."""
 
     code: str
     title: str
-    explain: str
+    explain: str  #: sentence for `moeq explain`
+    #: Function that yields the text and the remedy of every failure.
     check: Callable[[Case, ExpertsClass, str], Iterator[Failure]]
 
 

@@ -88,46 +88,28 @@ def longest(key: tuple[str, ...], rows: Mapping[tuple[str, ...], Any]) -> tuple[
 
 @dataclass(frozen=True)
 class Variant:
-    """Conditions under which a class accepts some pairs of keys on some devices: one row of the extracted table.
+    """Conditions under which a class accepts some pairs of keys on some devices: one row of the extracted table."""
 
-    Attributes:
-        pairs: accepted `(weight key, activation key)`; activation `*` is any.
-        routing: routing methods; None for all.
-        fp32_logits: routing methods that take fp32 router logits; None for all of `routing`.
-        parallel: parallel forms, as `Case.parallel_form` names them.
-        lora: whether adapters on experts are accepted.
-        bias: whether expert biases are accepted.
-        limit: activation functions that may have a clamp; None for all.
-        hidden: divisor that the hidden size must have.
-        intermediate: divisor that the intermediate size per rank must have.
-        intermediate_by: activation functions with another such divisor.
-        max_experts: largest number of experts; None without a limit.
-        min_top_k: smallest number of experts per token.
-        hash_routing: whether experts may be chosen by token id.
-        decomposed: whether the router may stay outside the kernel.
-        batch_invariant: whether results do not depend on the batch.
-        packages: optional packages that it needs.
-        env: environment variables that it depends on, each with the accepted values (None: unset).
-    """
-
-    pairs: frozenset[tuple[str, str]]
+    pairs: frozenset[tuple[str, str]]  #: accepted `(weight key, activation key)`; activation `*` is any
     activations: tuple[str, ...]
-    parallel: frozenset[str]
-    routing: tuple[str, ...] | None = None
+    parallel: frozenset[str]  #: parallel forms, as `Case.parallel_form` names them
+    routing: tuple[str, ...] | None = None  #: routing methods; None for all
+    #: Routing methods that take fp32 router logits; None for all of `routing`.
     fp32_logits: tuple[str, ...] | None = None
     dtypes: tuple[str, ...] = ()
-    lora: bool = False
-    bias: bool = True
-    limit: tuple[str, ...] | None = None
-    hidden: int | None = 1
-    intermediate: int | None = 1
-    intermediate_by: tuple[tuple[str, int], ...] = ()
-    max_experts: int | None = None
-    min_top_k: int | None = 1
-    hash_routing: bool = True
-    decomposed: bool = True
-    batch_invariant: bool = False
-    packages: tuple[str, ...] = ()
+    lora: bool = False  #: whether adapters on experts are accepted
+    bias: bool = True  #: whether expert biases are accepted
+    limit: tuple[str, ...] | None = None  #: activation functions that may have a clamp; None for all
+    hidden: int | None = 1  #: divisor that the hidden size must have
+    intermediate: int | None = 1  #: divisor that the intermediate size per rank must have
+    intermediate_by: tuple[tuple[str, int], ...] = ()  #: activation functions with another such divisor
+    max_experts: int | None = None  #: largest number of experts; None without a limit
+    min_top_k: int | None = 1  #: smallest number of experts per token
+    hash_routing: bool = True  #: whether experts may be chosen by token id
+    decomposed: bool = True  #: whether the router may stay outside the kernel
+    batch_invariant: bool = False  #: whether results do not depend on the batch
+    packages: tuple[str, ...] = ()  #: optional packages that it needs
+    #: Environment variables that it depends on, each with the accepted values (None: unset).
     env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
     def admits(self, weight: str, activation: str) -> bool:
@@ -152,34 +134,20 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ExpertsClass:
-    """One experts class: its conditions by device, and the inputs that it silently drops.
+    """One experts class: its conditions by device, and the inputs that it silently drops."""
 
-    Attributes:
-        name: class name, with the prefix `W4A8:` for the second of two classes with one name.
-        format: activation format, `standard` or `batched`.
-        monolithic: whether it does its own routing.
-        gemm_type: Humming's GEMM type; None for others.
-        variants: device -> variants.
-        ignores_lora: whether adapters are silently ignored.
-        drops_bias: whether biases are silently dropped.
-        drops_zero_points: whether stored zero points are silently dropped.
-        drops_scaling: whether the routed scaling factor and the clamp are silently dropped.
-        asserted_dtypes: dtypes that are asserted when the kernel is made.
-        shard_multiple: divisor of a rank's intermediate size that selection itself asks for.
-        whole_sequences: whether it refuses tokens that the model's class has split over tensor-parallel ranks.
-    """
-
-    name: str
-    format: str
-    monolithic: bool
-    gemm_type: str | None
-    variants: Mapping[str, tuple[Variant, ...]]
-    ignores_lora: bool = False
-    drops_bias: bool = False
-    drops_zero_points: bool = False
-    drops_scaling: bool = False
-    asserted_dtypes: tuple[str, ...] | None = None
-    shard_multiple: int = 1
+    name: str  #: class name, with the prefix `W4A8:` for the second of two classes with one name
+    format: str  #: activation format, `standard` or `batched`
+    monolithic: bool  #: whether it does its own routing
+    gemm_type: str | None  #: Humming's GEMM type; None for others
+    variants: Mapping[str, tuple[Variant, ...]]  #: device -> variants
+    ignores_lora: bool = False  #: whether adapters are silently ignored
+    drops_bias: bool = False  #: whether biases are silently dropped
+    drops_zero_points: bool = False  #: whether stored zero points are silently dropped
+    drops_scaling: bool = False  #: whether the routed scaling factor and the clamp are silently dropped
+    asserted_dtypes: tuple[str, ...] | None = None  #: dtypes that are asserted when the kernel is made
+    shard_multiple: int = 1  #: divisor of a rank's intermediate size that selection itself asks for
+    #: Whether it refuses tokens that the model's class has split over tensor-parallel ranks.
     whole_sequences: bool = False
 
     @property
@@ -216,16 +184,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Search:
-    """Candidates of a selection function in order, and its end if none of them fits.
-
-    Attributes:
-        error: exception type and kind of error at the end, or None.
-        unchecked: candidate that is taken at the end without asking its class, or None.
-    """
+    """Candidates of a selection function in order, and its end if none of them fits."""
 
     attempts: tuple[Attempt, ...]
-    error: tuple[str, str] | None = None
-    unchecked: Attempt | None = None
+    error: tuple[str, str] | None = None  #: exception type and kind of error at the end, or None
+    unchecked: Attempt | None = None  #: candidate that is taken at the end without asking its class, or None
 
 
 @cache
@@ -248,16 +211,11 @@ def _attempt(text: str) -> Attempt:
 
 @dataclass(frozen=True)
 class SearchTable:
-    """Searches for one requested backend on a device, by those factors of a case that matter.
+    """Searches for one requested backend on a device, by those factors of a case that matter."""
 
-    Attributes:
-        factors: names of the factors, in the order of a row's key.
-        same: factor -> value -> value that represents it.
-        rows: `factor=value,...` without the usual values -> search; a missing key has the search of its longest prefix.
-    """
-
-    factors: tuple[str, ...]
-    same: Mapping[str, Mapping[str, str]]
+    factors: tuple[str, ...]  #: names of the factors, in the order of a row's key
+    same: Mapping[str, Mapping[str, str]]  #: factor -> value -> value that represents it
+    #: `factor=value,...` without the usual values -> search; a missing key has the search of its longest prefix.
     rows: Mapping[str, str]
 
     @cached_property

@@ -27,17 +27,12 @@ Waiting = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Trial:
-    """The question without a requested backend, and the way to ask a changed one.
-
-    Attributes:
-        again: function that decides a changed question.
-        admits: function that returns False for deployments that must not be suggested.
-    """
+    """The question without a requested backend, and the way to ask a changed one."""
 
     outcome: Outcome
     shape: MoeShape
-    again: Again
-    admits: Admits = admit_all
+    again: Again  #: function that decides a changed question
+    admits: Admits = admit_all  #: function that returns False for deployments that must not be suggested
 
     @property
     def deployment(self) -> Deployment:

@@ -58,8 +58,7 @@ class Arguments:
 def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
     """Read a block with the validation of compressed-tensors.
 
-    Raises:
-        ConfigRefusal: if its validators refuse the block.
+    Raises ConfigRefusal if its validators refuse the block.
     """
     if not block:
         return None

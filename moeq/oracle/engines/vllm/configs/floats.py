@@ -62,8 +62,7 @@ def check_activation_request(method: Method, config: Config) -> None:
 def read_deepseek_v4(question: ConfigQuestion) -> Method:
     """Read DeepSeek-V4: the model's `expert_dtype` selects FP8 or FP4 experts, and `moe_quant_algo` the kind of FP4.
 
-    Raises:
-        ConfigRefusal: if `expert_dtype` is neither fp4 nor fp8.
+    Raises ConfigRefusal if `expert_dtype` is neither fp4 nor fp8.
     """
     config = question.config
     listed = config.get("ignored_layers") or config.get("modules_to_not_convert")
@@ -168,8 +167,7 @@ def _can_refine(question: ConfigQuestion, refined: tuple[int, int] | None, asked
 def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
     """Return the width of a rank's shard padded to whole blocks; None if padding is not needed or not possible.
 
-    Raises:
-        ConfigRefusal: if the engine requires padding and the deployment does not allow it.
+    Raises ConfigRefusal if the engine requires padding and the deployment does not allow it.
     """
     rows, columns = block
     if rows != columns or case.moe_tp == 1 or case.intermediate % rows == 0:

@@ -30,22 +30,14 @@ _NO_KEY = "kHummingOther"
 
 @dataclass(frozen=True)
 class HummingWeights:
-    """Weights in Humming's terms.
+    """Weights in Humming's terms."""
 
-    Attributes:
-        kind: `uint`, `fp8` or `fp4`.
-        group: weights per scale along K; 0 for scales per channel or tensor.
-        key: engine's weight key.
-        zeros: whether there are zero points.
-        powers: whether group scales are powers of two (E8M0).
-    """
-
-    kind: str
+    kind: str  #: `uint`, `fp8` or `fp4`
     bits: int
-    group: int
-    key: str
-    zeros: bool = False
-    powers: bool = False
+    group: int  #: weights per scale along K; 0 for scales per channel or tensor
+    key: str  #: engine's weight key
+    zeros: bool = False  #: whether there are zero points
+    powers: bool = False  #: whether group scales are powers of two (E8M0)
 
     @property
     def is_mxfp4(self) -> bool:
@@ -117,8 +109,7 @@ def _method(weights: HummingWeights, inputs: HummingInputs | None, newer: bool) 
 def _layer(question: ConfigQuestion, part: str) -> Config | None:
     """Return the config of the experts' weights or input activations; None if they are not quantised.
 
-    Raises:
-        ConfigRefusal: if the config has no `config_groups` where Humming looks for them.
+    Raises ConfigRefusal if the config has no `config_groups` where Humming looks for them.
     """
     config, prefix = question.config, question.prefix
     if _is_skipped(config, prefix):
@@ -329,8 +320,7 @@ _LEAST_SM = {"fp8": 89, "fp4": 100, "int8": 75, "int4": 75}
 def runtime_inputs(case: Case, weights: HummingWeights, asked: HummingInputs | None) -> HummingInputs | None:
     """Return the activations that run: the ones asked for, others that work, or None for 16 bits.
 
-    Raises:
-        ConfigRefusal: if not even 16-bit activations work.
+    Raises ConfigRefusal if not even 16-bit activations work.
     """
     dtype, capability = case.deployment.dtype, case.gpu.capability
     if case.gpu.platform != "cuda" or capability is None or dtype not in ("bf16", "fp16"):

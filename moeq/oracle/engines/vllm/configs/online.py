@@ -35,8 +35,7 @@ def is_online(policy: EnginePolicy, name: str | None) -> bool:
 def read_online(question: ConfigQuestion) -> Method:
     """Return the method that quantises experts of bf16 while they load; `experts_int8` may also be declared.
 
-    Raises:
-        ConfigRefusal: if the name needs a config that the checkpoint does not have.
+    Raises ConfigRefusal if the name needs a config that the checkpoint does not have.
     """
     case, since = question.probe, question.policy.since
     name = case.deployment.quantization or str(question.config.get("quant_method", ""))

@@ -32,16 +32,12 @@ class ConfigRefusal(Exception):
 
 @dataclass(frozen=True)
 class ConfigQuestion:
-    """Input of a reader: the config, and a case (`probe`) whose method is still open.
-
-    Attributes:
-        prefix: module path of the experts, or of another linear module.
-        fused: None for experts; of another linear module, the path of the fused one that it is part of, or its own.
-    """
+    """Input of a reader: the config, and a case (`probe`) whose method is still open."""
 
     config: Config
     probe: Case
-    prefix: str = PREFIX
+    prefix: str = PREFIX  #: module path of the experts, or of another linear module
+    #: None for experts; of another linear module, the path of the fused one that it is part of, or its own.
     fused: str | None = None
 
     @property
