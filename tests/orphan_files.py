@@ -25,7 +25,8 @@ def vectors(method: str) -> dict[str, dict[str, Any]]:
 
 
 def stored(table: dict[str, Any]) -> torch.Tensor:
-    return tensor_of(bytearray.fromhex(table["hex"]), table["dtype"], tuple(table["shape"]), "vector")
+    found = tensor_of(bytearray.fromhex(table["hex"]), table["dtype"], tuple(table["shape"]), "vector")
+    return found.view(torch.float8_e8m0fnu) if table["dtype"] == "F8_E8M0" else found
 
 
 def save(

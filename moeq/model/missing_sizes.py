@@ -92,12 +92,15 @@ def with_bitsandbytes_sizes(source: Source) -> None:
 
 _CODES_SUFFIX = "_qdata"
 
+#: Elements of `MXTensor` that moeq reads; torchao has FP6 and E5M2 too.
+_MX_ELEMENTS = ("float8_e4m3fn", "float4_e2m1fn_x2")
+
 
 def with_torchao_bits(source: Source) -> None:
-    """Add to every integer matrix of torchao a part without bytes: `_weight_bits`, or `_weight_int4` if it is packed.
+    """Add to matrices of torchao a part without bytes: `_weight_bits`, `_weight_int4` if packed, or `_weight_mx`.
 
-    Their shapes are `(0, bits)` and `(0, 1)`, or `(0, 0)` for zero points in floats. Matrices of other classes, and
-    those that no metadata describe, get none and are no format that moeq reads, except FP8.
+    Their shapes are `(0, bits)`, `(0, 1)` or `(0, 0)` for zero points in floats, and `(0, 0)`. Matrices of other
+    classes, and those that no metadata describe, get none and are no format that moeq reads, except FP8.
     """
     added: dict[str, TensorEntry] = {}
     for name, codes in source.tensors.items():
@@ -122,6 +125,10 @@ def _torchao_part(text: str | None) -> tuple[str, int] | None:
         if table["_type"] == "Int4Tensor":
             activation = table["_data"].get("activation_dtype") or {}
             return "int4", int(activation.get("_data") == "float8_e4m3fn")
+        if table["_type"] == "NVFP4Tensor":
+            return "mx", 0
+        if table["_type"] == "MXTensor":
+            return ("mx", 0) if table["_data"]["elem_dtype"]["_data"] in _MX_ELEMENTS else None
         if table["_type"] != "IntxUnpackedToInt8Tensor":
             return None
         found = re.fullmatch("int([1-8])", table["_data"]["target_dtype"]["_data"])

@@ -37,6 +37,7 @@ FORMATS: dict[str, str] = {
     "torchao-int": "moeq.schemes.torchao:TorchAoInt",
     "torchao-int4": "moeq.schemes.torchao:TorchAoInt4",
     "torchao-float8": "moeq.schemes.torchao:TorchAoFloat8",
+    "torchao-mx": "moeq.schemes.torchao:TorchAoMx",
     "kt-amx-int4": "moeq.schemes.kt_amx:KtAmxInt4",
     "kt-amx-int8": "moeq.schemes.kt_amx:KtAmxInt8",
     "unquantized": "moeq.schemes.unquantized:Unquantized",

@@ -1,4 +1,4 @@
-"""torchao: integers in bytes, packed int4, and float8, as `flatten_tensor_state_dict` writes them.
+"""torchao: integers in bytes, packed int4, float8, MX and NVFP4, as `flatten_tensor_state_dict` writes them.
 
 `Int8Tensor`, `IntxUnpackedToInt8Tensor`: `_weight_qdata` I8 `[N, K]`, `_weight_scale` and `_weight_zero_point` I8,
 `[N, K / group]`, or `[1, 1]` for the whole matrix. `moeq.model.missing_sizes` adds `_weight_bits`, a tensor without
@@ -9,6 +9,11 @@ bytes whose shape is `(0, bits)`, from the file's metadata.
 float8; `_weight_int4`, of shape `(0, 1)` there and `(0, 0)` elsewhere, is added likewise.
 
 `Float8Tensor`: `_weight_qdata` F8_E4M3 `[N, K]`, `_weight_scale` F32 `[N, 1]`, `[1, 1]`, or one per block.
+
+`MXTensor`: `_weight_qdata` F8_E4M3 `[N, K]` or U8 `[N, K / 2]`, low half first, `_weight_scale` F8_E8M0 `[N, K / 32]`.
+`NVFP4Tensor`: the latter with `_weight_scale` F8_E4M3 `[N, K / 16]` and perhaps one `_weight_per_tensor_scale`. Scales
+may lie in cuBLAS's order, `[32 ceil(N / 128), 16 ceil(G / 4)]`: blocks of 128 x 4 as 32 rows of four runs
+(`to_blocked`).
 
 Checked against torchao 0.18; packing of `Int4Tensor` is that of FBGEMM 1.9 (`pack_int4`).
 """
@@ -28,6 +33,7 @@ from moeq.schemes.format import (
     Context,
     Described,
     Encoding,
+    Format,
     PartRoles,
     Parts,
     ReadOnlyFormat,
@@ -35,9 +41,12 @@ from moeq.schemes.format import (
     expect_shape,
     float_matrix,
     float_name,
+    matrices,
     matrix_spec,
 )
-from moeq.schemes.fp8 import Fp8, Fp8Block
+from moeq.schemes.fp8 import Fp8, Fp8Block, Mxfp8
+from moeq.schemes.mxfp4 import Mxfp4Packed
+from moeq.schemes.nvfp4 import Nvfp4
 from moeq.schemes.patterns import Patterns
 
 if TYPE_CHECKING:
@@ -51,10 +60,17 @@ BITS = "_weight_bits"
 #: Part that it adds to packed int4; the last size says whether zero points are 0.
 INT4 = "_weight_int4"
 
+#: Part that it adds to matrices under scales of 32 or 16 numbers.
+MX = "_weight_mx"
+
 #: Parts of other kinds of matrices, which change what the layer computes.
 _UNREAD = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
 
 _DYNAMIC_FP8 = QuantKey("e4m3", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
+
+_DYNAMIC_MXFP8 = QuantKey("e4m3", "runtime", ScaleKey("e8m0", "group", (1, 32), dynamic=True))
+_DYNAMIC_MXFP4 = replace(_DYNAMIC_MXFP8, dtype="e2m1")
+_DYNAMIC_NVFP4 = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
 
 _DYNAMIC = QuantKey("int8", "i8", ScaleKey("f32", "token", (1, -1), dynamic=True))
 
@@ -99,6 +115,10 @@ def _declared(config: object, origin: str) -> Declared:
         activation = replace(_DYNAMIC, symmetric=not asymmetric)
     elif kind.startswith("Float8DynamicActivation"):
         activation = _DYNAMIC_FP8
+    elif kind.startswith("MXDynamicActivation"):
+        activation = _DYNAMIC_MXFP4 if _data_name(data, "activation_dtype") == "float4_e2m1fn_x2" else _DYNAMIC_MXFP8
+    elif kind.startswith("NVFP4DynamicActivation"):
+        activation = _DYNAMIC_NVFP4
     return Declared(METHOD, variant=kind, symmetric=symmetric, activation=activation, rule=origin)
 
 
@@ -273,10 +293,90 @@ class TorchAoFloat8(ReadOnlyFormat):
         return (Fp8Block() if blocks else Fp8()).unpack(_plain(parts), spec, scheme)
 
 
+class TorchAoMx(ReadOnlyFormat):
+    """FP8 or FP4 under one scale per 32 or 16 numbers."""
+
+    id = "torchao-mx"
+    title = "torchao: MXFP8, MXFP4 and NVFP4 (`MXTensor`, `NVFP4Tensor`)"
+    rows = ("_weight_qdata", 0)
+    parts: ClassVar[PartRoles] = {
+        "_weight_qdata": "codes",
+        "_weight_scale": "scale",
+        "_weight_per_tensor_scale": "scale2",
+        "_weight_act_per_tensor_scale": "other",
+        MX: "other",
+        "bias": "bias",
+    }
+    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
+
+    def title_of(self, scheme: Scheme) -> str:
+        return f"torchao {scheme.weight.dtype}, {scheme.weight.scale.dtype} scales"
+
+    def matches(self, parts: Parts, declared: Declared | None) -> bool:
+        return (
+            MX in parts and matrices(parts, _weight_qdata=(), _weight_scale=()) is not None and _kind(parts) in _TWINS
+        )
+
+    def describe(self, parts: Parts, context: Context) -> Described:
+        plain, scale = _plain(parts), parts["_weight_scale"]
+        twin, octets_per_scale = _TWINS[_kind(parts)]
+        n, octets = parts["_weight_qdata"].shape
+        groups = -(-octets // octets_per_scale)
+        if scale.shape == _blocked_shape(n, groups):
+            plain["weight_scale"] = scale._replace(shape=(n, groups))
+        found = twin.describe(plain, context)
+        return Described(replace(found.scheme, format=self.id), found.spec)
+
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        import torch
+
+        plain, shape = _plain(parts), (spec.n, spec.num_groups)
+        if plain["weight_scale"].shape == _blocked_shape(*shape):
+            plain["weight_scale"] = _from_blocked(plain["weight_scale"], *shape)
+        plain.setdefault("weight_scale_2", torch.ones(1))
+        return _TWINS[spec.element, spec.scale_dtype][0].unpack(plain, spec, scheme)
+
+
+#: Formats with the same codes and scales, by the dtypes of both, and the bytes of codes that share a scale.
+_TWINS: dict[tuple[str, str], tuple[Format, int]] = {
+    ("e4m3", "e8m0"): (Mxfp8(), 32),
+    ("e2m1", "e8m0"): (Mxfp4Packed(), 16),
+    ("e2m1", "e4m3"): (Nvfp4(), 8),
+}
+
+_DTYPES = {"U8": "e2m1", "F8_E4M3": "e4m3", "F8_E8M0": "e8m0"}
+
+
+def _kind(parts: Parts) -> tuple[str, str]:
+    """Return the dtypes of codes and scales."""
+    codes, scales = (_DTYPES.get(parts[part].dtype, "") for part in ("_weight_qdata", "_weight_scale"))
+    return codes, scales
+
+
+def _blocked_shape(n: int, groups: int) -> tuple[int, int]:
+    """Return the shape of `[N, G]` scales in cuBLAS's order, which is never `[N, G]` itself."""
+    return 32 * -(-n // 128), 16 * -(-groups // 4)
+
+
+def _from_blocked(scales: Tensor, n: int, groups: int) -> Tensor:
+    """Return scales `[N, G]` from cuBLAS's order (`torchao.prototype.mx_formats.utils.from_blocked`)."""
+    import torch
+
+    rows, columns = -(-n // 128), -(-groups // 4)
+    blocks = scales.contiguous().view(torch.uint8).reshape(rows, columns, 32, 4, 4)
+    found = blocks.permute(0, 3, 2, 1, 4).reshape(128 * rows, 4 * columns)
+    return found[:n, :groups].contiguous().view(scales.dtype)
+
+
 _Part = TypeVar("_Part")
 
 
 def _plain(parts: Mapping[str, _Part]) -> dict[str, _Part]:
-    """Return the parts of a float8 matrix by the names of `moeq.schemes.fp8`."""
-    names = {"_weight_qdata": "weight", "_weight_scale": "weight_scale", "bias": "bias"}
+    """Return the parts of a float matrix by the names of `moeq.schemes.fp8` and `moeq.schemes.nvfp4`."""
+    names = {
+        "_weight_qdata": "weight",
+        "_weight_scale": "weight_scale",
+        "_weight_per_tensor_scale": "weight_scale_2",
+        "bias": "bias",
+    }
     return {names[part]: found for part, found in parts.items() if part in names}

@@ -234,6 +234,7 @@ ELSEWHERE = {
     "torchao-float8",
     "torchao-int",
     "torchao-int4",
+    "torchao-mx",
     "unquantized",
 }
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
-from moeq.schemes.torchao import read_config
+from moeq.schemes.torchao import _from_blocked, read_config
 from moeq.transcode.transcode import transcode
 
 VECTORS = vectors("torchao")
 
-#: A stack has one scale of a tensor per expert, which `write_torchao_stacks` does not make.
-STACKED = [name for name in VECTORS if name != "int8-tensor"]
+#: A stack has one scale of a tensor per expert, or whole blocks of scales, which `write_torchao_stacks` does not make.
+STACKED = [name for name in VECTORS if name != "int8-tensor" and not name.endswith("blocked")]
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_the_numbers_of_the_library(make: Any, name: str, tmp_path: Path) -> Non
     scheme = checkpoint.scheme_of(0)
     assert scheme.weight.symmetric == ("asym" not in name)
     assert scheme.format == f"torchao-{name.split('-')[0].replace('int4tensor', 'int4')}" or name.startswith("int")
-    assert (scheme.activation is not None) == ("a8" in name)
+    assert (scheme.activation is not None) == ("a8" in name or name.startswith("mx-"))
 
 
 @pytest.mark.parametrize("name", ["int8", "int8-tensor", "int4-g8", "int4-g8-asym", "int3-channel-asym"])
@@ -152,7 +152,60 @@ def test_packed_parts_that_do_not_fit(
     assert caught.value.code.startswith("source.")
 
 
-@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "NVFP4Tensor", "", "["])
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("compressed-tensors", "mx-fp4"),
+        ("compressed-tensors", "mx-fp8-blocked"),
+        ("modelopt", "mx-nvfp4-blocked"),
+        ("compressed-tensors", "mx-nvfp4-single"),
+    ],
+)
+def test_scales_of_few_numbers_stay(target: str, name: str, tmp_path: Path) -> None:
+    source = write_torchao(tmp_path / "model", VECTORS[name])
+    assert transcode(source, tmp_path / "out", target).exact
+    before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out")
+    for projection in ("gate", "up", "down"):
+        assert torch.equal(before.dequantize(0, 1, projection), after.dequantize(0, 1, projection))
+    one, other = before.matrix(0, 0, "down"), after.matrix(0, 0, "down")
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.scales.view(torch.uint8), other.scales.view(torch.uint8))
+
+
+def test_scales_in_the_order_of_cublas(tmp_path: Path) -> None:
+    """Scale `[n, g]` of a block of 128 x 4 lies in row `n % 32`, behind those of `n // 32` other runs of four."""
+    order = torch.arange(32 * 32).reshape(32, 32)
+    found = _from_blocked(
+        torch.arange(2 * 512, dtype=torch.int32).remainder(251).to(torch.uint8).reshape(32, 32), 100, 7
+    )
+    places = [[512 * (g // 4) + 16 * (n % 32) + 4 * (n // 32) + g % 4 for g in range(7)] for n in range(100)]
+    assert torch.equal(found, order.flatten()[torch.tensor(places)].remainder(251).to(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "tensor", "words"),
+    [
+        ("mx-fp4", "_weight_scale", torch.ones(32, 2, dtype=torch.float8_e8m0fnu), "weight_scale is"),
+        ("mx-fp8-blocked", "_weight_scale", torch.ones(16, 32, dtype=torch.float8_e8m0fnu), "weight_scale is"),
+        (
+            "mx-fp8-blocked",
+            "_weight_scale",
+            torch.full((32, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+            "not finite",
+        ),
+        ("mx-nvfp4-blocked", "_weight_per_tensor_scale", torch.ones(2), "expected one number"),
+        ("mx-nvfp4-blocked", "_weight_per_tensor_scale", torch.tensor(float("nan")), "finite"),
+        ("mx-nvfp4-single", "_weight_qdata", torch.zeros(16, 9, dtype=torch.uint8), "scale is"),
+    ],
+)
+def test_few_scales_that_do_not_fit(tmp_path: Path, name: str, part: str, tensor: torch.Tensor, words: str) -> None:
+    source = write_torchao(tmp_path / "model", VECTORS[name], **{part: tensor})
+    with pytest.raises(MoeqError, match=words) as caught:
+        open_checkpoint(source).dequantize(0, 0, "gate")
+    assert caught.value.code.startswith("source.")
+
+
+@pytest.mark.parametrize("kind", ["Int4TilePackedTo4dTensor", "Int4PlainInt32Tensor", "MXTensor", "", "["])
 def test_other_classes_are_refused(tmp_path: Path, kind: str) -> None:
     vector = VECTORS["int8"] | {"metadata": json.dumps({"_type": kind, "_data": {}}) if kind != "[" else "[" * 5000}
     (use,) = open_checkpoint(write_torchao(tmp_path / "model", vector)).info.schemes
