@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,11 +17,12 @@ PREFIX = "model.layers.0.mlp.experts"
 
 
 def judged(
-    layers: dict[str, Any], *, gpu: str = "H100", version: str = "0.33.0", prefix: str = PREFIX, **more: Any
-) -> Verdict:
+    layers: dict[str, Any], *, gpu: str = "H100", version: str = "0.33.0", prefix: str = PREFIX,
+    shape: MoeShape = SHAPE, **more: Any,
+) -> Verdict:  # fmt: skip
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers, **more}
     where = Deployment(parse_gpu(gpu), engine=f"vllm@{version}")
-    return judge_config(config, SHAPE, where, prefix=prefix, explain=False)
+    return judge_config(config, shape, where, prefix=prefix, explain=False)
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,22 @@ def test_ignored_layers_of_deepseek_v4_stay_mxfp4(ignore: list[str], version: st
     where = Deployment(parse_gpu("B200"), engine=f"vllm@{version}")
     shape = MoeShape(4096, 2048, 256, 6, model_type="deepseek_v4", expert_dtype="fp4")
     assert judge_config(config, shape, where, prefix="model.layers.3.ffn.experts", explain=False).method == method
+
+
+@pytest.mark.parametrize(
+    ("version", "row", "quantised"),
+    [
+        ("0.26.0", "experts", False),
+        ("0.26.0", "experts.0.up_proj", False),
+        ("0.26.0", "moe.experts.0.up_proj", True),
+        ("0.28.0", "experts", True),
+        ("0.30.0", "experts.0.up_proj", False),
+        ("0.31.0", "experts.0.up_proj", True),
+    ],
+)
+def test_gemma4_keeps_its_experts_elsewhere_before_0_31(version: str, row: str, quantised: bool) -> None:
+    """vLLM 0.26.0 to 0.30.0 look up `moe.experts`; 0.28.0 renames rows that end with `experts`."""
+    shape = replace(SHAPE, architecture="Gemma4ForConditionalGeneration")
+    above = "model.language_model.layers.0."
+    verdict = judged({above + row: {"quant_algo": "NVFP4"}}, version=version, prefix=f"{above}experts", shape=shape)
+    assert verdict.method == ("ModelOptNvFp4FusedMoE" if quantised else "UnquantizedFusedMoEMethod")

@@ -163,11 +163,26 @@ def test_blocks_and_groups_that_ranks_would_cut(tmp_path: Path) -> None:
     four = refusal(tmp_path / "four", fp8, {}, more=parts, tp=4, ep=4)
     assert "o_proj has 64 features on a rank of tp 4, and FP8 blocks have 128" in four
     groups = attention(o=stored.gptq(256, 32))
-    assert "o_proj has 1 groups" not in refusal(tmp_path / "one", stored.GPTQ, {}, more=groups, tp=2, ep=2)
+    assert "o_proj has 1 groups" in refusal(tmp_path / "one", stored.GPTQ, {}, more=groups, tp=2, ep=2)
     groups = attention(o=stored.gptq(256, 96))
     assert "o_proj has 3 groups of input features, which tp 2 would cut" in refusal(
         tmp_path / "three", stored.GPTQ, {}, more=groups, tp=2, ep=2
     )
+
+
+def test_rules_of_gptqmodel_for_attention(tmp_path: Path) -> None:
+    """The first rule that matches the engine's fused name gives a module its bits and groups."""
+    four = attention(**dict.fromkeys("qkvo", stored.gptq(256, 256)))
+    fine = {r"+:.*self_attn\.qkv.*": {"group_size": 32}, r".*self_attn\..*": {"bits": 4}, r"+:.*o_proj": {"bits": 8}}
+    assert refusal(tmp_path / "fine", {**stored.GPTQ, "dynamic": fine}, {}, more=four) == ""
+    shards = {r"+:.*\.[qkv]_proj": {"bits": 8}}  # the engine asks for `qkv_proj`
+    assert refusal(tmp_path / "shards", {**stored.GPTQ, "dynamic": shards}, {}, more=four) == ""
+    eight = {r"+:.*qkv_proj": {"bits": 8}}
+    made = refusal(tmp_path / "eight", {**stored.GPTQ, "dynamic": eight}, {}, more=four)
+    assert "q_proj cannot be loaded: the file has scales [8, 256], where the config means [4, 256]" in made
+    asymmetric = {r"+:.*o_proj": {"sym": False}}
+    made = refusal(tmp_path / "sym", {**stored.GPTQ, "dynamic": asymmetric}, {}, more=four)
+    assert "self_attn.o_proj: GPTQ with 4 bits and sym false" in made
 
 
 def test_dense_modules_of_gptq_under_moe_wna16(tmp_path: Path) -> None:

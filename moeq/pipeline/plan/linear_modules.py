@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from moeq.checkpoint.facts import KV_HEADS, Facts
 from moeq.checkpoint.families import find_family
+from moeq.checkpoint.header import TensorEntry
+from moeq.deploy.deployment import Gpu
 from moeq.model import Checkpoint
 from moeq.model.modules import is_quantized_module, part_of, parts_of_module
+from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.expert_names import names_of_class
 from moeq.oracle.engines.vllm.linear_methods import lists_some_shards, method_of_linear
 from moeq.oracle.engines.vllm.linears import HEAD, LinearModule, linears_of
 from moeq.oracle.engines.vllm.parameters import unfit_part
-from moeq.oracle.engines.vllm.policy import load_policy
+from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
 from moeq.oracle.quantization_config import checked
 from moeq.oracle.records import Gate, MoeShape, Verdict
 from moeq.oracle.versions import choose_engine
@@ -87,55 +92,94 @@ def _in_file(path: str) -> str:
     return path.replace(_ROUTER_OF_SETS, "gate")
 
 
+@dataclass(frozen=True)
+class _Shard:
+    """A module of the checkpoint that one linear module of the class is made of.
+
+    Attributes:
+        name: path of the module.
+        parts: its tensors.
+        stored: whether it is quantised in the file.
+        meant: what the config gives it (see `method_of_linear`).
+    """
+
+    name: str
+    parts: Sequence[TensorEntry]
+    stored: bool
+    meant: Method | bool | str
+
+
 def _of_linear(
     checkpoint: Checkpoint, verdict: Verdict, shape: MoeShape, linear: LinearModule, above: str
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Yield what is wrong with one linear module of the class."""
-    tensors, policy = checkpoint.source.tensors, load_policy(choose_engine(verdict.engine).policy)
-    config = checkpoint.quantization_config and checked(checkpoint.quantization_config)
-    states, blocks, gpu = set(), None, verdict.deployment.gpu
-    for shard in linear.shards:
-        module = above + _in_file(shard)
-        parts = parts_of_module(tensors, module)
+    policy, tp = load_policy(choose_engine(verdict.engine).policy), verdict.deployment.tp
+    config = checked(checkpoint.quantization_config) if checkpoint.quantization_config else {}
+    shards = list(_shards(checkpoint, policy, config, verdict, shape, linear, above))
+    for shard in shards:
+        yield from _unlike(policy.version, shard, verdict.deployment.gpu)
+    names = ", ".join(path.rpartition(".")[2] for path in linear.shards)
+    if len({shard.stored for shard in shards}) > 1:
+        yield f"{above}: of {names} some are quantised, and the engine makes one module of them", "one encoding of all"
+    elif shards and lists_some_shards(policy, config, shape.architecture, linear, above):
+        yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
+    methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
+    blocks = next((config.get("weight_block_size", one.block) for one in methods if one.block), None)
+    if blocks:
+        yield from _cut_blocks(checkpoint, tp, linear, above, blocks)
+    elif linear.split == "row":
+        grouped = any((one.group_size or 0) > 0 for one in methods)
+        yield from _cut_groups(checkpoint, tp, linear, above, grouped=grouped)
+
+
+def _shards(
+    checkpoint: Checkpoint, policy: EnginePolicy, config: Mapping[str, Any], verdict: Verdict, shape: MoeShape,
+    linear: LinearModule, above: str,
+) -> Iterator[_Shard]:  # fmt: skip
+    """Yield the parts of a linear module that are in the file."""
+    for path in linear.shards:
+        name = above + _in_file(path)
+        parts = parts_of_module(checkpoint.source.tensors, name)
         if not parts:
             continue
         stored = is_quantized_module(parts)
-        states.add(stored)
-        named = stored and _in_file(shard) == shard  # the engine looks in the file for its own name
-        meant = config is not None and method_of_linear(
-            policy, config, shape, verdict.deployment, linear, shard, above, stored=named
+        named = stored and _in_file(path) == path  # the engine looks in the file for its own name
+        meant = bool(config) and method_of_linear(
+            policy, config, shape, verdict.deployment, linear, path, above, stored=named
         )
-        if meant and not stored:
-            yield f"the config quantises {module} ({part_of(module)}), and the file holds {parts[0].dtype}", _LISTED
-        elif stored and not meant:
-            held = ", ".join(part.name.rpartition(".")[2] for part in parts)
-            yield f"{module} is quantised ({held}), and the engine creates it as float numbers", _MEANING
-        elif stored and not isinstance(meant, bool):
-            dtypes = {part.name.rpartition(".")[2]: part.dtype for part in parts}
-            unfit = unfit_part(policy.version, meant, dtypes)
-            if (meant.name, gpu.platform) == _QUARK_FP8 and (gpu.capability or (0, 0)) < (8, 9):
-                yield f"{module}: Quark's FP8 outside experts needs compute capability 8.9, this is {gpu.name}", _NEWER
-            blocks = blocks or (meant.block and (config or {}).get("weight_block_size", meant.block))
-            if unfit is not None:
-                yield f"{meant.name} of {module} cannot be loaded: the file has {unfit}", _MEANING
-    if len(states) > 1:
-        names = ", ".join(shard.rpartition(".")[2] for shard in linear.shards)
-        yield f"{above}: of {names} some are quantised, and the engine makes one module of them", "one encoding of all"
-    elif len(states) and lists_some_shards(policy, config or {}, shape.architecture, linear, above):
-        names = ", ".join(shard.rpartition(".")[2] for shard in linear.shards)
-        yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
-    if blocks:
-        yield from _cut_blocks(checkpoint, verdict.deployment.tp, linear, above, blocks)
-    elif linear.split == "row":
-        yield from _cut_groups(checkpoint, verdict.deployment.tp, linear, above)
+        yield _Shard(name, parts, stored, meant)
 
 
-def _cut_groups(checkpoint: Checkpoint, tp: int, linear: LinearModule, above: str) -> Iterator[tuple[str, str]]:
-    """Yield groups of input features that ranks cannot share out: each would load whole ones (see `parameters`)."""
+def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[tuple[str, str]]:
+    """Yield why the engine cannot load a module as it is stored."""
+    parts = {part.name.rpartition(".")[2]: (part.dtype, part.shape) for part in shard.parts}
+    if isinstance(shard.meant, str):
+        yield f"{shard.name}: {shard.meant}", _MEANING
+    elif shard.meant and not shard.stored:
+        held = shard.parts[0].dtype
+        yield f"the config quantises {shard.name} ({part_of(shard.name)}), and the file holds {held}", _LISTED
+    elif shard.stored and not shard.meant:
+        yield f"{shard.name} is quantised ({', '.join(parts)}), and the engine creates it as float numbers", _MEANING
+    elif isinstance(shard.meant, Method):
+        if (shard.meant.name, gpu.platform) == _QUARK_FP8 and (gpu.capability or (0, 0)) < (8, 9):
+            yield f"{shard.name}: Quark's FP8 outside experts needs compute capability 8.9, this is {gpu.name}", _NEWER
+        unfit = unfit_part(version, shard.meant, parts)
+        if unfit is not None:
+            yield f"{shard.meant.name} of {shard.name} cannot be loaded: the file has {unfit}", _MEANING
+
+
+def _cut_groups(
+    checkpoint: Checkpoint, tp: int, linear: LinearModule, above: str, *, grouped: bool
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Yield groups of input features that ranks cannot share out: each would load whole ones (see `parameters`).
+
+    A single scale is a group only where the config's method has groups: one per channel serves every rank.
+    """
     for part, axis in (("scales", 0), ("weight_scale", 1)):
         entry = checkpoint.source.tensors.get(f"{above}{linear.shards[0]}.{part}")
-        if entry is not None and len(entry.shape) == 2 and entry.shape[axis] > 1 and entry.shape[axis] % tp:
-            text = f"{above}{linear.path} has {entry.shape[axis]} groups of input features, which tp {tp} would cut"
+        groups = entry.shape[axis] if entry is not None and len(entry.shape) == 2 else 1
+        if entry is not None and (groups > 1 or grouped) and groups % tp:
+            text = f"{above}{linear.path} has {groups} groups of input features, which tp {tp} would cut"
             yield text, "a tp that divides the groups"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import Method
-from moeq.oracle.engines.vllm.configs.integers import dynamic_rule
+from moeq.oracle.engines.vllm.configs.integers import read_gptq_linear
+from moeq.oracle.engines.vllm.configs.question import ConfigRefusal, engine_path
 from moeq.oracle.engines.vllm.linears import HEAD, LinearModule, renamings
 from moeq.oracle.engines.vllm.outcome import method_of
 from moeq.oracle.engines.vllm.policy import EnginePolicy
@@ -22,8 +23,10 @@ _TAKE_HEADS = ("modelopt", "compressed-tensors", "auto-round")
 def method_of_linear(
     policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, linear: LinearModule,
     shard: str, above: str, *, stored: bool,
-) -> Method | bool:  # fmt: skip
+) -> Method | bool | str:  # fmt: skip
     """Return what a config gives a linear module: a method, whether it is quantised where no method is known, or False.
+
+    Where a rule of GPTQModel for the module stops the engine, the answer is why.
 
     Args:
         linear: the module of the class.
@@ -35,13 +38,17 @@ def method_of_linear(
     declared, reads_no_file = str(config.get("quant_method")), deployment.quantization == "moe_wna16"
     if linear.path == HEAD and not declared.startswith(_TAKE_HEADS):
         return bool(config.get(HEAD)) and stored
-    if declared == "awq" and not config.get("modules_to_not_convert") and not reads_no_file:
-        return stored
+    if declared == "awq" and not config.get("modules_to_not_convert") and not reads_no_file and not stored:
+        return False
     if declared == "gptq":
         listed = config.get("modules_in_block_to_quantize")
         without_list = policy.since("0.32.0") if reads_no_file else stored
-        named = any(entry in module for entry in _flat(listed)) if listed else without_list
-        return named and not (dynamic_rule(config, fused) or {}).get("skip")
+        if not (any(entry in module for entry in _flat(listed)) if listed else without_list):
+            return False
+        try:
+            return read_gptq_linear(config, engine_path(shape.architecture, fused)) or False
+        except ConfigRefusal as refusal:
+            return refusal.text
     found = method_of(policy, config, shape, deployment, module, fused)
     if isinstance(found, str):
         return True

@@ -19,6 +19,7 @@ from moeq.oracle.engines.vllm.configs.question import (
     built_in_kernel,
     check_layer,
     check_selected,
+    moved_experts,
 )
 from moeq.oracle.engines.vllm.entry_points import OUTSIDE, READERS, declared_kind, entry_of
 from moeq.oracle.engines.vllm.gates import Stage, run_gates
@@ -155,7 +156,7 @@ def _read(entry: str, question: ConfigQuestion) -> Method:
         raise ConfigRefusal(
             "ValueError", "CONFIG", f"quant_method '{entry}' {what}", f"known: {', '.join(filter(None, READERS))}", "G0"
         )
-    method = built_in_kernel(question.probe, reader(question))
+    method = built_in_kernel(question.probe, reader(moved_experts(question)))
     check_activation_request(method, question.config)
     return method
 

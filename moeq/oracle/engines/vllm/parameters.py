@@ -25,6 +25,8 @@ _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
 _OPTIONAL = ("bias", "g_idx", "qzeros", "weight_shape", "weight_zero_point", "weight_g_idx")
 #: Parts that loaders pass over where the method has no parameter for them.
 _PASSED_OVER = ("bias", "g_idx", "weight_g_idx", "weight_shape")
+#: Parts that hold the codes of integers, and those of their groups.
+_PACKED, _GROUPED = ("qweight", "weight_packed"), ("scales", "qzeros", "weight_scale", "weight_zero_point")
 #: Parts that hold static scales of activations.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")
 #: Other spellings of a parameter's name in checkpoints, which some model classes translate (DeepSeek-V4, Mistral 3).
@@ -76,19 +78,32 @@ def parameters_of(version: str, method: Method) -> Parameters | None:
     return None
 
 
-def unfit_part(version: str, method: Method, stored: Mapping[str, str]) -> str | None:
+def unfit_part(version: str, method: Method, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """Return which part of a linear module a method cannot load, or None.
 
-    Methods of a config give linear modules the parameters that they give experts.
+    Methods of a config give linear modules the parameters that they give experts. The packed weights tell the sizes
+    with which the shapes of scales and zero points of integers are compared.
     """
-    for name, (dtype, shape) in (parameters_of(version, method) or {}).items():
-        head, _, part = name.partition("_")
-        if head != "w2" or "input" in part or part in _OPTIONAL:
+    created = parameters_of(version, method) or {}
+    needed = {name.removeprefix("w2_"): row for name, row in created.items() if name.startswith("w2_")}
+    sizes = {"G": max(method.group_size or 1, 1)}
+    for part, (dtype, shape) in sorted(needed.items(), key=lambda row: row[0] not in _PACKED):
+        if "input" in part or (part in _OPTIONAL and part not in stored):
             continue
         if part not in stored:
             return f"no {part}"
-        if shape is not None and stored[part] not in _LOADS.get(dtype, (stored[part],)):
-            return f"{part} as {stored[part]}"
+        held, lengths = stored[part]
+        if shape is None:
+            continue
+        if held not in _LOADS.get(dtype, (held,)):
+            return f"{part} as {held}"
+        if part in _PACKED:
+            rows = zip((word.partition("/") for word in shape), lengths, strict=False)
+            sizes |= {size: length * int(codes or 1) for (size, _, codes), length in rows}
+        elif method.family in _INTEGERS and {"N", "K"} <= sizes.keys() and part in _GROUPED:
+            wanted = [_value(word, sizes) for word in shape]
+            if list(lengths) != wanted:
+                return f"{part} {list(lengths)}, where the config means {wanted}"
     return None
 
 
@@ -104,7 +119,7 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
     case = outcome.case
     if outcome.refused:
         return None
-    online = case.method.config == "online" or case.deployment.quantization == "experts_int8"
+    online = case.method.config in ("online", "experts_int8")
     created = _ONLINE_PARAMETERS if online else parameters_of(case.policy.version, case.method)
     placeholder = case.method.name == "MoeWNA16Method" and not case.method.zero_points
     packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
@@ -233,6 +248,8 @@ def _converted(case: Case, tensor: StoredTensor) -> str | None:
     """Return what a loader that converts takes instead of a tensor, which has to have that many numbers."""
     if tensor.part in _ACTIVATION_SCALES:
         return None if math.prod(tensor.shape) == 1 else "one number"
+    if tensor.part in _PASSED_OVER:
+        return None
     bits, group, n, k = case.method.bits, case.method.group_size or 0, *_sizes(case, tensor)
     groups = 1 if group <= 0 else k // group
     if not bits or (tensor.dtype != "I32" and tensor.part != "scales"):

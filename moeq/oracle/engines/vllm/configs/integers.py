@@ -47,6 +47,22 @@ def read_gptq(question: ConfigQuestion) -> Method:
     return replace(auto_gptq(bits, group), act_order=ordered, tile_padding=not ordered)
 
 
+def read_gptq_linear(config: Config, path: str) -> Method | None:
+    """Return what GPTQ's config gives a linear module that is no expert's; None if a rule leaves it unquantised.
+
+    Source: `get_linear_quant_method`, vLLM 0.26.0 to 0.33.0.
+
+    Raises:
+        ConfigRefusal: if the rule that matches asks for other bits than 4 or 8, or for zero points.
+    """
+    rule = dynamic_rule(config, path) or {}
+    if rule.get("skip"):
+        return None
+    own = {**config, **rule}
+    check_gptq_bits(own["bits"], bool(own["sym"]))
+    return auto_gptq(own["bits"], own["group_size"])
+
+
 def auto_gptq(bits: int, group: int) -> Method:
     """Return the Marlin integration of symmetric GPTQ. Its key does not distinguish groups of 32."""
     return Method(

@@ -7,6 +7,7 @@ refuses the config. It reads the config alone: no tensors, no torch. Rules that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -72,14 +73,42 @@ class ConfigQuestion:
         return self.probe.shape.gated and not self.probe.shape.activation.endswith("_no_mul")
 
     def engine_path(self, path: str) -> str:
-        """Return a module's path within the engine, which regular expressions of a config are matched with.
+        """Return a module's path within the engine's class (see the function of this name)."""
+        return engine_path(self.probe.shape.architecture, path)
 
-        Mappers of image classes rename modules and plain entries, but no expressions (vLLM 0.26.0 to 0.33.0,
-        `CompressedTensorsConfig.apply_vllm_mapper`, `AutoGPTQConfig.apply_vllm_mapper`).
-        """
-        wrapped = self.probe.shape.architecture.endswith("ForConditionalGeneration")
-        stem = "model.language_model."
-        return "language_model.model." + path.removeprefix(stem) if wrapped and path.startswith(stem) else path
+
+def engine_path(architecture: str, path: str) -> str:
+    """Return a module's path within the engine's class, which regular expressions of a config are matched with.
+
+    Mappers of image classes rename modules and plain entries, but no expressions (vLLM 0.26.0 to 0.33.0,
+    `CompressedTensorsConfig.apply_vllm_mapper`, `AutoGPTQConfig.apply_vllm_mapper`).
+    """
+    wrapped, stem = architecture.endswith("ForConditionalGeneration"), "model.language_model."
+    return "language_model.model." + path.removeprefix(stem) if wrapped and path.startswith(stem) else path
+
+
+def moved_experts(question: ConfigQuestion) -> ConfigQuestion:
+    """Return the question with the path at which older versions keep Gemma-4's experts: `moe.experts` of a layer.
+
+    Some of them rename entries of the config that end there. Source: `gemma4.py`, vLLM 0.26.0 to 0.30.0.
+    """
+    shape, policy = question.probe.shape, question.policy
+    if not shape.architecture.startswith("Gemma4") or question.fused is not None or policy.since("0.31.0"):
+        return question
+    config = _with_moved_entries(question.config) if policy.since("0.28.0") else question.config
+    return replace(question, prefix=_moved(question.prefix), config=config)
+
+
+def _moved(path: str) -> str:
+    return re.sub(r"(?<!\.moe)\.experts$", ".moe.experts", path)
+
+
+def _with_moved_entries(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_moved(key): _with_moved_entries(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_moved_entries(one) for one in value]
+    return _moved(value) if isinstance(value, str) else value
 
 
 Reader = Callable[[ConfigQuestion], Method]
