@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engines import sglang_engine
-from engines.test_sglang_models import GROUPS, engine, model_of  # noqa: F401 - a fixture
+from engines.test_sglang_models import GROUPS, engine  # noqa: F401 - a fixture
+from engines.trainer_examples import printed_digests
 from load.deployments import convert
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from update.updates import Experts
@@ -20,6 +19,8 @@ from update.updates import Experts
 import moeq
 from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang.config import MoeqMoEMethod
+
+slime_sync = import_module("slime_sync")  # from the folder that `trainer_examples` has put on the path
 
 #: Checkpoint to its layout.
 CASES = {
@@ -30,25 +31,11 @@ CASES = {
 Tensors = dict[str, torch.Tensor]
 
 
-class Server:
+class Server(slime_sync.Server):
     """A model of the engine, filled and set up, with the updater that its scheduler calls."""
 
     def __init__(self, folder: Path, store: Path, **options: Any) -> None:
-        self.model = model_of(folder, store, **options)
-        config = ModelConfig.from_server_args(sglang_engine.runtime_context.get_server_args())
-        config.dtype = torch.bfloat16
-        self.fields: dict[str, Any] = {}
-        self.updater = WeightUpdater(
-            tp_rank=0,
-            device="cpu",
-            gpu_id=0,
-            model_config=config,
-            custom_weight_loaders={},
-            get_model=lambda: self.model,
-            update_model_fields=lambda model, **fields: self.fields.update(fields),
-            recapture_cuda_graph=lambda: None,
-            get_model_runner=lambda: None,
-        )
+        super().__init__(folder, store, **options)
         layers = (one for one in self.model.modules() if isinstance(getattr(one, "quant_method", None), MoeqMoEMethod))
         self.experts = list(layers)
 
@@ -76,7 +63,7 @@ def served(
     name, _, direct = request.param.partition(" ")
     options = {"quantization": "moeq"} if direct else {}
     with get_parallel().override(**{f"{group}_rank": 0 for group in GROUPS}):
-        yield name, Server(checkpoints / name if direct else converted[name], tmp_path / "store", **options)
+        yield name, Server(checkpoints / name if direct else converted[name], tmp_path, **options)
 
 
 def swapped(source: Experts) -> Tensors:
@@ -143,13 +130,17 @@ def test_experts_are_the_new_checkpoints(served, way, checkpoints: Path, tmp_pat
     assert bool((server.model.model.norm.weight == 1).all())
 
 
+def test_example_of_slime(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(printed_digests("slime_sync.py", capsys)) == 2
+
+
 class TestRefusals:
     """They are answers of the engine: an error would end its process."""
 
     @pytest.fixture
     def server(self, converted: dict[str, Path], tmp_path: Path) -> Iterator[Server]:
         with get_parallel().override(**{f"{name}_rank": 0 for name in GROUPS}):
-            yield Server(converted["ct-int4-g128-qwen3moe"], tmp_path / "store")
+            yield Server(converted["ct-int4-g128-qwen3moe"], tmp_path)
 
     def refused(self, server: Server, *given: Any, **named: Any) -> str:
         before = {name: one.clone() for name, one in server.bytes(1).items()}

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines.test_vllm_models import NoAttention
 from engines.test_vllm_reload import running  # noqa: F401 - a fixture
+from engines.trainer_examples import printed_digests
 
 import moeq
 
@@ -49,10 +51,6 @@ def updated(running, folders) -> tuple[Any, list[tuple[str, torch.Tensor]], Call
     return engine, weights, check
 
 
-def runner_of(engine: Any) -> SimpleNamespace:
-    return SimpleNamespace(model=engine.model, vllm_config=engine.whole)
-
-
 @pytest.mark.parametrize("running", [INT4], indirect=True)
 def test_openrlhf(updated, monkeypatch) -> None:
     """Its worker receives one tensor at a time and calls `load_weights` with it."""
@@ -62,7 +60,7 @@ def test_openrlhf(updated, monkeypatch) -> None:
     monkeypatch.setattr(torch, "empty", lambda *shape, device=None, **more: empty(*shape, **more))  # not on `cuda`
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     worker = wrap.WorkerWrap()
-    worker.model_config, worker.model_runner = engine.config, runner_of(engine)
+    worker.model_config, worker.model_runner = engine.vllm_config.model_config, engine
     worker._model_update_with_ray = False
     for name, weight in weights:
         worker._model_update_group = SimpleNamespace(broadcast=lambda one, src, stream: one.copy_(weight))  # noqa: B023
@@ -71,29 +69,13 @@ def test_openrlhf(updated, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("running", [INT4], indirect=True)
-def test_verl(updated) -> None:
-    """Its worker gets buckets of tensors, and has the engine process all weights after the last one."""
-    utils = pytest.importorskip("verl.workers.rollout.vllm_rollout.utils", reason="verl is not installed")
-    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer
+def test_verl(updated, tmp_path) -> None:
+    """Its sender's buckets reach its worker, which has the engine process all weights after the last one."""
+    pytest.importorskip("verl.workers.rollout.vllm_rollout.utils", reason="verl is not installed")
+    from verl_sync import sync
 
     engine, weights, check = updated
-    worker = object.__new__(utils.vLLMColocateWorkerExtension)
-    worker.model_runner, worker.device, worker.local_rank = runner_of(engine), torch.device("cpu"), 0
-    worker._is_qat_model = worker._is_modelopt_qat = False
-
-    class Receiver:
-        """In the place of the process that sends."""
-
-        def __init__(self, **given: Any) -> None:
-            pass
-
-        def receive_weights(self, on_bucket_received: Any) -> None:
-            on_bucket_received(weights[:6], False)
-            on_bucket_received(weights[6:], True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucketed_weight_transfer, "BucketedWeightReceiver", Receiver)
-        worker.update_weights_from_ipc()
+    sync(engine, weights, tmp_path)
     check()
 
 
@@ -110,7 +92,7 @@ def test_trl(updated) -> None:
                 module.add_module(part, torch.nn.Module())
             module = module.get_submodule(part)
         module.register_parameter("weight", torch.nn.Parameter(weight))
-    worker = SimpleNamespace(model_runner=runner_of(engine))
+    worker = SimpleNamespace(model_runner=engine)
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)),
         reset_prefix_cache=lambda: reset.append(True),
@@ -122,3 +104,18 @@ def test_trl(updated) -> None:
     sender.sync_weights()
     assert reset
     check()
+
+
+@pytest.mark.parametrize("script", ["verl_sync.py", "skyrl_sync.py"])
+def test_examples(script, monkeypatch, capsys) -> None:
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+    from vllm.model_executor.models import qwen3_moe
+
+    if script.startswith("verl"):
+        pytest.importorskip("verl.workers.rollout.vllm_rollout.utils", reason="verl is not installed")
+    monkeypatch.setattr(qwen3_moe, "Attention", NoAttention)
+    try:
+        assert len(printed_digests(script, capsys)) == 2
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from engines import trainer_examples  # noqa: F401 - lets the next lines find the scripts
 from engines.test_vllm_models import NoAttention
-from engines.vllm_engine import DeviceConfig, VllmConfig, set_current_vllm_config
+from engines.vllm_engine import set_current_vllm_config
 from load.deployments import convert
 from update.updates import Experts
 
@@ -18,46 +19,30 @@ from moeq.errors import MoeqError
 
 reload = pytest.importorskip("vllm.model_executor.model_loader.reload", reason="this vLLM has no layerwise reload")
 
+from skyrl_sync import sync as skyrl_sync  # noqa: E402
+from vllm_server import ModelRunner  # noqa: E402
+
 CASES = {"ct-int4-g128-qwen3moe": "qwen3_moe", "ct-w8a8-qwen3moe": "qwen3_moe", "mxfp4-gptoss": "gpt_oss"}
 
 
-class Running:
-    """A whole model of the engine with converted experts, filled and set up."""
-
-    def __init__(self, folder: Path, scratch: Path) -> None:
-        from safetensors.torch import load_file
-        from vllm.config import ModelConfig
-        from vllm.distributed import init_distributed_environment, initialize_model_parallel
-        from vllm.model_executor.model_loader.utils import initialize_model
-
-        self.config = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True)
-        self.whole = VllmConfig(model_config=self.config, device_config=DeviceConfig(device="cpu"))
-        with set_current_vllm_config(self.whole):
-            init_distributed_environment(1, 0, f"file://{scratch}/rendezvous", 0, "gloo")
-            initialize_model_parallel()
-            self.model = initialize_model(self.whole)
-            reload.record_metadata_for_reloading(self.model)
-            tensors = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
-            self.model.load_weights(tensors.items())
-            self.experts = [layer.mlp.experts.routed_experts for layer in self.model.model.layers]
-            for layer in self.experts:
-                layer.quant_method.process_weights_after_loading(layer)
+class Running(ModelRunner):
+    """A whole model of the engine with converted experts, filled and set up, and the engine's reloads of it."""
 
     def reload_folder(self, folder: Path) -> None:
         """`reload_weights` of the engine with `weights_path`."""
         from safetensors.torch import load_file
 
-        self.config.model = str(folder)
+        self.vllm_config.model_config.model = str(folder)
         self.reload({name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()})
 
     def reload(self, tensors: dict[str, torch.Tensor]) -> None:
         """`reload_weights` of the engine with an iterator."""
-        with set_current_vllm_config(self.whole):
+        with set_current_vllm_config(self.vllm_config):
             reload.initialize_layerwise_reload(self.model)
             try:
                 self.model.load_weights(tensors.items())
             finally:
-                reload.finalize_layerwise_reload(self.model, self.config)
+                reload.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
 
     def parameters(self, layer: int) -> dict[str, Any]:
         return dict(self.experts[layer].named_parameters())
@@ -70,7 +55,7 @@ def running(request, folders, gpu, monkeypatch, tmp_path):
     module = import_module(f"vllm.model_executor.models.{CASES[request.param]}")
     monkeypatch.setattr(module, "Attention", NoAttention)
     try:
-        yield request.param, Running(folders[request.param], tmp_path)
+        yield request.param, Running(folders[request.param], tmp_path, kernels="auto")
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
@@ -142,7 +127,7 @@ def test_trainers_call_load_weights_themselves(running, folders, together) -> No
         writer.update(1, int(key.split(".")[5]), key.split(".")[6].removesuffix("_proj"), weight)
     for one in [weights] if together else [[pair] for pair in weights]:
         engine.model.load_weights(weights=one)
-    process_weights_after_loading(engine.model, engine.config, torch.device("cpu"))
+    process_weights_after_loading(engine.model, engine.vllm_config.model_config, torch.device("cpu"))
     for role, parts in layer.tensors.items():
         for part, tensor in parts.items():
             assert torch.equal(engine.parameters(1)[f"{role}_{part}"].data, tensor), (role, part)
@@ -151,10 +136,7 @@ def test_trainers_call_load_weights_themselves(running, folders, together) -> No
 
 @pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
 def test_skyrl_sends_chunks_between_the_beginning_and_the_end_of_one_reload(running, folders) -> None:
-    """SkyRL a9564572: `skyrl_start_weight_update`, `update_weights_ipc` for each chunk, `skyrl_finish_weight_update`.
-
-    These call the engine's layerwise reload and the model's `load_weights`; here the chunks cut layers.
-    """
+    """Chunks cut layers."""
     name, engine = running
     layers = [moeq.writable_layer(moeq.open(folders[name]), number) for number in (0, 1)]
     writer, made, weights = moeq.Writer(layers), torch.Generator().manual_seed(0), []
@@ -167,11 +149,7 @@ def test_skyrl_sends_chunks_between_the_beginning_and_the_end_of_one_reload(runn
                 weights.append((f"model.layers.{layer.layer}.mlp.experts.{expert}.{part}_proj.weight", weight))
     weights.append(("model.norm.weight", torch.full((w13.k,), 2.0).bfloat16()))
     addresses = {key: one.data_ptr() for key, one in engine.parameters(1).items()}
-    with set_current_vllm_config(engine.whole):
-        reload.initialize_layerwise_reload(engine.model)
-        for start in range(0, len(weights), 7):
-            engine.model.load_weights(weights=weights[start : start + 7])
-        reload.finalize_layerwise_reload(engine.model, engine.config)
+    skyrl_sync(engine, weights)
     for layer in layers:
         for role, parts in layer.tensors.items():
             for part, tensor in parts.items():
@@ -204,7 +182,7 @@ def test_folders_that_do_not_fit_are_refused_before_a_byte_is_written(running, f
     with pytest.raises(MoeqError, match="is packed in triton-wna16/1, and the experts that are served in marlin") as no:
         engine.reload_folder(other)
     assert no.value.code == "usage.reload"
-    engine.config.model = str(folders[name])
+    engine.vllm_config.model_config.model = str(folders[name])
     foreign = {key: one.data for key, one in moeq.writable_layer(moeq.open(folders[name]), 1).tensors["w2"].items()}
     stacked = moeq.open(folders[name]).manifest.layer(1).matrices["w2"].tensors  # type: ignore[attr-defined]
     with pytest.raises(MoeqError, match="is not the tensor of"):
