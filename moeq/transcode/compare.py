@@ -105,12 +105,12 @@ def _differences(
 ) -> Loss | None:
     spec = before.spec
     height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
+    change = None
     if use_compiled(spec.n * spec.k) and _ROWS % height == 0:
         rows = ((start, old.contiguous().numpy(), new.contiguous().numpy()) for start, old, new in _rows(before, after))
         change = floats.measure_numbers(rows, spec.k, (height, width))
-        if change is not None:
-            return measured_loss(module, change, (spec.n, spec.k), (height, width))
-    return _differences_in_torch(module, before, after, (height, width))
+    change = change or _measured_in_torch(before, after, (height, width))
+    return None if change is None else measured_loss(module, change, (spec.n, spec.k), (height, width))
 
 
 def measured_loss(module: str, change: Measured, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
@@ -132,14 +132,15 @@ def measured_loss(module: str, change: Measured, size: tuple[int, int], block: t
     )
 
 
-def _differences_in_torch(
-    module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
-) -> Loss | None:
+def _measured_in_torch(
+    before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
+) -> Measured | None:
+    """Measure the change as the compiled loops do; None if all values are equal."""
     import torch
 
     spec, (height, width) = before.spec, block
     numbers = 0
-    first: tuple[int, int, float, float] | None = None
+    first: tuple[tuple[int, int], float, float] | None = None
     largest = squares = 0.0
     touched = torch.zeros(-(-spec.n // height), -(-spec.k // width), dtype=torch.bool)
     for start, old, new in _rows(before, after):
@@ -155,23 +156,11 @@ def _differences_in_torch(
         touched[(rows + start) // height, columns // width] = True
         if first is None:
             row, column = int(rows[0]), int(columns[0])
-            first = (row + start, column, float(old[row, column]), float(new[row, column]))
+            first = (row + start, column), float(old[row, column]), float(new[row, column])
     if first is None:
         return None
     norm = sum(float((old.double().nan_to_num(0, 0, 0) ** 2).sum()) for _, old, _ in _rows(before, before))
-    return Loss(
-        module=module,
-        numbers=numbers,
-        of=spec.n * spec.k,
-        blocks=int(touched.sum()),
-        of_blocks=touched.numel(),
-        block=(height, width),
-        max_abs=largest,
-        relative=relative(squares, norm),
-        first=(first[0], first[1]),
-        before=first[2],
-        after=first[3],
-    )
+    return Measured(numbers, int(touched.sum()), largest, squares, norm, *first)
 
 
 def relative(squares: float, norm: float) -> float:

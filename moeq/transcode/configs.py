@@ -8,7 +8,7 @@ vLLM 0.33 matches each of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ def compressed_tensors(contents: Contents) -> dict[str, Any]:
     everything = [name for names in contents.quantised.values() for name in names]
     groups: dict[str, Any] = {}
     for number, (weights, names) in enumerate(contents.quantised.items()):
-        variant, arguments, activations = _CT_ARGUMENTS[weights.spelling](weights)
+        variant, arguments, activations = _ct_group(weights)
         others = [*(set(everything) - set(names)), *contents.plain]
         groups[f"group_{number}"] = {
             "format": variant,
@@ -87,12 +87,15 @@ def gguf(contents: Contents) -> dict[str, Any]:
     return {"quant_method": "gguf"}
 
 
-_CtGroup = tuple[str, dict[str, Any], dict[str, Any] | None]
+def _ct_group(weights: Quantisation) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """Return format, arguments of weights and arguments of activations, None for those in 16 bits."""
+    if weights.spelling == "ct-pack":
+        return "pack-quantized", _ct_integers(weights), None
+    variant, arguments, activations, always = _CT_FLOATS[weights.spelling]
+    return variant, arguments, activations if always or weights.activations else None
 
-_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 
-
-def _ct_integers(weights: Quantisation) -> _CtGroup:
+def _ct_integers(weights: Quantisation) -> dict[str, Any]:
     channel = weights.group_size == -1
     arguments: dict[str, Any] = {
         "num_bits": weights.bits,
@@ -101,50 +104,28 @@ def _ct_integers(weights: Quantisation) -> _CtGroup:
         "strategy": "channel" if channel else "group",
         "group_size": None if channel else weights.group_size,
     }
-    if not weights.symmetric:
-        arguments["zp_dtype"] = "torch.int8"
-    return "pack-quantized", arguments, None
+    return arguments if weights.symmetric else {**arguments, "zp_dtype": "torch.int8"}
 
 
-def _ct_mxfp4(weights: Quantisation) -> _CtGroup:
-    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-    return "mxfp4-pack-quantized", {**arguments, "scale_dtype": "torch.uint8"}, None
+def _ct_floats(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": bits, "type": "float", "symmetric": True, "strategy": strategy, **more}
 
 
-def _ct_nvfp4(weights: Quantisation) -> _CtGroup:
-    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
-    arguments["scale_dtype"] = "torch.float8_e4m3fn"
-    return "nvfp4-pack-quantized", arguments, {**arguments, "dynamic": "local"} if weights.activations else None
+_MXFP4 = _ct_floats(4, "group", group_size=32, scale_dtype="torch.uint8")
+_MXFP8 = _ct_floats(8, "group", group_size=32, scale_dtype="torch.uint8")
+_NVFP4 = _ct_floats(4, "tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn")
+_PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+_PER_TENSOR = _ct_floats(8, "tensor")
+_BLOCKS = _ct_floats(8, "block", block_structure=[128, 128])
 
-
-def _ct_fp8(weights: Quantisation) -> _CtGroup:
-    return "float-quantized", {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}, _PER_TOKEN
-
-
-def _ct_fp8_tensor(weights: Quantisation) -> _CtGroup:
-    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
-    return "float-quantized", arguments, {**arguments, "dynamic": False}
-
-
-def _ct_mxfp8(weights: Quantisation) -> _CtGroup:
-    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
-    arguments["scale_dtype"] = "torch.uint8"
-    return "mxfp8-quantized", arguments, {**arguments, "dynamic": True} if weights.activations else None
-
-
-def _ct_fp8_block(weights: Quantisation) -> _CtGroup:
-    arguments = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128]}
-    return "float-quantized", arguments, {**_PER_TOKEN, "strategy": "group", "group_size": 128}
-
-
-_CT_ARGUMENTS: dict[str, Callable[[Quantisation], _CtGroup]] = {
-    "ct-pack": _ct_integers,
-    "ct-mxfp4": _ct_mxfp4,
-    "ct-nvfp4": _ct_nvfp4,
-    "ct-fp8": _ct_fp8,
-    "ct-fp8-tensor": _ct_fp8_tensor,
-    "ct-mxfp8": _ct_mxfp8,
-    "ct-fp8-block": _ct_fp8_block,
+#: Spelling -> format, arguments of weights and of activations, and whether activations always have them.
+_CT_FLOATS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
+    "ct-mxfp4": ("mxfp4-pack-quantized", _MXFP4, None, False),
+    "ct-nvfp4": ("nvfp4-pack-quantized", _NVFP4, {**_NVFP4, "dynamic": "local"}, False),
+    "ct-fp8": ("float-quantized", _ct_floats(8, "channel"), _PER_TOKEN, True),
+    "ct-fp8-tensor": ("float-quantized", _PER_TENSOR, {**_PER_TENSOR, "dynamic": False}, True),
+    "ct-mxfp8": ("mxfp8-quantized", _MXFP8, {**_MXFP8, "dynamic": True}, False),
+    "ct-fp8-block": ("float-quantized", _BLOCKS, {**_PER_TOKEN, "strategy": "group", "group_size": 128}, True),
 }
 
 

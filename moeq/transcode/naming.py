@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.names import StoredName
@@ -87,15 +87,17 @@ def choose_naming(
         MoeqError: `usage.names` if the target has no such spelling.
     """
     layer, first = experts.layer, experts.kind(0)
+
+    def refuse(detail: str, hint: str = "leave it out") -> NoReturn:
+        raise MoeqError("usage.names", detail, hint)
+
     if gguf:
         if asked != "source":
-            raise MoeqError("usage.names", f"{option('names', asked)}: the format has names of its own", "leave it out")
+            refuse(f"{option('names', asked)}: the format has names of its own")
         return Naming(f"blk.{layer.layer}", _GGUF, listed=True)
     if gpt_oss:
         if asked not in ("source", "stacked"):
-            raise MoeqError(
-                "usage.names", f"{option('names', asked)}: gpt-oss' format has stacked tensors only", "leave it out"
-            )
+            refuse(f"{option('names', asked)}: gpt-oss' format has stacked tensors only")
         return Naming(layer.prefix, _STACKED, stacked=True, interleaved=True)
     # Alternating rows are gpt-oss' own; other formats that stack have gate rows, then up rows.
     keeps_stack = "gate_up" in layer.spelling and layer.fused and stackable and (floats or not first.interleaved)
@@ -103,24 +105,16 @@ def choose_naming(
     if own is not None:
         return own
     if asked == "stacked" or (asked == "source" and keeps_stack):
+        stacked, single = option("names", "stacked"), option("names", "per-expert")
         if not stackable:
-            raise MoeqError(
-                "usage.names",
-                f"{option('names', 'stacked')}: no tool writes stacked experts in this format",
-                f"{option('names', 'per-expert')}, or {option('to', 'compressed-tensors')}",
-            )
+            hint = f"{single}, or {option('to', 'compressed-tensors')}"
+            refuse(f"{stacked}: no tool writes stacked experts in this format", hint)
         interleaved = family is not None and family.interleaved
         if interleaved and not floats:
-            raise MoeqError(
-                "usage.names",
-                f"{option('names', 'stacked')}: {layer.prefix} stacks gate and up in alternating rows, and no tool "
-                "writes that in this format",
-                option("names", "per-expert"),
-            )
+            what = f"{layer.prefix} stacks gate and up in alternating rows, and no tool writes that in this format"
+            refuse(f"{stacked}: {what}", single)
         if not first.gated:
-            raise MoeqError(
-                "usage.names", f"{layer.prefix} has no gate: nothing to stack", option("names", "per-expert")
-            )
+            refuse(f"{layer.prefix} has no gate: nothing to stack", single)
         return Naming(
             layer.prefix,
             _STACKED,

@@ -56,38 +56,50 @@ class Recoder(ABC):
         """Return whether the target's fields, as read again, are the same values."""
 
 
+class OneByOne(Recoder):
+    """Recodes every projection by itself."""
+
+    def fill(self, source: Matrices, target: Matrices) -> None:
+        for one, other in zip(source, target, strict=True):
+            self.fill_one(one, other)
+
+    def holds(self, source: Matrices, target: Matrices) -> bool:
+        return all(self.holds_one(one, other) for one, other in zip(source, target, strict=True))
+
+    @abstractmethod
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        """Fill a projection's fields except the bias."""
+
+    @abstractmethod
+    def holds_one(self, one: Fields, other: Fields) -> bool:
+        """Return whether a projection's fields, as read again, are the same values."""
+
+
 @dataclass(frozen=True)
-class Copied(Recoder):
+class Copied(OneByOne):
     """Keeps the codes; scales and zero points are copied, or repeated for smaller groups."""
 
     times: int  #: groups of the target for one of the source; 0: all groups of a row share its one scale
     nonzero: bool  #: whether zero points of 0 are left to the reference path, which refuses them
     widened: str | None = None  #: dtype of the source's scales if the target has them as float32
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in zip(source, target, strict=True):
-            for field in (field for field in _COPIED if field in one and field in other):
-                before, after = self._scales(field, one[field]), other[field]
-                if self._is_repeated(field):
-                    repeat_columns(before, self.times or after.shape[1], after)
-                else:
-                    transpose.copy_any(before, after)
-            if "index" in one:
-                np.copyto(other["index"], one["index"])
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        for field in (field for field in _COPIED if field in one and field in other):
+            before, after = self._scales(field, one[field]), other[field]
+            if self._is_repeated(field):
+                repeat_columns(before, self.times or after.shape[1], after)
+            else:
+                transpose.copy_any(before, after)
+        if "index" in one:
+            np.copyto(other["index"], one["index"])
 
-    def holds(self, source: Matrices, target: Matrices) -> bool:
-        if any(one.keys() != other.keys() for one, other in zip(source, target, strict=True)):
+    def holds_one(self, one: Fields, other: Fields) -> bool:
+        if one.keys() != other.keys() or (self.nonzero and "zeros" in one and not one["zeros"].all()):
             return False
-        if self.nonzero and any("zeros" in one and not one["zeros"].all() for one in source):
+        if "index" in one and not np.array_equal(one["index"], other["index"]):
             return False
-        return all(
-            self._agree(field, one[field], self._narrowed(field, other[field]))
-            for one, other in zip(source, target, strict=True)
-            for field in _COPIED
-            if field in one
-        ) and all(
-            np.array_equal(one["index"], other["index"]) for one, other in _pairs(source, target) if "index" in one
-        )
+        fields = [field for field in _COPIED if field in one]
+        return all(self._agree(field, one[field], self._narrowed(field, other[field])) for field in fields)
 
     def _scales(self, field: str, before: Array) -> Array:
         """Widen scales to the type that the target has."""
@@ -112,18 +124,14 @@ class Copied(Recoder):
 
 
 @dataclass(frozen=True)
-class Mxfp4ToFp8Blocks(Recoder):
+class Mxfp4ToFp8Blocks(OneByOne):
     """Recodes MXFP4 as blocks of FP8."""
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in zip(source, target, strict=True):
-            recode.to_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        recode.to_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
 
-    def holds(self, source: Matrices, target: Matrices) -> bool:
-        return all(
-            recode.holds_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
-            for one, other in zip(source, target, strict=True)
-        )
+    def holds_one(self, one: Fields, other: Fields) -> bool:
+        return recode.holds_fp8_blocks(_bytes(one), one["scales"], _bytes(other), other["scales"])
 
 
 @dataclass(frozen=True)
@@ -150,18 +158,14 @@ class Mxfp4ToNvfp4(Recoder):
 
 
 @dataclass(frozen=True)
-class Mxfp4ToBfloat16(Recoder):
+class Mxfp4ToBfloat16(OneByOne):
     """Recodes MXFP4 as bfloat16."""
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in zip(source, target, strict=True):
-            recode.to_bf16(_bytes(one), one["scales"], other["values"])
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        recode.to_bf16(_bytes(one), one["scales"], other["values"])
 
-    def holds(self, source: Matrices, target: Matrices) -> bool:
-        return all(
-            recode.holds_bf16(_bytes(one), one["scales"], other["values"])
-            for one, other in zip(source, target, strict=True)
-        )
+    def holds_one(self, one: Fields, other: Fields) -> bool:
+        return recode.holds_bf16(_bytes(one), one["scales"], other["values"])
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,13 @@ class CopiedNvfp4(Copied):
             return [None] * len(source)
         assert self.spec is not None  # always given
         block = 1, self.spec.group_size
-        pairs = [(coded(one, self.spec), coded(other, self.spec)) for one, other in _pairs(source, target)]
+        pairs = [(coded(one, self.spec), coded(other, self.spec)) for one, other in zip(source, target, strict=True)]
         found = [floats.measure_codes(one, other, block) for one, other in pairs]
         return None if None in found else found
 
 
 @dataclass(frozen=True)
-class Rounded(Recoder):
+class Rounded(OneByOne):
     """Recodes any matrix under scales of another kind, every value rounded once."""
 
     #: Sizes and types on both sides, whatever their role.
@@ -193,29 +197,28 @@ class Rounded(Recoder):
         """Return how a projection changed; None if a value is not finite."""
 
     def changes(self, source: Matrices, target: Matrices) -> Changes | None:
-        found = [self.measure(one, other) for one, other in _pairs(source, target)]
+        found = [self.measure(one, other) for one, other in zip(source, target, strict=True)]
         return None if None in found else found
 
-    def holds(self, source: Matrices, target: Matrices) -> bool:
-        found = self.changes(source, target)
-        return found is not None and not any(change and change.numbers for change in found)
+    def holds_one(self, one: Fields, other: Fields) -> bool:
+        found = self.measure(one, other)
+        return found is not None and not found.numbers
 
 
 class ToFp8Blocks(Rounded):
     """Recodes a matrix as FP8 blocks (`moeq.transcode.recode_matrices.to_fp8_blocks`)."""
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in _pairs(source, target):
-            kept = self._kept_scales(one)
-            if kept is not None:
-                transpose.copy_any(one["codes"], other["codes"])
-                np.copyto(other["scales"], bits_of(kept, self.after.scale_dtype))
-                continue
-            powers = floats.write_fp8_blocks(coded(one, self.before), _bytes(other))
-            if powers is not None:  # else a value is not finite, and the comparison says so
-                scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
-                bits = bits_of(scales, self.after.scale_dtype)
-                np.copyto(other["scales"], bits.repeat(BLOCK, axis=0)[: self.after.n])
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        kept = self._kept_scales(one)
+        if kept is not None:
+            transpose.copy_any(one["codes"], other["codes"])
+            np.copyto(other["scales"], bits_of(kept, self.after.scale_dtype))
+            return
+        powers = floats.write_fp8_blocks(coded(one, self.before), _bytes(other))
+        if powers is not None:  # else a value is not finite, and the comparison says so
+            scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
+            bits = bits_of(scales, self.after.scale_dtype)
+            np.copyto(other["scales"], bits.repeat(BLOCK, axis=0)[: self.after.n])
 
     def _kept_scales(self, one: Fields) -> Array | None:
         """Return float32 scales `[N, G]` if every block has one, so that FP8 codes can stay; otherwise None."""
@@ -235,9 +238,8 @@ class ToFp8Blocks(Rounded):
 class ToFloats(Rounded):
     """Recodes a matrix as floats."""
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in _pairs(source, target):
-            floats.write(coded(one, self.before), other["values"], binary16=self._binary16)
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        floats.write(coded(one, self.before), other["values"], binary16=self._binary16)
 
     def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
         block = 1, self.before.group_size
@@ -254,18 +256,17 @@ class ByNumbers(Rounded):
 
     type: str | None  #: name of the source's type if it is GGUF blocks or floats
 
-    def fill(self, source: Matrices, target: Matrices) -> None:
-        for one, other in _pairs(source, target):
-            for rows, numbers in _strips(one, self.before, self.type):
-                if "values" in other:
-                    floats.write_numbers(numbers, other["values"][rows], binary16=self.after.element == "f16")
-                elif self.after.element != "e4m3":
-                    scales = other["scales"][rows].view(np.float32)
-                    kt_amx.quantize(numbers, self.after.bits, _bytes(other)[rows], scales)
-                elif (powers := floats.write_fp8_strip(numbers, _bytes(other)[rows])) is not None:
-                    scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
-                    other["scales"][rows] = bits_of(scales, self.after.scale_dtype)
-                # Where a value is not finite, the comparison says so.
+    def fill_one(self, one: Fields, other: Fields) -> None:
+        for rows, numbers in _strips(one, self.before, self.type):
+            if "values" in other:
+                floats.write_numbers(numbers, other["values"][rows], binary16=self.after.element == "f16")
+            elif self.after.element != "e4m3":
+                scales = other["scales"][rows].view(np.float32)
+                kt_amx.quantize(numbers, self.after.bits, _bytes(other)[rows], scales)
+            elif (powers := floats.write_fp8_strip(numbers, _bytes(other)[rows])) is not None:
+                scales = np.exp2(powers.astype(np.float64)).astype(np.float32)
+                other["scales"][rows] = bits_of(scales, self.after.scale_dtype)
+            # Where a value is not finite, the comparison says so.
 
     def measure(self, one: Fields, other: Fields) -> floats.Measured | None:
         if "codes" in one and "codes" in other:
@@ -370,10 +371,6 @@ def _of_mxfp4(spelling: str, before: MatrixSpec, after: MatrixSpec) -> Recoder |
     if "nvfp4" in spelling:
         return Mxfp4ToNvfp4()
     return Mxfp4ToBfloat16() if spelling in PLAIN and after.element == "bf16" else None
-
-
-def _pairs(source: Matrices, target: Matrices) -> zip[tuple[Fields, Fields]]:
-    return zip(source, target, strict=True)
 
 
 def _bytes(fields: Fields) -> Array:
