@@ -9,7 +9,6 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,16 +29,14 @@ def command(
     workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Compare experts by dequantised values, whatever their packing. Exit 0: equal, 1: different."""
     from moeq.prove.diff import diff
 
     out: Output = ctx.obj
     with ProgressReport(out, "diff", unit="step", quiet=quiet or json) as progress:
         found = diff(left, right, experts_only=experts_only, workers=workers, progress=progress.update)
-    out.answer(found.to_json(), lambda console: render(console, found), ok=found.equal)
-    if not found.equal:
-        raise typer.Exit(ExitCode.NO)
+    return out.answer(found.to_json(), lambda console: render(console, found), ok=found.equal)
 
 
 def render(console: Console, found: Difference) -> None:

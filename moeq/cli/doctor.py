@@ -12,7 +12,7 @@ from moeq.cli.fits import converted_deployment, fit_document, fit_lines
 from moeq.cli.inspect import asked_deployment
 from moeq.cli.out import Output
 from moeq.deploy.detect import environment
-from moeq.errors import ExitCode, MoeqError
+from moeq.errors import MoeqError
 from moeq.pipeline.plan.options import Question
 from moeq.report.text import human_bytes, line
 
@@ -31,7 +31,7 @@ def command(
     ] = None,
     revision: options.RevisionOption = None,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Show environment, checkpoint, verdict, engine flags, known defects, memory per rank, and what to do next."""
     out: Output = ctx.obj
     document: dict[str, Any] = {"environment": environment(), "checkpoint": None, "deployment": None, "fit": None}
@@ -39,11 +39,8 @@ def command(
     if problem is not None:
         document["problem"] = {"code": problem.code, "message": problem.message, "hint": problem.hint}
     unfit = document["fit"] is not None and not document["fit"]["runs"]
-    out.answer(document, lambda console: render(console, document), ok=problem is None and not unfit)
-    if unfit:
-        raise typer.Exit(ExitCode.NO)
-    if problem is not None:
-        raise typer.Exit(ExitCode.NO if found is not None else problem.exit_code)
+    code = out.answer(document, lambda console: render(console, document), ok=problem is None and not unfit)
+    return code if problem is None or found is not None or unfit else problem.exit_code
 
 
 def _asked(

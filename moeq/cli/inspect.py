@@ -37,7 +37,7 @@ def command(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every fact and every reason.")] = False,
     html: options.HtmlOption = None,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Say what a checkpoint holds, how it is quantised, and which backend would run it. Reads little but headers.
 
     With deployment options, the exit code is that of a refusal of `convert`; 0 where there is nothing to convert.
@@ -76,8 +76,7 @@ def command(
     )
     code = _exit_code(given, found, fit)
     out.answer(document, lambda console: render(console, inspection, verbose=verbose), ok=code == ExitCode.OK)
-    if code != ExitCode.OK:
-        raise typer.Exit(code)
+    return code
 
 
 def _exit_code(given: options.GivenDeployment, found: Answer | None, fit: dict[str, Any] | None) -> ExitCode:

@@ -184,13 +184,6 @@ class GivenDeployment:
         return all(value is None for value in self.options.values())
 
 
-def deployment(file: Path | None, **given: Any) -> Deployment:
-    """Return the deployment that options (by their long names) and a `--deploy` file describe."""
-    from moeq.deploy.options import make_deployment
-
-    return make_deployment(given, file)
-
-
 def with_deployment(**other: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command the deployment options: it is called with one `given: GivenDeployment` for all of them.
 

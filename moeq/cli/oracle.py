@@ -61,6 +61,8 @@ def command(
     json: options.JsonOption = False,
 ) -> int:
     """Decide the kernel backend for a deployment, with every reason. Several values of --gpu, --tp, --ep: a matrix."""
+    from moeq.model import open as open_checkpoint
+
     gpus, tps, eps = (_names(given.options["gpu"]), *(_sizes(name, given.options[name]) for name in ("tp", "ep")))
     if require:
         from moeq.oracle.sweep import required_axes
@@ -71,7 +73,8 @@ def command(
     out: Output = ctx.obj
     if html is not None:
         require_writable(html)
-    checkpoint = _opened(src, revision)
+    checkpoint = open_checkpoint(src, revision=revision)
+    checkpoint.require_source()
     if html is not None:
         write_text(html, _page(checkpoint, base, gpus, tps))
     if ".." in base.engine:
@@ -82,14 +85,6 @@ def command(
     if rank:
         raise MoeqError("usage.deployment", "--rank ranks backends of one GPU, TP and EP", "name one of each")
     return _matrix(out, src, checkpoint, base, (gpus, tps, eps), require or [], markdown)
-
-
-def _opened(src: str, revision: str | None) -> Checkpoint:
-    from moeq.model import open as open_checkpoint
-
-    checkpoint = open_checkpoint(src, revision=revision)
-    checkpoint.require_source()
-    return checkpoint
 
 
 def _page(checkpoint: Checkpoint, base: Deployment, gpus: list[str], sizes: list[int]) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from moeq.cli import github
-from moeq.errors import MoeqError, as_moeq_error
+from moeq.errors import ExitCode, MoeqError, as_moeq_error
 from moeq.foreign import plain
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class Output:
         """Console for everything but the result."""
         return _console(sys.stderr, sys.stderr)
 
-    def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> None:
-        """Write the command's answer: `document` in JSON mode, else what `render` draws.
+    def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> ExitCode:
+        """Write the command's answer, `document` in JSON mode, else what `render` draws; returns its exit code.
 
         Args:
             document: the JSON document without `schema` and `ok`, which are added here.
@@ -53,6 +53,7 @@ class Output:
             text = StringIO()
             render(_console(text, sys.stdout))
             write(sys.stdout, text.getvalue() if sys.stdout.isatty() else _unpadded(text.getvalue()))
+        return ExitCode.OK if ok else ExitCode.NO
 
     def failure(self, error: MoeqError, *, styled: bool = True) -> None:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.

@@ -10,7 +10,6 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,16 +32,14 @@ def command(
     experts: Annotated[int, typer.Option("--experts", min=1, help="Experts per layer, spread over the layer.")] = 2,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Run vLLM's own CPU-runnable packing on sampled experts. Exit 0: bit-equal, 1: different, 3: no vLLM here."""
     from moeq.prove.parity import parity
 
     out: Output = ctx.obj
     with ProgressReport(out, "parity", unit="step", quiet=quiet or json) as progress:
         found = parity(checkpoint, site=site, layout=layout, tp=tp, sample=experts, progress=progress.update)
-    out.answer(found.to_json(), lambda console: render(console, found), ok=found.equal)
-    if not found.equal:
-        raise typer.Exit(ExitCode.NO)
+    return out.answer(found.to_json(), lambda console: render(console, found), ok=found.equal)
 
 
 def render(console: Console, found: Parity) -> None:

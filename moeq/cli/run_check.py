@@ -77,7 +77,7 @@ def command(
     junit: Annotated[Path | None, typer.Option("--junit", help="Also write JUnit XML for CI.")] = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Run fused kernels on converted weights against a float32 reference on the source's."""
     layer_ids, expert_ids, counts = numbers("layers", layers), numbers("experts", experts), numbers("tokens", tokens)
     for path in (html, junit):
@@ -99,8 +99,7 @@ def command(
         activation_dtype="fp8" if fp8_activations else "",
     )
     if engine != "moeq" or all_backends:
-        _in_engine(out, (dst, source, revision), chosen, engine, every=all_backends)
-        return
+        return _in_engine(out, (dst, source, revision), chosen, engine, every=all_backends)
     if kernels:
         prepare_device(device)
     with ProgressReport(out, "run-check", unit="step", quiet=quiet or json) as progress:
@@ -114,27 +113,23 @@ def command(
         )
     unwritten = _write_files(report, dst, html, junit, " ".join(sys.argv[1:]))
     document = {**report.to_json(), "reports_not_written": [error.message for error in unwritten]}
-    out.answer(document, lambda console: render(console, report), ok=report.ok and not unwritten)
+    code = out.answer(document, lambda console: render(console, report), ok=report.ok and not unwritten)
     for error in unwritten:
         out.warning(f"{error.message}; the result above is still valid")
     if not report.ok:
         out.annotate("error", "run-check failed", "\n".join(complaints(report)))
-        raise typer.Exit(ExitCode.NO)
-    if unwritten:
-        raise typer.Exit(ExitCode.ENVIRONMENT)
+    return ExitCode.ENVIRONMENT if report.ok and unwritten else code
 
 
 def _in_engine(
     out: Output, paths: tuple[str, str | None, str | None], chosen: CheckOptions, engine: str, *, every: bool
-) -> None:
+) -> ExitCode:
     """Run the engine's backends instead of moeq's kernels."""
     from moeq.report.check_text import render_backends
 
     dst, source, revision = paths
     report = run_engine_check(dst, source, engine=engine, all_backends=every, revision=revision, options=chosen)
-    out.answer(report.to_json(), lambda console: render_backends(console, report.backends), ok=report.ok)
-    if not report.ok:
-        raise typer.Exit(ExitCode.NO)
+    return out.answer(report.to_json(), lambda console: render_backends(console, report.backends), ok=report.ok)
 
 
 def _announce(out: Output, found: Workload) -> None:

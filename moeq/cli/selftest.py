@@ -12,7 +12,6 @@ import moeq
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +32,7 @@ def command(
     device: Annotated[str, typer.Option("--device", help="auto, cuda, or cpu (Triton's interpreter).")] = "auto",
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Test run-check itself on deliberate damage, which is done in memory: no file of DST is touched."""
     from moeq.check.run_check import prepare_device
     from moeq.check.selftest import selftest
@@ -48,9 +47,7 @@ def command(
             reports = every_format(seed, device, progress.update)
     ok = all(report.ok for report in reports)
     document = {"formats": [report.to_json() for report in reports]}
-    out.answer(document, lambda console: render_selftest(console, reports), ok=ok)
-    if not ok:
-        raise typer.Exit(ExitCode.NO)
+    return out.answer(document, lambda console: render_selftest(console, reports), ok=ok)
 
 
 def every_format(seed: int, device: str, advance: Callable[[int, int, str], None]) -> list[SelftestReport]:

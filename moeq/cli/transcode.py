@@ -11,7 +11,7 @@ from moeq.cli import completion, options, shards
 from moeq.cli.conversion_report import ConversionReport
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.errors import ExitCode, MoeqError
+from moeq.errors import MoeqError
 from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def command(
     events: options.EventsOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Write the same values in another checkpoint format, which engines load directly. Exit 0: every value is equal."""
     from moeq.pipeline.run.resources import parse_size
     from moeq.transcode.naming import NAMES
@@ -107,9 +107,7 @@ def command(
         shown = ", ".join(ascii(name) for name in found.left_out[:5])
         out.warning(f"left out, since not every system can have files of these names: {shown}")
     ok = found.exact or choices["allow_lossy"]
-    out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
-    if not ok:
-        raise typer.Exit(ExitCode.NO)
+    return out.answer(found.to_json(), lambda console: render(console, found), ok=ok)
 
 
 def render(console: Console, found: Transcoding) -> None:

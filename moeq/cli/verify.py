@@ -9,7 +9,6 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.errors import ExitCode
 from moeq.report.text import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def command(
     workers: options.WorkersOption = None,
     quiet: options.QuietOption = False,
     json: options.JsonOption = False,
-) -> None:
+) -> int:
     """Check every byte against the manifest, or with --source against the source itself. Exit 1: something differs."""
     from moeq.prove.verify import verify
 
@@ -50,11 +49,11 @@ def command(
             workers=workers,
             progress=progress.update,
         )
-    out.answer(found.to_json(), lambda console: render(console, found), ok=found.ok)
+    code = out.answer(found.to_json(), lambda console: render(console, found), ok=found.ok)
     if not found.ok:
         lines = [mismatch.text for mismatch in found.mismatches[:_SHOWN]]
         out.annotate("error", f"{len(found.mismatches)} mismatches", "\n".join(lines))
-        raise typer.Exit(ExitCode.NO)
+    return code
 
 
 def render(console: Console, found: Verification) -> None:
