@@ -6,7 +6,7 @@ Values are those of the families' own modelling code (transformers 5.23, vLLM 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 #: Where the unquantised checkpoint keeps its experts: one module per projection and expert, or stacked parameters with
 #: gate and up as two halves of the rows, as alternating rows, or with rows and columns exchanged.
@@ -48,19 +48,18 @@ class ModelFamily:
         return self.stacking == "transposed" or "gpt_oss" in self.model_types
 
 
+#: Names of Mixtral's modules, which other families took over.
+_BLOCK_SPARSE: dict[str, Any] = {
+    "experts": "block_sparse_moe.experts",
+    "projections": _W123,
+    "router": "block_sparse_moe.gate",
+}
 _DENSE_SIZE = ("intermediate_size",)
 _VISION_LAYERS = ("model.language_model.layers", "model.layers")
 _KIMI_LAYERS = ("language_model.model.layers", "model.layers")
 
 FAMILIES: tuple[ModelFamily, ...] = (
-    ModelFamily(
-        "Mixtral",
-        ("mixtral",),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
-        intermediate_keys=_DENSE_SIZE,
-    ),
+    ModelFamily("Mixtral", ("mixtral",), **_BLOCK_SPARSE, intermediate_keys=_DENSE_SIZE),
     ModelFamily("Qwen2-MoE", ("qwen2_moe",), renormalize=False),
     ModelFamily("Qwen3-MoE", ("qwen3_moe",)),
     ModelFamily("Qwen3-Next", ("qwen3_next",)),
@@ -95,10 +94,8 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(
         "Kimi-Linear / K3",
         ("kimi_linear", "kimi_k3"),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
+        **_BLOCK_SPARSE,
         layers=("model.layers", "language_model.model.layers"),
-        router="block_sparse_moe.gate",
         scoring="sigmoid",
     ),
     ModelFamily("GLM-4.5", ("glm4_moe", "glm4_moe_lite"), scoring="sigmoid", group_score="top2"),
@@ -115,27 +112,15 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(
         "MiniMax-M1",
         ("minimax", "minimax_text_01", "minimax_m1"),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
+        **_BLOCK_SPARSE,
         intermediate_keys=_DENSE_SIZE,
     ),
-    ModelFamily(
-        "MiniMax-M2",
-        ("minimax_m2",),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
-        scoring="sigmoid",
-        intermediate_keys=_DENSE_SIZE,
-    ),
+    ModelFamily("MiniMax-M2", ("minimax_m2",), **_BLOCK_SPARSE, scoring="sigmoid", intermediate_keys=_DENSE_SIZE),
     ModelFamily(
         "MiniMax-M3",
         ("minimax_m3", "minimax_m3_vl", "minimax_m3_text"),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
+        **_BLOCK_SPARSE,
         layers=_KIMI_LAYERS,
-        router="block_sparse_moe.gate",
         scoring="sigmoid",
         scaling=2.0,
         intermediate_keys=("moe_intermediate_size", "intermediate_size"),
@@ -164,9 +149,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily(
         "Phi-3.5-MoE",
         ("phimoe",),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
+        **_BLOCK_SPARSE,
         scoring="sparsemixer",
         renormalize=False,
         intermediate_keys=_DENSE_SIZE,
@@ -281,20 +264,11 @@ FAMILIES: tuple[ModelFamily, ...] = (
     ModelFamily("Flint", ("flint",), scoring="sigmoid"),
     ModelFamily("Beam", ("beam",), scoring="sigmoid"),
     ModelFamily("Mellum", ("mellum",)),
-    ModelFamily(
-        "Arctic",
-        ("arctic",),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
-        intermediate_keys=_DENSE_SIZE,
-    ),
+    ModelFamily("Arctic", ("arctic",), **_BLOCK_SPARSE, intermediate_keys=_DENSE_SIZE),
     ModelFamily(
         "Grok",
         ("grok-1", "grok_1", "grok1", "grok_2"),
-        experts="block_sparse_moe.experts",
-        projections=_W123,
-        router="block_sparse_moe.gate",
+        **_BLOCK_SPARSE,
         intermediate_keys=("moe_intermediate_size", "intermediate_size"),
         activation="gelu",
     ),

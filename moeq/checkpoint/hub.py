@@ -22,11 +22,11 @@ from moeq.checkpoint.hub_digests import PIECE_BYTES, ListedDigests
 from moeq.checkpoint.hub_errors import cut_errors, explain, transport_errors
 from moeq.checkpoint.hub_guard import Expected, check_commit, guarded
 from moeq.checkpoint.hub_stream import WeightStream
-from moeq.checkpoint.index import choose_weights, merge_headers
+from moeq.checkpoint.index import choose_weights
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, read_object
 from moeq.checkpoint.paths import plain_name
 from moeq.checkpoint.ranges import RangeReader
-from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS, FileEntry, LocalSource, Source
+from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 
@@ -147,14 +147,7 @@ class HubSource(Source):
         if missing:
             detail = f"{len(missing)} of {len(weights.files)} files named by {weights.index} are not in {repo}"
             raise MoeqError("source.missing-shard", f"{detail}: {', '.join(missing[:5])}")
-        headers = self._headers(weights.files)
-        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
-        self.metadata = {key: value for header in headers for key, value in header.metadata.items()}
-        self.index = weights.index
-        merged = merge_headers(weights, headers)
-        self.tensors, self.stale = merged.tensors, merged.stale
-        self.warnings = [*weights.warnings, *merged.warnings]
-        self._side_files = tuple(sorted(set(top) - set(weights.files) - {weights.index}))
+        self._take(weights, self._headers(weights.files), top)
 
     def stream_into(self, folder: Path, pieces: Path) -> WeightStream:
         """Keep weight files on disk only while the returned stream holds them.
@@ -197,9 +190,6 @@ class HubSource(Source):
     def listed(self) -> tuple[str, ...]:
         """Every file of the repository, those in folders included."""
         return tuple(self._sizes)
-
-    def side_files(self) -> tuple[str, ...]:
-        return self._side_files
 
     def size_of(self, file: str) -> int:
         size = self._sizes.get(file)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import SeenFiles, missing_folder, open_regular, read_exactly, read_whole, two_reads
 from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
-from moeq.checkpoint.index import choose_weights, merge_headers
+from moeq.checkpoint.index import Weights, choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_object
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
@@ -77,7 +77,18 @@ class Source(ABC):
         self.warnings: list[CheckpointWarning] = []
         self.stale: tuple[TensorEntry, ...] = ()
         self.expert_names: frozenset[str] = frozenset()
+        self._side_files: tuple[str, ...] = ()
         self._identity: str | None = None
+
+    def _take(self, weights: Weights, headers: Sequence[Header], names: Iterable[str]) -> None:
+        """Take the tensors that headers tell of; `names` lists the files of the top folder."""
+        merged = merge_headers(weights, headers)
+        self.tensors, self.stale = merged.tensors, merged.stale
+        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
+        self.metadata = {key: value for header in headers for key, value in header.metadata.items()}
+        self.index = weights.index
+        self.warnings = [*weights.warnings, *merged.warnings]
+        self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
 
     @abstractmethod
     def path(self, file: str) -> Path:
@@ -109,9 +120,9 @@ class Source(ABC):
         """Refuse a file that is a link out of the checkpoint, before it is copied. Raises MoeqError `source.link`."""
         return  # a repository has no such links
 
-    @abstractmethod
     def side_files(self) -> tuple[str, ...]:
         """List all other files of the top folder: tokenizer, generation config, licence, ..."""
+        return self._side_files
 
     def has_side_file(self, file: str) -> bool:
         """Return whether `side_files` lists a file, without making any."""
@@ -235,13 +246,7 @@ class LocalSource(Source):
         if weights.index:
             _check_present(folder, weights.files, weights.index)
         headers = [self._header(file) for file in weights.files]
-        self.files = tuple(FileEntry(header.file, header.size) for header in headers)
-        self.metadata = {key: value for header in headers for key, value in header.metadata.items()}
-        self.index = weights.index
-        merged = merge_headers(weights, headers)
-        self.tensors, self.stale = merged.tensors, merged.stale
-        self.warnings = [*weights.warnings, *merged.warnings]
-        self._side_files = tuple(sorted(set(names) - set(weights.files) - {weights.index}))
+        self._take(weights, headers, names)
 
     @property
     def roots(self) -> tuple[Path, ...]:
@@ -262,9 +267,6 @@ class LocalSource(Source):
 
     def require_unchanged(self) -> None:
         self._seen.require_unchanged()
-
-    def side_files(self) -> tuple[str, ...]:
-        return self._side_files
 
     def _object(self, file: str, limit: int = MAX_CONFIG_BYTES, code: str = "source.bad-config") -> dict[str, Any]:
         return parse_object(self.read_file(file, limit), file, code)

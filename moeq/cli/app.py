@@ -159,17 +159,12 @@ def asked_command(argv: Sequence[str]) -> str | None:
     return next((word for word in argv if not word.startswith("-")), None)
 
 
-def _without_help(argv: Sequence[str]) -> Sequence[str]:
-    """Return `moeq help [COMMAND]` as the `--help` that it stands for."""
-    return [*argv[1:], "--help"] if argv and argv[0] == "help" else argv
-
-
 @spelled(for_shell=True)
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code. Never raises for an expected failure."""
     # A shell that completes a command line says so, and gives the line, in its environment.
     words = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") if _COMPLETE in os.environ else None
-    argv = _without_help(argv)
+    argv = [*argv[1:], "--help"] if argv and argv[0] == "help" else argv
     name = asked_command(words.split()[1:] if words else argv)
     out = Output(f"moeq.{name or 'moeq'}/1", json_mode="--json" in argv)
     try:
@@ -197,16 +192,12 @@ def _failed(error: BaseException, argv: Sequence[str], out: Output) -> int:
     if isinstance(error, MoeqError):
         out.failure(error)
         return int(error.exit_code)
-    if isinstance(error, (SystemExit, OSError)) and _only_prints(argv):
+    only_prints = not argv or not {"--help", "-h", "--version", "-V", "--show-completion"}.isdisjoint(argv)
+    if isinstance(error, (SystemExit, OSError)) and only_prints:
         return int(ExitCode.OK)  # how the parser ends where its reader went away (`moeq --help | head -1`)
     if isinstance(error, SystemExit):
         return int(error.code or ExitCode.OK)
     return _unexpected(error, out)
-
-
-def _only_prints(argv: Sequence[str]) -> bool:
-    """Return whether the parser itself answers, with text that may go nowhere."""
-    return not argv or not {"--help", "-h", "--version", "-V", "--show-completion"}.isdisjoint(argv)
 
 
 def _unexpected(error: BaseException, out: Output) -> int:

@@ -66,6 +66,7 @@ def command(
 ) -> None:
     """Repack expert weights into a backend's kernel layout, offline, on a CPU."""
     from moeq.pipeline.convert import convert
+    from moeq.pipeline.plan_document import needs_of, plan_document
     from moeq.pipeline.run.resources import parse_size
     from moeq.report.publishing import open_push
 
@@ -99,14 +100,17 @@ def command(
         if target is not None:
             pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
-    needs = _needs(conversion) if dry_run and not conversion.already_done else None
+    planned = needs = None
+    if dry_run and not conversion.already_done and conversion.job is not None and conversion.memory is not None:
+        needs = needs_of(conversion.job, conversion.memory)
+        planned = plan_document(conversion.job, needs)
     if conversion.job is not None:
         warn_overridden(out, conversion.job)
         warn_of_scales(out, conversion.job)
         _warn_of_code(out, conversion.job)
     answer = {
         **document(conversion),
-        "plan": _plan(conversion, needs),
+        "plan": planned,
         "push": None if pushed is None else pushed_document(pushed),
     }
     out.answer(answer, lambda console: render(console, conversion, pushed, needs))
@@ -133,21 +137,6 @@ def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) ->
     deployment = plan.request.deployment if given.empty else given.make()
     asked = {name: value for name, value in asdict(own).items() if value not in (None, False)}
     return deployment, replace(plan.request.options, **asked), plan.digest
-
-
-def _needs(conversion: Conversion) -> Needs | None:
-    """Return what a conversion that was only planned would need."""
-    from moeq.pipeline.plan_document import needs_of
-
-    if conversion.job is None or conversion.memory is None:
-        return None
-    return needs_of(conversion.job, conversion.memory)
-
-
-def _plan(conversion: Conversion, needs: Needs | None) -> dict[str, Any] | None:
-    from moeq.pipeline.plan_document import plan_document
-
-    return None if conversion.job is None or needs is None else plan_document(conversion.job, needs)
 
 
 def document(conversion: Conversion) -> dict[str, Any]:
@@ -249,13 +238,9 @@ def _same_text(conversion: Conversion) -> str:
 
 def regrouping_lines(conversion: Conversion) -> list[str]:
     """List the groups that were cut into smaller ones: one line per size."""
-    found: dict[str, None] = {}
-    for layer in conversion.plan.layers:
-        if layer.entry.source_group is not None:
-            size = layer.entry.matrices["w2"].spec.group_size
-            text = f"of {layer.entry.source_group} written as groups of {size} that repeat the scale: the same values"
-            found[text] = None
-    return list(found)
+    rows = [layer.entry for layer in conversion.plan.layers if layer.entry.source_group is not None]
+    sizes = dict.fromkeys((row.source_group, row.matrices["w2"].spec.group_size) for row in rows)
+    return [f"of {old} written as groups of {new} that repeat the scale: the same values" for old, new in sizes]
 
 
 def _render_loading(console: Console, conversion: Conversion) -> None:
@@ -273,12 +258,8 @@ def _render_loading(console: Console, conversion: Conversion) -> None:
 
 def sharding_lines(conversion: Conversion) -> list[str]:
     """Say what each rank reads where the deployment has several: one line per way of sharding."""
-    found: dict[str, None] = {}
-    for layer in conversion.plan.layers:
-        sharding = layer.entry.sharding
-        if sharding.axis is not None:
-            found[f"{sharding.written}, {sharding.why}"] = None
-    return list(found)
+    shardings = (layer.entry.sharding for layer in conversion.plan.layers)
+    return list(dict.fromkeys(f"{found.written}, {found.why}" for found in shardings if found.axis is not None))
 
 
 def _render_proof(console: Console, conversion: Conversion) -> None:

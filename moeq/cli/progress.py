@@ -92,7 +92,8 @@ class ProgressReport:
         self._now = (done, total, label)
         if self._bar is not None:
             words = plain(f"{self._title} {label}")
-            facts = self._facts(self._measure())
+            beat = self._measure()
+            facts = ", ".join(self._facts(beat, counts=False, rate=self._out.stderr.width >= 72)) if total else ""
             self._bar.update(self._task, completed=done, total=total, description=words, facts=facts)
         if first and self._thread is not None and not self._ended.is_set():
             self._beat()
@@ -129,18 +130,17 @@ class ProgressReport:
         self._out.live = console  # notes are printed above the bar, not into it
         self._task = self._bar.add_task(self._title, total=None, facts="")
 
-    def _facts(self, beat: Beat) -> str:
-        """Return the text beside the bar: percent, bytes, rate, time left; fewer on a narrow terminal."""
-        if not beat.total:
-            return ""
+    def _facts(self, beat: Beat, *, counts: bool, rate: bool) -> list[str]:
+        """Return percent, bytes (or steps, with `counts`), rate and time left."""
         parts = [f"{beat.percent:.0f} %"]
-        wide = self._out.stderr.width >= 72
         if self._unit == "bytes":
-            parts += [f"{human_bytes(beat.done)} of {human_bytes(beat.total)}"]
-            parts += [f"{human_bytes(int(beat.rate))}/s"] if beat.rate and wide else []
+            parts.append(f"{human_bytes(beat.done)} of {human_bytes(beat.total)}")
+            parts += [f"{human_bytes(int(beat.rate))}/s"] if beat.rate and rate else []
+        elif counts:
+            parts.append(f"{beat.done} of {beat.total}")
         if beat.seconds_left is not None and beat.done < beat.total:
             parts.append(f"{human_seconds(beat.seconds_left)} left")
-        return ", ".join(parts)
+        return parts
 
     def _beat_until_ended(self) -> None:
         while not self._ended.wait(HEARTBEAT_SECONDS):
@@ -173,12 +173,4 @@ class ProgressReport:
         """Describe a beat in one line."""
         if not beat.total:
             return f"{beat.label}, {human_seconds(time.monotonic() - self._started)}"
-        parts = [f"{beat.percent:.0f} %"]
-        if self._unit == "bytes":
-            parts.append(f"{human_bytes(beat.done)} of {human_bytes(beat.total)}")
-            parts += [f"{human_bytes(int(beat.rate))}/s"] if beat.rate else []
-        else:
-            parts.append(f"{beat.done} of {beat.total}")
-        if beat.seconds_left is not None and beat.done < beat.total:
-            parts.append(f"{human_seconds(beat.seconds_left)} left")
-        return ", ".join([*parts, beat.label])
+        return ", ".join([*self._facts(beat, counts=True, rate=True), beat.label])

@@ -28,9 +28,6 @@ class _PlannedSource(Source):
     def path(self, file: str) -> Path:
         raise MoeqError("source.missing-file", f"{file} is planned and not written yet")
 
-    def side_files(self) -> tuple[str, ...]:
-        return ()
-
 
 def planned_result(checkpoint: Checkpoint, plan: TranscodePlan) -> Checkpoint:
     """Open what a plan will write. It has headers and no data."""
