@@ -46,7 +46,7 @@ HOLDS = {
     "moeq": {"py", "typed"},
     "moeq/cli": {"py", "toml"},
     "moeq/oracle": {"py", "json", "toml"},
-    "moeq/report": {"py", "json", "html", "css"},
+    "moeq/report": {"py", "json", "html", "css", "md"},
     "moeq_kernels": {"py", "typed"},
     "moeq_kernels/device": {"py"},
     "moeq_kernels/hopper": {"py", "json"},

@@ -77,11 +77,7 @@ class _Findings:
 
 
 def scan(checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> list[CheckpointWarning]:
-    """Check the data of every expert of a source checkpoint.
-
-    Args:
-        progress: called with `(done, total)` layers.
-    """
+    """Check the data of every expert of a source checkpoint; `progress` gets the layers done and all layers."""
     findings = _Findings()
     layers = checkpoint.info.moe_layers
     for done, layer in enumerate(layers):

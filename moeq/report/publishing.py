@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from moeq.foreign import in_code, in_data, in_markdown
@@ -23,6 +23,9 @@ from moeq.pipeline.push import (
 from moeq.pipeline.state.signature import Signer
 from moeq.report.conversion_facts import conversion_facts, proof, table
 from moeq.report.text import human_bytes
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 def open_push(repo: str, base_model: str | None, *, public: bool) -> PushTarget:
@@ -151,81 +154,24 @@ def _text(manifest: Manifest, options: CardOptions) -> str:
         ("all digests", f"`{facts.digest}`"),
         ("source identity", in_code(manifest.source.identity)),
     ]
-    return "\n".join(
-        [
-            f"# {options.repo.rpartition('/')[2]}",
-            "",
-            f"The expert weights of {named}{revision}, repacked once, offline, into the kernel layout",
-            f"{in_code(facts.layouts[0])}, so that a serving engine reads them as they lie. {_promise(facts.losses)}",
-            "Everything that is not an expert is unchanged.",
-            "",
-            *table(rows),
-            "",
-            "## Load it",
-            "",
-            *_how_to_load(options.repo, manifest),
-            "",
-            "## How it is known to be right",
-            "",
-            *table(proofs),
-            "",
-            *_how_to_check(options),
-            "",
-            *_about_source(options),
-        ]
+    loaders = ", ".join(manifest.loads_in)
+    return _template().render(
+        title=options.repo.rpartition("/")[2],
+        named=named,
+        revision=revision,
+        layout=in_code(facts.layouts[0]),
+        facts=facts,
+        options=options,
+        rows="\n".join(table(rows)),
+        proofs="\n".join(table(proofs)),
+        loaders=[name for name in ("vLLM", "SGLang", "transformers", "load_experts") if name in loaders],
     )
 
 
-def _promise(losses: int) -> str:
-    if losses:
-        return f"{losses} stored numbers were changed by the layout, as was allowed; all others are the source's."
-    return "No number was changed: every packed matrix was unpacked again and compared with the source."
+def _template() -> Template:
+    """Return the template of the card, whose values are Markdown already."""
+    from jinja2 import Environment, PackageLoader
 
-
-def _how_to_load(repo: str, manifest: Manifest) -> list[str]:
-    """Say how each loader that takes it is called; moeq itself is installed from its source tree."""
-    names = ", ".join(manifest.loads_in)
-    ways = [
-        ("vLLM", "`vllm serve model`: vLLM finds moeq's plug-in by itself"),
-        ("SGLang", "`python -m sglang.launch_server --model-path model`: SGLang finds moeq's plug-in by itself"),
-        ("transformers", "transformers: `import moeq.engines.transformers` first, then `from_pretrained('model')`"),
-        (
-            "load_experts",
-            "plain torch: `moeq.load_experts('model', 0, device='cuda')`, one layer for `moeq_kernels.fused_moe`",
-        ),
-    ]
-    shown = [f"* {text}" for name, text in ways if name in names]
-    return [
-        "```console",
-        "pip install .                       # in a checkout of moeq",
-        f"hf download {repo} --local-dir model",
-        "moeq inspect model",
-        "```",
-        "",
-        *(shown or ["Nothing loads this layout yet."]),
-        "",
-        "What each loader takes is in `docs/how-to` of moeq's repository. A loader refuses another GPU, engine version",
-        "or number of ranks than this was converted for.",
-    ]
-
-
-def _how_to_check(options: CardOptions) -> list[str]:
-    compared = f" --source {options.base_model}" if options.base_model else ""
-    return [
-        "```console",
-        f"moeq verify model{compared}        # recompute every digest from the packed tensors",
-        "moeq restore model back        # the source's files again, byte for byte",
-        "```",
-    ]
-
-
-def _about_source(options: CardOptions) -> list[str]:
-    if options.source_card is None:
-        return ["The source came without a model card.", ""]
-    return [
-        "## About the model",
-        "",
-        f"Training, evaluation, intended use and licence: the source's own card, kept as [{options.source_card}]"
-        f"({options.source_card}).",
-        "",
-    ]
+    loader = PackageLoader("moeq.report")
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return environment.get_template("card.md")
