@@ -6,6 +6,7 @@ Only headers are read and torch is not imported before data is asked for.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.facts import Facts
@@ -21,6 +22,7 @@ from moeq.model.expert_kinds import UNKNOWN_ORDER, ExpertKind, Experts, is_whole
 from moeq.model.info import CheckpointInfo
 from moeq.model.quantized_modules import decode
 from moeq.schemes.base import Scheme
+from moeq.schemes.config_types import checked
 from moeq.schemes.declared import Declaration
 from moeq.schemes.dequantize import dequantize
 from moeq.schemes.joining import concatenate_rows, select_rows
@@ -74,6 +76,11 @@ class Checkpoint(Shown):
     def quantization_config(self) -> Mapping[str, Any] | None:
         """Quantisation config that takes effect, from `info.quant_origin`; None if there is none."""
         return self.declaration.raw if self.declaration else None
+
+    @cached_property
+    def checked_config(self) -> Mapping[str, Any] | None:
+        """`quantization_config` with its types checked. Raises MoeqError `source.bad-config`."""
+        return None if self.quantization_config is None else checked(self.quantization_config)
 
     def scale_faults(self, layer: int) -> tuple[ScaleFault, ...]:
         """Return the faults of a layer's static activation scales: missing by the headers, unusable if read."""

@@ -19,10 +19,11 @@ from moeq.oracle.engines.vllm.counterfactuals import Admits, admit_all
 from moeq.oracle.engines.vllm.outcome import method_of
 from moeq.oracle.engines.vllm.policy import load_policy
 from moeq.oracle.engines.vllm.verdict import judge_vllm
-from moeq.oracle.quantization_config import checked, config_of
+from moeq.oracle.quantization_config import config_of
 from moeq.oracle.records import MoeShape, StoredTensor, Verdict
 from moeq.oracle.versions import BUILTIN, choose_engine
 from moeq.schemes.base import Scheme
+from moeq.schemes.config_types import checked
 
 
 def judge(

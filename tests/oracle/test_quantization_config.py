@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import moeq
-from moeq.errors import MoeqError
-from moeq.oracle.quantization_config import checked, config_of
+from moeq.oracle.quantization_config import config_of
 from moeq.schemes.base import Scheme
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -50,42 +49,3 @@ def test_every_declared_method_is_among_them() -> None:
         for name in NAMES
     }
     assert methods >= {"gptq", "compressed-tensors", "modelopt", "mxfp4"}
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"bits": 4, "dynamic": None, "ignore": None}, {"bits": 4}),
-        ({"dynamic": {"-:x": {}, "y": {"bits": 8}, "z": True}}, {"dynamic": {"-:x": {}, "y": {"bits": 8}, "z": True}}),
-        ({"dynamic": True}, {"dynamic": True}),
-        (
-            {"weights": {"num_bits": 4, "dynamic": "local", "group_size": None}},
-            {"weights": {"num_bits": 4, "dynamic": "local"}},
-        ),
-        ({"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}, {"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}),
-        ({"a": {"ignore": None, "b": 1}}, {"a": {"b": 1}}),
-    ],
-)
-def test_what_is_dropped_and_kept(config: dict[str, object], expected: dict[str, object]) -> None:
-    assert checked(config) == expected
-
-
-@pytest.mark.parametrize(
-    ("config", "place"),
-    [
-        ({"ignore": "lm_head"}, "quantization_config.ignore"),
-        ({"ignore": ["a", 7]}, r"quantization_config.ignore: \[1\] is 7"),
-        ({"dynamic": {"x": 7}}, r"quantization_config.dynamic: \[x\] is 7, expected true or false"),
-        ({"config_groups": [1]}, "quantization_config.config_groups"),
-        ({"config_groups": {"g": {"weights": {"num_bits": "4"}}}}, "config_groups.g.weights.num_bits"),
-        ({"config_groups": {"g": {"weights": {"dynamic": 1.5}}}}, "config_groups.g.weights.dynamic"),
-        ({"config_groups": {"g": {"targets": 7}}}, "config_groups.g.targets"),
-        ({"input_activations": {"symmetric": "yes"}}, "input_activations.symmetric"),
-        ({"quantization": {"exclude_modules": {}}}, "quantization.exclude_modules"),
-        ({"weight": 7}, "quantization_config.weight"),
-    ],
-)
-def test_wrong_types_are_named(config: dict[str, object], place: str) -> None:
-    with pytest.raises(MoeqError, match=place) as caught:
-        checked(config)
-    assert caught.value.code == "source.bad-config"

@@ -104,7 +104,7 @@ def _judge_set(
         scheme or own,
         moe_shape(checkpoint, layer, experts),
         deployment,
-        config=checkpoint.quantization_config if stored else None,
+        config=checkpoint.checked_config if stored else None,
         prefix=module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), experts),
         explain=explain,
         admits=lambda other: (
@@ -116,7 +116,7 @@ def _judge_set(
 
 def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> object:
     """Return what the engine's config gives a layer's experts: layers of another method get another answer."""
-    config = checkpoint.quantization_config
+    config = checkpoint.checked_config
     if config is None or checkpoint.is_packed(layer):
         return None
     module = module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), range(1))

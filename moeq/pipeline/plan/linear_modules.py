@@ -19,7 +19,6 @@ from moeq.oracle.engines.vllm.linear_methods import lists_some_shards, method_of
 from moeq.oracle.engines.vllm.linears import HEAD, LinearModule, linears_of
 from moeq.oracle.engines.vllm.parameters import unfit_part
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
-from moeq.oracle.quantization_config import checked
 from moeq.oracle.records import Gate, MoeShape, Verdict
 from moeq.oracle.versions import choose_engine
 
@@ -114,7 +113,7 @@ def _of_linear(
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Yield what is wrong with one linear module of the class."""
     policy, tp = load_policy(choose_engine(verdict.engine).policy), verdict.deployment.tp
-    config = checked(checkpoint.quantization_config) if checkpoint.quantization_config else {}
+    config = checkpoint.checked_config or {}
     shards = list(_shards(checkpoint, policy, config, verdict, shape, linear, above))
     for shard in shards:
         yield from _unlike(policy.version, shard, verdict.deployment.gpu)

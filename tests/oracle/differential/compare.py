@@ -10,8 +10,8 @@ from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.oracle.engines.vllm.sizes import sizes_for
-from moeq.oracle.quantization_config import checked
 from moeq.oracle.records import MoeShape
+from moeq.schemes.config_types import checked
 
 Row = dict[str, Any]
 
