@@ -28,7 +28,7 @@ from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.calibration import fault_kinds
 from moeq.pipeline.plan.candidates import LayoutChoice, candidates, own_target, tried
 from moeq.pipeline.plan.expert_names import with_names
-from moeq.pipeline.plan.layer_loaders import loaders_of_plan
+from moeq.pipeline.plan.layer_loaders import EngineVerdicts, loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.layer_verdict import (
     first_layer,
@@ -160,7 +160,7 @@ def _nearest_changes(checkpoint: Checkpoint, question: Question) -> str | None:
     """Say which of the nearest changes work; None if none of them does."""
 
     def backend_for(other: Question) -> str | None:
-        changed = answer(checkpoint, other, brief=True)
+        changed = answer(checkpoint, other, brief=True, loaders=False)
         return changed.backend if changed.ok and find_loss(checkpoint, other, changed.layouts) is None else None
 
     if convertible_problem(checkpoint) is not None:
@@ -170,7 +170,9 @@ def _nearest_changes(checkpoint: Checkpoint, question: Question) -> str | None:
     return f"{', or '.join(texts)} works" if texts else None
 
 
-def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False) -> Answer:
+def answer(
+    checkpoint: Checkpoint, question: Question, *, explain: bool = False, brief: bool = False, loaders: bool = True
+) -> Answer:
     """Answer whether a source checkpoint can be converted as asked. A refusal is returned in the answer, not raised.
 
     Args:
@@ -198,7 +200,7 @@ def answer(checkpoint: Checkpoint, question: Question, *, explain: bool = False,
             continue
         written = _regrouped(checkpoint.scheme_of(layers[0]), options.regroup)
         verdict = judge_checkpoint(checkpoint, question.deployment, layers[0], scheme=written, explain=explain)
-        found = error or _choice(checkpoint, question, layers[0], written, verdict)
+        found = error or _choice(checkpoint, question, layers[0], written, verdict, loaders=loaders)
         verdict = verdict if brief else tried(checkpoint, verdict, layers[0], written)
         parts.append(_part(layers, with_names(checkpoint, verdict, layers[0]), found))
     refused = {layer: part.error for part in parts for layer in part.layers if part.error}
@@ -276,7 +278,7 @@ def refusal(refused: Mapping[int, MoeqError], skip_unfit: bool, *, some_fit: boo
 
 
 def _choice(
-    checkpoint: Checkpoint, question: Question, layer: int, written: Scheme | None, verdict: Verdict
+    checkpoint: Checkpoint, question: Question, layer: int, written: Scheme | None, verdict: Verdict, *, loaders: bool
 ) -> LayoutChoice | MoeqError:
     """Choose the best layout for a layer, or return why there is none."""
     scheme = checkpoint.scheme_of(layer)
@@ -287,7 +289,7 @@ def _choice(
         found = list(candidates(checkpoint, question, layer, written, verdict))
     except MoeqError as error:
         return error
-    fitting: list[LayoutChoice] = []
+    planned: list[tuple[LayoutChoice, LayerPlan]] = []
     unfit: list[MoeqError] = []
     for candidate in found:
         try:
@@ -295,13 +297,19 @@ def _choice(
         except MoeqError as error:
             unfit.append(error)
         else:
-            loaders = tuple(loaders_of_plan(checkpoint, question, plan, written))
             sizes = candidate.sizes or _sizes(plan, question.ranks)
             rank_bytes = _rank_bytes(plan, question.ranks)
             rounding = None if question.options.allow_lossy else _rounding(plan)
-            fitting.append(replace(candidate, loaders=loaders, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding))
-    if not fitting:
+            planned.append((replace(candidate, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding), plan))
+    if not planned:
         return unfit[0]
+    fitting = [choice for choice, _ in planned]
+    if loaders or len(planned) > 1:
+        verdicts = EngineVerdicts(checkpoint, question.deployment, layer, written, verdict)
+        fitting = [
+            replace(choice, loaders=tuple(loaders_of_plan(checkpoint, question, plan, written, verdicts)))
+            for choice, plan in planned
+        ]
     best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
     if not layout_class(best.layout).is_read() and not question.options.force_layout:
         return MoeqError(
@@ -405,7 +413,7 @@ def _degree(checkpoint: Checkpoint, deployment: Deployment | None, tp: int) -> D
         # Only the number of ranks matters here.
         why = why or heads_problem(checkpoint, Deployment(parse_gpu("H100"), tp=tp))
         return Degree(tp, size, why is None, None, why)
-    found = answer(checkpoint, Question(replace(deployment, tp=tp, ep=1, dp=1)), brief=True)
+    found = answer(checkpoint, Question(replace(deployment, tp=tp, ep=1, dp=1)), brief=True, loaders=False)
     if found.error is None:
         return Degree(tp, size, True, found.first.layout)
     return Degree(tp, size, False, None, why or found.error.message)

@@ -22,6 +22,7 @@ from moeq.oracle.loaders import (
     reads_by_own_config,
     sglang_reads,
 )
+from moeq.oracle.records import Verdict
 from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
@@ -30,8 +31,36 @@ from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
 
 
+class EngineVerdicts:
+    """Verdicts of vLLM's versions on one layer: layouts of an answer have the same ones in common.
+
+    Args:
+        checkpoint: the source.
+        deployment: where it is to run.
+        layer: the layer.
+        scheme: encoding of its experts, if it differs from the source's.
+        known: the verdict on the deployment as it is.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, known: Verdict
+    ) -> None:
+        self._checkpoint, self._deployment, self._layer, self._scheme = checkpoint, deployment, layer, scheme
+        self._known = {(known.engine, deployment.backend): known}
+
+    def of(self, engine: str, backend: str) -> Verdict:
+        """Return the verdict of a version that is started with a backend."""
+        key = (engine, backend)
+        if key not in self._known:
+            where = replace(self._deployment, engine=engine, backend=backend)
+            self._known[key] = judge_checkpoint(
+                self._checkpoint, where, self._layer, scheme=self._scheme, explain=False
+            )
+        return self._known[key]
+
+
 def loaders_of_plan(
-    checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None
+    checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None, verdicts: EngineVerdicts
 ) -> Iterator[Loader]:
     """Return the loaders that take a planned layer."""
     layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
@@ -47,7 +76,7 @@ def loaders_of_plan(
             tp=question.ranks.tp,
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
-            vllm=tuple(_vllm_versions(checkpoint, question, plan, scheme)),
+            vllm=tuple(_vllm_versions(question, plan, verdicts)),
             family=not checkpoint.info.family_from_names,
             own_config=reads_by_own_config(model_type, (checkpoint.quantization_config or {}).get("quant_method")),
             heads=_heads(checkpoint, deployment),
@@ -113,12 +142,12 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
 _PADDED_BY_ENGINE = ("XPU",)
 
 
-def _vllm_versions(checkpoint: Checkpoint, question: Question, plan: LayerPlan, scheme: Scheme | None) -> Iterator[str]:
+def _vllm_versions(question: Question, plan: LayerPlan, verdicts: EngineVerdicts) -> Iterator[str]:
     """Yield versions of vLLM with a backend that runs on this deployment and reads the layout there.
 
     A version without rules of its own counts if the versions before and after it do, of those that read the layout.
     """
-    layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
+    layout = plan.entry.layout
     padded = plan.shards[0].padding.w2.k // (1 if plan.entry.ranks else question.ranks.tp)
     readers = layout_class(layout).vllm_readers()
     options = dict.fromkeys(reader.option for reader in readers)
@@ -126,10 +155,9 @@ def _vllm_versions(checkpoint: Checkpoint, question: Question, plan: LayerPlan, 
 
     @cache
     def runs(engine: str) -> bool:
-        return any(reads(replace(deployment, engine=engine, backend=backend)) for backend in options)
+        return any(reads(verdicts.of(engine, backend)) for backend in options)
 
-    def reads(where: Deployment) -> bool:
-        verdict = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
+    def reads(verdict: Verdict) -> bool:
         selected = verdict.selected if verdict.ok else None
         if selected is None or layout not in (selected.layout, selected.lossy_layout):
             return False

@@ -198,7 +198,7 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
     search = search_of(case, family, "auto")
     tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
     reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
-    usual = _usual_order(case, family)
+    usual, flags = _usual_order(case, family), family.flags(case.device)
     for name, backend in family.backends.items():
         # Backends of other devices cannot be selected; only a full report lists them.
         if name in tried or (case.brief and not on_device(case, backend)):
@@ -206,7 +206,7 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
         report = candidate_report(
             case, backend, (Attempt(name, experts, backend.activation_key) for experts in backend.classes)
         )
-        reports.append(_not_tried(case, family, report, name in usual))
+        reports.append(_not_tried(case, family, report, usual=name in usual, has_flag=report.flag in flags))
     return tuple(reports)
 
 
@@ -217,7 +217,7 @@ def _usual_order(case: Case, family: Family) -> frozenset[str]:
     return frozenset(attempt.backend for attempt in parse_search(text).attempts) if text else frozenset()
 
 
-def _not_tried(case: Case, family: Family, report: CandidateReport, usual: bool) -> CandidateReport:
+def _not_tried(case: Case, family: Family, report: CandidateReport, *, usual: bool, has_flag: bool) -> CandidateReport:
     """Add the reason why automatic selection passes over a backend."""
     if case.brief:
         reason = Reason("F11_NOT_LISTED", "not in the order")
@@ -229,7 +229,7 @@ def _not_tried(case: Case, family: Family, report: CandidateReport, usual: bool)
     elif usual and case.shape.swiglu_limit is not None:
         reason = Reason("F12_LIMIT", f"does not apply the activation limit {case.shape.swiglu_limit}", None)
     else:
-        flag = f"{case.policy.backend_flag} {report.flag}" if report.flag in family.flags(case.device) else None
+        flag = f"{case.policy.backend_flag} {report.flag}" if has_flag else None
         how = f"only {flag} reaches it" if flag else "nothing reaches it"
         reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.name} here: {how}", flag)
     return replace(report, supported=False, reasons=(*report.reasons, reason))
