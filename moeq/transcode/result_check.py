@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -65,18 +66,34 @@ def engine_refusal(checkpoint: Checkpoint, plan: TranscodePlan) -> Refusal | Non
 
     All linear modules and names are judged, as for a plan. None also where the config does not say enough to ask.
     """
-    if checkpoint.info.top_k is None:
+    layer, verdicts = _refused_layer(checkpoint, plan)
+    if layer is None:
         return None
-    result, places = planned_result(checkpoint, plan), [Deployment(parse_gpu(gpu)) for gpu in GPUS]
+    before = {gate for where in _places() for gate in _faults(_judged(checkpoint, where, layer))}
+    unloadable = [verdict for verdict in verdicts if not before.issuperset(_faults(verdict))]
+    chosen = (unloadable or verdicts)[0]
+    return Refusal(f"layer {layer}: {chosen.refusal}", bool(unloadable))
+
+
+def _places() -> list[Deployment]:
+    return [Deployment(parse_gpu(gpu)) for gpu in GPUS]
+
+
+def _refused_layer(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[int | None, list[Verdict]]:
+    """Return the first layer that vLLM runs on no GPU, and the verdict of each GPU; None if there is none."""
+    if checkpoint.info.top_k is None:
+        return None, []
+    result, places = planned_result(checkpoint, plan), _places()
     for layer, *_ in group_alike_layers(result, places[0]).values():
-        verdicts = [_judged(result, where, layer) for where in places]
-        if any(verdict.ok or not verdict.known for verdict in verdicts):
-            continue
-        before = {gate for where in places for gate in _faults(_judged(checkpoint, where, layer))}
-        unloadable = [verdict for verdict in verdicts if not before.issuperset(_faults(verdict))]
-        chosen = (unloadable or verdicts)[0]
-        return Refusal(f"layer {layer}: {chosen.refusal}", bool(unloadable))
-    return None
+        # One GPU that runs it is enough: the others are not asked.
+        verdicts = list(takewhile(_refuses, (_judged(result, where, layer) for where in places)))
+        if len(verdicts) == len(places):
+            return layer, verdicts
+    return None, []
+
+
+def _refuses(verdict: Verdict) -> bool:
+    return verdict.known and not verdict.ok
 
 
 def _judged(checkpoint: Checkpoint, where: Deployment, layer: int) -> Verdict:
@@ -93,13 +110,12 @@ def _working_target(checkpoint: Checkpoint, plan: TranscodePlan) -> str | None:
     for name, target in ENGINE_TARGETS.items():
         request = replace(plan.request, to=name, names="source", regroup=None)
         try:
-            if name == plan.target.id or engine_refusal(checkpoint, make_transcode_plan(checkpoint, request)):
+            if name == plan.target.id:
                 continue
+            layer, _ = _refused_layer(checkpoint, make_transcode_plan(checkpoint, request))
         except MoeqError:
             continue
-        return (
-            option("to", name)
-            if target.element is None
-            else together([option("to", name), option("allow_lossy", True)])
-        )
+        if layer is None:
+            lossy = [] if target.element is None else [option("allow_lossy", True)]
+            return together([option("to", name), *lossy])
     return None
