@@ -96,8 +96,11 @@ def source_sample(source: Source) -> str:
     digest, total, start = blake3(), sum(file.size for file in source.files), 0
     step = max(total // _SAMPLED_BLOCKS, _SAMPLED_BYTES)
     for file in source.files:
-        for at in (*range(-start % step, file.size, step), max(file.size - _SAMPLED_BYTES, 0)):
-            digest.update(source.read_bytes(file.name, at, min(at + _SAMPLED_BYTES, file.size)))
+        with closing_fd(source.open(file.name)) as fd:
+            for at in (*range(-start % step, file.size, step), max(file.size - _SAMPLED_BYTES, 0)):
+                block = bytearray(min(_SAMPLED_BYTES, file.size - at))
+                source.read_into(fd, memoryview(block), at, file.name)
+                digest.update(block)
         start += file.size
     return digest.hexdigest()
 
