@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import typer
+from typer.main import get_command
 
 from moeq.cli import interrupts
 from moeq.cli.out import Output, flush_streams, open_missing_streams
@@ -112,6 +114,12 @@ COMMANDS: dict[str, Command] = {
 }
 
 
+@cache
+def parser(asked: str | None) -> Callable[..., Any]:
+    """Return the parser of command lines, built once in a process for each command that is asked for."""
+    return get_command(build(asked))
+
+
 def build(asked: str | None) -> typer.Typer:
     """Build the app with the one command that is asked for, and every other command's help line."""
     app = typer.Typer(
@@ -168,7 +176,8 @@ def run(argv: Sequence[str]) -> int:
     name = asked_command(words.split()[1:] if words else argv)
     out = Output(f"moeq.{name or 'moeq'}/1", json_mode="--json" in argv)
     try:
-        code = build(name)(args=list(argv) or ["--help"], standalone_mode=False, obj=out, prog_name="moeq")
+        parse = parser(name if name in COMMANDS else None)
+        code = parse(args=list(argv) or ["--help"], standalone_mode=False, obj=out, prog_name="moeq")
     except BaseException as error:  # noqa: BLE001 - the last line of defence: a bug must be reported as one, exit code 70
         interrupted = interrupts.received() or isinstance(error, (KeyboardInterrupt, typer.Abort))
         interrupts.release()

@@ -224,7 +224,7 @@ def test_bugs_are_reported_as_bugs(monkeypatch, capsys) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("something nobody thought of")
 
-    monkeypatch.setattr("moeq.cli.app.build", broken)
+    monkeypatch.setattr("moeq.cli.app.parser", broken)
     monkeypatch.delenv("MOEQ_DEBUG", raising=False)
     assert run(["inspect", "x"]) == ExitCode.BUG
     captured = capsys.readouterr()
@@ -237,7 +237,7 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moeq.cli.app.build", interrupted)
+    monkeypatch.setattr("moeq.cli.app.parser", interrupted)
     assert run(["convert", "a", "b"]) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "error: interrupted\n"  # nothing was begun, so nothing is kept
 

@@ -29,12 +29,12 @@ import moeq.cli.app as app
 def interrupt():
     signal.raise_signal(signal.{name})
 
-def build(name):
+def parser(name):
     def command(**given):
 {body}
     return command
 
-app.build = build
+app.parser = parser
 sys.argv = ["moeq", "gpus", *sys.argv[1:]]
 main()
 """
