@@ -51,6 +51,11 @@ class ExpertsSource(ABC):
     def backend(self) -> str:
         """Backend that the layout was chosen for."""
 
+    @property
+    def is_filling(self) -> bool:
+        """Whether filling takes long and layers are left: kernels can be compiled meanwhile."""
+        return False
+
     @abstractmethod
     def entry(self, layer: int) -> LayerEntry | None:
         """Return how a layer is packed; None for layers that stay as the source has them."""
@@ -158,6 +163,10 @@ class PackingExpertsSource(ExpertsSource):
     @property
     def backend(self) -> str:
         return self.answer.backend
+
+    @property
+    def is_filling(self) -> bool:
+        return self._packer is not None
 
     def entry(self, layer: int) -> LayerEntry | None:
         layout = self.answer.layouts.get(layer)

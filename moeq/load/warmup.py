@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
 
-#: Kinds of layers whose kernels are compiled and loaded in this process.
-_READY: set[Any] = set()
+#: Kinds of layers whose kernels this process has compiled and loaded (None), or does so meanwhile.
+_READY: dict[Any, Future[None] | None] = {}
 
 
 @dataclass(frozen=True)
@@ -135,12 +136,28 @@ def _prepared(
             yield numbers, layer
 
 
-def make_ready(prepared: PreparedLayer, logger: logging.Logger) -> None:
-    """Compile, in parallel, and load all kernels of a layer, and log once for every kind of layer what they are."""
-    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) in _READY:
-        return
+def make_ready(prepared: PreparedLayer, logger: logging.Logger, *, wait: bool = True) -> None:
+    """Compile, in parallel, and load all kernels of a layer, and log once for every kind of layer what they are.
+
+    Unless asked to wait, the caller goes on meanwhile: the next call that waits also waits for these kernels.
+    """
+    if (key := (prepared.problem, prepared.max_tokens, prepared.device)) not in _READY:
+        if wait:
+            _warm(prepared, logger)
+            _READY[key] = None
+        else:
+            threads = ThreadPoolExecutor(1)
+            _READY[key] = threads.submit(_warm, prepared, logger)
+            threads.shutdown(wait=False)
+    for begun in [key for key, future in _READY.items() if wait and future is not None]:
+        future = _READY.pop(begun)
+        assert future is not None
+        future.result()
+        _READY[begun] = None
+
+
+def _warm(prepared: PreparedLayer, logger: logging.Logger) -> None:
     done = prepared.warm()
-    _READY.add(key)
     if not done.kept:
         logger.warning("moeq: kernels are compiled at every start: the folder for them cannot be used")
     logger.info("moeq: %s: %d kernels, %d compiled, %.1f s", prepared, done.kernels, done.compiled, done.seconds)

@@ -6,17 +6,21 @@ rank would read from the converted checkpoint.
 
 from __future__ import annotations
 
-import threading
+import weakref
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.digest import default_workers
 from moeq.layouts.arranged import torch_dtype
-from moeq.pipeline.pack.experts import ExpertResult, Packer
+from moeq.model.tensor_bytes import flat_bytes, one_torch_thread
+from moeq.pipeline.pack.experts import BatchResult, Packer
+from moeq.pipeline.pack.inputs import aligned_memory
 from moeq.pipeline.plan.conversion_plan import FilePlan, Plan
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer_on_rank
@@ -27,7 +31,6 @@ from moeq.pipeline.run.workers import Executor
 from moeq.pipeline.state.records import Bytes, UnitRecord
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from moeq.layouts.base import TensorSpec
@@ -58,7 +61,7 @@ class SampledPacker(Packer):
             return ()
         return super()._proven(fast_path, expert, read, outputs, scratch)
 
-    def record(self, results: Sequence[ExpertResult]) -> UnitRecord:
+    def record(self, results: Sequence[BatchResult]) -> UnitRecord:
         return UnitRecord(self._unit.id, sum(result.written for result in results), {})
 
 
@@ -117,8 +120,12 @@ class RankPacker:
     def _executor(self) -> Executor:
         memory = plan_memory(self._work, self._work.plan.units, default_workers())
         # Ranks that share experts read the same files: through the page cache, a disk is read once.
+        on_gpu = any(tensor.device.type == "cuda" for tensor in self._targets.values())
         return Executor(
-            self._work, None, memory.workers, memory.spare(), memory.helpers, sink=self._sink, direct=not self._shared
+            *(self._work, None, memory.workers, memory.spare(), memory.helpers),
+            sink=self._sink,
+            direct=not self._shared,
+            output_memory=pinned_memory if on_gpu else aligned_memory,
         )
 
     def _sink(self, unit: Unit) -> TensorSink:
@@ -153,43 +160,58 @@ class TensorSink:
     def __init__(self, targets: Mapping[tuple[int, int], tuple[Tensor, TensorSpec]]) -> None:
         import torch
 
-        self._targets = dict(sorted(targets.items()))
-        self._starts = [start for start, _ in self._targets]
+        self._targets = sorted(targets.items(), key=lambda item: item[0])
+        self._starts = [start for (start, _), _ in self._targets]
         device = next(iter(targets.values()))[0].device
         # The caller's stream: memory that it has just freed may still be in use there.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._pinned = threading.local()
 
     def write(self, data: memoryview, position: int) -> None:
-        """Put the part of one expert, which begins at a place of the file, into its tensor."""
+        """Put the parts of consecutive experts, which begin at a place of the file, into their tensor."""
         import torch
 
-        (start, stop), (tensor, spec) = list(self._targets.items())[bisect(self._starts, position) - 1]
-        row = (position - start) * len(tensor) // (stop - start)
-        packed = torch.frombuffer(data, dtype=torch.uint8)
-        typed: Callable[[Tensor], Tensor] = lambda flat: flat.view(torch_dtype(spec.dtype)).view(spec.shape)  # noqa: E731
+        (start, stop), (tensor, spec) = self._targets[bisect(self._starts, position) - 1]
+        size = (stop - start) // len(tensor)
+        row = (position - start) // size
+        rows, dtype = tensor[row : row + len(data) // size], torch_dtype(spec.dtype)
+        packed = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows.shape)
         if self._stream is None:
-            tensor[row].copy_(typed(packed))
+            _copy_on_cpu(packed, rows)
             return
         with torch.cuda.stream(self._stream):
-            staged = self._staged(packed)
-            if tensor.dtype == torch_dtype(spec.dtype):
-                tensor[row].copy_(typed(staged), non_blocking=True)
+            if tensor.dtype == dtype:
+                rows.copy_(packed, non_blocking=True)
             else:
-                tensor[row].copy_(typed(staged.to(tensor.device, non_blocking=True)))
+                rows.copy_(packed.to(tensor.device, non_blocking=True))
             self._stream.record_event().synchronize()
-
-    def _staged(self, packed: Tensor) -> Tensor:
-        """Copy bytes into pinned memory of this thread, from which a device reads several times faster."""
-        held: torch.Tensor | None = getattr(self._pinned, "buffer", None)
-        if held is None or len(held) < len(packed):
-            import torch
-
-            held = self._pinned.buffer = torch.empty(len(packed), dtype=torch.uint8, pin_memory=True)
-        return held[: len(packed)].copy_(packed)
 
     def sync(self) -> None:
         """Do nothing: every part is in its tensor when `write` returns."""
 
     def close(self) -> None:
         """Do nothing: the tensors are the caller's."""
+
+
+def _copy_on_cpu(packed: Tensor, rows: Tensor) -> None:
+    """Copy without the threads that torch would start for each of the threads that write."""
+    if packed.dtype == rows.dtype and rows.is_contiguous():
+        np.copyto(flat_bytes(rows).numpy(), flat_bytes(packed).numpy())
+    else:
+        one_torch_thread()
+        rows.copy_(packed)
+
+
+def pinned_memory(size: int) -> Bytes:
+    """Allocate page-locked memory, from which a GPU reads several times faster and while the caller goes on.
+
+    It is the size that is asked for, while torch's own pinned memory is a power of two and never given back. Memory
+    that cannot be locked serves as well, more slowly.
+    """
+    import torch
+
+    memory = aligned_memory(size)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(memory.ctypes.data, size, 0)) == 0:
+        assert isinstance(memory.base, np.ndarray)  # a slice of what owns the memory
+        weakref.finalize(memory.base, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    return memory

@@ -131,7 +131,7 @@ def test_a_prompt_longer_than_the_layer_was_prepared_for(folders, batch, monkeyp
 
 
 def test_the_log_says_once_which_kernels_run(folders, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(warmup, "_READY", set())
+    monkeypatch.setattr(warmup, "_READY", {})
     with caplog.at_level(logging.INFO, "moeq"):
         for _ in range(2):
             loaded_layer(folders[INT4])

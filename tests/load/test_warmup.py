@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,3 +49,34 @@ def test_a_start_says_once_what_was_compiled(caplog) -> None:
     told = "moeq: a layer: 3 kernels, 2 compiled, 1.3 s"
     warning = "moeq: kernels are compiled at every start: the folder for them cannot be used"
     assert [record.getMessage() for record in caplog.records] == [told, warning, told]
+
+
+def test_kernels_are_compiled_while_layers_are_filled_and_are_ready_in_the_end() -> None:
+    may_end, ended = threading.Event(), []
+
+    def compile_slowly() -> Warmed:
+        may_end.wait(60)
+        ended.append(True)
+        return Warmed(1, 1, 0.0)
+
+    def layer(number: int, warm: Any) -> Any:
+        return SimpleNamespace(problem=f"filled {number}", max_tokens=4, device="test", warm=warm)
+
+    logger = logging.getLogger("moeq-warm")
+    for _ in range(2):
+        make_ready(layer(0, compile_slowly), logger, wait=False)
+    assert not ended
+    may_end.set()
+    make_ready(layer(1, lambda: Warmed(1, 1, 0.0)), logger)
+    assert ended == [True]
+
+
+def test_an_error_of_kernels_that_were_compiled_meanwhile_is_raised() -> None:
+    def fail() -> Warmed:
+        raise MoeqError("environment.kernels", "no compiler")
+
+    layer: Any = SimpleNamespace(problem="fails", max_tokens=4, device="test", warm=fail)
+    make_ready(layer, logging.getLogger("moeq-warm"), wait=False)
+    for _ in range(2):  # the second call tries again
+        with pytest.raises(MoeqError, match="no compiler"):
+            make_ready(layer, logging.getLogger("moeq-warm"))

@@ -309,7 +309,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         else:
             self.experts.fill(self.entry, self.parts, self.rank, flat)
         prepared = self.prepared(tensors)
-        make_ready(prepared, logger)
+        make_ready(prepared, logger, wait=not self.experts.is_filling)
         self.info = MoeqQuantInfo(prepared)
 
     def served(self, layer: Any) -> RankTensors:

@@ -210,7 +210,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             self.experts.fill(self.entry, self.parts, self.rank, tensors)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-            self.moe_kernel = own_kernel(self.moe, self.packed(dict(layer.named_parameters())), layer)
+            packed = self.packed(dict(layer.named_parameters()))
+            self.moe_kernel = own_kernel(self.moe, packed, layer, wait=not self.experts.is_filling)
             return
         self.engine.settle(layer, self.weights, self._activation_scales)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)

@@ -294,8 +294,8 @@ def slow_reason(moe: Any, packed: PackedExperts) -> str | None:
     return _prepare(moe, packed, None, like).reason
 
 
-def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.FusedMoEKernel:
-    """Make the engine's kernel object around moeq's experts, and compile and load their kernels."""
+def own_kernel(moe: Any, packed: PackedExperts, layer: Any, *, wait: bool) -> modular_kernel.FusedMoEKernel:
+    """Make the engine's kernel object around moeq's experts, and compile and load their kernels (`make_ready`)."""
     prepare = maybe_make_prepare_finalize(
         moe=moe,
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -308,7 +308,7 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any) -> modular_kernel.Fu
         prepared = _prepare_batches(moe, packed, **batches)  # the engine's profiling run compiles its one plan
         return modular_kernel.FusedMoEKernel(prepare, MoeqBatchedExperts(moe, prepared, packed, **batches))
     prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
-    make_ready(prepared, logger)
+    make_ready(prepared, logger, wait=wait)
     return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared, packed))
 
 

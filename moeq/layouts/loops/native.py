@@ -42,6 +42,12 @@ _INTEGER = np.dtype(np.int64)
 #: Imports of moeq's modules at the top of a source.
 _IMPORTS = re.compile(r"^from (moeq(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))", re.MULTILINE)
 
+#: Bytes of arrays up to which a loop keeps the interpreter's lock: giving it away and getting it back takes longer.
+_SHORT_BYTES = 128 * 1024
+
+#: Machine code called with and without the interpreter's lock.
+_Functions = tuple[Callable[[bytes], int], Callable[[bytes], int]]
+
 _lock = RLock()
 _here = local()  # what the current thread may do
 
@@ -67,31 +73,32 @@ class Loop:
     """A loop that is called with arrays and integers. Results are integers, also where the loop returns a bool.
 
     Machine code takes 64 bits for each argument: the number, or the address of the array's `PyArrayInterface`. It runs
-    without the interpreter's lock.
+    without the interpreter's lock, unless its arrays are small.
     """
 
     def __init__(self, module: str, name: str) -> None:
         self.module = module
         self.name = name
-        self._compiled: dict[tuple[Any, ...], Callable[[bytes], int]] = {}
+        self._compiled: dict[tuple[Any, ...], _Functions] = {}
 
     def __call__(self, *arguments: Any) -> int:
         # Kept short: some loops take no longer than a dozen lines of Python.
         key: list[Any] = []
-        words, kept = [], []
+        words, kept, size = [], [], 0
         for argument in arguments:
             if isinstance(argument, np.ndarray):
                 interface = argument.__array_struct__
                 kept.append(interface)
                 words.append(_address(interface, None))
+                size += argument.nbytes
                 key += argument.dtype, argument.ndim, argument.flags.num & _FLAGS
             else:
                 words.append(argument)
                 key.append(_INTEGER if isinstance(argument, int) else argument.dtype)
-        function = self._compiled.get(tuple(key)) or self._prepare(tuple(key), [_kind(item) for item in arguments])
-        return function(pack(f"{len(words)}q", *words))
+        functions = self._compiled.get(tuple(key)) or self._prepare(tuple(key), [_kind(item) for item in arguments])
+        return functions[size > _SHORT_BYTES](pack(f"{len(words)}q", *words))
 
-    def _prepare(self, key: tuple[Any, ...], kinds: list[Kind]) -> Callable[[bytes], int]:
+    def _prepare(self, key: tuple[Any, ...], kinds: list[Kind]) -> _Functions:
         with _lock:
             if key not in self._compiled:
                 self._compiled[key] = load(self.module, self.name, kinds)
@@ -139,8 +146,8 @@ def cached() -> bool:
     return folder is not None and any(name.endswith(f".{_environment_digest()}.o") for name in folder.names())
 
 
-def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
-    """Return the machine code of a loop, from the cache or compiled now."""
+def load(module: str, name: str, kinds: list[Kind]) -> _Functions:
+    """Return the machine code of a loop, from the cache or compiled now: with the interpreter's lock, and without."""
     spelled = " ".join(kind.spell() for kind in kinds)
     about = "\n".join((module, name, spelled, _environment(), _source_digest(module)))
     symbol = f"moeq_{blake3(f'{module}.{name} {spelled}'.encode()).hexdigest()[:16]}"
@@ -159,9 +166,10 @@ def load(module: str, name: str, kinds: list[Kind]) -> Callable[[bytes], int]:
             )
         elif folder is not None:
             folder.write(file, _seal(about, code) + code)
-        return function
+        return function, function
     _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
-    return ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(_engine().get_function_address(symbol))
+    address, signature = _engine().get_function_address(symbol), (ctypes.c_int64, ctypes.c_void_p)
+    return ctypes.PYFUNCTYPE(*signature)(address), ctypes.CFUNCTYPE(*signature)(address)
 
 
 def code_cache() -> CodeCache | None:

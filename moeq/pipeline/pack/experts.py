@@ -1,4 +1,4 @@
-"""Packing one expert's `w13` or `w2`: read, pack for every rank, prove, write. Any thread may do any expert.
+"""Packing `w13` or `w2` of a few experts: read, pack for every rank, prove, write. Any thread may do any experts.
 
 There are two paths. The fast path (`moeq.pipeline.pack.fast`) turns stored bytes into packed bytes in reused buffers,
 without torch. The reference path handles every format and layout: decode to the logical matrix, pad, pack, unpack,
@@ -8,8 +8,9 @@ compare. Both write the same bytes and record the same digests.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,12 @@ from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
 from moeq.matrix import split_projections
 from moeq.model.regroup import regroup, ungroup
-from moeq.model.shards import join_shards
+from moeq.model.shards import Range, join_shards
 from moeq.model.tensor_bytes import as_bytes, one_torch_thread, reshaped, same_matrix
 from moeq.pipeline.pack.inputs import (
     INPUT_BUFFERS,
     OUTPUT_BUFFERS,
+    WORD,
     Buffers,
     InputFile,
     Place,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
     from moeq.layouts.base import Layout
     from moeq.matrix import QuantizedMatrix
+    from moeq.model.expert_kinds import Experts
     from moeq.pipeline.pack.fast.formats import Fields
     from moeq.pipeline.pack.fast.path import Digests, FastPath, Inputs, Outputs
 
@@ -67,8 +70,29 @@ class ExpertResult:
     hashes: tuple[bytes, ...]
 
 
-class Packer(UnitWorker[PackUnit, int]):
-    """Executes one `PackUnit`, expert by expert."""
+@dataclass(frozen=True)
+class BatchResult:
+    """The results of packing consecutive experts, in order."""
+
+    experts: tuple[ExpertResult, ...]
+
+    @property
+    def written(self) -> int:
+        """Bytes of all experts."""
+        return sum(result.written for result in self.experts)
+
+    @property
+    def hashes(self) -> Iterator[bytes]:
+        """BLAKE3 of every piece, in order (`Plan.pieces`)."""
+        return (value for result in self.experts for value in result.hashes)
+
+
+#: Stored bytes that are read and packed at once, unless one expert has more: small experts share the cost of a request.
+BATCH_BYTES = 4 * 2**20
+
+
+class Packer(UnitWorker[PackUnit, Range]):
+    """Executes one `PackUnit`, a few experts at a time."""
 
     #: Whether the unit's record needs hashes of the packed bytes and names of what cannot be rebuilt from them.
     _records = True
@@ -80,6 +104,7 @@ class Packer(UnitWorker[PackUnit, int]):
         layer = work.plan.layer_of(unit)
         self._layer = layer
         self._experts = work.checkpoint.experts(unit.layer)
+        self._fused = self._experts.layer.fused
         self._shards = [layer.shards[index] for index in unit.shards]
         self._slots = [_slots(work, unit, shard) for shard in self._shards]
         self._fast_path = fast_path_of(work.checkpoint, layer, unit)
@@ -98,71 +123,99 @@ class Packer(UnitWorker[PackUnit, int]):
         if fast_path is None:
             return Need("reference", reference=reference_bytes(layer, unit))
         experts = work.checkpoint.experts(unit.layer)
-        stored = experts.layer.unit(unit.experts.start)
-        places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in fast_path.reads]
         parts_of_one = sum(len(layer.shards[index].parts[unit.role]) for index in unit.shards)
-        pieces = islice(work.plan.pieces(unit), parts_of_one)
+        pieces = list(islice(work.plan.pieces(unit), parts_of_one))
+        count, sizes = _batch(fast_path, experts, unit)
         return Need(
             "fast",
-            input=INPUT_BUFFERS * bytes_for(stop - start for start, stop in places),
-            output=OUTPUT_BUFFERS * bytes_for(piece.stop - piece.start for piece in pieces),
+            input=INPUT_BUFFERS * bytes_for(count * sizes),
+            output=OUTPUT_BUFFERS * bytes_for(count * [piece.stop - piece.start for piece in pieces]),
             scratch=bytes_for([fast_path.scratch_bytes]),
         )
 
-    @property
-    def items(self) -> Sequence[int]:
-        return range(self._unit.experts.start, self._unit.experts.stop)
+    @cached_property
+    def items(self) -> Sequence[Range]:
+        held, path = self._unit.experts, self._fast_path
+        count = 1 if path is None else _batch(path, self._experts, self._unit)[0]
+        return [Range(start, min(start + count, held.stop)) for start in range(held.start, held.stop, count)]
 
-    def label(self, expert: int) -> str:
-        return f"layer {self._unit.layer} {self._unit.role} expert {expert}"
+    def label(self, item: Range) -> str:
+        numbers = f"expert {item.start}" if item.size == 1 else f"experts {item.start} to {item.stop - 1}"
+        return f"layer {self._unit.layer} {self._unit.role} {numbers}"
 
-    def read(self, expert: int, buffers: Buffers, slot: int) -> Inputs | None:
-        return None if self._fast_path is None else self._read(self._fast_path, expert, buffers, slot)
+    def read(self, item: Range, buffers: Buffers, slot: int) -> list[Inputs] | None:
+        if self._fast_path is None:
+            return None
+        keys, experts = self._fast_path.reads, range(item.start, item.stop)
+        places = [place for expert in experts for place in self._places(keys, expert)]
+        data = iter(read_places(self._inputs, places, buffers, slot))
+        return [{key: next(data) for key in keys} for _ in experts]
 
-    def pack(self, expert: int, data: Inputs | None, buffers: Buffers, slot: int) -> tuple[ExpertResult, Writes]:
-        path = self._calibrated_path()
+    def pack(self, item: Range, data: list[Inputs] | None, buffers: Buffers, slot: int) -> tuple[BatchResult, Writes]:
+        path, experts = self._calibrated_path(), range(item.start, item.stop)
         if path is None or data is None:
-            return self._on_reference_path(expert), ()
-        found = self._on_fast_path(path, expert, data, buffers, slot)
-        if found is not None:
-            return found
-        with self._spare.take(reference_bytes(self._layer, self._unit), self.label(expert)):
-            return self._on_reference_path(expert), ()
+            return BatchResult(tuple(map(self._on_reference_path, experts))), ()
+        scratch = buffers.take("scratch", path.scratch_bytes)
+        packed, writes = self._outputs(item, buffers, slot)
+        results = []
+        for expert, inputs, outputs in zip(experts, data, packed, strict=True):
+            result = self._on_fast_path(path, expert, inputs, outputs, scratch)
+            if result is None:
+                with self._spare.take(reference_bytes(self._layer, self._unit), self.label(Range(expert, expert + 1))):
+                    result = self._on_reference_path(expert, outputs)
+            results.append(result)
+        return BatchResult(tuple(results)), writes
 
-    def _findings(self, results: Sequence[ExpertResult]) -> dict[str, Any]:
+    def _findings(self, results: Sequence[BatchResult]) -> dict[str, Any]:
+        experts = [result for batch in results for result in batch.experts]
         digests: dict[Projection, list[str]] = {}
-        for result in results:
+        for result in experts:
             for projection, digest in result.digests:
                 digests.setdefault(projection, []).append(digest)
         return {
             "digests": {projection: tuple(values) for projection, values in digests.items()},
-            "kept": tuple(sorted(frozenset().union(*(result.kept for result in results)))),
-            "losses": sum(result.losses for result in results),
+            "kept": tuple(sorted(frozenset().union(*(result.kept for result in experts)))),
+            "losses": sum(result.losses for result in experts),
         }
 
     # The fast path.
 
+    def _outputs(self, item: Range, buffers: Buffers, slot: int) -> tuple[list[Outputs], Writes]:
+        """Return memory for the packed parts of every expert, and how it is written.
+
+        Experts of a part lie together as in the file and are written at once, unless words would not be aligned.
+        """
+        row, sizes, places = item.start - self._unit.experts.start, list[int](), list[int]()
+        for start, size in (slot for slots in self._slots for slot in slots.values()):
+            each, count = (size * item.size, 1) if size % WORD == 0 else (size, item.size)
+            sizes += count * [each]
+            places += [start + row * size + number * each for number in range(count)]
+        memory = buffers.take_many(f"output {slot}", sizes, places)
+        found: list[list[dict[str, Bytes]]] = [[{} for _ in self._slots] for _ in range(item.size)]
+        left = iter(memory)
+        for index, slots in enumerate(self._slots):
+            for part, (_, size) in slots.items():
+                whole = next(left) if size % WORD == 0 else None
+                for number, expert in enumerate(found):
+                    own = next(left) if whole is None else whole[number * size : (number + 1) * size]
+                    expert[index][part] = own
+        return list(found), tuple(zip(memory, places, strict=True))
+
     def _on_fast_path(
-        self, fast_path: FastPath, expert: int, inputs: Inputs, buffers: Buffers, slot: int
-    ) -> tuple[ExpertResult, Writes] | None:
+        self, fast_path: FastPath, expert: int, inputs: Inputs, outputs: Outputs, scratch: Bytes
+    ) -> ExpertResult | None:
         """Pack and prove an expert; return None if the fast path declines it, which leaves it to the reference path."""
-        scratch = buffers.take("scratch", fast_path.scratch_bytes)
         read = fast_path.read(inputs, scratch)
         if read is None:
             return None
-        sizes = [size for slots in self._slots for _, size in slots.values()]
-        row = expert - self._unit.experts.start
-        places = [start + row * size for slots in self._slots for start, size in slots.values()]
-        packed = buffers.take_many(f"output {slot}", sizes, places)
-        each = iter(packed)
-        outputs = [{part: next(each) for part in slots} for slots in self._slots]
         fast_path.pack(read, outputs, scratch)
         digests = self._proven(fast_path, expert, read, outputs, scratch)
+        packed = [data for parts in outputs for data in parts.values()]
         hashes = tuple(map(piece_digest, packed)) if self._records else ()
         kept = fast_path.kept(inputs, scratch) if self._records else ()
         names = frozenset(self._entry(key, expert).name for key in kept)
-        result = ExpertResult(sum(sizes), digests, names, fast_path.losses(read), hashes)
-        return result, tuple(zip(packed, places, strict=True))
+        written = sum(data.nbytes for data in packed)
+        return ExpertResult(written, digests, names, fast_path.losses(read), hashes)
 
     def _proven(
         self, fast_path: FastPath, expert: int, read: list[Fields], outputs: Outputs, scratch: Bytes
@@ -173,18 +226,13 @@ class Packer(UnitWorker[PackUnit, int]):
             raise self._round_trip(expert)
         return digests
 
-    def _read(self, fast_path: FastPath, expert: int, buffers: Buffers, slot: int) -> Inputs:
-        """Read the stored bytes of one expert into reused memory."""
-        data = read_places(self._inputs, self._places(fast_path.reads, expert), buffers, slot)
-        return dict(zip(fast_path.reads, data, strict=True))
-
     def _places(self, keys: Sequence[tuple[StoredName, str]], expert: int) -> list[Place]:
         """Return the places of these parts of an expert."""
         entries = [self._entry(key, expert) for key in keys]
-        return [
-            (entry.file, *place_of(entry, part, self._experts, expert))
-            for entry, (_, part) in zip(entries, keys, strict=True)
-        ]
+        if not self._fused:
+            return [(entry.file, entry.start, entry.end) for entry in entries]
+        spans = [place_of(entry, key[1], self._experts, expert) for entry, key in zip(entries, keys, strict=True)]
+        return [(entry.file, *span) for entry, span in zip(entries, spans, strict=True)]
 
     def _entry(self, key: tuple[StoredName, str], expert: int) -> TensorEntry:
         """Return the tensor that holds a part of an expert."""
@@ -203,7 +251,7 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _calibrate(self, path: FastPath) -> FastPath | None:
         buffers, largest = Buffers(), [0.0] * len(self._shards)
-        for expert in self.items:
+        for expert in range(self._unit.experts.start, self._unit.experts.stop):
             data = read_places(self._inputs, self._places(path.calibrates, expert), buffers, 0)
             scratch = buffers.take("scratch", path.scratch_bytes)
             found = path.largest(dict(zip(path.calibrates, data, strict=True)), scratch)
@@ -214,7 +262,8 @@ class Packer(UnitWorker[PackUnit, int]):
 
     # The reference path.
 
-    def _on_reference_path(self, expert: int) -> ExpertResult:
+    def _on_reference_path(self, expert: int, outputs: Outputs | None = None) -> ExpertResult:
+        """Pack and prove an expert; write it, or put it into memory that is written later."""
         from moeq.digest import logical_digest
         from moeq.pipeline.state.restore_data import unrestorable
 
@@ -223,10 +272,11 @@ class Packer(UnitWorker[PackUnit, int]):
         matrix = self._matrix(expert)
         regrouped = self._regrouped(matrix)
         written, losses, stored, hashes = 0, 0, [], list[bytes]()
-        for shard, slots, layout in zip(self._shards, self._slots, self._layouts(), strict=True):
+        for index, (shard, layout) in enumerate(zip(self._shards, self._layouts(), strict=True)):
             padded = shard.cut_and_pad(regrouped)
-            unpacked = self._write(shard, slots, layout, expert, padded, hashes)
-            written += sum(size for _, size in slots.values())
+            target = None if outputs is None else outputs[index]
+            unpacked = self._write(index, layout, expert, padded, target, hashes)
+            written += sum(size for _, size in self._slots[index].values())
             if not same_matrix(unpacked, padded):
                 losses += self._lost(layout, padded, expert)
             stored.append(shard.padding.unpad(unpacked))
@@ -273,7 +323,7 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _calibrated(self, layout: Layout) -> list[Layout]:
         found: dict[int, float] = {}
-        for expert in self.items:
+        for expert in range(self._unit.experts.start, self._unit.experts.stop):
             matrix = self._regrouped(self._matrix(expert))
             for index, shard in enumerate(self._shards):
                 value = layout.calibrate(shard.cut_and_pad(matrix))
@@ -283,28 +333,31 @@ class Packer(UnitWorker[PackUnit, int]):
 
     def _write(
         self,
-        shard: ShardPlan,
-        slots: Mapping[str, tuple[int, int]],
+        index: int,
         layout: Layout,
         expert: int,
         padded: QuantizedMatrix,
+        target: Mapping[str, Bytes] | None,
         hashes: list[bytes],
     ) -> QuantizedMatrix:
-        """Pack one matrix, write it into its slot of the stack, and unpack what was written."""
-        row = expert - self._unit.experts.start
+        """Pack one matrix of a shard, put it into its target or slot of the stack, and unpack what was written."""
+        row, shapes = expert - self._unit.experts.start, self._shards[index].parts[self._unit.role]
         written: dict[str, Tensor] = {}
         try:
             packed = layout.pack(padded)
         except MoeqError as error:
             where = f"layer {self._unit.layer} expert {expert}"
             raise MoeqError(error.code, f"{where}: {error.message}", error.hint) from None
-        for part, (start, size) in slots.items():
+        for part, (start, size) in self._slots[index].items():
             data = as_bytes(packed[part])
             if data.nbytes != size:
                 raise ValueError(f"{layout.id} packs {part} into {data.nbytes} bytes, its slot has {size}")
-            self._output.write(data, start + row * size)
+            if target is None:
+                self._output.write(data, start + row * size)
+            else:
+                target[part].data[:] = data
             hashes.append(piece_digest(data))
-            written[part] = reshaped(packed[part], shard.parts[self._unit.role][part].shape)
+            written[part] = reshaped(packed[part], shapes[part].shape)
         return layout.unpack(written, padded.spec)
 
     def _lost(self, layout: Layout, padded: QuantizedMatrix, expert: int) -> int:
@@ -321,6 +374,14 @@ class Packer(UnitWorker[PackUnit, int]):
             "source's values",
             "nothing was published; report this as a bug in moeq",
         )
+
+
+def _batch(path: FastPath, experts: Experts, unit: PackUnit) -> tuple[int, list[int]]:
+    """Return how many experts are packed at once, and the sizes of the stored parts of one of them."""
+    stored = experts.layer.unit(unit.experts.start)
+    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in path.reads]
+    sizes = [stop - start for start, stop in places]
+    return max(1, min(BATCH_BYTES // max(sum(sizes), 1), unit.experts.size)), sizes
 
 
 def _slots(work: Work, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:

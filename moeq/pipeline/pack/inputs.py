@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -37,11 +37,23 @@ INPUT_BUFFERS = OUTPUT_BUFFERS = 2
 Writes = Sequence[tuple[Bytes, int]]
 
 
-class Buffers:
-    """One worker's buffers, by name. They grow to the largest size asked for and stay."""
+def aligned_memory(size: int) -> Bytes:
+    """Allocate bytes that begin at a multiple of `ALIGNMENT`, not initialised."""
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + size]
 
-    def __init__(self) -> None:
+
+class Buffers:
+    """One worker's buffers, by name. They grow to the largest size asked for and stay.
+
+    Args:
+        output_memory: function that allocates output buffers, as `aligned_memory`.
+    """
+
+    def __init__(self, output_memory: Callable[[int], Bytes] = aligned_memory) -> None:
         self._held: dict[str, Bytes] = {}
+        self._output_memory = output_memory
 
     def take(self, name: str, size: int) -> Bytes:
         """Take `size` bytes, aligned and not initialised: the same memory on every call."""
@@ -49,7 +61,7 @@ class Buffers:
         if held is None or held.nbytes < size:
             self._held.pop(name, None)
             held = None  # freed before the larger one is made
-            held = self._held[name] = _aligned(size)
+            held = self._held[name] = (self._output_memory if name.startswith("output") else aligned_memory)(size)
         return held[:size]
 
     def take_many(self, name: str, sizes: Sequence[int], places: Sequence[int] = ()) -> list[Bytes]:
@@ -65,12 +77,6 @@ class Buffers:
 def bytes_for(sizes: Iterable[int]) -> int:
     """Return the upper bound of bytes that `take_many` needs for pieces of these sizes."""
     return sum(_round_up(size) + ALIGNMENT for size in sizes) + ALIGNMENT
-
-
-def _aligned(size: int) -> Bytes:
-    raw = np.empty(size + ALIGNMENT, np.uint8)
-    skip = -raw.ctypes.data % ALIGNMENT
-    return raw[skip : skip + size]
 
 
 def _round_up(size: int) -> int:

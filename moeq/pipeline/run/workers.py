@@ -27,12 +27,12 @@ from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.writer import NoOutput, OutputFile, Sink, prepare_file, require_free_space
 from moeq.pipeline.events import UnitStarted
 from moeq.pipeline.pack.experts import Packer
-from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, InputFile, Writes
+from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, InputFile, Writes, aligned_memory
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.pack.unit_worker import Copier, UnitWorker
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import CopyUnit, PackUnit, Unit
-from moeq.pipeline.state.records import UnitRecord
+from moeq.pipeline.state.records import Bytes, UnitRecord
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class Executor:
         helpers: threads that read for a worker, and as many that write for it.
         sink: without a folder, function that makes the destination of a unit's bytes.
         direct: whether to read past the page cache; other processes then read the same files for themselves.
+        output_memory: function that allocates the buffers of packed bytes.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Executor:
         *,
         sink: Callable[[Unit], Sink] = lambda unit: NoOutput(),
         direct: bool = True,
+        output_memory: Callable[[int], Bytes] = aligned_memory,
     ) -> None:
         self.job = job
         self.folder = folder
@@ -94,7 +96,7 @@ class Executor:
         self.direct = direct
         self._helpers = helpers
         self._spare = spare or SpareMemory(None)
-        self._buffers = [Buffers() for _ in range(max(workers, 1))]
+        self._buffers = [Buffers(output_memory) for _ in range(max(workers, 1))]
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units, at their full size with their headers; data in them stays.

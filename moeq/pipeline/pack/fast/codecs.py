@@ -172,18 +172,34 @@ class Shifted(Rounding):
         logical: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`.
         params: dtype that is stored: `BF16` or `F16`.
         exponent: the power of two.
+        repeats: consecutive rows that are equal, from each multiple of this number on, in all that is stored.
     """
 
     logical: str
     params: str
     exponent: int
+    repeats: int = 1
     stored: ClassVar[str] = "u2"
 
     @property
     def infinite(self) -> int:  # type: ignore[override]
         return 0x7C00 if self.params == "F16" else 0x7F80
 
+    def rounded(self, logical: Array) -> Array | None:
+        if self.repeats == 1 or len(logical) % self.repeats:
+            return super().rounded(logical)
+        once = super().rounded(logical[:: self.repeats])
+        return None if once is None else once.repeat(self.repeats, axis=0)
+
     def widen(self, logical: Array, out: Array) -> None:
+        if self.repeats == 1 or len(logical) % self.repeats:
+            self._widen(logical, out)
+            return
+        once = np.empty((len(logical) // self.repeats, logical.shape[1]), self.stored)
+        self._widen(logical[:: self.repeats], once)
+        np.copyto(out.reshape(len(once), self.repeats, -1), once[:, None])
+
+    def _widen(self, logical: Array, out: Array) -> None:
         with np.errstate(over="ignore"):
             if self.params == "F16":
                 product = numbers_of(logical, self.logical).astype(np.float16) * np.float16(2.0**self.exponent)

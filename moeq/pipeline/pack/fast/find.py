@@ -13,9 +13,9 @@ from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.expert_kinds import ExpertKind, Experts
-from moeq.pipeline.pack.fast.codecs import codecs_of
+from moeq.pipeline.pack.fast.codecs import Shifted, codecs_of
 from moeq.pipeline.pack.fast.formats import stored_projection
-from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
+from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, packed_parts
 from moeq.pipeline.pack.fast.path import FastPath, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
@@ -46,7 +46,9 @@ def bind(
     # contiguous matrix.
     whole = len(shards) == 1 and shards[0].shard.intermediate.size == kind.spec("w2").k
     dense = whole and all(len(reader.holds) == 1 for reader in readers)
-    ranks = [_shard_path(layout, written, plan, dense=dense) for plan in shards]
+    several = [reader.stored.scale_rows if len(reader.holds) == 1 else 1 for reader in readers]
+    repeats = several[0] if len(set(several)) == 1 else 1
+    ranks = [_shard_path(layout, written, plan, dense=dense, repeats=repeats) for plan in shards]
     found = [rank for rank in ranks if rank is not None]
     if len(found) < len(ranks) or len({plan.shard.experts for plan in shards}) != 1:
         return None
@@ -119,8 +121,13 @@ def held_projections(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projecti
     return tuple((projection, projection_spec(spec, projection)) for projection in held)
 
 
-def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool) -> ShardPath | None:
-    """Return the parts of one rank, or None if one of them needs the reference path."""
+def _shard_path(
+    layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool, repeats: int
+) -> ShardPath | None:
+    """Return the parts of one rank, or None if one of them needs the reference path.
+
+    `repeats` rows of the matrix share a scale.
+    """
     padding, features = plan.padding, plan.shard.intermediate
     shard, padded = (padding.original_w2, padding.w2) if spec.role == "w2" else (padding.original_w13, padding.w13)
     per_word = 32 // spec.bits
@@ -128,9 +135,16 @@ def _shard_path(layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, de
     if padding.rule.midpoint or cuts_words:
         return None
     parts = tuple(replace(part, dense=dense) for part in packed_parts(layout, shard, padded))
+    if spec.role == "w2" or features.start % repeats == 0:
+        parts = tuple(_with_repeats(part, repeats) for part in parts)
     if {part.field for part in parts} != _fields(spec):
         return None
     return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared_scale(layout))
+
+
+def _with_repeats(part: FastPart, repeats: int) -> FastPart:
+    """Tell the codec of scales how many rows share one."""
+    return replace(part, widen=replace(part.widen, repeats=repeats)) if isinstance(part.widen, Shifted) else part
 
 
 def _fields(spec: MatrixSpec) -> set[str]:

@@ -118,6 +118,11 @@ class StoredProjection:
             return None
         return GlobalScale(self.sigs[self.names["scale2"]], self.names["scale2"] in self.view.divisors, self.spec.n)
 
+    @property
+    def scale_rows(self) -> int:
+        """Rows of the matrix that share a stored scale."""
+        return self._scales.rows
+
     def _sig(self, role: PartRole) -> PartSig | None:
         return self.sigs[self.names[role]] if role in self.names else None
 

@@ -83,6 +83,10 @@ class StoredMatrix(ReadMatrix, Protocol):
         """Write the parts that `blank` did not give in place."""
 
     @property
+    def scale_rows(self) -> int:
+        """Rows of the matrix that share a stored scale."""
+
+    @property
     def scale_parts(self) -> tuple[str, ...]:
         """The part that holds the scales, if there is one."""
 
