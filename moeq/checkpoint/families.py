@@ -221,7 +221,7 @@ FAMILIES: tuple[ModelFamily, ...] = (
         router="mlp.router.classifier",
         renormalize=False,
         scaling=6.0,
-        intermediate_keys=("expert_ffn_hidden_size", "moe_intermediate_size"),
+        intermediate_keys=("moe_intermediate_size", "expert_ffn_hidden_size"),  # transformers takes the first of both
     ),
     ModelFamily(
         "Mistral Large 3 / Small 4",

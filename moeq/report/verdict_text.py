@@ -83,7 +83,8 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
     shared = _shared_reasons(shown)
     rows = [("all of these", "; ".join(shared))] if shared else []
-    texts = {one.backend: reasons_text(one, verbose, shared) for one in shown}
+    unnamed = any(gate.code == "G12" and not gate.passed for gate in verdict.gates)
+    texts = {one.backend: reasons_text(one, verbose, shared, converted=unnamed) for one in shown}
     rows += [(name, text) for name, text in texts.items() if text]
     bare = [name for name, text in texts.items() if not text]
     rows += [("only that", ", ".join(bare))] if bare else []
@@ -132,12 +133,17 @@ def deployment_text(deployment: Deployment) -> str:
     return ", ".join([deployment.gpu.name, *sizes, *switches, deployment.dtype])
 
 
-def reasons_text(candidate: CandidateReport, verbose: bool = True, told: Collection[str] = ()) -> str:
-    """Say that a backend works too, or why it does not, beyond what was told, and what would make it work."""
+def reasons_text(
+    candidate: CandidateReport, verbose: bool = True, told: Collection[str] = (), *, converted: bool = False
+) -> str:
+    """Say that a backend works too, or why it does not, beyond what was told, and what would make it work.
+
+    Where the engine does not load the source's names, it works with what `moeq convert` writes (`converted`).
+    """
     if candidate.supported:
         nothing = "" if candidate.layout else f" (nothing to convert to: {candidate.no_layout})"
         how = option("backend", candidate.flag) if candidate.flag else f"without {option('backend')}"
-        return f"works too: {how}{nothing}"
+        return f"works {'converted' if converted else 'too'}: {how}{nothing}"
     reasons = [reason.text for reason in candidate.reasons if reason.text not in told]
     shown = reasons if verbose else reasons[:1]
     text = "; ".join(shown)

@@ -10,6 +10,7 @@ import pytest
 from checkpoint.builder import EXPERTS, HIDDEN, INTERMEDIATE, Stored, Tensors, experts, gptq, quantization, write
 
 import moeq
+from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import FAMILIES, find_family
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -491,3 +492,10 @@ def test_both_spellings_are_read_for_every_family(tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.model_type == "mixtral")
     tensors = experts("model.layers.1.mlp.experts", make=gptq)
     assert moeq.open(write(tmp_path, tensors, document_of(row))).info.family == "Mixtral"
+
+
+def test_of_two_spellings_the_one_that_transformers_takes_counts() -> None:
+    """transformers 5.20.2, `LongcatFlashConfig`: the alias overwrites `expert_ffn_hidden_size` in any order."""
+    family = find_family("longcat_flash")
+    assert family is not None
+    assert Facts({"expert_ffn_hidden_size": 64, "moe_intermediate_size": 128}).count(family.intermediate_keys) == 128

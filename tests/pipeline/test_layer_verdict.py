@@ -93,3 +93,12 @@ def test_a_shard_of_one_group_that_is_padded_to_several(whole: int, shard: int, 
     spec = MatrixSpec("w2", 64, whole, "int4", 32, "bf16")
     part = spec.with_sizes(k=shard)
     assert _padded_group(spec, part, part.with_sizes(k=padded)) == group
+
+
+def test_moonep_carries_unquantised_bf16_alone(tmp_path: Path) -> None:
+    """vLLM 0.31.0 to 0.33.0 stop in their config; other all-to-alls are not concerned."""
+    checkpoint = moeq.open(write(tmp_path))
+    verdict = judge_checkpoint(checkpoint, where(ep=2, dp=2, all2all="moonep", dtype="fp16"), 0, explain=False)
+    (gate,) = (gate for gate in verdict.gates if gate.code == "G10" and not gate.passed)
+    assert gate.text.endswith("bf16 models without load balancing, not quantised models and dtype fp16")
+    assert judge_checkpoint(checkpoint, where(ep=2, dp=2, all2all="deepep_high_throughput"), 0, explain=False).ok

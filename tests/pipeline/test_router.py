@@ -192,3 +192,26 @@ def test_dense_modules_of_gptq_under_moe_wna16(tmp_path: Path) -> None:
     assert refusal(tmp_path / "new", rule, {}, more=parts, **asked) == ""
     old = refusal(tmp_path / "old", rule, {}, more=parts, engine="vllm@0.29.0", **asked)
     assert "self_attn.o_proj is quantised" in old
+
+
+@pytest.mark.parametrize("encoding", [stored.fp8_block, stored.plain])
+def test_shared_experts_of_another_size(encoding: Any, tmp_path: Path) -> None:
+    """The engine makes them as wide as the config says, and takes a part of a wider tensor."""
+    shared = "model.layers.0.mlp.shared_expert"
+    parts = {f"{shared}.{name}_proj": encoding(*size) for name, size in {"gate": (128, 256), "up": (128, 256)}.items()}
+    parts[f"{shared}.down_proj"] = encoding(256, 128)
+    held = {
+        f"{name}.{part}": torch.zeros(shape, dtype=torch.float32).to(dtype)
+        for name, rows in parts.items()
+        for part, (dtype, shape) in rows.items()
+    }
+    listed = [ROUTER, *parts] if encoding is stored.plain else [ROUTER]
+    fields = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+    for size, text in ((128, ""), (64, "gate_proj has 128 features, and the engine creates 64 by the config")):
+        config = {**FP8, "ignored_layers": listed}
+        document = {**stored.QWEN, **fields, "num_hidden_layers": 1, "shared_expert_intermediate_size": size}
+        experts = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: stored.fp8_block(n, k))
+        stored.write(tmp_path / str(size), {**document, "quantization_config": config}, [experts | held])
+        verdict = judge_checkpoint(moeq.open(tmp_path / str(size)), Deployment(parse_gpu("H100")), 0, explain=False)
+        assert text in str(verdict.refusal or "")
+        assert verdict.ok == (not text)

@@ -12,7 +12,7 @@ from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
 from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
 from moeq.oracle.engines.vllm.facts import versions_with
 from moeq.oracle.loaders import version_ranges
-from moeq.oracle.records import Gate, Verdict
+from moeq.oracle.records import Gate, Reason, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES
 from moeq.spelling import option
 
@@ -34,8 +34,18 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
         return verdict
     remedy = "moeq transcode"
     gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
-    rows = tuple(replace(row, unlock=None) for row in verdict.candidates)
-    return replace(verdict, gates=(*verdict.gates, gate), candidates=rows, works=None)
+    return _with_gate(replace(verdict, works=None), gate)
+
+
+def _with_gate(verdict: Verdict, gate: Gate) -> Verdict:
+    """Return the verdict with a failed gate for every backend: only those that something is converted to are left."""
+    reason = Reason(gate.code, gate.text)
+    rows = tuple(
+        replace(row, supported=False, reasons=(reason,)) if row.supported and row.layout is None else row
+        for row in verdict.candidates
+    )
+    rows = tuple(replace(row, unlock=None) for row in rows)
+    return replace(verdict, gates=(*verdict.gates, gate), candidates=rows)
 
 
 def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
@@ -45,8 +55,8 @@ def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     if having is None or version in having:
         return verdict
     text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(having)} have"
-    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", option("engine", f"vllm@{having[-1]}"))
-    return replace(verdict, gates=(*verdict.gates, gate))
+    remedy = option("engine", f"vllm@{having[-1]}")
+    return _with_gate(verdict, Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy))
 
 
 def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
@@ -62,8 +72,7 @@ def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     more = f" and {len(stale) - 1} more" if stale[1:] else ""
     text = f"the engine reads every tensor of every listed file: {stale[0].name} of {stale[0].file}{more}, {instead}"
     remedy = "moeq convert SRC DST, which leaves stale copies out"
-    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy)
-    return replace(verdict, gates=(*verdict.gates, gate))
+    return _with_gate(verdict, Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy))
 
 
 def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:

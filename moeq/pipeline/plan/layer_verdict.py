@@ -77,6 +77,7 @@ def judge_checkpoint(
         size_gate(checkpoint, deployment, layer) if stored else None,
         beyond_gate(checkpoint, deployment) if stored else None,
         bare_gate(checkpoint, deployment, layer) if stored else None,
+        moonep_gate(checkpoint, verdict.deployment),
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -215,6 +216,29 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
         f"experts of layer {layer} have {found} intermediate features, and the engine creates {declared} by the config"
     )
     return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
+
+
+def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
+    """Return the failed gate if the moonep all-to-all is asked for what it does not carry.
+
+    Source: vLLM 0.31.0 to 0.33.0, `VllmConfig.__post_init__`.
+    """
+    if deployment.all2all != "moonep" or not _is_vllm(deployment):
+        return None
+    quantised = checkpoint.quantization_config or deployment.quantization
+    wrong = [
+        text
+        for text, found in (
+            ("quantised models", bool(quantised)),
+            (f"dtype {deployment.dtype}", deployment.dtype != "bf16"),
+            ("expert load balancing", deployment.eplb),
+        )
+        if found
+    ]
+    if not wrong:
+        return None
+    text = f"the moonep all-to-all takes unquantised bf16 models without load balancing, not {' and '.join(wrong)}"
+    return Gate("G10", "options", False, text, "ValueError", "OPTION", "another all-to-all")
 
 
 def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:

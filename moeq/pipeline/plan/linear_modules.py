@@ -122,6 +122,7 @@ def _of_linear(
         yield f"{above}: of {names} some are quantised, and the engine makes one module of them", "one encoding of all"
     elif shards and lists_some_shards(policy, config, shape.architecture, linear, above):
         yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
+    yield from _resized(checkpoint, linear, shards)
     methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
     blocks = next((config.get("weight_block_size", one.block) for one in methods if one.block), None)
     if blocks:
@@ -165,6 +166,27 @@ def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[tuple[str, str]]:
         unfit = unfit_part(version, shard.meant, parts)
         if unfit is not None:
             yield f"{shard.meant.name} of {shard.name} cannot be loaded: the file has {unfit}", _MEANING
+
+
+def _resized(checkpoint: Checkpoint, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[tuple[str, str]]:
+    """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
+    declared = checkpoint.info.shared_intermediate_size
+    if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
+        return
+    for shard in shards:
+        parts = {part.name.rpartition(".")[2]: part for part in shard.parts}
+        by_row = parts.get("weight_packed") or parts.get("weight")
+        if "scales" in parts:
+            found = parts["scales"].shape[-1]
+        elif by_row is None or (
+            by_row.dtype == "I32" and by_row.name.endswith(".weight")
+        ):  # Quark's int4 is transposed
+            continue
+        else:
+            found = by_row.shape[0]
+        if found != declared:
+            text = f"{shard.name} has {found} features, and the engine creates {declared} by the config"
+            yield text, "the right size in config.json"
 
 
 def _cut_groups(
