@@ -129,6 +129,7 @@ def test_wrong_options_are_usage_errors(mixtral: str, capsys: pytest.CaptureFixt
         ["--gpu", "h100", "--package", "humming=maybe"],
         ["--gpu", "h100", "--engine", "vllm@0.1"],
         ["--gpu", "h100", "--dtype", "int3"],
+        ["--gpu", "h100", "--backend", "nosuch"],
     ):
         assert run(["oracle", mixtral, *wrong, "--json"]) == 2, wrong
         assert document(capsys)["error"]["hint"] is not None or wrong[-1] in ("two", "0", "humming", "humming=maybe")

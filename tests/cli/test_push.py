@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from attacks.test_signature import make_keys
 from checkpoint.hub_uploads import Uploads, serving_uploads
 
 from moeq.errors import MoeqError
@@ -35,7 +36,8 @@ for line in sys.stdin:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         if ask["argv"][0] == "moeq.push":
             import dataclasses, moeq
-            pushed = moeq.push(ask["argv"][1], ask["argv"][2], base_model="org/tiny", progress=True)
+            _, folder, repo, key = ask["argv"][:4]
+            pushed = moeq.push(folder, repo, base_model="org/tiny", sign=key, progress=True)
             out.truncate(0)
             out.seek(0)
             out.write(json.dumps(dataclasses.asdict(pushed)))
@@ -303,5 +305,8 @@ def test_finished_work_is_pushed(running: Hub, checkpoints: Path, tmp_path: Path
     assert (answer.code, answer.document["already_done"]) == (0, True)
     assert answer.document["push"]["repo"] == "org/finished"
     assert running.moeq("verify", "org/finished").code == 0
-    pushed = running.moeq("moeq.push", tmp_path / "out", "org/from-python").document
-    assert (pushed["repo"], pushed["files"]) == ("org/from-python", answer.document["push"]["files"])
+    secret, public = make_keys(tmp_path, "one")
+    pushed = running.moeq("moeq.push", tmp_path / "out", "org/from-python", secret).document
+    assert (pushed["repo"], pushed["files"]) == ("org/from-python", answer.document["push"]["files"] + 1)
+    verified = running.moeq("verify", "org/from-python", "--signed-by", public)
+    assert (verified.code, verified.document["signed"]) == (0, True)

@@ -344,6 +344,14 @@ def test_the_operator_keeps_what_it_says(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.moeq_kernels.layer.default, arguments, test_utils=checks)
 
 
+def test_programs_of_portable_kernels_all_have_columns() -> None:
+    layer = prepare(meta_experts(8, 256, 1280), top_k=2, max_tokens=64, gpu="MI300X")
+    launches = [one for one in schedule(layer.family, layer.problem, 64).launches if "moe_gemm" in one.kernel]
+    for launch, columns in zip(launches, (1280, 256), strict=True):
+        tiles, width = launch.constants["TILES_N"], launch.constants["BN"]
+        assert (tiles - 1) * width < columns <= tiles * width
+
+
 def test_very_long_calls_of_small_layers_fit_a_grid() -> None:
     """CUDA's second axis takes 65535 programs: tiles of the mma.sync kernels lie on it."""
     for gpu in ("A100", "H200"):

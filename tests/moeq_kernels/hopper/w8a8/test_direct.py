@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import Recipe, make_layer, route
+from support.cases import Recipe, make_layer, meta_experts, route
 from support.comparison import random_map
 from support.planned import hopper_int8_moe, quantize
 from torch import Tensor
 
-from moeq_kernels import fused_moe
+from moeq_kernels import fused_moe, prepare
 from moeq_kernels.epilogue import SILU, Epilogue
 from moeq_kernels.hopper.w8a8.device import direct
+from moeq_kernels.hopper.w8a8.direct_launches import gate_up_rows
 from moeq_kernels.hopper.w8a8.w8a8_plan import Int8Direct, Int8Plan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the real kernels are tested")
@@ -129,8 +130,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("tokens", "plan", "mapped", "bias", "epilogue", "static"),
     [
-        (1, Int8Plan(Int8Direct()), False, False, SILU, False),
         (3, Int8Plan(Int8Direct(), 3, 2), True, True, OAI, False),
+        (1, Int8Plan(Int8Direct()), False, False, SILU, False),
         (2, Int8Plan(Int8Direct(2), 2, 3), True, False, SILU, True),
     ],
 )
@@ -153,3 +154,9 @@ def test_layer_equals_the_portable_kernels(
     wanted = fused_moe(given.x, packed, given.weights, ids, activation=epilogue.activation,
                        limit=limit, expert_map=expert_map)  # fmt: skip
     assert (y.float() - wanted.float()).norm() <= 1e-3 * wanted.float().norm()
+
+
+def test_up_rows_come_after_gate_rows_or_between_them() -> None:
+    problem = prepare(meta_experts(4, 256, 128, "int8-w8a8/1", "int8", -1), top_k=2, max_tokens=1, gpu="H100").problem
+    assert gate_up_rows(problem) == (128, 1)
+    assert gate_up_rows(dataclasses.replace(problem, epilogue=OAI)) == (1, 2)
