@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -219,6 +222,19 @@ def test_a_source_that_shrinks_while_being_read_leaves_nothing_behind(checkpoint
         convert(source, tmp_path / "out", A100, progress=shrink)
     assert caught.value.exit_code == ExitCode.SOURCE
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_files_and_threads_of_a_run_end_with_it(breaks, converted, checkpoints, tmp_path, monkeypatch) -> None:
+    def broken(job: object, unit: object) -> None:
+        raise RuntimeError("no worker")
+
+    before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    if breaks:
+        monkeypatch.setattr(workers, "worker_of", broken)
+    with pytest.raises(RuntimeError) if breaks else nullcontext():
+        convert(checkpoints / CONVERTIBLE[0], tmp_path / "out", A100)
+    assert (set(threading.enumerate()), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_a_failure_is_told_before_the_run_ends(checkpoints, tmp_path, monkeypatch) -> None:

@@ -14,8 +14,9 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.matrix import MatrixSpec
+from moeq.model.info import RoutingInfo
 from moeq.pipeline.plan.layer_plan import _padded_group
-from moeq.pipeline.plan.layer_verdict import judge_checkpoint, side_config_gate
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint, routing_name, side_config_gate, stored_tensors
 
 
 def where(gpu: str = "A100", **deployment: Any) -> Deployment:
@@ -102,3 +103,16 @@ def test_moonep_carries_unquantised_bf16_alone(tmp_path: Path) -> None:
     (gate,) = (gate for gate in verdict.gates if gate.code == "G10" and not gate.passed)
     assert gate.text.endswith("bf16 models without load balancing, not quantised models and dtype fp16")
     assert judge_checkpoint(checkpoint, where(ep=2, dp=2, all2all="deepep_high_throughput"), 0, explain=False).ok
+
+
+def test_headers_that_all_experts_of_a_set_have_name_none(checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+    rows = stored_tensors(checkpoint, 0, range(2))
+    assert rows
+    assert {row.experts for row in rows} == {()}
+
+
+@pytest.mark.parametrize(("grouped", "name"), [(True, "DeepSeekV3"), (False, "MiniMax2")])
+def test_routing_with_a_bias_is_named_by_its_groups(grouped: bool, name: str) -> None:
+    rule = RoutingInfo("sigmoid", renormalize=True, correction_bias=True)
+    assert routing_name(rule, grouped=grouped) == name

@@ -18,9 +18,9 @@ import pytest
 
 from moeq.errors import MoeqError
 from moeq.pipeline.run import ray_cluster
-from moeq.pipeline.run.ray_cluster import Task
+from moeq.pipeline.run.ray_cluster import Node, Task
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 
 def refuse(code: str, message: str) -> None:
@@ -98,14 +98,28 @@ def test_a_worker_that_always_dies_is_given_up_and_every_retry_is_told(cluster, 
     assert capfd.readouterr().out == "", "stdout belongs to the answer"
 
 
-@pytest.mark.slow
-def test_more_memory_than_any_node_has_is_refused(cluster) -> None:
-    tasks = [named("small", print), named("copy/large", print, memory=3 << 30)]
-    with ray_cluster.connected(cluster.address) as ray, pytest.raises(MoeqError) as caught:
-        ray_cluster.check_memory(ray_cluster.nodes(ray), tasks)
+def test_more_memory_than_any_node_has_is_refused() -> None:
+    nodes = [Node("1", "small", 1 << 30), Node("2", "large", 2 << 30)]
+    ray_cluster.check_memory(nodes, [named("fits", print, memory=2 << 30)])
+    with pytest.raises(MoeqError) as caught:
+        ray_cluster.check_memory(nodes, [named("small", print), named("copy/large", print, memory=3 << 30)])
     assert caught.value.code == "resources.ray-memory"
     assert "copy/large needs 3,221,225,472 bytes" in caught.value.message
-    assert "2,147,483,648" in caught.value.message
+    assert "the largest of 2 Ray nodes, large, offers 2,147,483,648" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "advice"),
+    [
+        (ray.exceptions.OutOfMemoryError("no memory"), "resources.ray-memory", "on nodes with more memory"),
+        (ray.exceptions.WorkerCrashedError(), "environment.ray-lost", "`ray status` tells about the nodes"),
+    ],
+)
+def test_a_task_that_is_lost_too_often_is_given_up(error: Exception, code: str, advice: str) -> None:
+    with pytest.raises(MoeqError, match="layer-0 was lost 4 times") as caught:
+        ray_cluster._lost(ray, named("layer-0", print), ray_cluster.RETRIES + 1, error, refuse)
+    assert caught.value.code == code
+    assert (caught.value.hint or "").endswith(advice)
 
 
 @pytest.mark.slow

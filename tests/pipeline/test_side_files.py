@@ -10,7 +10,7 @@ import pytest
 
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
-from moeq.pipeline.plan.side_files import copied_files, plan_side_files
+from moeq.pipeline.plan.side_files import copied_files, plan_side_files, without_code
 
 NAME = "gptq-int4-g32-qwen3moe"
 
@@ -40,6 +40,11 @@ def test_code_is_named_and_written_unless_it_is_not_wanted(no_code: bool, writte
     assert ("modeling.py" in plan.sizes) == written
     assert ("tokenizer_config.json" in plan.stripped) == no_code
     assert plan.no_code == no_code
+
+
+def test_code_is_left_out_wherever_it_is_named() -> None:
+    document = [{"auto_map": {}, "a": [{"auto_map": {}, "b": 1}, "auto_map"]}]
+    assert without_code(document) == [{"a": [{"b": 1}, "auto_map"]}]
 
 
 def test_a_file_that_is_too_large_is_refused(source: Path) -> None:

@@ -38,6 +38,11 @@ def test_any_order_of_layers_holds_no_more() -> None:
     assert schedule(mixed, lambda unit: unit, SIZES).peak_bytes == 20
 
 
+def test_the_need_that_leaves_the_least_behind_is_met_first() -> None:
+    needs = [frozenset(files) for files in ("bd", "abe", "ace", "a")]
+    assert schedule(needs, lambda unit: unit, dict.fromkeys("abcde", 1)).peak_bytes == 3
+
+
 def test_copies_come_with_the_file_that_is_there() -> None:
     copies = [frozenset({name}) for name in sorted(SIZES)]
     plan = schedule([*copies, *layered(3)], lambda unit: unit, SIZES)
@@ -77,6 +82,8 @@ def test_what_is_fetched_already_counts_as_room(tmp_path, monkeypatch) -> None:
         require_space(plan, tmp_path / "files")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "f0").write_bytes(bytes(300))
+    require_space(plan, tmp_path / "files")
+    (tmp_path / "files" / "f0").write_bytes(bytes(200))  # which makes just as much as is needed
     require_space(plan, tmp_path / "files")
 
 
