@@ -11,7 +11,7 @@ from typing import Any
 
 from moeq.checkpoint.warning import EXPLAINED
 from moeq.errors import EXIT_CODES, MoeqError
-from moeq.layouts.registry import layout_facts
+from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.explain import Entry, catalog
 from moeq.schemes.registry import FORMATS, get_format
 
@@ -86,10 +86,10 @@ def _distinct(values: Iterable[str]) -> list[str]:
 
 def layouts() -> Iterator[Entry]:
     """Yield an entry for every layout. Imports torch."""
-    for row in layout_facts():
-        facts = [("devices", row.arch), ("layout_of", row.source), ("slices", row.slicing), ("padding", row.padding)]
-        facts.append(("order_of_w13", row.w13_order))
-        facts += [(key, text) for key, text in (("lossy", row.lossy), ("survey", row.survey)) if text]
+    for row in LAYOUTS.values():
+        facts = [("devices", row.arch), ("layout_of", row.source), ("slices", row.slicing)]
+        facts += [("padding", row.padding.title), ("order_of_w13", row.w13_order)]
+        facts += [(key, text) for key, text in (("lossy", row.lossy), ("survey", row.calibration_scope)) if text]
         yield Entry(row.id, "layout", row.title, f"Holds {row.schemes}.", tuple(facts))
 
 

@@ -50,7 +50,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 #: Methods by which a subclass makes packing more than an index map.
-_RECODING = ("encode", "decode", "pack_into", "unpack", "extra_tensors", "fill_extra", "calibrate")
+_RECODING = ("encode", "decode", "written", "pack_into", "unpack", "extra_tensors", "fill_extra", "calibrate")
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,20 @@ class ArrangedLayout(Layout):
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         self.check(matrix.spec)
         self.check_values(matrix)
+        matrix = self.written(matrix)
         for name, part in self.parts(matrix.spec).items():
             if name in out:
                 arrange(part, self.encode(name, matrix), out[name])
         self.fill_extra(matrix, out)
+
+    @classmethod
+    def is_index_map(cls) -> bool:
+        """Return whether packing arranges `encode` of each part, and nothing else."""
+        return cls.pack_into is ArrangedLayout.pack_into and cls.written is ArrangedLayout.written
+
+    def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        """Return the matrix whose parts are stored: another one where the engine requantises it at load."""
+        return matrix
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         self.check(spec)
@@ -293,7 +303,8 @@ class ArrangedLayout(Layout):
 
         Raises MoeqError `usage.illegal-slice` where `slices` does not allow it.
         """
-        return self.cut_parts(parts, spec, self.shard_spec(spec, n, k), n=n, k=k)
+        cut = self.cut_parts(parts, spec, self.shard_spec(spec, n, k), n=n, k=k)
+        return cut | {name: parts[name] for name in self.extra_tensors(spec)}
 
     def cut_parts(
         self,

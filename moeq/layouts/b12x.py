@@ -5,20 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, changed
+from moeq.layouts.arranged import changed
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.nvfp4 import TiledNVFP4, global_scale_of
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import QuantizedMatrix
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 #: Largest E4M3 number.
 _E4M3_MAX = 448.0
@@ -73,7 +67,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
     rounds_jointly = True
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        baked = self._baked(matrix)
+        baked = self.written(matrix)
         return changed(matrix.scales, baked.scales) + changed(global_scale_of(matrix), global_scale_of(baked))
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
@@ -88,13 +82,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
             )
         super().check_values(matrix)
 
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        self.check(matrix.spec)
-        self.check_values(matrix)
-        trusting = type(self)(allow_lossy=True)
-        ArrangedLayout.pack_into(trusting, self._baked(matrix), out)
-
-    def _baked(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+    def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the matrix with the gate's global scale in its scales, and 1 as its global scale."""
         import torch
 

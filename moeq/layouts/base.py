@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
+from moeq.errors import MoeqError
 from moeq.indices import check_indices
 from moeq.layouts.readers import MOEQ, VLLM, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -202,6 +203,16 @@ class Layout(ABC):
     def with_calibration(self, found: float) -> Self:
         """Return this layout with the largest `calibrate` of the local experts."""
         return type(self)(allow_lossy=self.allow_lossy, calibration=found)
+
+    def calibrated(self) -> float:
+        """Return the largest `calibrate` of the local experts. Raises MoeqError `usage.survey-needed` without one."""
+        if self.calibration is None:
+            raise MoeqError(
+                "usage.survey-needed",
+                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
+                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
+            )
+        return self.calibration
 
     def losses(self, matrix: QuantizedMatrix) -> int:
         """Count the stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""

@@ -5,11 +5,10 @@ Source: DeepGEMM 54e2261 (`transform_sf_into_required_layout`), as vLLM 0.33.0 c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import Part, arrange, changed
+from moeq.layouts.arranged import STORED_DTYPE, Part, changed, torch_dtype
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
@@ -50,19 +49,11 @@ class _DeepGemm(Fp8Layout):
     def losses(self, matrix: QuantizedMatrix) -> int:
         if matrix.spec.scale_dtype == "e8m0":
             return 0
-        stored = self.unpack(self._packed(matrix), matrix.spec)
+        stored = self.unpack(type(self)(allow_lossy=True).pack(matrix), matrix.spec)
         return changed(matrix.codes, stored.codes) + changed(matrix.scales, stored.scales)
 
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        self.check(matrix.spec)
-        self.check_values(matrix)
-        written = requantised(matrix)
-        for name, part in self.parts(matrix.spec).items():
-            if name in out:
-                arrange(part, self.encode(name, written), out[name])
-
-    def _packed(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
-        return type(self)(allow_lossy=True).pack(matrix)
+    def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        return requantised(matrix)
 
 
 class DeepGemmFp8Sm90(_DeepGemm):
@@ -117,7 +108,7 @@ class DeepGemmFp8Sm100(_DeepGemm):
         import torch
 
         numbers = (elements.to(torch.int32) << 23).view(torch.float32)
-        return numbers.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype])
+        return numbers.to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         self._check_shared(matrix, BLOCK)

@@ -8,7 +8,6 @@ Source: FlashInfer 0.7.2, as vLLM 0.33.0 calls it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -347,10 +346,8 @@ class OneScale(Fp8Layout):
         elif not self.allow_lossy:
             ArrangedLayout.check_values(self, matrix)  # says what would be lost
 
-    def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
-        self.check(matrix.spec)
-        self.check_values(matrix)
-        super().pack_into(to_larger_scale(matrix) if has_two_scales(matrix) else matrix, out)
+    def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        return to_larger_scale(matrix) if has_two_scales(matrix) else matrix
 
 
 class FlashInferCutlassFp8Tensor(OneScale):

@@ -70,12 +70,6 @@ class NVFP4Layout(ArrangedLayout):
         stored = parts["global_scale"].reshape(-1)[:1]
         return replace(super().unpack(parts, spec), global_scale=stored.expand(spec.n).contiguous())
 
-    def slice_parts(
-        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        cut = super().slice_parts(parts, spec, n=n, k=k)
-        return cut | {name: parts[name] for name in self.extra_tensors(spec)}
-
 
 class TiledNVFP4(NVFP4Layout):
     """Base of layouts whose scales are tiled in the order of the rows, gate and up one after the other.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from types import ModuleType
 
 from moeq.errors import MoeqError
@@ -21,7 +20,7 @@ from moeq.layouts import (
     vllm_triton,
     xpu,
 )
-from moeq.layouts.base import Layout
+from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.marlin import fp8, mxfp4, nvfp4, wna16
 
 #: One module for each library that owns bytes (Marlin: for each element type).
@@ -45,15 +44,15 @@ _MODULES: tuple[ModuleType, ...] = (
 )
 
 
-def _classes(module: ModuleType) -> Iterator[type[Layout]]:
+def _classes(module: ModuleType) -> Iterator[type[ArrangedLayout]]:
     for found in vars(module).values():
-        layout = isinstance(found, type) and issubclass(found, Layout) and "id" in vars(found)
+        layout = isinstance(found, type) and issubclass(found, ArrangedLayout) and "id" in vars(found)
         if layout and found.__module__ == module.__name__:
             yield found
 
 
 #: Every layout by its id.
-LAYOUTS: dict[str, type[Layout]] = {kind.id: kind for module in _MODULES for kind in _classes(module)}
+LAYOUTS: dict[str, type[ArrangedLayout]] = {kind.id: kind for module in _MODULES for kind in _classes(module)}
 
 #: What cannot be packed offline, and why.
 NOT_OFFLINE: dict[str, str] = {
@@ -72,23 +71,7 @@ NOT_OFFLINE: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class LayoutFacts:
-    """A row of the support table."""
-
-    id: str  #: layout id
-    title: str  #: one line
-    schemes: str  #: what it holds
-    arch: str  #: devices whose kernels read it
-    source: str  #: library and version
-    slicing: str  #: legal slices
-    padding: str  #: how sizes are rounded up
-    w13_order: str  #: order of gate and up rows
-    lossy: str | None  #: what may be lost (refused unless allowed), or None
-    survey: str | None  #: why all local experts must be looked at first, or None
-
-
-def layout_class(layout_id: str) -> type[Layout]:
+def layout_class(layout_id: str) -> type[ArrangedLayout]:
     """Return the class of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
@@ -96,26 +79,9 @@ def layout_class(layout_id: str) -> type[Layout]:
     return LAYOUTS[layout_id]
 
 
-def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
+def get_layout(layout_id: str, *, allow_lossy: bool = False) -> ArrangedLayout:
     """Return the layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
 
     Raises MoeqError `usage.unknown-layout`, naming the known ones.
     """
     return layout_class(layout_id)(allow_lossy=allow_lossy)
-
-
-def layout_facts() -> Iterator[LayoutFacts]:
-    """Yield the support table, one row per layout."""
-    for kind in LAYOUTS.values():
-        yield LayoutFacts(
-            id=kind.id,
-            title=kind.title,
-            schemes=kind.schemes,
-            arch=kind.arch,
-            source=kind.source,
-            slicing=kind.slicing,
-            padding=kind.padding.title,
-            w13_order=kind.w13_order,
-            lossy=kind.lossy,
-            survey=kind.calibration_scope,
-        )

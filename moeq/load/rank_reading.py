@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.disk import closing_fd
-from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 
@@ -81,10 +81,10 @@ def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, 
     """
     import torch
 
-    layout = _sliceable(layout_id)
+    layout = get_layout(layout_id)
     tensors = layout.tensors(spec)
     sizes = {
-        part: _nbytes(tensor.shape) * torch.empty(0, dtype=torch_dtype(tensor.dtype)).element_size()
+        part: prod(tensor.shape) * torch.empty(0, dtype=torch_dtype(tensor.dtype)).element_size()
         for part, tensor in tensors.items()
     }
     positions: dict[str, Tensor] = {}
@@ -102,20 +102,6 @@ def part_cuts(layout_id: str, spec: MatrixSpec, window: Window) -> Mapping[str, 
             positions[part] = positions[part] + digits if part in positions else digits
             shapes[part] = tuple(cut.shape)
     return {part: PartCut(shapes[part], _spans(index, sizes[part])) for part, index in positions.items()}
-
-
-def _nbytes(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
-
-
-def _sliceable(layout_id: str) -> ArrangedLayout:
-    layout = get_layout(layout_id)
-    if not isinstance(layout, ArrangedLayout):
-        raise MoeqError("usage.illegal-slice", f"{layout_id} cannot be sliced")
-    return layout
 
 
 def _spans(index: Tensor, size: int) -> tuple[Span, ...] | None:

@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
 from moeq.load.rank_reading import Window
 from moeq.matrix import MatrixSpec
@@ -171,7 +170,7 @@ def _cut(entry: LayerEntry, rank: Rank, unit: int | None) -> dict[StackedRole, M
     specs = {role: entry.matrices[role].spec for role in STACKED_ROLES}
     parts = split_intermediate(f"layer {entry.layer}", specs["w2"], rank.tp_size, unit)
     obstacle = slicing_obstacle(specs, layout, parts)
-    if obstacle is not None or not isinstance(layout, ArrangedLayout):
+    if obstacle is not None:
         raise MoeqError(
             "usage.tp",
             f"layer {entry.layer} holds one packing for all ranks, which cannot be cut for tp {rank.tp_size}: "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import StackedRole
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.marlin.wna16 import MarlinActOrder
 from moeq.matrix import QuantizedMatrix
 from moeq.update.layers import WritableLayer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
     """Say why the gather kernel cannot write a layer, so that experts are packed on the CPU; None if it can."""
     layout, spec = layer.layout, layer.padded(role)
-    if not isinstance(layout, ArrangedLayout) or type(layout).pack_into is not ArrangedLayout.pack_into:
+    if not layout.is_index_map():
         return f"{layout.id} is more than an index map"
     if layout.calibration_scope is not None:
         return layout.calibration_scope
@@ -44,7 +44,7 @@ def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
 
 def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement | None]:
     """Return the words of every part of a stacked matrix that the gather kernel writes."""
-    layout, spec = _arranged(layer), layer.padded(role)
+    layout, spec = layer.layout, layer.padded(role)
     found = {}
     for name, part in layout.parts(spec).items():
         shape = layout.element_shape(part, spec)
@@ -56,7 +56,7 @@ def place_matrix(layer: WritableLayer, role: StackedRole, rows: Sequence[int], m
     """Queue the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them."""
     from moeq_kernels.placement import place
 
-    layout, padded = _arranged(layer), layer.padding.pad(matrix)
+    layout, padded = layer.layout, layer.padding.pad(matrix)
     targets = layer.tensors[role]
     for name, placement in placements(layer, role).items():
         assert placement is not None
@@ -83,7 +83,7 @@ def places_all(layer: WritableLayer, role: StackedRole) -> bool:
         and weight.scale2 is None
         and shared_rows > 0
         and height % shared_rows == 0
-        and not _arranged(layer).extra_tensors(layer.padded(role))
+        and not layer.layout.extra_tensors(layer.padded(role))
         and list(layer.experts) == sorted(set(layer.experts))
     )
 
@@ -94,14 +94,9 @@ def place_all(layer: WritableLayer, role: StackedRole, tall: QuantizedMatrix) ->
 
     for name, placement in placements(layer, role).items():
         assert placement is not None
-        rows = _arranged(layer).encode(name, tall)
+        rows = layer.layout.encode(name, tall)
         elements = rows.view(len(layer.experts), -1, rows.shape[1])
         place(elements, layer.tensors[role][name], placement, _shape(elements[0]))
-
-
-def _arranged(layer: WritableLayer) -> ArrangedLayout:
-    assert isinstance(layer.layout, ArrangedLayout)  # `obstacle` has asked
-    return layer.layout
 
 
 def _shape(elements: Tensor) -> tuple[int, int]:

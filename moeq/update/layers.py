@@ -12,7 +12,7 @@ from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Projection, StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.ranks import Rank, RankPart
@@ -54,7 +54,7 @@ class WritableLayer:
     """
 
     layer: int
-    layout: Layout
+    layout: ArrangedLayout
     scheme: Scheme
     specs: Mapping[StackedRole, MatrixSpec]
     written: Mapping[StackedRole, MatrixSpec]

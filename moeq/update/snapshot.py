@@ -89,7 +89,7 @@ def digests_of(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix)
 
 def is_gathered(layer: WritableLayer) -> bool:
     """Return whether kernels read a layer: its layout is an index map of numbers that are decoded one by one."""
-    return isinstance(layer.layout, ArrangedLayout) and type(layer.layout).unpack is ArrangedLayout.unpack
+    return type(layer.layout).unpack is ArrangedLayout.unpack
 
 
 def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Iterator[slice]:
@@ -156,7 +156,6 @@ class _Reader:
     """
 
     def __init__(self, layer: WritableLayer, role: StackedRole, name: Projection, rows: slice) -> None:
-        assert isinstance(layer.layout, ArrangedLayout)  # `is_gathered` has asked
         self._layer, self._role, self._name = layer, role, name
         self._layout, self._spec, self._own = layer.layout, layer.padded(role), layer.own(role)
         self._n = projection_spec(self._own, name).n

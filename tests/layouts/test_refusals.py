@@ -12,7 +12,7 @@ from layouts.matrices import block, random_matrix, raw, same
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import arrange
 from moeq.layouts.marlin import wna16
-from moeq.layouts.registry import NOT_OFFLINE, get_layout, layout_facts
+from moeq.layouts.registry import LAYOUTS, NOT_OFFLINE, get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 INT4 = MatrixSpec("w13", 256, 128, "int4", 32, "bf16")
@@ -178,10 +178,9 @@ def test_act_order_rows_multiply_the_columns_they_name() -> None:
 
 
 def test_every_layout_describes_itself() -> None:
-    facts = list(layout_facts())
-    assert [row.id for row in facts] == list(LAYOUT_IDS)
-    for row in facts:
-        assert all((row.title, row.schemes, row.arch, row.source, row.slicing, row.padding)), row.id
+    assert list(LAYOUTS) == list(LAYOUT_IDS)
+    for row in LAYOUTS.values():
+        assert all((row.title, row.schemes, row.arch, row.source, row.slicing, row.padding.title)), row.id
     assert {"Zen CPU", "Humming, other modes"} <= NOT_OFFLINE.keys()
 
 

@@ -6,7 +6,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 
-from moeq.layouts.registry import NOT_OFFLINE, layout_class, layout_facts
+from moeq.layouts.registry import LAYOUTS, NOT_OFFLINE, layout_class
 from moeq.oracle.loaders import SGLANG_MODELS, version_ranges
 from moeq.schemes.registry import FORMATS, get_format
 from moeq_kernels.capabilities import CAPABILITIES
@@ -38,7 +38,7 @@ def layouts_page() -> str:
             "yes" if facts.id in own else "",
             facts.source,
         )
-        for facts in layout_facts()
+        for facts in LAYOUTS.values()
     ]
     head = ("layout", "read by", "holds", "devices", "vLLM's kernels through the plug-in", "moeq's kernels", "bytes of")
     intro = (
@@ -67,8 +67,8 @@ def summary() -> str:
     """Return README's table: formats by what they hold, and layouts by the library that reads them."""
     formats = [get_format(name) for name in FORMATS if name not in _NO_FORMATS]
     families: dict[str, list[str]] = defaultdict(list)
-    for facts in layout_facts():
-        family, _, rest = facts.id.partition("/")[0].partition("-")
+    for layout in LAYOUTS:
+        family, _, rest = layout.partition("/")[0].partition("-")
         families[family].append(rest)
     several = {family: names for family, names in families.items() if len(names) > 2}
     few = [f"{family}-{name}" for family, names in families.items() if len(names) <= 2 for name in names]

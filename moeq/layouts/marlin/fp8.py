@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
+from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.marlin.maps import GROUPED, MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, scale_part, weight_part
 from moeq.layouts.mxfp4 import bias_as
@@ -87,12 +87,10 @@ class MarlinFp8(_MarlinBytes):
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         if name != "scale":
             return super().decode(name, elements, spec)
-        import torch
-
         numbers = elements.view(torch_dtype(self.params)).double() * 2.0**-self.exponent
         if spec.scale_dtype == "e8m0":
             return _exponent_bytes(numbers)
-        return numbers.to({"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[spec.scale_dtype])
+        return numbers.to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
 
 
 class MarlinFp8Fp16(MarlinFp8):

@@ -116,12 +116,7 @@ class MarlinNVFP4(ArrangedLayout):
         return float(matrix.scales.float().max())
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
-        if self.calibration is None:
-            raise MoeqError(
-                "usage.survey-needed",
-                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
-                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
-            )
+        self.calibrated()
         self._check_global(matrix)
         super().check_values(matrix)
 

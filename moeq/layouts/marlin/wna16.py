@@ -138,12 +138,6 @@ class MarlinActOrder(ArrangedLayout):
         index[order] = parts["group_index"]
         return replace(matrix, codes=take_columns(matrix.codes, back), group_index=index if spec.act_order else None)
 
-    def slice_parts(
-        self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
-    ) -> dict[str, Tensor]:
-        cut = super().slice_parts(parts, spec, n=n, k=k)
-        return cut | {name: parts[name] for name in self.extra_tensors(spec)}
-
 
 def _order(matrix: QuantizedMatrix) -> Tensor:
     """Return the columns sorted by their group."""
@@ -212,22 +206,13 @@ class MarlinInt8Act(_MarlinA8):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         if "global_scale" in out:
-            out["global_scale"].fill_(self._largest() / _STEPS)
+            out["global_scale"].fill_(self.calibrated() / _STEPS)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return super().slices(spec) if spec.num_groups == 1 else SliceRule(None, None)
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         return float(matrix.scales.max()) if matrix.spec.num_groups > 1 else None
-
-    def _largest(self) -> float:
-        if self.calibration is None:
-            raise MoeqError(
-                "usage.survey-needed",
-                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
-                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
-            )
-        return self.calibration
 
     def recodes(self, part: Part, spec: MatrixSpec) -> bool:
         return part.field == "scales" and spec.num_groups > 1
@@ -237,14 +222,14 @@ class MarlinInt8Act(_MarlinA8):
             return super().encode(name, matrix)
         scales = matrix.scales
         # In the scale dtype, operation by operation: the engine's bytes carry that rounding.
-        steps = scales / scales.new_tensor(self._largest()) * _STEPS
+        steps = scales / scales.new_tensor(self.calibrated()) * _STEPS
         return steps.round().to(torch_dtype("I16")).view(scales.dtype)
 
     def decode(self, name: str, elements: Tensor, spec: MatrixSpec) -> Tensor:
         if name != "scale" or spec.num_groups == 1:
             return super().decode(name, elements, spec)
         steps = elements.view(torch_dtype("I16")).float()
-        return (steps * (self._largest() / _STEPS)).to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
+        return (steps * (self.calibrated() / _STEPS)).to(torch_dtype(STORED_DTYPE[spec.scale_dtype]))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
         """Return codes and zero points exactly, and group scales as they were rounded."""
