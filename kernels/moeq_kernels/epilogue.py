@@ -9,24 +9,19 @@ class Epilogue(str):
     """Epilogue of a product; the text of this string names every option.
 
     The class derives from `str` because Triton writes kernel constants as JSON for compile hooks (vLLM installs one).
-
-    Attributes:
-        activation: name in `moeq_kernels.activations`, or `none`.
-        gated: whether the activation combines a gate column and an up column into one result.
-        interleaved: whether gate and up columns alternate (gate even); otherwise all gate columns come first.
-        alpha, beta, limit: parameters of the activation's formula; a limit of 0 disables clamps.
-        weight: when router weights are applied (portable kernels only): `first` (before bias and activation),
-            `last`, or empty for never.
     """
 
     __slots__ = ("activation", "alpha", "beta", "gated", "interleaved", "limit", "weight")
 
-    activation: str
-    gated: bool
-    interleaved: bool
+    activation: str  #: name in `moeq_kernels.activations`, or `none`
+    gated: bool  #: whether the activation combines a gate column and an up column into one result
+    interleaved: bool  #: whether gate and up columns alternate (gate even); otherwise all gate columns come first
+    #: Parameters of the activation's formula; a limit of 0 disables clamps.
     alpha: float
     beta: float
     limit: float
+    #: When router weights are applied (portable kernels only): `first` (before bias and activation), `last`, or empty
+    #: for never.
     weight: str
 
     def __new__(

@@ -8,12 +8,11 @@ from torch import Tensor
 from moeq_kernels import portable
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import Epilogue
-from moeq_kernels.gpu import gpu_of
 from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
 from moeq_kernels.hopper.w4a16.w4a16_plan import Direct
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.prepared import PreparedLayer, prepare_for
-from moeq_kernels.problem import Problem, symbolic, tensors_of
+from moeq_kernels.problem import describe, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.tuning import Blocks
 from moeq_kernels.validate import (
@@ -143,19 +142,7 @@ def fused_moe_batched(
             return layer(rows, flat.view(-1, 1), ids).view(count, max_tokens, hidden)
     last = Epilogue(weight="last" if weighted and not router_weight_on_input else "")
     pairs = count * max_tokens
-    problem = Problem(
-        w13=symbolic("w13", experts.w13),
-        w2=symbolic("w2", experts.w2),
-        epilogue=first,
-        top_k=1,
-        hidden=hidden,
-        dtype=x.dtype,
-        known=count,
-        mapped=False,
-        gpu=gpu_of(x.device),
-        interpret=x.device.type == "cpu",
-        dependent=False,
-    )
+    problem = describe(x, experts, first, 1, dependent=False)
     used = blocks or portable.plan_for(problem, pairs)
     y = torch.zeros(pairs, hidden, dtype=x.dtype, device=x.device)
     if not pairs:

@@ -29,15 +29,11 @@ MAX_SUMS = 1 << 27
 
 @dataclass(frozen=True)
 class LoraMatrix:
-    """Adapters of one projection of all local experts, in the dtype of the activations.
+    """Adapters of one projection of all local experts, in the dtype of the activations."""
 
-    Attributes:
-        a: `[adapters, experts, rank, K]`, or `[adapters, 1, rank, K]` if all experts share it.
-        b: `[adapters, experts, N, rank]`, or `[adapters, 1, N, rank]` if all experts share it, times the adapter's
-            scaling (alpha / rank), as vLLM 0.33 stacks them.
-    """
-
-    a: Tensor
+    a: Tensor  #: `[adapters, experts, rank, K]`, or `[adapters, 1, rank, K]` if all experts share it
+    #: `[adapters, experts, N, rank]`, or `[adapters, 1, N, rank]` if all experts share it, times the adapter's scaling
+    #: (alpha / rank), as vLLM 0.33 stacks them.
     b: Tensor
 
     @property
@@ -48,19 +44,15 @@ class LoraMatrix:
 
 @dataclass(frozen=True)
 class LoraExperts:
-    """Adapters of a layer; None where a projection has none. Layers without a gate have `up` and `down`.
+    """Adapters of a layer; None where a projection has none. Layers without a gate have `up` and `down`."""
 
-    Attributes:
-        gate, up, down: adapters of the projections.
-        gate_up: adapters of gate and up that share `a`; `b` has the rows of both. `gate` and `up` are None then.
-        interleaved: whether gate and up rows of `gate_up` alternate; otherwise all gate rows come first.
-    """
-
+    #: Adapters of the projections.
     gate: LoraMatrix | None = None
     up: LoraMatrix | None = None
     down: LoraMatrix | None = None
+    #: Adapters of gate and up that share `a`; `b` has the rows of both. `gate` and `up` are None then.
     gate_up: LoraMatrix | None = None
-    interleaved: bool = False
+    interleaved: bool = False  #: whether gate and up rows of `gate_up` alternate; otherwise all gate rows come first
 
     def matrices(self) -> Iterator[tuple[str, LoraMatrix]]:
         """Yield the adapters that there are, by projection."""

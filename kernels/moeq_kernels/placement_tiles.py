@@ -19,21 +19,16 @@ NUMBERS, ROW_BYTES = 8192, 128
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of a whole matrix.
+    """Tiles of a whole matrix."""
 
-    Attributes:
-        rows, columns: rows of a tile, and its source words in a row.
-        tops: values of the topmost digits of row and column number.
-        down, across: number of tiles.
-        constants: constexpr arguments of the kernel.
-    """
-
+    #: Rows of a tile, and its source words in a row.
     rows: int
     columns: int
-    tops: tuple[int, int]
+    tops: tuple[int, int]  #: values of the topmost digits of row and column number
+    #: Number of tiles.
     down: int
     across: int
-    constants: dict[str, Any]
+    constants: dict[str, Any]  #: constexpr arguments of the kernel
 
 
 @dataclass(frozen=True)

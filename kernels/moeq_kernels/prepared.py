@@ -24,7 +24,7 @@ from moeq_kernels.hopper.cost import rounded
 from moeq_kernels.launch import run_with_triton
 from moeq_kernels.mma import mma_launches as mma
 from moeq_kernels.operators import Forward, register
-from moeq_kernels.problem import Problem, symbolic, tensors_of
+from moeq_kernels.problem import Problem, describe, symbolic, tensors_of
 from moeq_kernels.records import PackedExperts
 from moeq_kernels.schedules import FAMILIES, piece_tokens, schedule, workspace_bytes
 from moeq_kernels.validate import (
@@ -446,18 +446,8 @@ def prepare_for(
     device = x.device
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    problem = Problem(
-        w13=symbolic("w13", experts.w13),
-        w2=symbolic("w2", experts.w2),
-        epilogue=epilogue,
-        top_k=top_k,
-        hidden=x.shape[1],
-        dtype=x.dtype,
-        known=experts.num_experts if num_experts is None else num_experts,
-        mapped=num_experts is not None,
-        gpu=_gpu(device, gpu),
-        interpret=device.type == "cpu",
-    )
+    routing = {} if num_experts is None else {"known": num_experts, "mapped": True}
+    problem = describe(x, experts, epilogue, top_k, gpu=_gpu(device, gpu), **routing)
     if w4a8:
         support.require_w4a8(problem)
     ready = getattr(FAMILIES.get(family or ""), "ready", None)

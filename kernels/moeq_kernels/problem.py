@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeq_kernels.areas import Area
 from moeq_kernels.epilogue import Epilogue
-from moeq_kernels.gpu import Gpu
+from moeq_kernels.gpu import Gpu, gpu_of
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 
@@ -65,6 +65,21 @@ class Problem:
     def expert_map(self) -> Area | None:
         """Expert map, or None where there is none."""
         return Area.of("expert_map", torch.int32, self.known) if self.mapped else None
+
+
+def describe(x: Tensor, experts: PackedExperts, epilogue: Epilogue, top_k: int, **others: Any) -> Problem:
+    """Describe a layer for tokens like x; `others` are attributes that do not follow from these."""
+    defaults = {"known": experts.num_experts, "mapped": False, "gpu": gpu_of(x.device)}
+    return Problem(
+        w13=symbolic("w13", experts.w13),
+        w2=symbolic("w2", experts.w2),
+        epilogue=epilogue,
+        top_k=top_k,
+        hidden=x.shape[-1],
+        dtype=x.dtype,
+        interpret=x.device.type == "cpu",
+        **{**defaults, **others},
+    )
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ from torch import Tensor
 from moeq_kernels import portable
 from moeq_kernels.areas import Area, Arena
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.gpu import gpu_of
 from moeq_kernels.hopper.support import family as family_of
 from moeq_kernels.hopper.support import unsupported_reason
 from moeq_kernels.hopper.w4a16.w4a16_launches import single_product
 from moeq_kernels.launch import run_with_triton
-from moeq_kernels.problem import Piece, Problem, symbolic, tensors_of
+from moeq_kernels.problem import Piece, describe, tensors_of
 from moeq_kernels.records import PackedExperts, PackedMatrix
 from moeq_kernels.sorting import room, sort_pairs
 from moeq_kernels.tuning import Blocks
@@ -74,19 +73,7 @@ def sorted_products(
     if not pairs:
         empty = torch.zeros(0, matrix.n, dtype=torch.float32, device=x.device)
         return SortedProducts(empty, ids.new_zeros(0, dtype=torch.int32))
-    problem = Problem(
-        w13=symbolic("w13", matrix),
-        w2=symbolic("w2", matrix),
-        epilogue=PLAIN,
-        top_k=choices,
-        hidden=x.shape[1],
-        dtype=x.dtype,
-        known=matrix.num_experts,
-        mapped=False,
-        gpu=gpu_of(x.device),
-        interpret=x.device.type == "cpu",
-        dependent=False,
-    )
+    problem = describe(x, PackedExperts(matrix, matrix), PLAIN, choices, dependent=False)
     piece, arena = Piece.whole(problem, tokens), Arena()
     out = Area.of("out", torch.float32, pairs, matrix.n)
     if family is None and family_of(problem) == "hopper-w4a16" and unsupported_reason(problem) is None:

@@ -13,52 +13,40 @@ W13Order = Literal["gate-up", "interleaved", "ungated"]
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """One projection of all local experts in one layout.
+    """One projection of all local experts in one layout."""
 
-    Attributes:
-        layout: versioned layout id, such as `marlin-wna16/1`; `capabilities.CAPABILITIES` lists them all.
-        weight: packed codes `[E, ...]`; the layout defines shape and dtype.
-        n: output features as stored, padding included (`w13`: gate and up together).
-        k: input features as stored, padding included.
-        element: type of a code: `int2`, `int3`, `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` for unquantised
-            weights.
-        group_size: codes along `k` that share a scale; -1, `k` or more means one scale per output feature.
-        scale: scales `[E, ...]` in the layout's order; None for unquantised weights and for FP8 with one scale per
-            tensor, which has only a global scale.
-        zero: packed zero points `[E, ...]`, or None where the midpoint of the codes is zero.
-        bias: `[E, n]` in the layout's order, or None.
-        permutation: int32 `[E, k]` of act-order weights: packed row `i` multiplies input column `permutation[e, i]`;
-            None for the identity.
-        group_index: int32 `[E, k]`, scale group of each packed row; None where that is `row // group_size`.
-        global_scale: float32 factor of the matrix, `[E]` or `[E, 1]`, or `[E, 2]` for the two halves of its rows (gate
-            and up), or None.
-        input_scale: float32 `[1]`, static scale of int8 or e4m3 activations; None quantises every row with a scale of
-            its own.
-        scale_factor: factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for
-            e4m3 activations beside MXFP4 keep their factors here, float32 `[E, n]`.
-        weight_high: third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
-        exponent_shift: uint8 in the order of `scale`, shifts of e4m3 exponents in layers prepared for e4m3 activations
-            beside MXFP4; otherwise None.
-        activation_dtype: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the
-            weights; empty for the activation dtype that the layout implies.
-    """
-
-    layout: str
-    weight: Tensor
-    n: int
-    k: int
+    layout: str  #: versioned layout id, such as `marlin-wna16/1`; `capabilities.CAPABILITIES` lists them all
+    weight: Tensor  #: packed codes `[E, ...]`; the layout defines shape and dtype
+    n: int  #: output features as stored, padding included (`w13`: gate and up together)
+    k: int  #: input features as stored, padding included
+    #: Type of a code: `int2`, `int3`, `int4`, `int8`, `e2m1`, `e4m3`, or `bf16` / `f16` for unquantised weights.
     element: str
-    group_size: int
+    group_size: int  #: codes along `k` that share a scale; -1, `k` or more means one scale per output feature
+    #: Scales `[E, ...]` in the layout's order; None for unquantised weights and for FP8 with one scale per tensor,
+    #: which has only a global scale.
     scale: Tensor | None = None
-    zero: Tensor | None = None
-    bias: Tensor | None = None
+    zero: Tensor | None = None  #: packed zero points `[E, ...]`, or None where the midpoint of the codes is zero
+    bias: Tensor | None = None  #: `[E, n]` in the layout's order, or None
+    #: int32 `[E, k]` of act-order weights: packed row `i` multiplies input column `permutation[e, i]`; None for the
+    #: identity.
     permutation: Tensor | None = None
+    #: int32 `[E, k]`, scale group of each packed row; None where that is `row // group_size`.
     group_index: Tensor | None = None
+    #: float32 factor of the matrix, `[E]` or `[E, 1]`, or `[E, 2]` for the two halves of its rows (gate and up), or
+    #: None.
     global_scale: Tensor | None = None
+    #: float32 `[1]`, static scale of int8 or e4m3 activations; None quantises every row with a scale of its own.
     input_scale: Tensor | None = None
+    #: Factor by which `marlin-nvfp4` multiplied its scales; kernels do not need it. Layers prepared for e4m3
+    #: activations beside MXFP4 keep their factors here, float32 `[E, n]`.
     scale_factor: Tensor | None = None
+    #: Third bit of int3 codes `[E, ...]`, whose lower two are in `weight`; otherwise None.
     weight_high: Tensor | None = None
+    #: uint8 in the order of `scale`, shifts of e4m3 exponents in layers prepared for e4m3 activations beside MXFP4;
+    #: otherwise None.
     exponent_shift: Tensor | None = None
+    #: `fp8` if rows of x are quantised to e4m3, with one scale per row, or one per group of the weights; empty for the
+    #: activation dtype that the layout implies.
     activation_dtype: str = ""
 
     @property

@@ -13,7 +13,7 @@ from moeq.check.results import ExpertError, ProjectionResult
 from moeq.check.whole_layer import Combine
 from moeq.load.kernel_experts import prepared_layer
 from moeq.reference.arithmetic import quantize_rows_e4m3
-from moeq.reference.moe import Expert, Linear, rounded
+from moeq.reference.moe import Expert, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,9 +47,9 @@ class ActivationLoss:
     def add(self, number: int, expert: Expert, combine: Combine, tokens: Tensor, slots: Tensor) -> None:
         """Add the part of one expert, for `tokens` that have it in `slots`."""
         x = self._inputs.x[tokens]
-        exact = _product(_first(x.double(), expert, combine), expert.down)
+        exact = expert.down.exact(_first(x.double(), expert, combine))
         hidden = rounded(_first(_e4m3(x, self._groups[0]), expert, combine), self._dtype)
-        quantised = _product(_e4m3(hidden, self._groups[1]), expert.down)
+        quantised = expert.down.exact(_e4m3(hidden, self._groups[1]))
         error = (quantised - exact).abs()
         row, column = divmod(int(error.argmax()), error.shape[1])
         relative = ratio(float(error.square().sum()), float(exact.square().sum()))
@@ -87,12 +87,7 @@ def require_prepared(parts: Sequence[PackedPart]) -> None:
 
 
 def _first(x: Tensor, expert: Expert, combine: Combine) -> Tensor:
-    return combine(None if expert.gate is None else _product(x, expert.gate), _product(x, expert.up))
-
-
-def _product(x: Tensor, linear: Linear) -> Tensor:
-    y = x.double() @ linear.weight.double().T
-    return y if linear.bias is None else y + linear.bias.double()
+    return combine(None if expert.gate is None else expert.gate.exact(x), expert.up.exact(x))
 
 
 def _e4m3(x: Tensor, group: int) -> Tensor:

@@ -6,10 +6,9 @@ on dequantised weights with the same types of activations.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from moeq.check.comparison import difference, ratio
 from moeq.check.inputs import Inputs, make_inputs
 from moeq.check.layer_check import LayerCheck, passage
-from moeq.check.timing import FLUSH_BYTES, REPEATS, WARMUPS
+from moeq.check.timing import flushing, timed_us
 from moeq.check.whole_layer import Passage
 from moeq.checkpoint.manifest import Projection
 from moeq.reference.arithmetic import Emulated
@@ -128,22 +127,12 @@ def _part(inputs: Inputs, part: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 def _times(run: Implementation, inputs: Inputs) -> dict[int, float]:
     """Return the median microseconds of each run by the router, launches included."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
-    found = {}
-    for one, part in inputs.runs:
-        if one.routing != "router":
-            continue
-        times = []
-        for _ in range(WARMUPS + REPEATS):
-            flush.zero_()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            run(*_part(inputs, part))
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) * 1e3)
-        found[one.tokens] = statistics.median(times[WARMUPS:])
-    return found
+    flush = flushing(inputs.x.device)
+    return {
+        one.tokens: timed_us(partial(run, *_part(inputs, part)), flush)
+        for one, part in inputs.runs
+        if one.routing == "router"
+    }
 
 
 class _Reference:

@@ -117,15 +117,11 @@ class LayerCheck:
 
 @dataclass(frozen=True)
 class Products:
-    """Results of the kernels for every pair of a token and one of its experts.
+    """Results of the kernels for every pair of a token and one of its experts."""
 
-    Attributes:
-        actual: float32 `[pairs, N]` by projection.
-        hidden: `[pairs, I]` in the activation dtype: the input of down, made from the kernels' own gate and up, so that
-            the kernel and the reference of down start from the same numbers.
-    """
-
-    actual: Mapping[Projection, Tensor]
+    actual: Mapping[Projection, Tensor]  #: float32 `[pairs, N]` by projection
+    #: `[pairs, I]` in the activation dtype: the input of down, made from the kernels' own gate and up, so that the
+    #: kernel and the reference of down start from the same numbers.
     hidden: Tensor
 
 

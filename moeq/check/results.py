@@ -12,15 +12,11 @@ from moeq.shown import Shown
 
 @dataclass(frozen=True)
 class Run:
-    """One call of the fused layer.
+    """One call of the fused layer."""
 
-    Attributes:
-        tokens: token count.
-        routing: `router` (the model's own rule), `same` (all tokens to the same experts) or `spread` (every sampled
-            expert in turn: only where the others would leave one with too few tokens).
-    """
-
-    tokens: int
+    tokens: int  #: token count
+    #: `router` (the model's own rule), `same` (all tokens to the same experts) or `spread` (every sampled expert in
+    #: turn: only where the others would leave one with too few tokens).
     routing: str = "router"
 
     @property

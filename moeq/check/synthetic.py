@@ -203,34 +203,22 @@ def _gptq_config(bits: int, *, symmetric: bool = True, act_order: bool = False) 
     return {"quant_method": "gptq", "checkpoint_format": "gptq", **sizes}
 
 
-_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
-_W8A8_CONFIG = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_INT8, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
-        }
-    },
-    "ignore": ["model.layers.0.mlp.gate", "lm_head"],
-}
+def _channelwise_config(kind: str) -> dict[str, Any]:
+    """Make compressed-tensors' config of 8-bit weights, `int` or `float`, with a scale per channel and token."""
+    codes = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**codes, "strategy": "channel", "dynamic": False},
+        "input_activations": {**codes, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["model.layers.0.mlp.gate", "lm_head"],
+    }
 
-_FP8_CHANNEL_CONFIG = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
-            "input_activations": {
-                "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True,
-            },
-        }
-    },
-    "ignore": ["model.layers.0.mlp.gate", "lm_head"],
-}  # fmt: skip
+
 _FP8_BLOCK_CONFIG = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -257,10 +245,10 @@ RECIPES: tuple[Recipe, ...] = (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         _awq,
     ),
-    Recipe("w8a8-int8", "int8-w8a8/1", _W8A8_CONFIG, _w8a8),
+    Recipe("w8a8-int8", "int8-w8a8/1", _channelwise_config("int"), _w8a8),
     Recipe("mxfp4", "marlin-mxfp4-interleaved/1", {"quant_method": "mxfp4"}, None),
     Recipe("nvfp4", "marlin-nvfp4/1", _NVFP4_CONFIG, _nvfp4),
     Recipe("fp8-block", "marlin-fp8/1", _FP8_BLOCK_CONFIG, _fp8_block),
-    Recipe("fp8-channel", "marlin-fp8/1", _FP8_CHANNEL_CONFIG, _fp8_channel),
+    Recipe("fp8-channel", "marlin-fp8/1", _channelwise_config("float"), _fp8_channel),
     Recipe("mxfp8", "marlin-mxfp8/1", _MXFP8_CONFIG, _mxfp8),
 )

@@ -7,7 +7,7 @@ kernels measure without them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Timed calls of a run, and calls before them that compile and warm up.
 REPEATS, WARMUPS = 20, 3
 
-#: Bytes that are written before every timed call, so that weights come from memory and not from the cache.
+#: Bytes that are written before every timed call: more than a cache holds.
 FLUSH_BYTES = 256 * 2**20
 
 #: Memory bandwidth in bytes/s and dense 16-bit FLOP/s by a part of the device's name, from the vendors' data sheets.
@@ -49,7 +49,7 @@ def time_runs(parts: Sequence[PackedPart], inputs: Inputs, activation: Activatio
     """
     if len(parts) > 1:
         return ()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs.x.device)
+    flush = flushing(inputs.x.device)
     return tuple(
         _time_run(parts[0], inputs, (run, part), activation, layer, flush)
         for run, part in inputs.runs
@@ -67,23 +67,34 @@ def _time_run(
 ) -> Timing:
     x, weights, ids = (tensor[run[1]] for tensor in (inputs.x, inputs.weights, inputs.ids))
     packed, ids = part.experts, part.local_ids(ids)
-    times = []
-    for repeat in range(WARMUPS + REPEATS):
-        flush.zero_()
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        fused_experts(packed, x, weights, ids, activation)
-        stop.record()
-        stop.synchronize()
-        if repeat >= WARMUPS:
-            times.append(start.elapsed_time(stop) * 1e3)
+    median = timed_us(lambda: fused_experts(packed, x, weights, ids, activation), flush)
     weight_bytes = len(torch.unique(ids)) * (expert_bytes(packed.w13) + expert_bytes(packed.w2))
     pairs = ids.numel()
     total = weight_bytes + 2 * 2 * x.numel() + 2 * 2 * pairs * packed.intermediate_size
     flops = 2 * pairs * (packed.w13.n * packed.w13.k + packed.w2.n * packed.w2.k)
     peak = next((peaks for name, peaks in PEAKS.items() if name in torch.cuda.get_device_name(x.device)), None)
     floor = None if peak is None else max(total / peak[0], flops / peak[1]) * 1e6
-    return Timing(layer, run[0].title, statistics.median(times), weight_bytes, total, flops, floor)
+    return Timing(layer, run[0].title, median, weight_bytes, total, flops, floor)
+
+
+def flushing(device: torch.device) -> torch.Tensor:
+    """Allocate what is written before every timed call, so that weights come from memory and not from the cache."""
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+
+
+def timed_us(call: Callable[[], object], flush: torch.Tensor) -> float:
+    """Return the median microseconds of a call, launches included."""
+    times = []
+    for _ in range(WARMUPS + REPEATS):
+        flush.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    median: float = statistics.median(times[WARMUPS:])
+    return median
 
 
 def expert_bytes(matrix: PackedMatrix) -> int:

@@ -21,7 +21,7 @@ from moeq.reference.arithmetic import (
     quantize_rows,
     quantize_rows_e4m3,
 )
-from moeq.reference.moe import Expert, Linear, rounded
+from moeq.reference.moe import Expert, rounded
 
 #: Function that combines gate (or None) and up.
 Combine = Callable[[Tensor | None, Tensor], Tensor]
@@ -54,7 +54,7 @@ def pass_16bit(
             moved = [combine(*_moved(exact, name, sign * spread)) for sign in (1, -1)]
             variance += torch.maximum(*((one - hidden).abs() for one in moved)).square()
     variance += (unit * hidden).square()  # the down weights
-    down = _linear64(hidden, expert.down)
+    down = expert.down.exact(hidden)
     plain_hidden = rounded(combine(plain.get("gate"), plain["up"]), dtype)
     plain_down = emulate_16bit(plain_hidden, expert.down, dtype)[0]
     return Passage(down, plain_down.value, variance @ expert.down.weight.double().square().T, plain_down.bound)
@@ -101,11 +101,6 @@ def pass_fp8(
 def _moved(values: dict[str, Tensor], name: str, by: Tensor) -> tuple[Tensor | None, Tensor]:
     moved = {**values, name: values[name] + by}
     return moved.get("gate"), moved["up"]
-
-
-def _linear64(x: Tensor, linear: Linear) -> Tensor:
-    y = x @ linear.weight.double().T
-    return y if linear.bias is None else y + linear.bias.double()
 
 
 class LayerComparison:

@@ -38,13 +38,11 @@ class ConvertedExperts:
             of the checkpoint's stacked tensors, and this object becomes its attribute `converted`.
         entry: the layer in the manifest, written for one rank.
 
-    Attributes:
-        run_on: `kernels` (`moeq_kernels`), `reference` (float32, dequantising one expert at a time), or `auto`: kernels
-            on a GPU, the reference on a CPU.
-
     Raises MoeqError `answer.no-kernel` if the module computes more than its products and their activation.
     """
 
+    #: `kernels` (`moeq_kernels`), `reference` (float32, dequantising one expert at a time), or `auto`: kernels on a
+    #: GPU, the reference on a CPU.
     run_on: Literal["auto", "kernels", "reference"] = "auto"
 
     def __init__(self, module: Any, entry: LayerEntry) -> None:

@@ -56,16 +56,13 @@ class VLLM:
 
 @dataclass(frozen=True)
 class MOEQ:
-    """A kernel of moeq. How it reads the bytes is its own table (`moeq_kernels.formats`).
+    """A kernel of moeq. How it reads the bytes is its own table (`moeq_kernels.formats`)."""
 
-    Attributes:
-        backend: value of `--backend` that asks for it; None where the oracle never chooses it, because the bytes are
-            made for an engine's kernel.
-        keeps_16_bit: activations run in 16 bits even where the checkpoint asks for 8 or 4, and the layout turns scales
-            of whole blocks and tensors into scales of groups and channels.
-    """
-
+    #: Value of `--backend` that asks for it; None where the oracle never chooses it, because the bytes are made for an
+    #: engine's kernel.
     backend: str | None = None
+    #: Activations run in 16 bits even where the checkpoint asks for 8 or 4, and the layout turns scales of whole blocks
+    #: and tensors into scales of groups and channels.
     keeps_16_bit: bool = False
 
 

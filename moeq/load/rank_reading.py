@@ -58,15 +58,11 @@ class Span:
 
 @dataclass(frozen=True)
 class PartCut:
-    """Part of a shard: its bytes within the stored part, and its shape.
+    """Part of a shard: its bytes within the stored part, and its shape."""
 
-    Attributes:
-        shape: shape of the shard's part of one expert.
-        spans: spans to read, in order; None if the shard is no selection of bytes, so that the whole expert is read and
-            cut in memory.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  #: shape of the shard's part of one expert
+    #: Spans to read, in order; None if the shard is no selection of bytes, so that the whole expert is read and cut in
+    #: memory.
     spans: tuple[Span, ...] | None
 
 

@@ -90,26 +90,18 @@ def load_experts(
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """Tensors of a layer on one rank, as the files hold them.
+    """Tensors of a layer on one rank, as the files hold them."""
 
-    Attributes:
-        layout: layout id; `docs/reference/layouts.md` names its kernel, its module's docstring describes each tensor.
-        w13_order: order of gate and up rows.
-        experts: `(start, stop)` of the rank's experts, as the model counts them.
-        w13: tensors `[experts, ...]` of w13 by part (`weight`, `scale`, `global_scale`, ...), in the stored dtype.
-        w2: tensors of w2 by part.
-        w13_spec: one expert's w13 as it is stored, padding included.
-        w2_spec: one expert's w2 as it is stored, padding included.
-        activation_scales: scales of static activations for every expert of the layer; None if the source has none.
-    """
-
+    #: Layout id; `docs/reference/layouts.md` names its kernel, its module's docstring describes each tensor.
     layout: str
-    w13_order: W13Order
-    experts: tuple[int, int]
+    w13_order: W13Order  #: order of gate and up rows
+    experts: tuple[int, int]  #: `(start, stop)` of the rank's experts, as the model counts them
+    #: Tensors `[experts, ...]` of w13 by part (`weight`, `scale`, `global_scale`, ...), in the stored dtype.
     w13: dict[str, Tensor]
-    w2: dict[str, Tensor]
-    w13_spec: MatrixSpec
-    w2_spec: MatrixSpec
+    w2: dict[str, Tensor]  #: tensors of w2 by part
+    w13_spec: MatrixSpec  #: one expert's w13 as it is stored, padding included
+    w2_spec: MatrixSpec  #: one expert's w2 as it is stored, padding included
+    #: Scales of static activations for every expert of the layer; None if the source has none.
     activation_scales: ActivationScales | None
 
 

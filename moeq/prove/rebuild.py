@@ -17,7 +17,6 @@ import numpy as np
 
 from moeq.checkpoint.disk import disk_errors
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import Manifest
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
@@ -100,8 +99,9 @@ class Rebuilding:
 
         Raises MoeqError `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
         """
-        plan = _plan(self._original, self.converted.manifest)
-        if plan is None:
+        try:
+            plan = plan_of(self._original, self.converted.manifest)
+        except MoeqError:  # this version of moeq does not convert the source so
             return
         with ThreadPoolExecutor(plan_memory(Work(self._original, plan), plan.units, self._workers).workers) as pool:
             for unit in plan.units:
@@ -222,20 +222,7 @@ class _Rebuilder:
         return [{part: next(data) for part in parts} for parts in self._stacks]
 
     def _target(self, key: tuple[StoredName, str], expert: int) -> _Target:
-        entry = _entry_of(self._experts, key, expert)
+        parts = self._experts.layer.parts[key]
+        entry = parts.get(expert) or parts[FUSED]  # the expert's own tensor, or the stack that holds it
         start, stop = place_of(entry, key[1], self._experts, expert)
         return _Target(entry.file, entry.name, start, start - entry.start, stop - start)
-
-
-def _plan(original: Checkpoint, manifest: Manifest) -> Plan | None:
-    """Plan the conversion again; None if this version of moeq does not convert the source so."""
-    try:
-        return plan_of(original, manifest)
-    except MoeqError:
-        return None
-
-
-def _entry_of(experts: Experts, key: tuple[StoredName, str], expert: int) -> TensorEntry:
-    """Return the stored part of an expert, or the stack that holds it."""
-    parts = experts.layer.parts[key]
-    return parts.get(expert) or parts[FUSED]

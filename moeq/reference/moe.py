@@ -90,6 +90,11 @@ class Linear:
         x = x.float() if dtype is None else rounded(x, dtype)
         return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.float())
 
+    def exact(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T + bias` in float64."""
+        y = x.double() @ self.weight.double().T
+        return y if self.bias is None else y + self.bias.double()
+
 
 @dataclass(frozen=True)
 class Expert:

@@ -130,24 +130,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a kernel cuts the two products into items.
+    """How a kernel cuts the two products into items."""
 
-    Attributes:
-        family, key: names of the kernel in "slopes" and in "kernels" of the coefficients.
-        tokens: token rows per tile, which are multiplied at one of the `heights`.
-        grain: granularity of the heights of an expert's tiles, which are alike; `tokens`: all but its last are full.
-        columns, step: columns of weights in an item, and rows of k in a step.
-        resident: programs that a multiprocessor holds.
-    """
-
+    #: Names of the kernel in "slopes" and in "kernels" of the coefficients.
     family: str
     key: str
-    tokens: int
+    tokens: int  #: token rows per tile, which are multiplied at one of the `heights`
     heights: tuple[int, ...]
-    grain: int
+    grain: int  #: granularity of the heights of an expert's tiles, which are alike; `tokens`: all but its last are full
+    #: Columns of weights in an item, and rows of k in a step.
     columns: int
     step: int
-    resident: int
+    resident: int  #: programs that a multiprocessor holds
 
     @cached_property
     def row(self) -> Array:

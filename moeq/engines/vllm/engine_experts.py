@@ -64,41 +64,29 @@ class Trims:
 
 @dataclass(frozen=True)
 class EngineExperts:
-    """Description of how vLLM runs one layout.
+    """Description of how vLLM runs one layout."""
 
-    Attributes:
-        title: the engine's name for the backend, as in its log.
-        reader: the layout's record of this backend.
-        classes: function that lists the engine's expert classes, best first.
-        keys: function that gives the engine's `(weight key, activation key)`.
-        quant_config: function that makes the engine's record of scales, from the layer's tensors and the constants of
-            its activation.
-        kernel: function that makes the engine's kernel, from that record, the engine's MoE config, the expert class,
-            the routing tables and the layer's tensors.
-        settle: function that gives the filled layer what the engine's own preparation adds beside weights: parameters
-            by the engine's names, sizes after padding. Its last argument reads the scales of static activations.
-        rounds_sizes: whether hidden and intermediate size are rounded up before weights are made, as the layout pads.
-        trims: sides of the kernel that have no padding.
-        marlin_input: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for.
-        spreads: whether expert-parallel ranks may hold some of the experts.
-        finishes: whether the expert class gets the filled layer at the end.
-        obstacle: function that says why the engine, as it was started, would read the bytes wrongly, or None.
-        instead: other backends of the engine that read the same bytes, in the engine's order.
-    """
-
-    title: str
-    reader: VLLM
-    classes: Callable[[], list[Any]]
-    keys: Callable[[RankWeights], tuple[Any, Any]]
+    title: str  #: the engine's name for the backend, as in its log
+    reader: VLLM  #: the layout's record of this backend
+    classes: Callable[[], list[Any]]  #: function that lists the engine's expert classes, best first
+    keys: Callable[[RankWeights], tuple[Any, Any]]  #: function that gives the engine's `(weight key, activation key)`
+    #: Function that makes the engine's record of scales, from the layer's tensors and the constants of its activation.
     quant_config: Callable[[Tensors, RankWeights, Clamp], Any]
+    #: Function that makes the engine's kernel, from that record, the engine's MoE config, the expert class, the routing
+    #: tables and the layer's tensors.
     kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
+    #: Function that gives the filled layer what the engine's own preparation adds beside weights: parameters by the
+    #: engine's names, sizes after padding. Its last argument reads the scales of static activations.
     settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled
+    #: Whether hidden and intermediate size are rounded up before weights are made, as the layout pads.
     rounds_sizes: bool = False
-    trims: Trims = Trims()
-    marlin_input: str | None = None
-    spreads: bool = True
-    finishes: bool = True
+    trims: Trims = Trims()  #: sides of the kernel that have no padding
+    marlin_input: str | None = None  #: value of VLLM_MARLIN_INPUT_DTYPE that the bytes are for
+    spreads: bool = True  #: whether expert-parallel ranks may hold some of the experts
+    finishes: bool = True  #: whether the expert class gets the filled layer at the end
+    #: Function that says why the engine, as it was started, would read the bytes wrongly, or None.
     obstacle: Callable[[RankWeights], str | None] = lambda weights: None
+    #: Other backends of the engine that read the same bytes, in the engine's order.
     instead: tuple[EngineExperts, ...] = ()
 
     @property

@@ -38,14 +38,10 @@ _NOT_CHOSEN = -1e4
 
 @dataclass(frozen=True)
 class OneLayer:
-    """A layer that is ready to run.
+    """A layer that is ready to run."""
 
-    Attributes:
-        experts: the engine's class that runs the experts.
-        run: function from `x [T, H]`, `weights [T, top_k]` that sum to 1 by token and `ids [T, top_k]` to `[T, H]`.
-    """
-
-    experts: str
+    experts: str  #: the engine's class that runs the experts
+    #: Function from `x [T, H]`, `weights [T, top_k]` that sum to 1 by token and `ids [T, top_k]` to `[T, H]`.
     run: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -214,17 +210,3 @@ def ready(layer: Any) -> OneLayer:
 
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
     return OneLayer(type(experts).__name__, run)
-
-
-__all__ = [
-    "OneLayer",
-    "converted_layer",
-    "converted_method",
-    "empty_layer",
-    "engine",
-    "filled_layer",
-    "needs_gpu",
-    "ready",
-    "source_layer",
-    "source_method",
-]

@@ -38,15 +38,11 @@ _INTERFACE_WORDS = 6
 
 
 class Compiled(NamedTuple):
-    """A loop that has been compiled.
+    """A loop that has been compiled."""
 
-    Attributes:
-        function: calls it in this process.
-        code: its object code; None where it needs numba's runtime, because the loop raises, allocates, or calls a
-            function that is not inlined. Exceptions are printed and ignored.
-    """
-
-    function: Callable[[bytes], int]
+    function: Callable[[bytes], int]  #: calls it in this process
+    #: Its object code; None where it needs numba's runtime, because the loop raises, allocates, or calls a function
+    #: that is not inlined. Exceptions are printed and ignored.
     code: bytes | None
 
 

@@ -11,22 +11,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Choices that decide the bytes of a conversion, beside its source and its deployment.
+    """Choices that decide the bytes of a conversion, beside its source and its deployment."""
 
-    Attributes:
-        layout: id of the layout to write, which a backend of the engine has to read there; None takes what fits best.
-        force_layout: write `layout` even if no backend reads it there; the layout still has to fit the weights.
-        regroup: weights per scale to write; scales and zero points are repeated. None keeps the groups of the source.
-        skip_unfit: copy layers that cannot be converted instead of refusing the checkpoint.
-        allow_lossy: allow layouts that change stored numbers; the manifest counts the changes.
-        no_code: leave out Python files, pickles and `auto_map`; by default everything beside the weights is copied.
-    """
-
+    #: Id of the layout to write, which a backend of the engine has to read there; None takes what fits best.
     layout: str | None = None
+    #: Write `layout` even if no backend reads it there; the layout still has to fit the weights.
     force_layout: bool = False
+    #: Weights per scale to write; scales and zero points are repeated. None keeps the groups of the source.
     regroup: int | None = None
-    skip_unfit: bool = False
-    allow_lossy: bool = False
+    skip_unfit: bool = False  #: copy layers that cannot be converted instead of refusing the checkpoint
+    allow_lossy: bool = False  #: allow layouts that change stored numbers; the manifest counts the changes
+    #: Leave out Python files, pickles and `auto_map`; by default everything beside the weights is copied.
     no_code: bool = False
 
 

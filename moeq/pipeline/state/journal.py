@@ -75,22 +75,18 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Journals:
-    """All journals of a folder.
+    """All journals of a folder."""
 
-    Attributes:
-        stamps: journal file name to what it belongs to, for those whose first line is whole.
-        records: unit id to its record; units that journals contradict each other about are not in here.
-        contradictions: unit id to the names of journals whose records of it differ.
-        homes: unit id to the names of the journals that have it.
-        replaced: the folder that this one was about to replace, if there was one.
-        damaged: names of journals whose first line is damaged and could not be told from their seal.
-    """
-
+    #: Journal file name to what it belongs to, for those whose first line is whole.
     stamps: Mapping[str, JobStamp] = field(default_factory=dict)
+    #: Unit id to its record; units that journals contradict each other about are not in here.
     records: Mapping[str, UnitRecord] = field(default_factory=dict)
+    #: Unit id to the names of journals whose records of it differ.
     contradictions: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Unit id to the names of the journals that have it.
     homes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    replaced: Replaced | None = None
+    replaced: Replaced | None = None  #: the folder that this one was about to replace, if there was one
+    #: Names of journals whose first line is damaged and could not be told from their seal.
     damaged: tuple[str, ...] = ()
 
     def of_other_files(self, stamp: JobStamp) -> frozenset[str]:

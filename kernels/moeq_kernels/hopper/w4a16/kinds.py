@@ -9,23 +9,16 @@ from moeq_kernels.formats import Format
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of weights, in the terms of the device code and the plans.
+    """Kind of weights, in the terms of the device code and the plans."""
 
-    Attributes:
-        bits: bits per code.
-        scale_bytes: bytes of a scale that codes along k share.
-        keeps_extra_bit: whether outputs that are rounded before they are summed keep one more bit than bfloat16;
-            weights of this kind are so exact that rounding to bfloat16 would add a visible error.
-        has_cheap_decode: whether codes of up to 4 bits are decoded in so few instructions that their time is that of
-            their bytes.
-        is_mixable: whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels
-            do.
-    """
-
-    bits: int
-    scale_bytes: int
+    bits: int  #: bits per code
+    scale_bytes: int  #: bytes of a scale that codes along k share
+    #: Whether outputs that are rounded before they are summed keep one more bit than bfloat16; weights of this kind are
+    #: so exact that rounding to bfloat16 would add a visible error.
     keeps_extra_bit: bool
+    #: Whether codes of up to 4 bits are decoded in so few instructions that their time is that of their bytes.
     has_cheap_decode: bool = False
+    #: Whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels do.
     is_mixable: bool = False
 
     @property

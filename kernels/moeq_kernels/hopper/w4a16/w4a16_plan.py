@@ -43,26 +43,19 @@ class Direct:
 
 @dataclass(frozen=True)
 class Queue:
-    """Sizes of the kernel for both products.
+    """Sizes of the kernel for both products."""
 
-    Attributes:
-        tokens: token rows per tile (8, 16, 32 or 64).
-        stages: steps in shared memory.
-        resident: programs that a multiprocessor holds (2 or 3).
-        after, step: attributes of `Narrow`.
-        rows: rows of k whose weights are in registers at a time (32 or 64).
-        up, down: tiles of either product are cut into so many shares for each program at most.
-        least: tiles are multiplied at the smallest power of two from here to `tokens` that is enough; 0: at `tokens`.
-    """
-
-    tokens: int
-    stages: int
-    resident: int
+    tokens: int  #: token rows per tile (8, 16, 32 or 64)
+    stages: int  #: steps in shared memory
+    resident: int  #: programs that a multiprocessor holds (2 or 3)
+    #: Attributes of `Narrow`.
     after: bool = False
     step: int = 128
-    rows: int = 64
+    rows: int = 64  #: rows of k whose weights are in registers at a time (32 or 64)
+    #: Tiles of either product are cut into so many shares for each program at most.
     up: int = 3
     down: int = 3
+    #: Tiles are multiplied at the smallest power of two from here to `tokens` that is enough; 0: at `tokens`.
     least: int = 0
 
     @property
