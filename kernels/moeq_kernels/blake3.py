@@ -21,14 +21,9 @@ BLOCK = 64
 
 
 def digests(messages: Tensor, length: int) -> Tensor:
-    """Hash messages.
+    """Return the digests, uint8 `[messages, 32]`, of messages of `length` bytes.
 
-    Args:
-        messages: uint8 `[messages, bytes]`, contiguous; bytes are a multiple of 64 and zero from `length` on.
-        length: bytes of every message.
-
-    Returns:
-        uint8 `[messages, 32]`, the digests.
+    `messages` is uint8 `[messages, bytes]`, contiguous; bytes are a multiple of 64 and zero from `length` on.
 
     Raises KernelArgumentError if the messages are of another form.
     """

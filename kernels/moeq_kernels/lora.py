@@ -76,25 +76,10 @@ def fused_moe_lora(
     limit: float | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
-    """Compute `fused_moe` with an adapter for each token.
+    """Compute `fused_moe` with an adapter for each token; all other arguments and the errors are those of `fused_moe`.
 
-    Args:
-        x: as in `fused_moe`.
-        experts: as in `fused_moe`.
-        lora: adapters of the local experts, of rank 1 to 64.
-        topk_weights: as in `fused_moe`.
-        topk_ids: as in `fused_moe`.
-        lora_ids: int32 or int64 `[M]`, adapter of each token; -1 for none.
-        activation: as in `fused_moe`.
-        alpha: as in `fused_moe`.
-        beta: as in `fused_moe`.
-        limit: as in `fused_moe`.
-        expert_map: as in `fused_moe`.
-
-    Returns:
-        `[M, H]` in x's dtype. `A @ x` and the activation's result are rounded to x's dtype, sums are float32.
-
-    Raises the errors of `fused_moe`.
+    `lora` holds the adapters of the local experts, of rank 1 to 64, and `lora_ids`, int32 or int64 `[M]`, the adapter
+    of each token, -1 for none. `A @ x` and the activation's result are rounded to x's dtype, sums are float32.
     """
     check_routing(x, topk_weights, topk_ids)
     check_experts(x, experts, activation)

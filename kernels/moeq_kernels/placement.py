@@ -42,11 +42,9 @@ def place(
 ) -> None:
     """Write a matrix, or several, into their words of a packed tensor, in place and in the order of the current stream.
 
-    Args:
-        source: elements `[rows, columns]`, or words of `packing.per` of them along one axis; any strides. With a first
-            axis more for several matrices, which are written by one launch.
-        target: all words of the packed matrices, one after the other, contiguous, of any dtype and shape.
-        shape: rows and columns of the source matrix; elements beyond are 0.
+    `source` holds elements `[rows, columns]`, or words of `packing.per` of them along one axis, in any strides; with a
+    first axis more, several matrices, which are written by one launch. `target` holds all words of the packed matrices,
+    one after the other, contiguous. `shape` is that of the source matrix; elements beyond it are 0.
 
     Raises KernelArgumentError if source and target are on several devices or do not hold what `placement` says.
     """
@@ -81,11 +79,9 @@ def read(
 ) -> None:
     """Read rows of several matrices out of their packed words, in the order of the current stream.
 
-    Args:
-        source: words of the packed matrices, `[matrices, ...]`, contiguous.
-        target: where elements are written, contiguous.
-        first_row: row of each matrix at which they begin.
-        pairs: whether a byte of the target takes two elements of four bits, that of the even column in its low half.
+    Rows from `first_row` on of `source`, contiguous `[matrices, ...]`, are written to the elements `into` of the
+    contiguous target. With `pairs`, a byte of the target takes two elements of four bits, the even column's in its low
+    half.
 
     Raises KernelArgumentError if no dtype holds a word of the reading.
     """

@@ -143,11 +143,9 @@ class Replay:
     Launches of one executable graph wait for each other on all streams, so every stream has a graph of its own.
     Parameters that are set while the graph runs take effect in its next launch.
 
-    Args:
-        configs: CUlaunchConfig of each launch; their streams are changed.
-        launches: address of the configuration, function, and address of the parameters of each launch.
-        users: per root, bit mask of the launches that depend on its address.
-        stream: stream that the graph will be launched on.
+    `configs` holds the CUlaunchConfig of each launch, whose streams are changed, `launches` the address of the
+    configuration, function, and address of the parameters of each, and `users` per root a bit mask of the launches that
+    depend on its address.
 
     Raises KernelEnvironmentError if the driver cannot build the graph.
     """

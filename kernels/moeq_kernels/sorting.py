@@ -177,13 +177,10 @@ def sort_pairs(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile:
 def kept_dtype(problem: Problem, exact: bool, finer: bool) -> torch.dtype:
     """Return the dtype in which results of the down product wait to be weighted and summed.
 
-    Args:
-        exact: whether results always stay float32.
-        finer: whether weights or biases are so exact that another rounding to bf16 would add a visible error; int16
-            stands for a float with one more bit of fraction than bf16.
-
-    With one choice of weight 1, half of the int16 values would be ties of the final rounding, which is worse than bf16:
-    such results stay float32. float16 could overflow before it is weighted.
+    `exact` results stay float32. `finer` are results whose weights or biases are so exact that another rounding to bf16
+    would add a visible error; int16 stands for a float with one more bit of fraction than bf16. With one choice of
+    weight 1, half of its values would be ties of the final rounding, which is worse than bf16: such results stay
+    float32. float16 could overflow before it is weighted.
     """
     if exact or problem.dtype == torch.float16 or (finer and problem.top_k == 1):
         return torch.float32

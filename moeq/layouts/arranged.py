@@ -292,14 +292,9 @@ class ArrangedLayout(Layout):
     def slice_parts(
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
     ) -> dict[str, Tensor]:
-        """Cut the packing of a shard out of the packing of the whole, without unpacking.
+        """Cut the packing of a shard out of the packing of the whole, without unpacking: `pack` of the sliced matrix.
 
-        Args:
-            n: `(start, stop)` of the output features, per half for a gated `w13`.
-            k: `(start, stop)` of the input features.
-
-        Returns:
-            The parts of the shard, equal to `pack` of the sliced matrix.
+        `n` is `(start, stop)` of the output features, per half for a gated `w13`, and `k` that of the input features.
 
         Raises MoeqError `usage.illegal-slice` where `slices` does not allow it.
         """

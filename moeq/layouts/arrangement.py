@@ -148,13 +148,10 @@ class Arrangement:
         return self.rows[0] == Digit("h", 2)
 
     def narrow(self, words: Tensor, shape: tuple[int, int], block: Block, halves: int = 1) -> Tensor:
-        """Return the packed words that hold a block of the matrix, in their stored order, flat.
+        """Return the packed words that hold a block of the matrix `shape`, in their stored order, flat.
 
-        Args:
-            words: packed words of the whole matrix, in any shape.
-            shape: `(rows, columns)` of the whole matrix.
-            block: the part to keep; rows count within each half where there are two.
-            halves: 2 where the rows are two stacked matrices that are cut alike (gate and up), else 1.
+        `halves` is 2 where the rows are two stacked matrices that are cut alike (gate and up); rows of `block` then
+        count within each.
         """
         radix = self.radices(*shape)
         names = [digit.name for digit in self.words]

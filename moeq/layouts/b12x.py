@@ -50,8 +50,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
     """FlashInfer's b12x kernels: as `flashinfer-cutlass-nvfp4/1`, with the global scale inside the scales.
 
     The engine's class multiplies the scales by the global scale and rounds them to E4M3; the global scale becomes 1.
-    That changes numbers, so it is refused unless losses are allowed: where products are subnormal E4M3 numbers, by
-    9 percent of a projection's norm (example checkpoints of the tests). Source: vLLM 0.33.0, `flashinfer_b12x_moe.py`
+    That changes numbers, so it is refused unless losses are allowed. Source: vLLM 0.33.0, `flashinfer_b12x_moe.py`
     (`process_weights_after_loading`).
     """
 

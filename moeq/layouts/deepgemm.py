@@ -31,10 +31,8 @@ class _DeepGemm(Fp8Layout):
 
     Exponent bytes (E8M0) are kept exactly. Other scales the engine requantises: weights times scales in float32; per
     block the largest number (at least 1e-4) over 448, rounded up to a power of two; weights over that, rounded to E4M3.
-    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. Measured on random
-    weights: 2.6 percent of a matrix's norm, as much again as the first rounding to E4M3
-    (tests/layouts/test_fp8_native.py). The logarithm is a CPU's here; where a GPU rounds that of a number next to a
-    power of two otherwise, a block may differ.
+    That changes codes and scales, so it is refused unless losses are allowed, and never chosen. The logarithm is a
+    CPU's here; where a GPU rounds that of a number next to a power of two otherwise, a block may differ.
 
     Source: vLLM 0.33.0, `fp8_utils.py` (`requant_weight_ue8m0_inplace`, `prepare_fp8_moe_layer_for_deepgemm`) and
     `deep_gemm.py` (`per_block_cast_to_fp8`).

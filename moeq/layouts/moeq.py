@@ -32,10 +32,9 @@ class MoeqMXFP4(MarlinMXFP4):
     apart as in a bf16. One mask takes them from the word itself, from the word shifted left by three bits, and from the
     word rotated left by six. The fourth code lies in the remaining four bits of the other half, and one multiplication
     moves it under the mask. So eight codes become bf16 in eight instructions, where nibbles take thirteen
-    (`moeq_kernels.hopper.w4a16.device.recipes`). On an H200 layers take 0.81 to 0.97 of their time with Marlin's words.
+    (`moeq_kernels.hopper.w4a16.device.recipes`).
 
-    Exponent bytes above 188 (scales above 2^61) are refused, since the kernels turn exponent bytes into factors without
-    clamping them. The idea is that of `bits.MUL_FREE`, whose fourth code takes six instructions.
+    Exponent bytes above 188 (scales above 2^61) are refused: the kernels turn them into factors without clamping them.
     """
 
     id = "moeq-mxfp4/1"

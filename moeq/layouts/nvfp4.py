@@ -1,13 +1,11 @@
 """NVFP4 in all libraries: e2m1 codes two to a byte, e4m3 scales of 16 codes in 128 x 4 tiles, a global scale.
 
 Parts of one expert: `weight` uint8 `[N, K / 2]`, low nibble first; `scale` F8_E4M3, zero-filled to whole tiles;
-`global_scale` float32 `[1]`, the checkpoint's as a multiplier. Only the order of rows differs between kernels.
+`global_scale` float32 `[1]`, the checkpoint's as a multiplier. Only the order of rows differs between kernels. Scales
+of activations (`input_scale`) stay as they are in the source.
 
 The kernels have one global scale for gate and up. Where a checkpoint has two, the engine takes the gate's for both,
 which changes the up projection; packing is refused then unless losses are allowed.
-
-Scales of activations (`input_scale`) are no part of a matrix: engines read them from the checkpoint and multiply the
-global scale by them later. They stay as they are in the source and are kept for the way back.
 
 Source: vLLM 0.33.0, `flashinfer_fp4_moe.py` and `nvfp4_utils.py` (`swizzle_blockscale`).
 """

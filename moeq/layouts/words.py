@@ -54,14 +54,11 @@ def word_dtype(bits: int) -> torch.dtype:
 def pack_words(
     arrangement: Arrangement, elements: Tensor, bits: int, out: Tensor | None = None, *, compiled: bool | None = None
 ) -> Tensor:
-    """Arrange a matrix into words.
+    """Arrange a matrix into flat words, as wide as all fields of a word together: into `out`, or into new ones.
 
     Args:
         elements: `[rows, columns]`, uint8 codes where words hold several fields, else any dtype of `bits` bits.
         compiled: force the numba loop (True) or the torch loop (False); None chooses by size.
-
-    Returns:
-        Flat words: uint8, int16 or int32, as wide as all fields of a word together.
     """
     import torch
 
@@ -96,11 +93,7 @@ def unpack_words(
     *,
     compiled: bool | None = None,
 ) -> Tensor:
-    """Invert `pack_words` exactly.
-
-    Returns:
-        `[rows, columns]`, uint8 codes where words hold several fields, else words of `bits` bits.
-    """
+    """Invert `pack_words` exactly: uint8 codes where words hold several fields, else words of `bits` bits."""
     import torch
 
     fields = arrangement.fields_per_word

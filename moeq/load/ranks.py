@@ -60,8 +60,7 @@ class RankPart:
 def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPart:
     """Plan what a rank reads of a layer.
 
-    Args:
-        unit: block of intermediate features that ranks get whole, some more than others (`moeq.model.division`).
+    Ranks get whole blocks of `unit` intermediate features, some more than others (`moeq.model.division`).
 
     Raises MoeqError `usage.rank`, `usage.ep`, and `usage.tp` if the file does not serve that many ranks, naming the
     conversion that would.
@@ -79,14 +78,8 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
 def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPart]:
     """Plan what a rank reads of a layer whose first experts are held twice, for load balancing.
 
-    The experts and their replicas are numbered through: a replica `num_experts + i` is expert `i`. Every rank holds as
-    many of these numbers as the others, in order (vLLM's initial placement, in `EplbState`).
-
-    Args:
-        redundant: number of replicas, of all ranks together.
-
-    Returns:
-        Parts that follow each other on the rank: consecutive experts each.
+    The experts and the `redundant` replicas of all ranks are numbered through: a replica `num_experts + i` is expert
+    `i`. Every rank holds as many of these numbers as the others, in order (vLLM's initial placement, in `EplbState`).
 
     Raises MoeqError as `plan_places`, and `usage.eplb` if the replicas do not spread evenly.
     """
@@ -106,10 +99,7 @@ def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPar
 
 
 def plan_places(entry: LayerEntry, rank: Rank, experts: Sequence[int]) -> list[RankPart]:
-    """Plan what a rank reads of a layer if it holds these experts, in this order.
-
-    Returns:
-        Parts that follow each other on the rank: consecutive experts each.
+    """Plan what a rank reads if it holds these experts, in this order: a part for each run of consecutive ones.
 
     Raises MoeqError as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
     of its experts, or if ranks share experts.

@@ -13,14 +13,7 @@ from moeq.pipeline.plan.options import Question
 
 
 def find_loss(checkpoint: Checkpoint, question: Question, layouts: Mapping[int, str]) -> MoeqError | None:
-    """Return the error with which a conversion would stop at its first expert, or None.
-
-    One expert of every layout is packed that may lose numbers and was not allowed to; others may still lose some.
-    Of a repository only this expert's bytes are fetched; one that is larger than a sample is not looked at.
-
-    Returns:
-        `answer.lossy`, worded as by `convert`, or None.
-    """
+    """Return the error with which a conversion would stop at its first expert, worded as by `convert`, or None."""
     found = (
         _loss(checkpoint, plan_layer(checkpoint, layer, layout, question.ranks, question.options))
         for layer, layout in _first_layers(layouts)

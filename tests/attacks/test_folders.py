@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,7 @@ def forged_journal(folder: Path, files: list[str]) -> bytes:
     """A journal, seals and all, that says that a folder gave way."""
     from moeq.pipeline.state.journal import JOURNAL_SCHEMA, JobStamp, _seal_of, _sealed
 
-    first = _sealed({"schema": JOURNAL_SCHEMA, **JobStamp("x").to_json()}, b"")
+    first = _sealed({"schema": JOURNAL_SCHEMA, **asdict(JobStamp("x"))}, b"")
     info = folder.stat()
     row = {"device": info.st_dev, "inode": info.st_ino, "files": files}
     return first + _sealed({"replaced": row}, _seal_of(first.splitlines()[0]))

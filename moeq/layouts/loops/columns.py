@@ -35,13 +35,10 @@ def took_elements(source: Array, places: Array, found: Array) -> bool:
 
 
 def take_codes(source: Array, order: Array, bits: int, out: Array) -> None:
-    """Put codes into another order along K.
+    """Put codes of 4 or 8 bits into another order along K.
 
-    Args:
-        source: uint32 `[K * bits / 32, N]`, the first code of a word in its lowest bits.
-        order: int64 `[K]`, the source of each code, each of 0 .. K - 1.
-        bits: bits of a code, 4 or 8.
-        out: uint32, shaped as `source`.
+    `source` and `out` are uint32 `[K * bits / 32, N]`, the first code of a word in its lowest bits, and `order` int64
+    `[K]`, the source of each code, each of 0 .. K - 1.
     """
     check_indices(order, len(source) * 32 // bits, "order of codes")
     _loops.take_codes(source, order, bits, out)

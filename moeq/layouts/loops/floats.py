@@ -108,10 +108,8 @@ def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
     """Fill `out`, uint8 `[N, K]`, rows contiguous, with E4M3 codes under one power of two per block of 128 x 128.
 
     That is the smallest under which the block's largest value fits 448, and a normal float32 number; values are rounded
-    to the nearest, ties to even.
-
-    Returns:
-        int64 `[ceil(N / 128), ceil(K / 128)]`, the exponents of the powers; None where a value is not finite.
+    to the nearest, ties to even. Returns the exponents of the powers, int64 `[ceil(N / 128), ceil(K / 128)]`; None
+    where a value is not finite.
     """
     powers = np.zeros([-(-size // BLOCK) for size in out.shape], np.int64)
     numbers = np.empty((BLOCK, BLOCK), np.float32)
@@ -122,26 +120,17 @@ def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
 def write_fp8_strip(numbers: Array, out: Array) -> Array | None:
     """Fill at most 128 rows of FP8 blocks as `write_fp8_blocks` does.
 
-    Args:
-        numbers: float32 `[rows, K]`, contiguous, which change.
-        out: uint8 `[rows, K]`, rows contiguous.
-
-    Returns:
-        int64 `[ceil(K / 128)]`, the exponents of the powers; None where a number is not finite.
+    The float32 `numbers` `[rows, K]` are contiguous, and change. Returns the exponents of the powers, int64 `[ceil(K /
+    128)]`; None where a number is not finite.
     """
     powers = np.zeros(-(-out.shape[1] // BLOCK), np.int64)
     return powers if _loops.round_strip(numbers, numbers.view(np.uint32), out, powers) else None
 
 
 def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bool) -> Measured | None:
-    """Compare floats with the matrix, number by number.
+    """Compare rows of floats, as for `write`, with a matrix; `block` are rows and columns that count as a block.
 
-    Args:
-        found: rows of floats, as for `write`.
-        block: rows and columns that count as a block.
-
-    Returns:
-        The change, with 0 numbers where all are equal (0.0 equals -0.0). None where a number is not finite.
+    Returns the change, with 0 numbers where all are equal (0.0 equals -0.0); None where a number is not finite.
     """
     return _measured(_loops.measure_rows, (*_by_bits(matrix), _kind(found, binary16), found), len(matrix.index), block)
 

@@ -26,10 +26,8 @@ _loops = Loops("moeq.layouts.loops.hopper_loops")
 def pack(words: Words, out: Words, row: int = 0) -> None:
     """Pack rows of codes; rows of a gated w13 are gate 0, up 0, gate 1, ...
 
-    Args:
-        words: uint64 `[N, K / 16]`, contiguous; N a multiple of 16, K of 64.
-        out: uint64, flat.
-        row: the packed row at which these start, a multiple of 16.
+    `words` is uint64 `[N, K / 16]`, contiguous, with N a multiple of 16 and K of 64, `out` flat uint64, and `row` the
+    packed row at which these start, a multiple of 16.
     """
     _loops.pack(words, row // TILE, out)
 

@@ -1,14 +1,13 @@
 """Marlin's weights from rows of packed codes, and back, in compiled loops.
 
-A row of codes has two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte.
-Eight bytes of a row are one 64-bit word here, so a word holds 16 codes of 4 bits or 8 of 8 bits. A tile is 16 columns
-by 64 rows: 64 such words (two sets of 64 for 8 bits) become 64 (128) 64-bit words of the packed matrix. Rows r, r + 8,
-r + 16, ... of a tile end up together, so its words are transposed, eight by eight; then bytes are reordered.
+A row of codes has two 4-bit codes to a byte, the even column low, or one 8-bit code to a byte. Eight bytes of a row are
+one 64-bit word here, so a word holds 16 codes of 4 bits or 8 of 8 bits. A tile is 16 columns by 64 rows: 64 such words
+(two sets of 64 for 8 bits) become 64 (128) 64-bit words of the packed matrix. Rows r, r + 8, r + 16, ... of a tile end
+up together, so its words are transposed, eight by eight; then bytes are reordered.
 
 Rows are read and written a cache line at a time, all rows before the next line, so that packed rows of tiles grow side
-by side (a whole row of tiles is longer than a page, and jumping from one to the next was half as fast). GPTQ stores the
-transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`): it is read in that order, which is faster yet. Unpacking is the inverse
-map written on its own, so that comparing its result with the source tells more than packing twice would.
+by side. GPTQ's transpose, `[K / 8, N]` (8 bits: `[K / 4, N]`), is read in its own order. Unpacking is the inverse map
+written on its own, so that comparing its result with the source tells more than packing twice would.
 
 Equal bit for bit to packing from codes by `moeq.layouts.marlin.maps.WEIGHT` (tested).
 """

@@ -24,11 +24,7 @@ _LOADERS = {"vLLM": "vllm", "SGLang": "sglang", "transformers": "transformers", 
 
 
 def next_command(src: str, checkpoint: Checkpoint, answer: Answer) -> str | None:
-    """Return the line that gets a source served: converted where that is possible, otherwise as it is.
-
-    Returns:
-        None if nothing serves it; the answer's error then says what would.
-    """
+    """Return the line that gets a source served, converted where that is possible; None if nothing serves it."""
     if not answer.ok:
         return serve_source(src, checkpoint, answer) if answer.verdict.ok else None
     convert = convert_command(src, answer)
@@ -64,13 +60,9 @@ def convert_command(src: str, answer: Answer) -> str:
 
 
 def serve_converted(dst: str, dtype: str | None, deployment: Deployment, loaders: list[str]) -> str | None:
-    """Return how to serve a converted checkpoint: plug-ins know method and kernels by themselves.
+    """Return how to serve a converted checkpoint whose config declares `dtype`; None if no loader does.
 
-    Args:
-        dtype: dtype that its `config.json` declares (`CheckpointInfo.dtype`).
-
-    Returns:
-        None if none does.
+    Plug-ins know method and kernels by themselves.
     """
     wanted = "sglang" if is_sglang(deployment.engine) else "vllm"
     for engine in dict.fromkeys((wanted, "vllm", "sglang")):

@@ -141,12 +141,16 @@ def _set_gates(checkpoint: Checkpoint, layer: int, verdicts: Sequence[Verdict]) 
     architecture, engine = checkpoint.info.architecture, verdicts[0].engine
     if not (engine.startswith("vllm") and architecture in CLASSES_OF_SETS):
         problem = f"{text}: {engine.partition('@')[0]} runs one set of experts in {architecture}"
-        yield Gate("G13", "tensors of experts", False, problem, "RuntimeError", "LOADING")
+        yield _not_loaded(problem)
         return
     for experts, verdict in zip(checkpoint.experts(layer).sets[1:], verdicts[1:], strict=True):
         if not verdict.ok:
-            problem = f"experts {experts.start}-{experts.stop - 1}: {verdict.refusal}"
-            yield Gate("G13", "tensors of experts", False, problem, "ValueError", "LOADING")
+            yield _not_loaded(f"experts {experts.start}-{experts.stop - 1}: {verdict.refusal}", "ValueError")
+
+
+def _not_loaded(text: str, error: str = "RuntimeError", remedy: str | None = None) -> Gate:
+    """Make the failed gate of tensors that the engine does not load as they are."""
+    return Gate("G13", "tensors of experts", False, text, error, "LOADING", remedy)
 
 
 def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
@@ -162,12 +166,11 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
         return None
     if declaration is None and is_quantised(checkpoint, first_layer(checkpoint)):
         text = "no file declares the quantisation: the engine creates unquantised experts"
-        return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING")
+        return _not_loaded(text, "AttributeError")
     if declaration is None or found_by_engine:
         return None
     text = f"only {name} declares the quantisation: the engine reads config.json and creates unquantised experts"
-    remedy = option("quantization", declaration.method)
-    return Gate("G13", "tensors of experts", False, text, "AttributeError", "LOADING", remedy)
+    return _not_loaded(text, "AttributeError", option("quantization", declaration.method))
 
 
 def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
@@ -181,7 +184,7 @@ def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
     text = (
         f"layer {layer} has {found} experts, and the engine creates {declared}, as the config declares for all layers"
     )
-    return Gate("G13", "tensors of experts", False, text, "none", "LOADING")
+    return _not_loaded(text, "none")
 
 
 def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
@@ -192,7 +195,7 @@ def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
     if taken == given:
         return None
     text = f"gate and up take {taken} features and down gives {given}: the engine creates both for one hidden size"
-    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING")
+    return _not_loaded(text)
 
 
 def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
@@ -215,7 +218,7 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
     text = (
         f"experts of layer {layer} have {found} intermediate features, and the engine creates {declared} by the config"
     )
-    return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING", "the right size in config.json")
+    return _not_loaded(text, remedy="the right size in config.json")
 
 
 def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
@@ -252,7 +255,7 @@ def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     if not checkpoint.info.mtp_layers or not declared or any(declared) or not _is_vllm(deployment):
         return None
     text = f"the file has layer {checkpoint.info.mtp_layers[0]}, and the engine creates {checkpoint.info.num_layers}"
-    return Gate("G13", "tensors of experts", False, text, "ValueError", "LOADING", f'"{MTP[0]}" in config.json')
+    return _not_loaded(text, "ValueError", f'"{MTP[0]}" in config.json')
 
 
 def bare_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
@@ -268,8 +271,7 @@ def bare_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
     for number in checkpoint.info.dense_layers:
         router = f"{above}{number}.{family.router}.weight"
         if router in checkpoint.source.tensors:
-            text = f"layer {number} has a router and no experts in the file"
-            return Gate("G13", "tensors of experts", False, text, "RuntimeError", "LOADING")
+            return _not_loaded(f"layer {number} has a router and no experts in the file")
     return None
 
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
@@ -28,6 +28,8 @@ from moeq.errors import MoeqError
 from moeq.pipeline.state.records import UnitRecord
 from moeq.spelling import option
 from moeq.typed import read_as
+
+T = TypeVar("T")
 
 JOURNAL_SCHEMA = "moeq.journal/2"
 _STEM, _SUFFIX = "moeq-journal", ".jsonl"
@@ -49,15 +51,6 @@ class JobStamp:
     place: str | None = None  #: absolute path of a local source; None for a repository
     #: Names of all files that the job writes. What a folder holds beside them is not moeq's.
     outputs: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, row: Any) -> JobStamp:
-        """Read what `to_json` gives. Raises MoeqError `source.bad-journal` for anything else."""
-        return read_as(cls, row, "journal", "source.bad-journal")
 
     def knows(self, other: JobStamp) -> bool:
         """Return whether both saw the very same source: the same commit, or the same unchanged files."""
@@ -143,8 +136,9 @@ def read_journals(
                 continue
             stamps[name], head = recovered, _head(recovered)
         for row in _rows(head, rest):
-            replaced = _replaced(row) or replaced
-            record = _record(row)
+            if isinstance(row, dict) and "replaced" in row:
+                replaced = _understood(Replaced, row["replaced"]) or replaced
+            record = _understood(UnitRecord, row)
             if record is not None:
                 # Within one journal the last line counts: the unit was done again because its bytes were lost.
                 found.setdefault(record.unit, {})[name] = record
@@ -330,12 +324,13 @@ def _rows(head: bytes, rest: bytes) -> list[Any]:
 def _stamp_of(content: bytes) -> JobStamp | None:
     """Parse the first line of a journal; None if it is torn or damaged."""
     head, newline, _ = content.partition(b"\n")
-    return _stamp(_parse(head, b"")) if newline else None
+    row = _parse(head, b"") if newline else None
+    return _understood(JobStamp, row) if isinstance(row, dict) and row.get("schema") == JOURNAL_SCHEMA else None
 
 
 def _head(stamp: JobStamp) -> bytes:
     """Make the first line of a job's journal, without its newline."""
-    return _sealed({"schema": JOURNAL_SCHEMA, **stamp.to_json()}, b"")[:-1]
+    return _sealed({"schema": JOURNAL_SCHEMA, **asdict(stamp)}, b"")[:-1]
 
 
 def _was_head_of(head: bytes, stamp: JobStamp) -> bool:
@@ -367,24 +362,9 @@ def _parse(line: bytes, first: bytes) -> Any:
         return None
 
 
-def _stamp(row: Any) -> JobStamp | None:
-    if not isinstance(row, dict) or row.get("schema") != JOURNAL_SCHEMA:
-        return None
+def _understood(kind: type[T], row: Any) -> T | None:
+    """Read a row as a record; None if it is no such record."""
     try:
-        return JobStamp.from_json(row)
+        return read_as(kind, row, "journal", "source.bad-journal")
     except MoeqError:
-        return None
-
-
-def _record(row: Any) -> UnitRecord | None:
-    try:
-        return UnitRecord.from_json(row)
-    except MoeqError:
-        return None
-
-
-def _replaced(row: Any) -> Replaced | None:
-    try:
-        return read_as(Replaced, row["replaced"], "journal", "source.bad-journal")
-    except (MoeqError, KeyError, TypeError):
         return None

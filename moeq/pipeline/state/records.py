@@ -17,7 +17,6 @@ from moeq.checkpoint.manifest import FileDigest, Projection, TensorDigest
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.units import CHUNK_BYTES, Piece, Unit
-from moeq.typed import read_as
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -43,11 +42,6 @@ class UnitRecord:
         """Return plain values."""
         # As `asdict`, which copies every name of thousands of tensors.
         return {**vars(self), "tensors": {name: dict(vars(digest)) for name, digest in self.tensors.items()}}
-
-    @classmethod
-    def from_json(cls, row: Any) -> UnitRecord:
-        """Read what `to_json` gives. Raises MoeqError `source.bad-journal` for anything else."""
-        return read_as(cls, row, "journal", "source.bad-journal")
 
     def fits(self, unit: Unit) -> bool:
         """Return whether this can be the record of that unit: size, and a digest per expert."""

@@ -40,15 +40,10 @@ class Signer:
 
 
 def check_signature(manifest: bytes, signature: Path, key: str) -> str:
-    """Return whether a manifest was signed by a key.
+    """Return what is wrong with a manifest's signature, in a sentence; an empty text if `key` has signed it.
 
-    Args:
-        key: minisign public key: a file, or the key itself.
-
-    Returns:
-        An empty text if it was, otherwise what is wrong, in a sentence.
-
-    Raises MoeqError `environment.no-minisign`, `usage.sign-key`.
+    `key` is a minisign public key: a file, or the key itself. Raises MoeqError `environment.no-minisign`,
+    `usage.sign-key`.
     """
     public = _public_key(key)
     from minisign import Error, Signature
