@@ -97,6 +97,6 @@ class Reading:
     #: Permutation of the bits of a stored word as `(left shift, mask)` pairs; empty for none.
     steps: tuple[tuple[int, int], ...] = ()
     shared: int = 1  #: rows of the matrix that share a stored row
-    half: int = 0  #: stored row of the matrix from which on `above` is added to find the packed row, below it `below`
-    below: int = 0  #: see `half`
-    above: int = 0  #: see `half`
+    half: int = 0  #: stored row of the matrix from which on `above` is added to find the packed row
+    below: int = 0  #: added to stored rows before `half`
+    above: int = 0  #: added to stored rows from `half` on

@@ -40,8 +40,8 @@ class Opened:
     """Converted checkpoint and the reference that it is compared with."""
 
     converted: Checkpoint  #: the packed weights
-    reference: Checkpoint  #: its source, or itself without the source
-    manifest: Manifest  #: its `moeq.json`
+    reference: Checkpoint  #: source of the packed weights, or the converted checkpoint itself
+    manifest: Manifest  #: `moeq.json` of the converted checkpoint
     notes: tuple[str, ...] = ()  #: remarks for people about the choice of the reference
 
     def reference_of(self, layer: int) -> Checkpoint:

@@ -24,7 +24,7 @@ class Workload:
 
     seconds: float  #: estimated wall time
     smallest: str  #: options of the smallest check: one layer, one or two experts, one token
-    smallest_seconds: float  #: its estimated time
+    smallest_seconds: float  #: estimated wall time of the smallest check
 
 
 def workload(checks: Sequence[LayerCheck], digests: int, jobs: int) -> Workload:

@@ -47,7 +47,7 @@ class Advanced:
 class UnitFinished:
     """A unit is on disk and in the journal."""
 
-    unit: str  #: its id
+    unit: str  #: id of the unit
     what: str  #: `pack` or `copy`
     bytes_in: int  #: bytes read
     bytes_out: int  #: bytes written
@@ -59,8 +59,8 @@ class UnitFinished:
 class Fetching:
     """A file of the source is fetched; nothing is converted meanwhile."""
 
-    file: str  #: its name
-    bytes: int  #: its size
+    file: str  #: file name
+    bytes: int  #: size of the file
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class EngineCode:
     """Source files of an engine."""
 
     root: Path  #: folder of the package (`.../vllm`)
-    version: str  #: its version
+    version: str  #: version of the package
 
     def load(self, file: str, names: Iterable[str], namespace: dict[str, Any]) -> None:
         """Define functions and constants of one file in a namespace.

@@ -84,7 +84,7 @@ def splits_for(items: float, steps: int, resident: int) -> int:
 class Work:
     """What a call has to do, as far as its time depends on it."""
 
-    pairs: int  #: routed ones, among `experts`
+    pairs: int  #: routed pairs (token, choice) of all experts
     experts: int
     #: Packed sizes.
     hidden: int

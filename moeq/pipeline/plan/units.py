@@ -95,7 +95,7 @@ class PackUnit(Unit):
     layer: int  #: layer number
     role: StackedRole  #: `w13` or `w2`
     experts: Range  #: the experts
-    shards: tuple[int, ...]  #: which of `LayerPlan.shards` it writes
+    shards: tuple[int, ...]  #: indices of the `LayerPlan.shards` that it writes
     ranks: tuple[int, ...]  #: their ranks
 
     @property

@@ -42,7 +42,7 @@ class JobStamp:
 
     job: str  #: digest of the plan
     source: str = ""  #: the source's name as it was given
-    identity: str = ""  #: its identity (`Source.identity`)
+    identity: str = ""  #: the source's identity (`Source.identity`)
     #: Its weight files with what tells them from others (`moeq.pipeline.state.stamps.source_stamps`).
     files: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     sample: str = ""  #: digest of some of its data (`moeq.pipeline.state.stamps.source_sample`)
@@ -61,8 +61,8 @@ class JobStamp:
 class Replaced:
     """A folder of moeq's that another is about to replace, recorded before anything happens to it."""
 
-    device: int  #: its file system
-    inode: int  #: its number there
+    device: int  #: number of its file system
+    inode: int  #: inode of the folder
     files: tuple[str, ...]  #: the files of which it consists
 
 

@@ -28,7 +28,7 @@ class UnitRecord:
     Two executions of one unit give equal records, whoever executes it.
     """
 
-    unit: str  #: its id
+    unit: str  #: id of the unit
     bytes: int  #: bytes written
     tensors: Mapping[str, TensorDigest]  #: digest of each tensor that it wrote
     #: Projection to one logical digest per expert of the unit, in order; empty for copies.

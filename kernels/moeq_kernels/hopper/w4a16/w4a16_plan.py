@@ -70,7 +70,7 @@ class Wide:
 
     tokens: int  #: upper bound of token rows per tile (32, 64, 96 or 160)
     stages: int  #: steps of 64 rows of k in shared memory
-    warpgroups: int  #: that multiply (2 or 4)
+    warpgroups: int  #: warpgroups that multiply (2 or 4)
     registers: int  #: registers per thread of these warpgroups
     #: The gate-up product picks tokens itself (two warpgroups only), else a kernel before it copies them.
     gathers: bool = False

@@ -23,7 +23,7 @@ class Int8Narrow:
 
     tokens: int  #: token rows per tile (8 to 128, a power of two)
     stages: int  #: steps of 128 bytes of k in shared memory
-    warpgroups: int = 1  #: that multiply, 128 rows of the weights each (1 or 2)
+    warpgroups: int = 1  #: warpgroups that multiply 128 rows of the weights each (1 or 2)
     resident: int = 1  #: programs that a multiprocessor holds
 
     @property
