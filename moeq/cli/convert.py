@@ -101,13 +101,12 @@ def command(
             pushed = push_conversion(out, dst, target, base_model, sign, quiet=quiet or json)
             report.tell("pushed", **pushed_document(pushed))
     planned = needs = None
-    if dry_run and not conversion.already_done and conversion.job is not None and conversion.memory is not None:
+    if dry_run and not conversion.already_done and conversion.memory is not None:
         needs = needs_of(conversion.job, conversion.memory)
         planned = plan_document(conversion.job, needs)
-    if conversion.job is not None:
-        warn_overridden(out, conversion.job)
-        warn_of_scales(out, conversion.job)
-        _warn_of_code(out, conversion.job)
+    warn_overridden(out, conversion.job)
+    warn_of_scales(out, conversion.job)
+    _warn_of_code(out, conversion.job)
     answer = {
         **document(conversion),
         "plan": planned,
@@ -153,7 +152,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "layout": layouts[0],
         "layouts": layouts,
         "loads_in": [loader.title for loader in conversion.loaders],
-        "overridden": list(conversion.job.answer.overridden) if conversion.job else [],
+        "overridden": list(conversion.job.answer.overridden),
         "engine_flag": target.flag if target and target.layout == layouts[0] else None,
         "next": _next(conversion),
         "files": [{"name": file.name, "bytes": file.data_bytes} for file in plan.files],
@@ -165,7 +164,7 @@ def document(conversion: Conversion) -> dict[str, Any]:
         "padding_bytes": plan.padding_bytes,
         "rest_bytes": plan.rest_bytes,
         "losses": sum(entry.losses for entry in manifest.layers) if manifest else None,
-        "code": list(conversion.job.side_files.code) if conversion.job else [],
+        "code": list(conversion.job.side_files.code),
         "kept_for_restore": list(manifest.restore.kept) if manifest and manifest.restore else None,
         "plan_digest": plan.digest,
         "advisories": [advisory.code for advisory in conversion.verdict.advisories],
@@ -215,7 +214,7 @@ def _next(conversion: Conversion) -> str | None:
     from moeq.pipeline.plan.commands import serve_converted
 
     job = conversion.job
-    if conversion.manifest is None or job is None:
+    if conversion.manifest is None:
         return None
     names = [loader.name for loader in conversion.loaders]
     place = shlex.quote(str(conversion.destination))
@@ -231,7 +230,7 @@ def _deed(conversion: Conversion) -> str:
 
 def _same_text(conversion: Conversion) -> str:
     """Say what was compared before a folder was called done, and what compares everything."""
-    source = conversion.job.checkpoint.source.name if conversion.job else "SRC"
+    source = conversion.job.checkpoint.source.name
     compare = shlex.join(["moeq", "verify", str(conversion.destination), "--source", source])
     return f"plan, headers and a sample of the weights are those it was made of; {compare} compares everything"
 

@@ -31,6 +31,5 @@ def command(
     with ConversionReport(out, "finalize", dst, quiet=quiet or json, log=events) as report:
         conversion = finalize(dst, force=force, sign=sign, workers=workers, progress=report)
         report.summarise(conversion)
-    if conversion.job is not None:
-        warn_of_scales(out, conversion.job)
+    warn_of_scales(out, conversion.job)
     out.answer(document(conversion), lambda console: render(console, conversion))

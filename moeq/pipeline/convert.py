@@ -44,21 +44,33 @@ class Conversion(Shown):
     """What `convert` did, or with `dry_run` would do."""
 
     destination: Path  #: output folder
-    plan: Plan  #: files, units and sizes
-    verdict: Verdict  #: the oracle's verdict that chose backend and layout
+    job: Job  #: source, decision and plan
     manifest: Manifest | None  #: what `moeq.json` says; None for a dry run
     resumed_units: int = 0  #: units found finished from an interrupted run
-    backend: str = ""  #: backend whose kernel reads the result; the layout's id if the engine has none for it
     shard: ShardRun | None = None  #: the shard of the units that was asked for, or None if it was all
     memory: Memory | None = None  #: memory that the run takes, and its number of workers
-    job: Job | None = None  #: source, decision and plan, for `moeq.pipeline.plan_document`
     #: Whether the folder already held the result of the same job, so that nothing was written.
     already_done: bool = False
 
     @property
+    def plan(self) -> Plan:
+        """Files, units and sizes."""
+        return self.job.plan
+
+    @property
+    def verdict(self) -> Verdict:
+        """The oracle's verdict that chose backend and layout."""
+        return self.job.answer.verdict
+
+    @property
+    def backend(self) -> str:
+        """Backend whose kernel reads the result; the layout's id if the engine has none for it."""
+        return self.job.answer.backend
+
+    @property
     def loaders(self) -> tuple[Loader, ...]:
         """Loaders that take the result."""
-        return () if self.job is None else self.job.answer.loaders
+        return self.job.answer.loaders
 
 
 def convert(
@@ -108,7 +120,7 @@ def convert(
     if done is not None:
         if signer is not None and not dry_run:
             sign_folder(folder.destination, signer)
-        return conversion_of(job, folder, done, already_done=True)
+        return Conversion(folder.destination, job, done, already_done=True)
     units = shard.select(job.plan.units, remote=is_remote(source)) if shard else job.plan.units
     part = ShardRun(shard, len(units), sum(unit.bytes_out for unit in units), not dry_run) if shard else None
     tell = progress or (lambda event: None)
@@ -116,14 +128,14 @@ def convert(
     if dry_run or is_remote(source):  # before gigabytes are downloaded in vain
         _require_no_loss(job)
     if dry_run:
-        return conversion_of(job, folder, None, shard=part, memory=memory)
+        return Conversion(folder.destination, job, None, shard=part, memory=memory)
     where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
         manifest = finish(job, folder, ran.records, signer) if shard is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
-    return conversion_of(job, folder, manifest, len(ran.resumed), part, memory)
+    return Conversion(folder.destination, job, manifest, len(ran.resumed), part, memory)
 
 
 def plan(
@@ -172,28 +184,3 @@ def _check_ways(source: Source, shard: WorkShard | None, executor: str, stream_s
         )
     if stream_source:
         require_streamable(source, executor)
-
-
-def conversion_of(
-    job: Job,
-    folder: WorkFolder,
-    manifest: Manifest | None,
-    resumed: int = 0,
-    shard: ShardRun | None = None,
-    memory: Memory | None = None,
-    *,
-    already_done: bool = False,
-) -> Conversion:
-    """Return the result of a run."""
-    return Conversion(
-        destination=folder.destination,
-        plan=job.plan,
-        verdict=job.answer.verdict,
-        manifest=manifest,
-        resumed_units=resumed,
-        backend=job.answer.backend,
-        shard=shard,
-        memory=memory,
-        job=job,
-        already_done=already_done,
-    )

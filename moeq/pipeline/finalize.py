@@ -13,7 +13,7 @@ from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.digest import default_workers
 from moeq.errors import MoeqError
-from moeq.pipeline.convert import Conversion, conversion_of
+from moeq.pipeline.convert import Conversion
 from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.plan.job import Job, open_job, places
 from moeq.pipeline.plan.units import Unit
@@ -70,7 +70,7 @@ def finalize(
         tell(Started(job.plan.digest, len(units), read, written, len(units), written))
         manifest = finish(job, folder, records, signer)
     tell(Finished(job.plan.bytes_out, time.monotonic() - begun, len(records)))
-    return conversion_of(job, folder, manifest, len(records))
+    return Conversion(destination, job, manifest, len(records))
 
 
 def _finished(destination: Path) -> Conversion | None:
@@ -86,7 +86,7 @@ def _finished(destination: Path) -> Conversion | None:
     job = open_job(request)
     folder = WorkFolder(destination, job_stamp(job))
     manifest = check_destination(job, folder)
-    return None if manifest is None else conversion_of(job, folder, manifest, already_done=True)
+    return None if manifest is None else Conversion(destination, job, manifest, already_done=True)
 
 
 def _job_of(destination: Path) -> tuple[Job, JobStamp]:
