@@ -12,7 +12,7 @@ from layouts.matrices import block, random_matrix, raw, same
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import arrange
 from moeq.layouts.marlin import wna16
-from moeq.layouts.registry import LAYOUTS, NOT_OFFLINE, get_layout
+from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 INT4 = MatrixSpec("w13", 256, 128, "int4", 32, "bf16")
@@ -181,7 +181,6 @@ def test_every_layout_describes_itself() -> None:
     assert list(LAYOUTS) == list(LAYOUT_IDS)
     for row in LAYOUTS.values():
         assert all((row.title, row.schemes, row.arch, row.source, row.slicing, row.padding.title)), row.id
-    assert {"Zen CPU", "Humming, other modes"} <= NOT_OFFLINE.keys()
 
 
 def test_unknown_ids_name_the_known_ones() -> None:

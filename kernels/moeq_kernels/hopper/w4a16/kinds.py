@@ -16,28 +16,24 @@ class Kind:
     #: Whether outputs that are rounded before they are summed keep one more bit than bfloat16; weights of this kind are
     #: so exact that rounding to bfloat16 would add a visible error.
     keeps_extra_bit: bool
-    #: Whether codes of up to 4 bits are decoded in so few instructions that their time is that of their bytes.
-    has_cheap_decode: bool = False
     #: Whether the Hopper kernels run it beside another kind in one layer; otherwise the `mma.sync` kernels do.
     is_mixable: bool = False
 
     @property
     def is_small_float(self) -> bool:
-        """Whether codes are e2m1, which have many scales and take much integer work unless decoding is cheap."""
+        """Whether codes are e2m1, which have many scales and take much integer work unless their bits are permuted."""
         return self.bits == 4 and self.keeps_extra_bit
 
 
 KINDS: dict[str, Kind] = {
-    "uint2": Kind(2, 2, False, has_cheap_decode=True),
-    "uint3": Kind(3, 2, False, has_cheap_decode=True),
-    "uint4": Kind(4, 2, False, has_cheap_decode=True, is_mixable=True),
+    "uint2": Kind(2, 2, False),
+    "uint3": Kind(3, 2, False),
+    "uint4": Kind(4, 2, False, is_mixable=True),
     "uint8": Kind(8, 2, True, is_mixable=True),
     "e2m1": Kind(4, 1, True, is_mixable=True),  # MXFP4
-    "e2m1-permuted": Kind(
-        4, 1, True, has_cheap_decode=True, is_mixable=True
-    ),  # MXFP4 with permuted bits, see `recipes`
+    "e2m1-permuted": Kind(4, 1, True, is_mixable=True),  # MXFP4 with permuted bits, see `recipes`
     "nvfp4": Kind(4, 1, True),
-    "nvfp4-permuted": Kind(4, 1, True, has_cheap_decode=True),
+    "nvfp4-permuted": Kind(4, 1, True),
     "fp8": Kind(8, 2, True),
     "mxfp8": Kind(8, 1, True),
 }
