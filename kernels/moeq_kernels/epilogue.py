@@ -44,6 +44,11 @@ class Epilogue(str):
         """Return the arguments from which another process rebuilds a pickled epilogue."""
         return self.activation, self.gated, self.interleaved, self.alpha, self.beta, self.limit, self.weight
 
+    @property
+    def constants(self) -> dict[str, str | float]:
+        """Constants with which kernels without this class apply the activation."""
+        return {"ACTIVATION": self.activation, "ALPHA": self.alpha, "BETA": self.beta, "LIMIT": self.limit}
+
     def mangle(self) -> str:
         """Return the text that Triton puts into names of compiled functions."""
         return str(self)

@@ -189,10 +189,7 @@ def activation_launch(
         **addends,
         "GATED": epilogue.gated,
         "INTERLEAVED": epilogue.interleaved,
-        "ACTIVATION": epilogue.activation,
-        "ALPHA": epilogue.alpha,
-        "BETA": epilogue.beta,
-        "LIMIT": epilogue.limit,
+        **epilogue.constants,
         "BLOCK": block,
         "INTERPRET": interpret,
     }

@@ -127,10 +127,7 @@ def _gemm(
         "GLOBAL_UNIT": 2.0**-fmt.global_exponent,
         "FP8": fp8_products(problem.gpu, problem.interpret) if matrix.activation_dtype else "",
         "EPILOGUE": kind,
-        "ACTIVATION": epilogue.activation,
-        "ALPHA": epilogue.alpha,
-        "BETA": epilogue.beta,
-        "LIMIT": epilogue.limit,
+        **epilogue.constants,
         "WEIGHT_FIRST": epilogue.weight == "first",
         "WEIGHT_LAST": epilogue.weight == "last",
         "TILES_N": columns,
@@ -139,10 +136,9 @@ def _gemm(
         "BK": blocks.k,
         "DTYPE": triton_dtype(problem.dtype),
         "INTERPRET": problem.interpret,
-        "DEPENDENT": problem.dependent,
     }
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, **problem.launch_options}
-    return Launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, options)
+    sizes = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return problem.launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, **sizes)
 
 
 def as_bytes(area: Area) -> Area:
@@ -214,7 +210,6 @@ def _quantize_e4m3(problem: Problem, matrix: PackedMatrix, x: Area, codes: Area,
         "stride_x": x.strides[0],
         "stride_q": codes.strides[0],
     }
-    constants = {"K": columns, "G": groups, "GROUP": group, "BLOCK": block}
-    constants |= {"DEPENDENT": problem.dependent, "INTERPRET": problem.interpret}
-    options = {"num_warps": 1 if block <= 128 else 4, "num_stages": 2, **problem.launch_options}
-    return Launch("device.gemm:quantize_rows_e4m3", (x.shape[0], groups), arguments, constants, options)
+    constants = {"K": columns, "G": groups, "GROUP": group, "BLOCK": block, "INTERPRET": problem.interpret}
+    name, warps = "device.gemm:quantize_rows_e4m3", 1 if block <= 128 else 4
+    return problem.launch(name, (x.shape[0], groups), arguments, constants, num_warps=warps, num_stages=2)

@@ -13,6 +13,7 @@ from torch import Tensor
 from moeq_kernels.areas import Area
 from moeq_kernels.epilogue import Epilogue
 from moeq_kernels.gpu import Gpu, gpu_of
+from moeq_kernels.launch import Argument, Launch
 from moeq_kernels.records import PackedExperts, PackedMatrix
 
 
@@ -56,10 +57,17 @@ class Problem:
         """Whether router weights multiply the input instead of the output."""
         return self.epilogue.weight == "first"
 
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        """Launch options for programmatic dependent launch, empty where it is not used."""
-        return {"launch_pdl": True} if self.dependent else {}
+    def launch(
+        self,
+        kernel: str,
+        programs: tuple[int, ...],
+        arguments: Mapping[str, Argument],
+        constants: Mapping[str, Any],
+        **options: int,
+    ) -> Launch:
+        """Return a launch of the layer, which starts before the preceding one has ended where the layer allows that."""
+        early = {"launch_pdl": True} if self.dependent else {}
+        return Launch(kernel, programs, arguments, {**constants, "DEPENDENT": self.dependent}, {**options, **early})
 
     @property
     def expert_map(self) -> Area | None:

@@ -116,19 +116,13 @@ def sort_few(
         "ROWS": block,
         "COPY": sorted_x is not None,
         "COLUMNS": columns,
-        "DEPENDENT": problem.dependent,
     }
     # Every program looks at all pairs, so the grid has at most two programs per SM.
     blocks, slices = -(-pairs // block), 1
     if sorted_x is not None:
         slices = max(1, min(-(-hidden // columns), 2 * problem.gpu.multiprocessors // blocks))
-    programs = (listers(problem) + blocks, slices)
-    warps = few_warps(size)
-    return [
-        Launch(
-            "device.routing:route_few", programs, arguments, constants, {"num_warps": warps, **problem.launch_options}
-        )
-    ]
+    programs, warps = (listers(problem) + blocks, slices), few_warps(size)
+    return [problem.launch("device.routing:route_few", programs, arguments, constants, num_warps=warps)]
 
 
 def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: int, grain: int) -> list[Launch]:
@@ -144,7 +138,7 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
         "EXPERTS": count,
         "KNOWN": problem.known,
     }
-    constants = {"MAPPED": problem.mapped, "BLOCK": BLOCK, "BINS": bins, "DEPENDENT": problem.dependent}
+    constants = {"MAPPED": problem.mapped, "BLOCK": BLOCK, "BINS": bins}
     cleared = {"cleared": rows.cleared, "to_clear": rows.cleared.numel()}
     placed = {
         "pair_of_row": rows.pair_of_row,
@@ -156,13 +150,13 @@ def sort_many(problem: Problem, piece: Piece, arena: Arena, rows: Sorted, tile: 
         "GRAIN": grain,
     }
     return [
-        Launch("device.routing:count_pairs", (blocks,), {**common, **cleared}, constants, problem.launch_options),
-        Launch(
+        problem.launch("device.routing:count_pairs", (blocks,), {**common, **cleared}, constants),
+        problem.launch(
             "device.routing:place_pairs",
             (blocks,),
             {**common, **placed},
             {**constants, "GROUP": max(1, 8192 // bins)},
-            {"num_warps": 8, **problem.launch_options},
+            num_warps=8,
         ),
     ]
 
@@ -210,10 +204,7 @@ def sum_parts(problem: Problem, piece: Piece, parts: Area, inverse: Area, *, wei
         "SPLITS": splits,
         "COLUMNS": columns,
         "TOKENS": block,
-        "DEPENDENT": problem.dependent,
         "INTERPRET": problem.interpret,
     }
-    options = {"num_warps": max(1, columns // 256), **problem.launch_options}
-    return Launch(
-        "device.routing:sum_rows", (-(-tokens // block), -(-hidden // columns)), arguments, constants, options
-    )
+    programs, warps = (-(-tokens // block), -(-hidden // columns)), max(1, columns // 256)
+    return problem.launch("device.routing:sum_rows", programs, arguments, constants, num_warps=warps)

@@ -121,8 +121,6 @@ def _product(
         "GATHER": first,
         "ROWS": plan.rows,
         "OLD": problem.gpu.capability < (9, 0),
-        "DEPENDENT": problem.dependent,
     }
-    programs = (blocks * splits, rows.most)
-    options = {"num_warps": 4, **problem.launch_options}
-    return Launch("mma.device.product:expert_product_mma", programs, arguments, constants, options)
+    name = "mma.device.product:expert_product_mma"
+    return problem.launch(name, (blocks * splits, rows.most), arguments, constants, num_warps=4)

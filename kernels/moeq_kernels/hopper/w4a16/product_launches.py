@@ -59,10 +59,10 @@ def _narrow(
         "rows": pairs,
     }
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "SPLITS": splits}
-    constants |= {"AFTER": kernel.after, "DEPENDENT": problem.dependent}
-    options = {"num_warps": 4, **problem.launch_options} | ({"maxnreg": kernel.registers} if kernel.registers else {})
+    constants["AFTER"] = kernel.after
+    capped = {"maxnreg": kernel.registers} if kernel.registers else {}
     name = "hopper.w4a16.device.narrow:expert_product_narrow"
-    return Launch(name, (blocks * splits, rows.most), arguments, constants, options)
+    return problem.launch(name, (blocks * splits, rows.most), arguments, constants, num_warps=4, **capped)
 
 
 def queue_launch(
@@ -102,10 +102,9 @@ def queue_launch(
         "down_blocks": -(-out.shape[-1] // 256),
     }
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "AFTER": kernel.after}
-    constants |= {"ROWS": kernel.rows, "EARLY": early, "DEPENDENT": problem.dependent}
-    constants["LEAST"] = kernel.least or kernel.tokens
-    options = {"num_warps": 4, "maxnreg": kernel.registers, **problem.launch_options}
-    return Launch("hopper.w4a16.device.queue:expert_layer", (programs,), arguments, constants, options)
+    constants |= {"ROWS": kernel.rows, "EARLY": early, "LEAST": kernel.least or kernel.tokens}
+    name = "hopper.w4a16.device.queue:expert_layer"
+    return problem.launch(name, (programs,), arguments, constants, num_warps=4, maxnreg=kernel.registers)
 
 
 def _wide(
@@ -133,12 +132,9 @@ def _wide(
         "rows": rows.pair_of_row.numel(),
     }
     constants |= {"TOKENS": kernel.tokens, "STAGES": kernel.stages, "GATHER": gather, "GROUPS_OF_WARPS": groups}
-    constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down}
-    constants |= {"DEPENDENT": problem.dependent, "FINE": kernel.fine}
+    constants |= {"REGISTERS": kernel.registers, "EARLY": early or down, "FOLLOWS": down, "FINE": kernel.fine}
     name = "hopper.w4a16.device.wide:expert_product_wide"
-    return Launch(
-        name, (problem.gpu.multiprocessors,), arguments, constants, {"num_warps": 4, **problem.launch_options}
-    )
+    return problem.launch(name, (problem.gpu.multiprocessors,), arguments, constants, num_warps=4)
 
 
 def _common(

@@ -164,9 +164,8 @@ def sorting(
         "hidden": hidden,
         "stride_x": piece.x.strides[0],
     }
-    constants = {"ROWS": block, "COLUMNS": columns, "DEPENDENT": problem.dependent}
-    programs = (-(-pairs // block), -(-hidden // columns))
-    result.append(Launch("device.routing:gather_rows", programs, arguments, constants, problem.launch_options))
+    programs, constants = (-(-pairs // block), -(-hidden // columns)), {"ROWS": block, "COLUMNS": columns}
+    result.append(problem.launch("device.routing:gather_rows", programs, arguments, constants))
     return result, rows, True
 
 
@@ -202,16 +201,10 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
         "experts": problem.experts,
         "known": problem.known,
     }
-    constants: Mapping[str, Any] = {
-        "MAPPED": problem.mapped,
-        "STEP": kernel.step,
-        "AFTER": kernel.after,
-        "DEPENDENT": problem.dependent,
-    }
-    options = {"num_warps": 4, **problem.launch_options}
+    constants: Mapping[str, Any] = {"MAPPED": problem.mapped, "STEP": kernel.step, "AFTER": kernel.after}
     words, high, rows, scales = boxes(w13, piece.x, kernel.step, 2, 8)
     given, fixed = weight_arguments(w13)
-    up = Launch(
+    up = problem.launch(
         "hopper.w4a16.device.direct:few_gate_up",
         (-(-columns // 128), pairs, up_shares),
         {
@@ -232,11 +225,11 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
             "STAGES": min(kernel.stages, up_share),
             "PAIRED": not problem.epilogue.interleaved,
         },
-        options,
+        num_warps=4,
     )
     words, high, _, scales = boxes(w2, piece.x, kernel.step, 2, 8)
     given, fixed = weight_arguments(w2)
-    down = Launch(
+    down = problem.launch(
         "hopper.w4a16.device.direct:few_down",
         (blocks, pairs, shares),
         {
@@ -268,6 +261,6 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Plan, ke
             "STAGES": min(kernel.stages, share),
             "EPILOGUE": problem.epilogue,
         },
-        options,
+        num_warps=4,
     )
     return [up, down]

@@ -130,9 +130,8 @@ def product_launch(
         "KIND": kind,
         "GROUP": group,
         "EPILOGUE": epilogue,
-        "DEPENDENT": problem.dependent,
     }
     most = most_tiles(piece.ids.numel(), kernel.tokens, problem.experts) * blocks
     programs = (min(problem.gpu.multiprocessors, most),)
     name = "hopper.w4a8.device.wide:w4a8_product_wide"
-    return Launch(name, programs, arguments, constants, {"num_warps": 4, **problem.launch_options})
+    return problem.launch(name, programs, arguments, constants, num_warps=4)

@@ -42,10 +42,9 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan
         "experts": problem.experts,
         "known": problem.known,
     }
-    constants: dict[str, Any] = {"MAPPED": problem.mapped, "DEPENDENT": problem.dependent}
-    options = {"num_warps": 4, **problem.launch_options}
+    constants: dict[str, Any] = {"MAPPED": problem.mapped}
     first, second = weight_boxes(problem, w13, 64, True)
-    up = Launch(
+    up = problem.launch(
         "hopper.w8a8.device.direct:few_gate_up_int8",
         (-(-columns // 64), pairs, up_shares),
         {
@@ -66,10 +65,10 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan
             "STAGES": min(kernel.stages, up_share),
             "COLUMNS": max(1024, next_power_of_two(hidden)),
         },
-        options,
+        num_warps=4,
     )
     first, second = weight_boxes(problem, w2, 64, False)
-    down = Launch(
+    down = problem.launch(
         "hopper.w8a8.device.direct:few_down_int8",
         (blocks, pairs, shares),
         {
@@ -102,7 +101,7 @@ def direct_launches(problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan
             "ROWS": rows,
             "EPILOGUE": problem.epilogue,
         },
-        options,
+        num_warps=4,
     )
     return [up, down]
 

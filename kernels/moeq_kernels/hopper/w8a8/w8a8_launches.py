@@ -190,9 +190,9 @@ def _quantised(
         "stride_x": piece.x.strides[0],
         "stride_q": rows.codes.strides[0],
     }
-    constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns, "DEPENDENT": problem.dependent}
+    constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns}
     constants |= {"MARLIN": marlin(problem.w13), "INTERPRET": problem.interpret}
-    options = {"num_warps": max(4, warps_for(columns)), **problem.launch_options}
+    warps = max(4, warps_for(columns))
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
     if pairs > MAX_FEW_PAIRS or grain:
         if grain:
@@ -201,7 +201,7 @@ def _quantised(
             result = sort_many(problem, piece, arena, pairs_sorted, tile, tile)
         constants["CHOICES"] = next_power_of_two(top_k)
         name = "hopper.w8a8.device.rows:quantise_tokens"
-        return [*result, Launch(name, (tokens,), arguments, constants, options)], found
+        return [*result, problem.launch(name, (tokens,), arguments, constants, num_warps=warps)], found
     # A program per pair is fastest for one token, a program per token for more.
     per = 1 if direct else top_k
     arguments |= {
@@ -220,9 +220,10 @@ def _quantised(
     size = few_size(pairs)
     constants |= {"PAIRS": size, "BINS": bins_of(count), "DIRECT": direct, "MAPPED": problem.mapped}
     constants |= {"PER": per, "CHOICES": next_power_of_two(per)}
-    options["num_warps"] = max(options["num_warps"], 1 if direct else few_warps(size))
+    warps = max(warps, 1 if direct else few_warps(size))
     programs = (pairs // per if direct else listers(problem) + pairs // per,)
-    return [Launch("hopper.w8a8.device.rows:route_quantised", programs, arguments, constants, options)], found
+    name = "hopper.w8a8.device.rows:route_quantised"
+    return [problem.launch(name, programs, arguments, constants, num_warps=warps)], found
 
 
 def columns_of(rows: Rows, size: int) -> int:
@@ -254,10 +255,10 @@ def _requantised(
         "size": size,
         "stride_q": rows.codes.strides[0],
     }
-    constants: dict[str, Any] = {"COLUMNS": columns, "DIRECT": found.direct, "DEPENDENT": problem.dependent}
+    constants: dict[str, Any] = {"COLUMNS": columns, "DIRECT": found.direct}
     constants |= {"MARLIN": marlin(problem.w2), "INTERPRET": problem.interpret}
     if shared:
-        w13, epilogue = problem.w13, problem.epilogue
+        w13 = problem.w13
         up_row, row_step = gate_up_rows(problem)
         arguments |= {
             "sums": middle,
@@ -269,25 +270,16 @@ def _requantised(
             "up_row": up_row,
             "row_step": row_step,
         }
-        constants |= {
-            "SPLITS": splits,
-            "DTYPE": triton_dtype(problem.dtype),
-            "ACTIVATION": epilogue.activation,
-            "ALPHA": epilogue.alpha,
-            "BETA": epilogue.beta,
-            "LIMIT": epilogue.limit,
-        }
+        constants |= {"SPLITS": splits, "DTYPE": triton_dtype(problem.dtype), **problem.epilogue.constants}
         name = "hopper.w8a8.device.rows:activate_quantised"
-        return Launch(name, (pairs,), arguments, constants, {"num_warps": warps, **problem.launch_options}), rows
+        return problem.launch(name, (pairs,), arguments, constants, num_warps=warps), rows
     # With many rows the rows in flight per SM decide.
     block = max(1, 1024 // columns) if pairs > MAX_SINGLE_ROW_PAIRS else 1
     warps = max(1, columns // 1024) if pairs > MAX_SINGLE_ROW_PAIRS else warps
     arguments |= {"middle": middle, "pairs": pairs}
     constants |= {"ROWS": block}
     name = "hopper.w8a8.device.rows:requantise"
-    return Launch(
-        name, (-(-pairs // block),), arguments, constants, {"num_warps": warps, **problem.launch_options}
-    ), rows
+    return problem.launch(name, (-(-pairs // block),), arguments, constants, num_warps=warps), rows
 
 
 def product_launch(
@@ -304,9 +296,8 @@ def product_launch(
         "STAGES": kernel.stages,
         "EPILOGUE": problem.epilogue if gated else PLAIN,
         "BIAS": matrix.bias is not None,
-        "DEPENDENT": problem.dependent,
     }
-    options: dict[str, Any] = {"num_warps": 4, **problem.launch_options}
+    capped: dict[str, int] = {}
     arguments: dict[str, Argument] = {}
     programs = problem.gpu.multiprocessors
     tiles, num_tiles = (found.sorted.tiles, found.sorted.num_tiles)
@@ -316,7 +307,7 @@ def product_launch(
         arguments |= {"splits": splits, "rows": pairs, "experts": problem.experts, "known": problem.known}
         constants |= {"TOKENS": kernel.tokens, "BOX": kernel.box, "SPLIT": gated and splits > 1}
         constants |= {"DIRECT": found.direct, "WARPGROUPS": kernel.warpgroups, "REGISTERS": kernel.registers}
-        options |= {"maxnreg": kernel.cap} if kernel.cap else {}
+        capped = {"maxnreg": kernel.cap} if kernel.cap else {}
         programs *= kernel.resident
     else:
         assert not isinstance(kernel, Int8Direct)
@@ -355,4 +346,5 @@ def product_launch(
         "row_step": row_step,
         "scale_stride": rows.scale_stride,
     }
-    return Launch(name, (min(programs, most * blocks * splits),), arguments, constants, options)
+    programs = min(programs, most * blocks * splits)
+    return problem.launch(name, (programs,), arguments, constants, num_warps=4, **capped)
