@@ -15,6 +15,7 @@ import numpy as np
 from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.checkpoint.names import StoredName
 from moeq.layouts.loops import blocks
+from moeq.layouts.loops.codebooks import CODEBOOKS, is_installed
 from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.model.expert_kinds import ExpertKind
@@ -113,7 +114,7 @@ def _reader(
 ) -> MatrixReader | None:
     block_type = described.scheme.checkpoint_format
     known = block_type in (*blocks.SCALE_BYTES, *blocks.NUMBERS, *PLAIN_TYPES)
-    if described.scheme.format != METHOD or not known:
+    if described.scheme.format != METHOD or not known or (block_type in CODEBOOKS and not is_installed()):
         return None
     stored = StoredBlocks(block_type, described.spec, tuple(sigs))
     return MatrixReader(name, stored, held, False, Region(start, stored.scratch_bytes))

@@ -183,7 +183,7 @@ def test_both_paths_agree_on_random_gguf(seed, tmp_path, equal) -> None:
     rng = np.random.default_rng(seed)
     sizes = {"layers": 2, "hidden": 256 * int(rng.integers(1, 3)), "inner": 256 * int(rng.integers(1, 3)), "experts": 2}
     tensors = moe_tensors(rng, **sizes)
-    some = rng.choice([*CODED, *blocks.NUMBERS, "f16", "bf16", "f32", "iq3_s"], 3, replace=False)
+    some = rng.choice([*CODED, *blocks.NUMBERS, "f16", "bf16", "f32"], 3, replace=False)
     for name, (_, shape, _) in tensors.items():
         if len(shape) > 1 and "gate_inp" not in name:
             tensors[name] = random_tensor(rng, str(rng.choice(some)), shape)

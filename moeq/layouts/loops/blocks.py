@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from moeq.layouts.loops import codebooks
+from moeq.layouts.loops.codebooks import CODEBOOKS
 from moeq.layouts.loops.native import Loops
 
 Array = np.ndarray[Any, Any]
@@ -21,7 +23,7 @@ _loops = Loops("moeq.layouts.loops.blocks_loops")
 SCALE_BYTES = {"q4_0": 2, "q4_0_int8": 2, "q5_0": 2, "q8_0": 2, "iq4_nl": 2, "mxfp4": 1, "nvfp4": 4}
 
 #: Types that `numbers` computes.
-NUMBERS = ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+NUMBERS = ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "tq1_0", "tq2_0", *CODEBOOKS)
 
 #: Codes of IQ4_NL as codes of int8: the numbers of ggml's `kvalues_iq4nl`.
 IQ4_NL_INT8 = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
@@ -44,7 +46,10 @@ def split(kind: str, rows: Array, codes: Array, scales: Array) -> None:
 
 
 def numbers(kind: str, rows: Array, out: Array) -> None:
-    """Fill `out`, float32 `[N, K]`, with the numbers of blocks."""
+    """Fill `out`, float32 `[N, K]`, with the numbers of blocks. Codebooks need the package gguf."""
+    if kind in CODEBOOKS:
+        codebooks.numbers(kind, rows, out)
+        return
     getattr(_loops, kind)(rows, _f16_values(), out)
 
 

@@ -284,6 +284,52 @@ def q6_k(rows, halves, out):  # type: ignore[no-untyped-def]
 
 
 @loop
+def look_up_book(book, directions, indices, signs, scales, out):  # type: ignore[no-untyped-def]
+    """Fill rows of runs `[N, runs, indices of a run, numbers of an index]` (`moeq.layouts.loops.codebooks`)."""
+    for n in range(out.shape[0]):
+        for run in range(out.shape[1]):
+            scale = scales[n, run]
+            for i in range(out.shape[2]):
+                found, ways, filled = book[indices[n, run, i]], directions[signs[n, run, i]], out[n, run, i]
+                for k in range(len(filled)):
+                    filled[k] = np.float32(scale * found[k]) * ways[k]
+
+
+@loop
+def tq2_0(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 66 * block :], out[n, 256 * block :]
+            step = _half(source, 64, halves)
+            for run in range(8):
+                codes, shift = source[32 * (run >> 2) :], np.uint8(2 * (run & 3))
+                for i in range(32):
+                    filled[32 * run + i] = np.float32(step * np.float32(np.int32(codes[i] >> shift & _3) - np.int32(1)))
+
+
+@loop
+def tq1_0(rows, halves, out):  # type: ignore[no-untyped-def]
+    for n in range(rows.shape[0]):
+        for block in range(out.shape[1] // 256):
+            source, filled = rows[n, 54 * block :], out[n, 256 * block :]
+            step = _half(source, 52, halves)
+            _trits(source, 32, 5, step, filled)
+            _trits(source[32:], 16, 5, step, filled[160:])
+            _trits(source[48:], 4, 4, step, filled[240:])
+
+
+@loop
+def _trits(octets, width, count, step, filled):  # type: ignore[no-untyped-def]
+    """Fill `count` runs of `width` numbers from as many bytes, digits of base 3 in fractions of 256."""
+    factor = np.uint8(1)
+    for run in range(count):
+        for i in range(width):
+            digit = np.uint32(np.uint8(octets[i] * factor)) * np.uint32(3) >> np.uint32(8)
+            filled[width * run + i] = np.float32(step * np.float32(np.int32(digit) - np.int32(1)))
+        factor = np.uint8(factor * np.uint8(3))
+
+
+@loop
 def _scaled(packed, group, step, offset):  # type: ignore[no-untyped-def]
     """Return scale and minimum of one of eight groups, as float32."""
     factor, minus = _six_bits(packed, group)
