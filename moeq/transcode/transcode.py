@@ -189,7 +189,7 @@ def transcode(
         where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare())
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, where, tell, batches)
-        losses = losses_of(ran.records)
+        losses = losses_of({unit.id: ran.records[unit.id] for unit in units})  # in order, whichever ended first
         found = Transcoding(
             destination=Path(dst),
             plan=job.plan,
