@@ -9,7 +9,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from moeq.checkpoint.warning import EXPLAINED
 from moeq.errors import EXIT_CODES, MoeqError
 from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.explain import Entry, catalog
@@ -22,9 +21,19 @@ _ENGINES = ("vllm@0.33.0", "moeq")
 @cache
 def error_codes() -> dict[str, dict[str, str]]:
     """Return every error code with its `meaning`, `cause`, `example` and `remedy`."""
-    text = files("moeq.cli").joinpath("error_codes.toml").read_text(encoding="utf-8")
-    table: dict[str, dict[str, str]] = tomllib.loads(text)
-    return table
+    found: dict[str, dict[str, str]] = _texts("error_codes.toml")
+    return found
+
+
+@cache
+def warning_codes() -> dict[str, str]:
+    """Return every code of a warning about a checkpoint, with what it means and what to do about it."""
+    found: dict[str, str] = _texts("warning_codes.toml")
+    return found
+
+
+def _texts(name: str) -> Any:
+    return tomllib.loads(files("moeq.cli").joinpath(name).read_text(encoding="utf-8"))
 
 
 def errors() -> Iterator[Entry]:
@@ -39,7 +48,7 @@ def checkpoint_warnings() -> Iterator[Entry]:
     """Yield what `inspect` calls odd, and what `--scan` finds."""
     from moeq.model.scan import MESSAGES
 
-    for code, text in EXPLAINED.items():
+    for code, text in warning_codes().items():
         yield Entry(code, "warning", "about a checkpoint", text)
     for code, text in MESSAGES.items():
         yield Entry(code, "warning", "found by inspect --scan", f"{text[0].upper()}{text[1:]}.")
