@@ -14,7 +14,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 
 from moeq.checkpoint.disk import closing_fd, disk_errors, write_at
 from moeq.checkpoint.files import read_part
@@ -54,9 +53,7 @@ class OutputFolder:
     def __enter__(self) -> OutputFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def open(self, name: str, flags: int) -> int:

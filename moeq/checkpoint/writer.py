@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from types import TracebackType
 from typing import Protocol
 
 from moeq.checkpoint.disk import allocate, closing_fd, disk_errors, reopen_direct, start_write_back, write_at
@@ -260,7 +259,5 @@ class SafetensorsWriter:
     def __enter__(self) -> SafetensorsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         os.close(self._fd)

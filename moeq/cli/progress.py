@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from moeq.cli.out import Output
@@ -103,9 +102,7 @@ class ProgressReport:
         done, total, _ = self._now or (0, 0, "")
         self.update(done, total, label)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.stop()
 
     def stop(self) -> None:

@@ -23,21 +23,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.bits import pack_stream, stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
-from moeq.schemes.format import (
-    Context,
-    Described,
-    FastView,
-    Format,
-    PartRoles,
-    Parts,
-    PartSig,
-    expect_shape,
-    float_name,
-    group_encoding,
-    matrices,
-    matrix_spec,
-    resolve_groups,
-)
+from moeq.schemes.format import Context, Described, FastView, Format, PartRoles, Parts, PartSig, matrices
 from moeq.schemes.gptq import zero_fields
 
 if TYPE_CHECKING:
@@ -111,14 +97,14 @@ class Awq(Format):
         if declared.bits not in (None, bits):
             context.refuse(f"{words} words hold {n} codes of {bits} bits, the config declares {declared.bits}")
         _check_width(bits, context)
-        expect_shape(parts, "qzeros", (groups, words), context, ("I32",))
+        context.expect_shape(parts, "qzeros", (groups, words), ("I32",))
         symmetric = "qzeros" not in parts if declared.symmetric is None else declared.symmetric
-        size = resolve_groups(context, k, groups)
-        scale_dtype = float_name(parts, "scales", context)
-        spec = matrix_spec(parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric)
+        size = context.resolve_groups(k, groups)
+        scale_dtype = context.float_name(parts, "scales")
+        spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric)
         zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
-        encoding = group_encoding(context, spec, "i32-packed", packing, zero_point)
+        encoding = context.group_encoding(spec, "i32-packed", packing, zero_point)
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
@@ -192,9 +178,9 @@ class _PaddedAwq(Format):
     ) -> Described:
         """Describe `[n, k]` codes of 4 bits under rows of `scales` stored scales."""
         size = padded_group_size(context, k, scales)
-        scale_dtype = float_name(parts, "scales", context)
-        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype, symmetric=False)
-        return self._described(spec, context.declared, group_encoding(context, spec, storage, packing, "stored"))
+        scale_dtype = context.float_name(parts, "scales")
+        spec = context.spec(parts, n, k, "int4", size, scale_dtype, symmetric=False)
+        return self._described(spec, context.declared, context.group_encoding(spec, storage, packing, "stored"))
 
 
 class AwqGemv(_PaddedAwq):
@@ -214,9 +200,8 @@ class AwqGemv(_PaddedAwq):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, words = parts["qweight"].shape
         k = words * 8
-        return self._describe_padded(
-            parts, context, n, k, parts["scales"].shape[1], "i32-packed", "nibbles along K, low first"
-        )
+        padded = parts["scales"].shape[1]
+        return self._describe_padded(parts, context, n, k, padded, "i32-packed", "nibbles along K, low first")
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         return QuantizedMatrix(

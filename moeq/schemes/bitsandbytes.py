@@ -20,18 +20,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    PartRoles,
-    Parts,
-    ReadOnlyFormat,
-    expect_input_features,
-    expect_shape,
-    float_matrix,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, ReadOnlyFormat, float_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,15 +101,15 @@ class BitsAndBytes4(ReadOnlyFormat):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["weight"].shape
-        expect_input_features(octets * 2, context)
-        expect_shape(parts, "weight.quant_map", (16,), context, ("F32",))
+        context.expect_input_features(octets * 2)
+        context.expect_shape(parts, "weight.quant_map", (16,), ("F32",))
         nested = "weight.nested_absmax" in parts
-        expect_shape(parts, "weight.nested_quant_map", (256,), context, ("F32",))
+        context.expect_shape(parts, "weight.nested_quant_map", (256,), ("F32",))
         absmax = parts["weight.absmax"].dtype if "weight.absmax" in parts else None
         complete = "weight.quant_map" in parts and nested == ("weight.nested_quant_map" in parts)
         if not complete or absmax != ("U8" if nested else "F32"):
             context.refuse("weight.absmax is neither F32 nor U8 with both of its nested parts")
-        spec = matrix_spec(parts, context, n, octets * 2, "f32", octets * 2, "f32")
+        spec = context.spec(parts, n, octets * 2, "f32", octets * 2, "f32")
         kind = next(state.rpartition("__")[2] for state in STATES if state in parts)
         declared = Declared(METHOD, variant=kind, rule=context.declared.rule)
         return self._described(spec, declared, Encoding("u8-packed", "high nibble first"))
@@ -165,9 +154,9 @@ class BitsAndBytes8(ReadOnlyFormat):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
-        expect_input_features(k, context)
-        expect_shape(parts, "SCB", (n,), context, ("F32",))
-        spec = matrix_spec(parts, context, n, k, "int8", k, "f32")
+        context.expect_input_features(k)
+        context.expect_shape(parts, "SCB", (n,), ("F32",))
+        spec = context.spec(parts, n, k, "int8", k, "f32")
         declared = Declared(METHOD, variant="int8", rule=context.declared.rule)
         return self._described(spec, declared, Encoding("i8", "one signed byte per code", "channel", (1, -1)))
 

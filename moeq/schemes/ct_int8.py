@@ -15,20 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    FastView,
-    Format,
-    PartRoles,
-    Parts,
-    PartSig,
-    expect_input_features,
-    expect_shape,
-    float_name,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +47,12 @@ class Int8(Format):
         grouped = len(scale) == 2 and scale[0] == n and scale[1] > 1 and k % scale[1] == 0
         if not grouped and scale not in ((n, 1), (n,), (1,), (1, 1), ()):
             context.refuse(f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
-        expect_input_features(k, context)
-        expect_shape(parts, "weight_zero_point", scale, context, ("I8",))
+        context.expect_input_features(k)
+        context.expect_shape(parts, "weight_zero_point", scale, ("I8",))
         size = k // scale[1] if grouped else k
-        scale_dtype = float_name(parts, "weight_scale", context)
+        scale_dtype = context.float_name(parts, "weight_scale")
         symmetric = "weight_zero_point" not in parts
-        spec = matrix_spec(parts, context, n, k, "int8", size, scale_dtype, symmetric=symmetric)
+        spec = context.spec(parts, n, k, "int8", size, scale_dtype, symmetric=symmetric)
         declared = context.declared
         if declared.activation is None and declared.method == "w8a8_int8":
             declared = replace(declared, activation=_DYNAMIC_PER_TOKEN)

@@ -30,12 +30,7 @@ from moeq.schemes.format import (
     Parts,
     PartSig,
     codes_fill_words,
-    expect_shape,
-    float_name,
-    group_encoding,
     matrices,
-    matrix_spec,
-    resolve_groups,
 )
 from moeq.schemes.gptq import group_index, read_group_index
 
@@ -70,18 +65,16 @@ class CtPack(Format):
         declared = context.declared
         k, bits = _input_features(parts, context, words)
         _check_zero_shape(parts, n, bits, groups, context)
-        expect_shape(parts, "weight_g_idx", (k,), context, INTEGERS)
+        context.expect_shape(parts, "weight_g_idx", (k,), INTEGERS)
         if "weight_shape" in parts:
-            expect_shape(parts, "weight_shape", parts["weight_shape"].shape, context, INTEGERS)
-        size = resolve_groups(context, k, groups)
-        scale_dtype = float_name(parts, "weight_scale", context)
+            context.expect_shape(parts, "weight_shape", parts["weight_shape"].shape, INTEGERS)
+        size = context.resolve_groups(k, groups)
+        scale_dtype = context.float_name(parts, "weight_scale")
         symmetric = "weight_zero_point" not in parts
         act_order = declared.act_order and groups > 1 and "weight_g_idx" in parts
-        spec = matrix_spec(
-            parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order
-        )
+        spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order)
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
-        encoding = group_encoding(context, spec, "i32-packed", "offset binary along K, low bits first", zero_point)
+        encoding = context.group_encoding(spec, "i32-packed", "offset binary along K, low bits first", zero_point)
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

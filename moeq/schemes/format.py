@@ -34,6 +34,17 @@ class PartSig(NamedTuple):
 Parts = Mapping[str, PartSig]
 
 
+#: `MatrixSpec` dtype name of a stored float, by safetensors dtype.
+FLOAT_NAMES: dict[str, str] = {
+    "F16": "f16",
+    "BF16": "bf16",
+    "F32": "f32",
+    "F8_E4M3": "e4m3",
+    "F8_E8M0": "e8m0",
+    "U8": "e8m0",
+}
+
+
 @dataclass(frozen=True)
 class Context:
     """Facts beside the parts that a format may use."""
@@ -47,6 +58,88 @@ class Context:
     def refuse(self, detail: str, hint: str | None = None) -> NoReturn:
         """Raise MoeqError `source.inconsistent` for headers and config that contradict each other."""
         inconsistent(self.where, detail, hint)
+
+    def expect_shape(self, parts: Parts, part: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = ()) -> None:
+        """Check a part's shape, and dtype where `dtypes` are given, if the part exists."""
+        found = parts.get(part)
+        if found is not None and dtypes and found.dtype not in dtypes:
+            self.refuse(f"{part} is {found.dtype}, expected {' or '.join(dtypes)}")
+        if found is not None and found.shape != shape:
+            self.refuse(f"{part} is {list(found.shape)}, expected {list(shape)}")
+
+    def expect_input_features(self, k: int) -> None:
+        """Check `K`, as the shape of `weight` gives it, against the sibling projection."""
+        if self.k_hint not in (None, k):
+            self.refuse(f"weight has K={k}, the sibling projection implies {self.k_hint}")
+
+    def float_name(self, parts: Parts, part: str, allowed: tuple[str, ...] = ("F16", "BF16", "F32")) -> str:
+        """Return the dtype name of a float part, which must be one of the allowed safetensors dtypes."""
+        dtype = parts[part].dtype
+        if dtype not in allowed:
+            self.refuse(f"{part} is {dtype}, expected {' or '.join(allowed)}")
+        return FLOAT_NAMES[dtype]
+
+    def bias_dtype(self, parts: Parts, n: int) -> str | None:
+        """Return the dtype of the bias vector, or None."""
+        if "bias" not in parts:
+            return None
+        self.expect_shape(parts, "bias", (n,))
+        return self.float_name(parts, "bias")
+
+    def spec(
+        self,
+        parts: Parts,
+        n: int,
+        k: int,
+        element: str,
+        group_size: int,
+        scale_dtype: str,
+        *,
+        symmetric: bool = True,
+        act_order: bool = False,
+    ) -> MatrixSpec:
+        """Make the spec of a projection; role, gate and bias are read alike in every format."""
+        return MatrixSpec(
+            role=self.role,
+            n=n,
+            k=k,
+            element=element,
+            group_size=group_size,
+            scale_dtype=scale_dtype,
+            symmetric=symmetric,
+            act_order=act_order,
+            bias_dtype=self.bias_dtype(parts, n),
+            gated=self.gated,
+        )
+
+    def resolve_groups(self, k: int, groups: int) -> int:
+        """Return the group size: the declared one, checked against the groups found; the last one may be partial.
+
+        Raises MoeqError `source.inconsistent` with both numbers.
+        """
+        declared = self.declared.group_size
+        if declared is None:
+            if groups == 0 or k % groups:
+                self.refuse(f"{groups} groups do not divide K={k}, and no group size is declared")
+            return k // groups
+        size = k if declared == -1 else min(declared, k)
+        expected = -(-k // size)
+        if expected != groups:
+            implied = f"K/{groups} = {k // groups}" if groups and k % groups == 0 else f"{groups} groups"
+            detail = f"group_size {declared} makes {expected} groups of K={k}, the scales have {groups} ({implied})"
+            self.refuse(detail, "the config does not describe this tensor; was one of them replaced?")
+        return size
+
+    def group_encoding(self, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none") -> Encoding:
+        """Describe one scale per group, or per channel where the config says so or one group covers the row.
+
+        The declared group size is kept where a projection is narrower than a group, so that `w13` and `w2` of one
+        checkpoint have one scheme.
+        """
+        size = self.declared.group_size
+        channel = size == -1 or (size is None and spec.group_size == spec.k)
+        shape = (1, -1) if channel else (1, size or spec.group_size)
+        return Encoding(storage, packing, "channel" if channel else "group", shape, zero_point)
 
 
 def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
@@ -201,87 +294,8 @@ def matrices(parts: Parts, **wanted: tuple[str, ...]) -> tuple[PartSig, ...] | N
     return found if fits and len(found) == len(wanted) else None
 
 
-def group_encoding(
-    context: Context, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none"
-) -> Encoding:
-    """Describe one scale per group, or per channel where the config says so or one group covers the row.
-
-    The declared group size is kept where a projection is narrower than a group, so that `w13` and `w2` of one
-    checkpoint have one scheme.
-    """
-    size = context.declared.group_size
-    channel = size == -1 or (size is None and spec.group_size == spec.k)
-    shape = (1, -1) if channel else (1, size or spec.group_size)
-    return Encoding(storage, packing, "channel" if channel else "group", shape, zero_point)
-
-
 #: Dtypes of index tensors.
 INTEGERS = ("I32", "I64")
-
-
-def expect_shape(
-    parts: Parts, part: str, shape: tuple[int, ...], context: Context, dtypes: tuple[str, ...] = ()
-) -> None:
-    """Check a part's shape, and dtype where `dtypes` are given, if the part exists."""
-    found = parts.get(part)
-    if found is not None and dtypes and found.dtype not in dtypes:
-        context.refuse(f"{part} is {found.dtype}, expected {' or '.join(dtypes)}")
-    if found is not None and found.shape != shape:
-        context.refuse(f"{part} is {list(found.shape)}, expected {list(shape)}")
-
-
-#: `MatrixSpec` dtype name of a stored float, by safetensors dtype.
-FLOAT_NAMES: dict[str, str] = {
-    "F16": "f16",
-    "BF16": "bf16",
-    "F32": "f32",
-    "F8_E4M3": "e4m3",
-    "F8_E8M0": "e8m0",
-    "U8": "e8m0",
-}
-
-
-def float_name(parts: Parts, part: str, context: Context, allowed: tuple[str, ...] = ("F16", "BF16", "F32")) -> str:
-    """Return the dtype name of a float part, which must be one of the allowed safetensors dtypes."""
-    dtype = parts[part].dtype
-    if dtype not in allowed:
-        context.refuse(f"{part} is {dtype}, expected {' or '.join(allowed)}")
-    return FLOAT_NAMES[dtype]
-
-
-def bias_dtype(parts: Parts, context: Context, n: int) -> str | None:
-    """Return the dtype of the bias vector, or None."""
-    if "bias" not in parts:
-        return None
-    expect_shape(parts, "bias", (n,), context)
-    return float_name(parts, "bias", context)
-
-
-def matrix_spec(
-    parts: Parts,
-    context: Context,
-    n: int,
-    k: int,
-    element: str,
-    group_size: int,
-    scale_dtype: str,
-    *,
-    symmetric: bool = True,
-    act_order: bool = False,
-) -> MatrixSpec:
-    """Make the spec of a projection; role, gate and bias are read alike in every format."""
-    return MatrixSpec(
-        role=context.role,
-        n=n,
-        k=k,
-        element=element,
-        group_size=group_size,
-        scale_dtype=scale_dtype,
-        symmetric=symmetric,
-        act_order=act_order,
-        bias_dtype=bias_dtype(parts, context, n),
-        gated=context.gated,
-    )
 
 
 def float_matrix(spec: MatrixSpec, values: Tensor, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
@@ -293,31 +307,6 @@ def float_matrix(spec: MatrixSpec, values: Tensor, parts: Mapping[str, Tensor]) 
     return QuantizedMatrix(spec, values, torch.ones(spec.n, 1), bias=parts.get("bias"))
 
 
-def expect_input_features(k: int, context: Context) -> None:
-    """Check `K`, as the shape of `weight` gives it, against the sibling projection."""
-    if context.k_hint not in (None, k):
-        context.refuse(f"weight has K={k}, the sibling projection implies {context.k_hint}")
-
-
 def codes_fill_words(count: int, bits: int) -> bool:
     """Return whether `count` codes fill whole int32 words, each code inside one byte: no stored bit is unused."""
     return 8 % bits == 0 and count * bits % 32 == 0
-
-
-def resolve_groups(context: Context, k: int, groups: int) -> int:
-    """Group size from the declared one and the number of groups found; the last group may be partial.
-
-    Raises MoeqError `source.inconsistent` with both numbers.
-    """
-    declared = context.declared.group_size
-    if declared is None:
-        if groups == 0 or k % groups:
-            context.refuse(f"{groups} groups do not divide K={k}, and no group size is declared")
-        return k // groups
-    size = k if declared == -1 else min(declared, k)
-    expected = -(-k // size)
-    if expected != groups:
-        implied = f"K/{groups} = {k // groups}" if groups and k % groups == 0 else f"{groups} groups"
-        detail = f"group_size {declared} makes {expected} groups of K={k}, the scales have {groups} ({implied})"
-        context.refuse(detail, "the config does not describe this tensor; was one of them replaced?")
-    return size

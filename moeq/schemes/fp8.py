@@ -21,20 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    FastView,
-    Format,
-    PartRoles,
-    Parts,
-    PartSig,
-    expect_input_features,
-    float_name,
-    matrices,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,10 +47,10 @@ class Fp8(Format):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         per_channel = parts["weight_scale"].shape in ((n, 1), (n,))
-        spec = matrix_spec(
-            parts, context, n, k, element="e4m3", group_size=k, scale_dtype=float_name(parts, "weight_scale", context)
+        spec = context.spec(
+            parts, n, k, element="e4m3", group_size=k, scale_dtype=context.float_name(parts, "weight_scale")
         )
         encoding = Encoding(
             "f8",
@@ -131,7 +118,7 @@ class Fp8Block(Format):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
         name = _scale(parts)
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         rows, columns = context.declared.block or _BLOCK
         found = parts[name].shape
         expected = (-(-n // rows), -(-k // columns))
@@ -140,8 +127,8 @@ class Fp8Block(Format):
             context.refuse(detail, f"weight is [{n}, {k}]")
         integer = parts["weight"].dtype == "I8"
         size = min(columns, k)
-        scale_dtype = float_name(parts, name, context, ("F32", "BF16", "F16", "F8_E8M0", "U8"))
-        spec = matrix_spec(parts, context, n, k, "int8" if integer else "e4m3", size, scale_dtype)
+        scale_dtype = context.float_name(parts, name, ("F32", "BF16", "F16", "F8_E8M0", "U8"))
+        spec = context.spec(parts, n, k, "int8" if integer else "e4m3", size, scale_dtype)
         storage = "i8" if integer else "f8"
         encoding = Encoding(storage, "one byte per code", granularity="block", group_shape=(rows, columns))
         return self._described(spec, context.declared, encoding)
@@ -184,7 +171,7 @@ class Mxfp8(Format):
         if parts["weight_scale"].shape != (n, -(-k // 32)):
             found = list(parts["weight_scale"].shape)
             context.refuse(f"weight_scale is {found}, expected {[n, -(-k // 32)]} (one per 32 codes)")
-        spec = matrix_spec(parts, context, n, k, element="e4m3", group_size=32, scale_dtype="e8m0")
+        spec = context.spec(parts, n, k, element="e4m3", group_size=32, scale_dtype="e8m0")
         encoding = Encoding("f8", "one byte per code", group_shape=(1, 32))
         return self._described(spec, context.declared, encoding)
 

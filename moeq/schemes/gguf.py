@@ -14,17 +14,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.declared import Declaration, Declared
 from moeq.schemes.dequantize import dequantize
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    PartRoles,
-    Parts,
-    PartSig,
-    ReadOnlyFormat,
-    expect_input_features,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, PartSig, ReadOnlyFormat
 from moeq.schemes.gguf_blocks import AS_FLOAT32, CODED, FLOATS, WIDENED, CodedType, float_values, mxfp4_blocks
 
 if TYPE_CHECKING:
@@ -91,12 +81,12 @@ class Gguf(ReadOnlyFormat):
         known = coded or _coded(stored)
         block, width = (known.block, known.octets) if known else FLOATS[stored]
         k = octets // width * block
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         if coded:
-            spec = matrix_spec(parts, context, n, k, coded.element, coded.group, coded.scale)
+            spec = context.spec(parts, n, k, coded.element, coded.group, coded.scale)
         else:
             element = kind if kind in ("f16", "bf16") else "f32"
-            spec = matrix_spec(parts, context, n, k, element, k, "f32")
+            spec = context.spec(parts, n, k, element, k, "f32")
         scale2 = ScaleKey("f32", "tensor", (-1, -1)) if kind == "nvfp4" else None
         encoding = Encoding("u8-packed", f"blocks of {block}", group_shape=(1, spec.group_size), scale2=scale2)
         declared = Declared(METHOD, variant=kind, rule=context.declared.rule)

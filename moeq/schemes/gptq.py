@@ -31,12 +31,7 @@ from moeq.schemes.format import (
     Parts,
     PartSig,
     codes_fill_words,
-    expect_shape,
-    float_name,
-    group_encoding,
     matrices,
-    matrix_spec,
-    resolve_groups,
 )
 from moeq.schemes.patterns import Patterns
 
@@ -192,18 +187,16 @@ class Gptq(Format):
         declared = context.declared
         k = _input_features(parts, context, words)
         bits = _bits(context, words, k)
-        expect_shape(parts, "qzeros", (groups, -(-n * bits // 32)), context, ("I32",))
-        expect_shape(parts, "g_idx", (k,), context, INTEGERS)
-        size = resolve_groups(context, k, groups)
-        scale_dtype = float_name(parts, "scales", context)
+        context.expect_shape(parts, "qzeros", (groups, -(-n * bits // 32)), ("I32",))
+        context.expect_shape(parts, "g_idx", (k,), INTEGERS)
+        size = context.resolve_groups(k, groups)
+        scale_dtype = context.float_name(parts, "scales")
         symmetric = declared.symmetric if declared.symmetric is not None else "qzeros" not in parts
         act_order = declared.act_order and groups > 1 and "g_idx" in parts
-        spec = matrix_spec(
-            parts, context, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order
-        )
+        spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order)
         zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
         packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"
-        encoding = group_encoding(context, spec, "i32-packed", packing, zero_point if "qzeros" in parts else "none")
+        encoding = context.group_encoding(spec, "i32-packed", packing, zero_point if "qzeros" in parts else "none")
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

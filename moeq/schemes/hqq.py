@@ -17,19 +17,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    PartRoles,
-    Parts,
-    ReadOnlyFormat,
-    expect_input_features,
-    expect_shape,
-    float_matrix,
-    float_name,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, PartRoles, Parts, ReadOnlyFormat, float_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,15 +119,15 @@ class Hqq(ReadOnlyFormat):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         sizes = _sizes(parts[SIZES].shape)
-        expect_input_features(sizes.columns, context)
+        context.expect_input_features(sizes.columns)
         for part in ("scale", "zero"):
             if part not in parts:
                 context.refuse(f"{part} is missing")
-            expect_shape(parts, part, sizes.scales, context)
-        element = float_name(parts, "scale", context)
-        float_name(parts, "zero", context)
+            context.expect_shape(parts, part, sizes.scales)
+        element = context.float_name(parts, "scale")
+        context.float_name(parts, "zero")
         _check_codes(parts, sizes, context)
-        spec = matrix_spec(parts, context, sizes.rows, sizes.columns, "f32", sizes.columns, "f32")
+        spec = context.spec(parts, sizes.rows, sizes.columns, "f32", sizes.columns, "f32")
         variant = f"int{sizes.bits} g{sizes.group} axis {sizes.axis}, computed in {element}"
         encoding = Encoding("u8-packed", f"{sizes.bits}-bit codes, groups along axis {sizes.axis}")
         return self._described(spec, Declared(METHOD, variant=variant, rule=context.declared.rule), encoding)

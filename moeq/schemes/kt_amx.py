@@ -19,7 +19,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields
-from moeq.schemes.format import Context, Described, Encoding, Format, PartRole, Parts, PartSig, matrix_spec
+from moeq.schemes.format import Context, Described, Encoding, Format, PartRole, Parts, PartSig
 from moeq.spelling import option
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class KtAmx(Format):
         columns = parts[weight_part(0)].shape[0] * 8 // self.bits // rows
         down = context.role in ("down", "w2")
         n, k = (rows, columns * nodes) if down else (rows * nodes, columns)
-        spec = matrix_spec(parts, context, n, k, f"int{self.bits}", columns, "f32")
+        spec = context.spec(parts, n, k, f"int{self.bits}", columns, "f32")
         encoding = Encoding("i8", "AMX tiles", "group" if down and nodes > 1 else "channel", (1, spec.group_size))
         return self._described(spec, context.declared, encoding)
 

@@ -13,18 +13,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.bits import stream_codes
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import (
-    Context,
-    Described,
-    PartRoles,
-    Parts,
-    ReadOnlyFormat,
-    float_name,
-    group_encoding,
-    matrices,
-    matrix_spec,
-    resolve_groups,
-)
+from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFormat, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,10 +46,10 @@ class MarlinV1(ReadOnlyFormat):
         k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
         if n % 64:
             context.refuse(f"N={n} is not a multiple of 64, which Marlin needs")
-        size = resolve_groups(context, k, parts[_scale(parts)].shape[0])
-        scale_dtype = float_name(parts, _scale(parts), context)
-        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
-        encoding = group_encoding(context, spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
+        size = context.resolve_groups(k, parts[_scale(parts)].shape[0])
+        scale_dtype = context.float_name(parts, _scale(parts))
+        spec = context.spec(parts, n, k, "int4", size, scale_dtype)
+        encoding = context.group_encoding(spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

@@ -14,19 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields, names_module
-from moeq.schemes.format import (
-    Context,
-    Described,
-    PartRoles,
-    Parts,
-    ReadOnlyFormat,
-    expect_input_features,
-    float_name,
-    group_encoding,
-    matrices,
-    matrix_spec,
-    resolve_groups,
-)
+from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFormat, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,11 +112,11 @@ class ModelOptInt4(ReadOnlyFormat):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, groups = parts["weight_scale"].shape
         k = parts["weight"].shape[1]
-        expect_input_features(k, context)
-        size = resolve_groups(context, k, groups)
-        scale_dtype = float_name(parts, "weight_scale", context)
-        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
-        encoding = group_encoding(context, spec, "u8-packed", "two rows per byte, two's complement")
+        context.expect_input_features(k)
+        size = context.resolve_groups(k, groups)
+        scale_dtype = context.float_name(parts, "weight_scale")
+        spec = context.spec(parts, n, k, "int4", size, scale_dtype)
+        encoding = context.group_encoding(spec, "u8-packed", "two rows per byte, two's complement")
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

@@ -21,18 +21,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import Scheme
 from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    FastView,
-    Format,
-    PartRoles,
-    Parts,
-    PartSig,
-    matrices,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +34,7 @@ def fp4_spec(parts: Parts, context: Context, weight: str, scale: str, group: int
     found = parts[scale].shape
     if found != (n, -(-k // group)):
         context.refuse(f"{scale} is {list(found)}, expected {[n, -(-k // group)]} (one per {group} codes)")
-    return matrix_spec(parts, context, n, k, element="e2m1", group_size=group, scale_dtype=scale_dtype)
+    return context.spec(parts, n, k, element="e2m1", group_size=group, scale_dtype=scale_dtype)
 
 
 class _Mxfp4(Format):
@@ -82,7 +71,7 @@ class Mxfp4Blocks(_Mxfp4):
         if octets != 16 or parts["scales"].shape != (n, groups):
             found = f"blocks {list(parts['blocks'].shape)} and scales {list(parts['scales'].shape)}"
             context.refuse(f"{found} are not [N, K / 32, 16] and [N, K / 32]")
-        spec = matrix_spec(parts, context, n, groups * 32, element="e2m1", group_size=32, scale_dtype="e8m0")
+        spec = context.spec(parts, n, groups * 32, element="e2m1", group_size=32, scale_dtype="e8m0")
         encoding = Encoding("u8-packed", "blocks of 32 codes, low nibble first", group_shape=(1, 32))
         return self._described(spec, context.declared, encoding)
 

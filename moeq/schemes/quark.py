@@ -17,18 +17,7 @@ from moeq.schemes.awq import NIBBLE_OF_COLUMN
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.bits import stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
-from moeq.schemes.format import (
-    Context,
-    Described,
-    PartRoles,
-    Parts,
-    ReadOnlyFormat,
-    float_name,
-    group_encoding,
-    matrices,
-    matrix_spec,
-    resolve_groups,
-)
+from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFormat, matrices
 from moeq.schemes.patterns import Patterns
 
 if TYPE_CHECKING:
@@ -132,11 +121,11 @@ class QuarkInt4(ReadOnlyFormat):
         if context.declared.bits not in (None, 4):
             context.refuse(f"int32 words of nibbles, the config declares {context.declared.bits} bits")
         symmetric = "weight_zero_point" not in parts
-        size = k if _per_channel(parts) else resolve_groups(context, k, groups)
-        scale_dtype = float_name(parts, "weight_scale", context)
-        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype, symmetric=symmetric)
+        size = k if _per_channel(parts) else context.resolve_groups(k, groups)
+        scale_dtype = context.float_name(parts, "weight_scale")
+        spec = context.spec(parts, n, k, "int4", size, scale_dtype, symmetric=symmetric)
         packing = "nibbles along K" if _per_channel(parts) else "nibbles along N, transposed"
-        encoding = group_encoding(context, spec, "i32-packed", packing, "none" if symmetric else "stored")
+        encoding = context.group_encoding(spec, "i32-packed", packing, "none" if symmetric else "stored")
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

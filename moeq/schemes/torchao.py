@@ -37,12 +37,8 @@ from moeq.schemes.format import (
     PartRoles,
     Parts,
     ReadOnlyFormat,
-    expect_input_features,
-    expect_shape,
     float_matrix,
-    float_name,
     matrices,
-    matrix_spec,
 )
 from moeq.schemes.fp8 import Fp8, Fp8Block, Mxfp8
 from moeq.schemes.mxfp4 import Mxfp4Packed
@@ -159,7 +155,7 @@ class TorchAoInt(ReadOnlyFormat):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["_weight_qdata"].shape
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         unread = [part for part in _UNREAD if part in parts]
         if unread:
             context.refuse(f"{unread[0]} changes what the layer computes, and moeq does not apply it")
@@ -168,11 +164,11 @@ class TorchAoInt(ReadOnlyFormat):
         groups = 1 if whole else scale[1] if len(scale) == 2 and scale[0] == n else 0
         if groups == 0 or k % groups:
             context.refuse(f"_weight_scale is {list(scale)}, expected {[n, 1]}, {[n, 'K / group']} or [1, 1]")
-        expect_shape(parts, "_weight_zero_point", scale, context, ("I8",))
-        scale_dtype = float_name(parts, "_weight_scale", context)
+        context.expect_shape(parts, "_weight_zero_point", scale, ("I8",))
+        scale_dtype = context.float_name(parts, "_weight_scale")
         symmetric = "_weight_zero_point" not in parts or context.declared.symmetric is True
         element = f"int{max(2, parts[BITS].shape[1])}"
-        spec = matrix_spec(parts, context, n, k, element, k // groups, scale_dtype, symmetric=symmetric)
+        spec = context.spec(parts, n, k, element, k // groups, scale_dtype, symmetric=symmetric)
         zero: ZeroPoint = "none" if symmetric else "stored"
         granularity: Granularity = "tensor" if whole else "channel" if groups == 1 else "group"
         extent = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, k // groups)}[granularity]
@@ -224,21 +220,21 @@ class TorchAoInt4(ReadOnlyFormat):
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["_weight_qdata"].shape
         k = 2 * octets
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         if "_weight_act_pre_scale" in parts:
             context.refuse("_weight_act_pre_scale changes what the layer computes, and moeq does not apply it")
         scale = parts["_weight_scale"].shape if "_weight_scale" in parts else ()
         if len(scale) != 2 or scale[1] != n or scale[0] == 0 or k % scale[0] or "_weight_zero_point" not in parts:
             context.refuse(f"_weight_scale is {list(scale)}, expected ['K / group', {n}], with zero points")
-        expect_shape(parts, "_weight_zero_point", scale, context)
-        dtype = float_name(parts, "_weight_scale", context)
-        float_name(parts, "_weight_zero_point", context)
+        context.expect_shape(parts, "_weight_zero_point", scale)
+        dtype = context.float_name(parts, "_weight_scale")
+        context.float_name(parts, "_weight_zero_point")
         group = k // scale[0]
         if parts[INT4].shape[1]:
-            spec = matrix_spec(parts, context, n, k, "int4", group, dtype)
+            spec = context.spec(parts, n, k, "int4", group, dtype)
             variant = f"groups of {group}"
         else:
-            spec = matrix_spec(parts, context, n, k, "f32", k, "f32")
+            spec = context.spec(parts, n, k, "f32", k, "f32")
             variant = f"groups of {group}, zero points in floats"
         encoding = Encoding("u8-packed", "two codes per byte along K, low half first", group_shape=(1, spec.group_size))
         declared = replace(context.declared, variant=variant)

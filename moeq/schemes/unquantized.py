@@ -9,7 +9,7 @@ from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.declared import Declared
-from moeq.schemes.format import FLOAT_NAMES, Context, Described, PartRoles, Parts, ReadOnlyFormat, bias_dtype
+from moeq.schemes.format import FLOAT_NAMES, Context, Described, PartRoles, Parts, ReadOnlyFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Unquantized(ReadOnlyFormat):
         weight = parts["weight"]
         n, k = weight.shape
         element = FLOAT_NAMES[weight.dtype]
-        bias = bias_dtype(parts, context, n)
+        bias = context.bias_dtype(parts, n)
         spec = MatrixSpec(context.role, n, k, element, k, "f32", bias_dtype=bias, gated=context.gated)
         key = QuantKey(element, element, ScaleKey("f32", "tensor", (-1, -1)))
         return Described(Scheme(self.id, key, has_bias=bias is not None), spec)

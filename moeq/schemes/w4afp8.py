@@ -16,19 +16,7 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declaration, Declared, Fields
-from moeq.schemes.format import (
-    Context,
-    Described,
-    Encoding,
-    Format,
-    PartRoles,
-    Parts,
-    PartSig,
-    expect_input_features,
-    float_name,
-    matrices,
-    matrix_spec,
-)
+from moeq.schemes.format import Context, Described, Encoding, Format, PartRoles, Parts, PartSig, matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,10 +55,10 @@ class W4AFp8(Format):
         if found != (n, -(-k // GROUP)):
             wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
             context.refuse(f"weight_scale_inv is {list(found)}, {wanted}")
-        expect_input_features(k, context)
+        context.expect_input_features(k)
         size = min(GROUP, k)
-        scale_dtype = float_name(parts, "weight_scale_inv", context)
-        spec = matrix_spec(parts, context, n, k, "int4", size, scale_dtype)
+        scale_dtype = context.float_name(parts, "weight_scale_inv")
+        spec = context.spec(parts, n, k, "int4", size, scale_dtype)
         encoding = Encoding("i8-packed", "two codes per byte along K, two's complement", group_shape=(1, GROUP))
         return self._described(spec, context.declared, encoding)
 
