@@ -11,6 +11,7 @@ from moeq.checkpoint.names import StoredName
 from moeq.errors import MoeqError
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts
 from moeq.spelling import option
+from moeq.transcode.target_formats import TargetFormat
 
 #: Names that may be asked for. `source`: the family's own; the source's where those are unknown or it has stacks.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
@@ -65,33 +66,16 @@ class Naming:
         return self.stacked and part not in WHOLE_PARTS
 
 
-def choose_naming(
-    experts: Experts,
-    family: ModelFamily | None,
-    asked: NamesOption,
-    *,
-    gpt_oss: bool,
-    floats: bool,
-    stackable: bool,
-    gguf: bool = False,
-) -> Naming:
-    """Choose the names for one layer.
-
-    Args:
-        gpt_oss: the target is gpt-oss' own format, which has one spelling.
-        floats: the target holds floats, which are stacked as the family stacks them.
-        stackable: the target's tools also write stacked tensors.
-        gguf: the target has GGUF's names, with a number per expert.
-
-    Raises:
-        MoeqError: `usage.names` if the target has no such spelling.
-    """
+def choose_naming(experts: Experts, family: ModelFamily | None, target: TargetFormat, asked: NamesOption) -> Naming:
+    """Choose the names for one layer. Raises MoeqError `usage.names` if the target has no such spelling."""
+    # Floats are stacked as the family stacks them; gpt-oss' own format has one spelling.
+    floats, stackable, gpt_oss = target.element is not None, target.stackable, "gpt-oss" in target.spellings.values()
     layer, first = experts.layer, experts.kind(0)
 
     def refuse(detail: str, hint: str = "leave it out") -> NoReturn:
         raise MoeqError("usage.names", detail, hint)
 
-    if gguf:
+    if target.experts_only:  # GGUF's names, with a number per expert
         if asked != "source":
             refuse(f"{option('names', asked)}: the format has names of its own")
         return Naming(f"blk.{layer.layer}", _GGUF, listed=True)

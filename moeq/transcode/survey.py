@@ -179,15 +179,7 @@ def _layer(
             f"{where}: expert {group.experts[0]} is not quantised, others are",
             "re-quantise the layer with one scheme for all its experts",
         )
-    naming = choose_naming(
-        experts,
-        family,
-        request.names,
-        gpt_oss="gpt-oss" in target.spellings.values(),
-        floats=target.element is not None,
-        stackable=target.stackable,
-        gguf=target.experts_only,
-    )
+    naming = choose_naming(experts, family, target, request.names)
     if naming.stacked and request.sort_act_order:
         raise MoeqError(
             "usage.names",
