@@ -14,6 +14,7 @@ from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import Reason
 
 Failure = tuple[str, str | None]
+Check = Callable[[Case, ExpertsClass, str], Iterator[Failure]]
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,12 @@ class Rule:
     code: str
     title: str
     explain: str  #: sentence for `moeq explain`
-    #: Function that yields the text and the remedy of every failure.
-    check: Callable[[Case, ExpertsClass, str], Iterator[Failure]]
+    check: Check  #: yields the text and the remedy of every failure
+
+
+def _rule(code: str, title: str, explain: str) -> Callable[[Check], Rule]:
+    """Return a decorator that makes a rule of its check."""
+    return lambda check: Rule(code, title, explain, check)
 
 
 def variant_of(case: Case, row: ExpertsClass, activation: str) -> Variant:
@@ -36,6 +41,7 @@ def variant_of(case: Case, row: ExpertsClass, activation: str) -> Variant:
     return case.variants[key]
 
 
+@_rule("P01_DEVICE", "device", "Platform first, then architecture, then optional packages and switches.")
 def _device(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     gpu = case.gpu
     if case.device not in row.variants:
@@ -54,6 +60,7 @@ def _device(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]
             yield text, f"set {name}={allowed[0]}" if allowed[0] is not None else f"unset {name}"
 
 
+@_rule("P02_NOT_GATED", "non-gated MLP", "Kernels that fuse act(gate) * up cannot run experts without a gate.")
 def _not_gated(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted = variant_of(case, row, activation).activations
     if not_gated(case) and not any(name.endswith("_no_mul") for name in accepted):
@@ -65,6 +72,7 @@ def not_gated(case: Case) -> bool:
     return not case.shape.gated or case.shape.activation.endswith("_no_mul")
 
 
+@_rule("P03_ACTIVATION", "activation", "The activation function is fused into the kernel or its helper.")
 def _activation(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted = variant_of(case, row, activation).activations
     asked = case.shape.activation
@@ -74,6 +82,12 @@ def _activation(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fail
         yield f"activation {asked} is not one of {', '.join(accepted)}", None
 
 
+@_rule(
+    "P04_SCHEME",
+    "weight and activation types",
+    "The pair of weight and activation keys must be one the class lists. The engine's int4 keys do not "
+    "carry the real group size.",
+)
 def _scheme(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     weight = case.method.weight_key
     if not any(variant.admits(weight, activation) for variant in row.variants[case.device]):
@@ -90,6 +104,7 @@ _FORM_WORDS = {
 }
 
 
+@_rule("P05_PARALLEL", "parallel form", "Expert, data parallelism, all-to-all kind and load balancing.")
 def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted, form, d = variant_of(case, row, activation).parallel, case.parallel_form, case.deployment
     if form in accepted:
@@ -109,22 +124,26 @@ def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failur
     yield f"{text} (tp {d.tp}, ep {d.ep}, dp {d.dp}, {case.all2all or 'no'} all-to-all)", remedy
 
 
+@_rule("P06_HASH_ROUTING", "hash routing", "Monolithic kernels route themselves and need to know how.")
 def _hash_routing(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.shape.hash_routing and not variant_of(case, row, activation).hash_routing:
         yield "experts are chosen by token id, which the kernel's own router cannot do", None
 
 
+@_rule("P07_DECOMPOSED", "router outside", "Routes that are changed after routing need a modular kernel.")
 def _decomposed(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.env("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") and not variant_of(case, row, activation).decomposed:
         yield "the router must stay outside the kernel (VLLM_MOE_ROUTING_SIMULATION_STRATEGY)", "unset it"
 
 
+@_rule("P08_ROUTING", "routing method", "Kernels with a built-in router know some routing methods only.")
 def _routing(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted = variant_of(case, row, activation).routing
     if accepted is not None and case.shape.routing not in accepted:
         yield f"routing {case.shape.routing} is not one of {', '.join(accepted)}", None
 
 
+@_rule("P09_ROUTER_DTYPE", "router logits dtype", "Built-in routers take fp32 logits for some methods.")
 def _router_dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted = variant_of(case, row, activation).fp32_logits
     dtype = case.shape.router_dtype or case.deployment.dtype
@@ -133,6 +152,7 @@ def _router_dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fa
         yield f"fp32 router logits with routing {case.shape.routing} (only with {allowed})", "bf16 router logits"
 
 
+@_rule("P10_HIDDEN", "hidden size", "A multiple the kernel's tiles need.")
 def _hidden(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     multiple = variant_of(case, row, activation).hidden
     if multiple is None or case.shape.hidden_size % multiple:
@@ -145,27 +165,41 @@ _FORMAT_REMEDY = {
 }
 
 
+@_rule("P11_FORMAT", "activation format", "Some all-to-all kinds deliver activations as [E, max_tokens, K].")
 def _format(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.format != row.format:
         yield f"activations are {case.format}, the kernel takes {row.format}", _FORMAT_REMEDY[row.format]
 
 
+@_rule("P12_BATCH_INVARIANT", "batch invariance", "Results that do not depend on the batch.")
 def _batch_invariance(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.flag("VLLM_BATCH_INVARIANT") == "1" and not variant_of(case, row, activation).batch_invariant:
         yield "VLLM_BATCH_INVARIANT=1 asks for batch-invariant results", "unset VLLM_BATCH_INVARIANT"
 
 
+@_rule("P13_LORA", "LoRA", "Adapters on expert weights need a kernel that applies them.")
 def _lora(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.deployment.lora and not variant_of(case, row, activation).lora:
         yield "LoRA on experts", "no LoRA on experts"
 
 
+@_rule(
+    "L01_GEMM_TYPE",
+    "Humming GEMM type",
+    "Humming runs one GEMM type: indexed, grouped (expert parallelism) or grouped_masked (batched "
+    "activations, only by VLLM_HUMMING_MOE_GEMM_TYPE).",
+)
 def _gemm_type(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if row.gemm_type is not None and row.gemm_type != case.gemm_type:
         remedy = f"set VLLM_HUMMING_MOE_GEMM_TYPE={row.gemm_type}"
         yield f"Humming prefers {case.gemm_type} GEMMs here, this class is {row.gemm_type}", remedy
 
 
+@_rule(
+    "L02_EXPERTS",
+    "number of experts",
+    "Triton-family kernels pad experts to 32 and need fewer than 1024; TRTLLM bf16 and fp8 take 2048.",
+)
 def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     most = variant_of(case, row, activation).max_experts
     count, replicas = case.physical_experts, case.deployment.redundant_experts
@@ -174,6 +208,7 @@ def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure
         yield f"{count} experts{f' ({replicas} redundant)' if replicas else ''}, at most {most}", remedy
 
 
+@_rule("L03_INTERMEDIATE", "intermediate size", "A multiple the kernel's tiles need, per rank.")
 def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     variant = variant_of(case, row, activation)
     multiple = dict(variant.intermediate_by).get(case.shape.activation, variant.intermediate)
@@ -183,23 +218,27 @@ def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fa
         yield text, nearest_tp(case, lambda size: multiple is not None and size % multiple == 0)
 
 
+@_rule("L04_DTYPE", "activation dtype", "Some kernels exist for bf16 only.")
 def _dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted = variant_of(case, row, activation).dtypes
     if case.deployment.dtype not in accepted:
         yield f"dtype {case.deployment.dtype}, needs {' or '.join(accepted)}", f"dtype {accepted[0]}"
 
 
+@_rule("L05_TOP_K", "top-k", "Zentorch needs at least two experts per token.")
 def _top_k(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     least = variant_of(case, row, activation).min_top_k or 1
     if case.shape.top_k < least:
         yield f"top-k {case.shape.top_k}, needs at least {least}", None
 
 
+@_rule("L06_BIAS", "expert bias", "The class has no bias input.")
 def _bias(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     if case.shape.has_bias and not variant_of(case, row, activation).bias:
         yield "experts have biases", None
 
 
+@_rule("L07_LIMIT", "activation limit", "The clamp of the gated activation, for some activations only.")
 def _limit(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     accepted, limit = variant_of(case, row, activation).limit, case.shape.swiglu_limit
     if limit is not None and accepted is not None and case.shape.activation not in accepted:
@@ -208,58 +247,9 @@ def _limit(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
 
 #: Rules in the engine's order of evaluation. Limits that a class checks itself come before its other rules.
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "L01_GEMM_TYPE",
-        "Humming GEMM type",
-        "Humming runs one GEMM type: indexed, grouped (expert parallelism) or "
-        "grouped_masked (batched activations, only by VLLM_HUMMING_MOE_GEMM_TYPE).",
-        _gemm_type,
-    ),
-    Rule("P01_DEVICE", "device", "Platform first, then architecture, then optional packages and switches.", _device),
-    Rule(
-        "P02_NOT_GATED",
-        "non-gated MLP",
-        "Kernels that fuse act(gate) * up cannot run experts without a gate.",
-        _not_gated,
-    ),
-    Rule(
-        "P03_ACTIVATION", "activation", "The activation function is fused into the kernel or its helper.", _activation
-    ),
-    Rule(
-        "P04_SCHEME",
-        "weight and activation types",
-        "The pair of weight and activation keys must be one the class "
-        "lists. The engine's int4 keys do not carry the real group size.",
-        _scheme,
-    ),
-    Rule("P05_PARALLEL", "parallel form", "Expert, data parallelism, all-to-all kind and load balancing.", _parallel),
-    Rule(
-        "P06_HASH_ROUTING", "hash routing", "Monolithic kernels route themselves and need to know how.", _hash_routing
-    ),
-    Rule(
-        "P07_DECOMPOSED", "router outside", "Routes that are changed after routing need a modular kernel.", _decomposed
-    ),
-    Rule("P08_ROUTING", "routing method", "Kernels with a built-in router know some routing methods only.", _routing),
-    Rule(
-        "P09_ROUTER_DTYPE", "router logits dtype", "Built-in routers take fp32 logits for some methods.", _router_dtype
-    ),
-    Rule("P10_HIDDEN", "hidden size", "A multiple the kernel's tiles need.", _hidden),
-    Rule(
-        "P11_FORMAT", "activation format", "Some all-to-all kinds deliver activations as [E, max_tokens, K].", _format
-    ),
-    Rule("P12_BATCH_INVARIANT", "batch invariance", "Results that do not depend on the batch.", _batch_invariance),
-    Rule("P13_LORA", "LoRA", "Adapters on expert weights need a kernel that applies them.", _lora),
-    Rule(
-        "L02_EXPERTS",
-        "number of experts",
-        "Triton-family kernels pad experts to 32 and need fewer than 1024; TRTLLM bf16 and fp8 take 2048.",
-        _experts,
-    ),
-    Rule("L03_INTERMEDIATE", "intermediate size", "A multiple the kernel's tiles need, per rank.", _intermediate),
-    Rule("L04_DTYPE", "activation dtype", "Some kernels exist for bf16 only.", _dtype),
-    Rule("L05_TOP_K", "top-k", "Zentorch needs at least two experts per token.", _top_k),
-    Rule("L06_BIAS", "expert bias", "The class has no bias input.", _bias),
-    Rule("L07_LIMIT", "activation limit", "The clamp of the gated activation, for some activations only.", _limit),
+    *(_gemm_type, _device, _not_gated, _activation, _scheme, _parallel, _hash_routing, _decomposed, _routing),
+    *(_router_dtype, _hidden, _format, _batch_invariance, _lora, _experts, _intermediate, _dtype, _top_k),
+    *(_bias, _limit),
 )
 
 
@@ -281,7 +271,7 @@ def class_reasons(case: Case, row: ExpertsClass, activation: str) -> tuple[Reaso
 
     On a device without any variant of the class, only the device rule is evaluated.
     """
-    rules = RULES if case.device in row.variants else (rule for rule in RULES if rule.check is _device)
+    rules = RULES if case.device in row.variants else (rule for rule in RULES if rule is _device)
     found = (Reason(rule.code, *failure) for rule in rules for failure in rule.check(case, row, activation))
     if case.brief:
         first = next(found, None)
