@@ -44,6 +44,9 @@ Proof = Literal["sample", "all"]
 #: A sample holds every expert with a number that this divides.
 SAMPLE_STEP = 16
 
+#: Host memory up to which threads are added, of the 2 GiB that a start may take beyond the engine's own.
+USUAL_CEILING = 7 * 2**28
+
 
 class SampledPacker(Packer):
     """Packs one unit for this process alone: proves a sample of its experts, and records nothing."""
@@ -118,7 +121,8 @@ class RankPacker:
 
     @cached_property
     def _executor(self) -> Executor:
-        memory = plan_memory(self._work, self._work.plan.units, default_workers())
+        units, workers = self._work.plan.units, default_workers()
+        memory = plan_memory(self._work, units, workers, max_helpers=1, usual=USUAL_CEILING)
         # Ranks that share experts read the same files: through the page cache, a disk is read once.
         on_gpu = any(tensor.device.type == "cuda" for tensor in self._targets.values())
         return Executor(

@@ -186,7 +186,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         Experts of a part lie together as in the file and are written at once, unless words would not be aligned.
         """
         row, sizes, places = item.start - self._unit.experts.start, list[int](), list[int]()
-        for start, size in (slot for slots in self._slots for slot in slots.values()):
+        for start, size in (stack for slots in self._slots for stack in slots.values()):
             each, count = (size * item.size, 1) if size % WORD == 0 else (size, item.size)
             sizes += count * [each]
             places += [start + row * size + number * each for number in range(count)]

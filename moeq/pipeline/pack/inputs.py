@@ -115,8 +115,8 @@ class InputFile:
         self.name = name
         self._reread = reread
         self.fd = fd
-        self._direct = reopen_direct(self.fd, os.O_RDONLY) if direct else -1
         share = _cached_share(self.fd, spans)
+        self._direct = reopen_direct(self.fd, os.O_RDONLY) if direct and share is not None else -1
         self.cached = None if share is None or _NOTHING < share < _EVERYTHING else share >= _EVERYTHING
 
     def close(self) -> None:

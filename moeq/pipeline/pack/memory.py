@@ -84,7 +84,7 @@ class SpareMemory:
     """
 
     def __init__(self, free: int | None, *, strict: bool = False) -> None:
-        self._all = self._free = 1 << 62 if free is None else max(free, 0)
+        self._all = self._free = 1 << 62 if free is None else max(free, 1)  # one item at a time where nothing is left
         self._strict = strict
         self._changed = threading.Condition()
 

@@ -67,6 +67,7 @@ class Memory:
         workers: threads.
         ceiling: what was asked for, or None.
         helpers: threads that read for a worker, and as many that write for it.
+        usual: ceiling where none was asked for.
     """
 
     base: int
@@ -74,6 +75,7 @@ class Memory:
     workers: int
     ceiling: int | None
     helpers: int = 1
+    usual: int = USUAL_CEILING
 
     @property
     def peak(self) -> int:
@@ -82,7 +84,7 @@ class Memory:
 
     def spare(self) -> SpareMemory:
         """Return the memory that is left for experts that turn out to need the reference path."""
-        return SpareMemory((self.ceiling or USUAL_CEILING) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
+        return SpareMemory((self.ceiling or self.usual) - self.peak - TORCH_BYTES, strict=self.ceiling is not None)
 
 
 def need_of(work: Work, unit: Unit) -> Need:
@@ -102,7 +104,13 @@ def base_bytes(checkpoint: Checkpoint, needs: Iterable[Need]) -> int:
 
 
 def plan_memory(
-    work: Work, units: Sequence[Unit], workers: int, ceiling: int | None = None, *, max_helpers: int = 2
+    work: Work,
+    units: Sequence[Unit],
+    workers: int,
+    ceiling: int | None = None,
+    *,
+    max_helpers: int = 2,
+    usual: int = USUAL_CEILING,
 ) -> Memory:
     """Compute the memory of a run, with as many of the workers as fit below the ceiling.
 
@@ -112,6 +120,7 @@ def plan_memory(
         workers: threads wanted.
         ceiling: bytes that the process must never exceed. None: the usual ceiling, which a single worker may exceed.
         max_helpers: most threads that read for one worker.
+        usual: the usual ceiling.
 
     Raises:
         MoeqError: `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
@@ -123,13 +132,13 @@ def plan_memory(
     kept = ("input", "output", "scratch", "reference")
     largest = {name: max((getattr(need, name) for need in needs.values()), default=0) for name in kept}
     per_worker, buffers = sum(largest.values()), largest["input"] + largest["output"]
-    room = (ceiling or USUAL_CEILING) - base
+    room = (ceiling or usual) - base
     if max_helpers > 1 and 0 < buffers <= SMALL_BUFFERS and workers * (per_worker + buffers) <= room:
-        return Memory(base, per_worker + buffers, workers, ceiling, helpers=2)
+        return Memory(base, per_worker + buffers, workers, ceiling, 2, usual)
     fitting = room // max(per_worker, 1)
     if ceiling is not None and fitting < 1:
         raise _too_little(ceiling, base, per_worker, max(needs, key=lambda kind: needs[kind].total))
-    return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling)
+    return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling, 1, usual)
 
 
 def _one_per_kind(units: Sequence[Unit]) -> list[Unit]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -64,13 +64,20 @@ class Rounding(Codec):
     stored: ClassVar[str]
     infinite: ClassVar[int]
 
+    @abstractmethod
+    def _compute(self, logical: Array, out: Array) -> None:
+        """Fill contiguous `out` with the stored form."""
+
+    def widen(self, logical: Array, out: Array) -> None:
+        self._compute(logical, out)
+
     def exact(self, logical: Array) -> bool:
         again = self.rounded(logical)
         return again is not None and np.array_equal(again, logical)
 
     def rounded(self, logical: Array) -> Array | None:
         stored = np.empty(logical.shape, self.stored)
-        self.widen(logical, stored)
+        self._compute(logical, stored)
         if (stored & self.infinite == self.infinite).any():
             return None
         again = np.empty(logical.shape, logical.dtype)
@@ -114,7 +121,7 @@ class AsFloat32(Rounding):
     stored: ClassVar[str] = "u4"
     infinite: ClassVar[int] = 0x7F800000
 
-    def widen(self, logical: Array, out: Array) -> None:
+    def _compute(self, logical: Array, out: Array) -> None:
         numbers = numbers_of(logical, self.logical)
         if self.least is not None:
             numbers = np.maximum(numbers, np.float32(self.least))
@@ -185,21 +192,23 @@ class Shifted(Rounding):
     def infinite(self) -> int:  # type: ignore[override]
         return 0x7C00 if self.params == "F16" else 0x7F80
 
-    def rounded(self, logical: Array) -> Array | None:
-        if self.repeats == 1 or len(logical) % self.repeats:
-            return super().rounded(logical)
-        once = super().rounded(logical[:: self.repeats])
-        return None if once is None else once.repeat(self.repeats, axis=0)
+    def exact(self, logical: Array) -> bool:
+        once = logical if len(logical) % self.repeats else logical[:: self.repeats]
+        if once.itemsize > 2:
+            return super().exact(once)
+        return bool(_shifted(self.logical, self.params, self.exponent)[1][once].all())
 
     def widen(self, logical: Array, out: Array) -> None:
-        if self.repeats == 1 or len(logical) % self.repeats:
-            self._widen(logical, out)
-            return
-        once = np.empty((len(logical) // self.repeats, logical.shape[1]), self.stored)
-        self._widen(logical[:: self.repeats], once)
-        np.copyto(out.reshape(len(once), self.repeats, -1), once[:, None])
+        repeats = 1 if len(logical) % self.repeats else self.repeats
+        once = logical[::repeats]
+        if once.itemsize > 2:
+            stored = np.empty(once.shape, self.stored)
+            self._compute(once, stored)
+        else:
+            stored = _shifted(self.logical, self.params, self.exponent)[0][once]
+        np.copyto(out.reshape(len(once), repeats, -1), stored[:, None])
 
-    def _widen(self, logical: Array, out: Array) -> None:
+    def _compute(self, logical: Array, out: Array) -> None:
         with np.errstate(over="ignore"):
             if self.params == "F16":
                 product = numbers_of(logical, self.logical).astype(np.float16) * np.float16(2.0**self.exponent)
@@ -214,6 +223,17 @@ class Shifted(Rounding):
         found = numbers.astype(np.float64) * 2.0**-self.exponent
         with np.errstate(over="ignore"):
             np.copyto(out, bits_of(found, self.logical), casting="unsafe")
+
+
+@lru_cache(maxsize=8)
+def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
+    """Return the stored form of every logical number of 8 or 16 bits, and whether it comes back as it was."""
+    numbers = np.arange(1 << (8 if logical == "e8m0" else 16), dtype=np.uint8 if logical == "e8m0" else np.uint16)
+    codec, stored, again = Shifted(logical, params, exponent), np.empty(len(numbers), np.uint16), np.empty_like(numbers)
+    with np.errstate(invalid="ignore"):
+        codec._compute(numbers, stored)
+        codec.narrow(stored, again)
+    return stored, (again == numbers) & (stored & codec.infinite != codec.infinite)
 
 
 @dataclass(frozen=True)

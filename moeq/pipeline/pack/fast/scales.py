@@ -67,6 +67,9 @@ class StoredScales:
         if self.rows == 1:
             return self._by_rows(scales)
         found = self.blank(stored, scratch)
+        if len(found) % self.rows == 0:
+            np.copyto(found.reshape(len(scales), self.rows, -1), scales[:, None])
+            return found
         for number, row in enumerate(scales):
             found[number * self.rows : (number + 1) * self.rows] = row
         return found
