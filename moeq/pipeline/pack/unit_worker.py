@@ -27,10 +27,6 @@ class UnitWorker(ABC, Generic[U, Item]):
     """Executes one open unit, item by item. Any thread may execute any item.
 
     Args:
-        work: plan and source.
-        unit: the unit.
-        inputs: open source files by name.
-        output: the output file.
         spare: memory for items that turn out to need the reference path.
     """
 
@@ -66,12 +62,9 @@ class UnitWorker(ABC, Generic[U, Item]):
         """Read the stored bytes of one item; return None if `pack` will read them itself.
 
         Args:
-            item: the item.
-            buffers: memory of this worker.
             slot: number of the free input buffer.
 
-        Raises:
-            MoeqError: `source.truncated`, `source.unreadable`.
+        Raises MoeqError `source.truncated`, `source.unreadable`.
         """
 
     @abstractmethod
@@ -79,9 +72,7 @@ class UnitWorker(ABC, Generic[U, Item]):
         """Pack and prove one item.
 
         Args:
-            item: the item.
             data: what `read` returned.
-            buffers: memory of this worker.
             slot: number of the free output buffer.
 
         Returns:

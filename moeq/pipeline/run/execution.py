@@ -50,21 +50,13 @@ Opening = AbstractContextManager[UnitExecutor]
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """Place where units are executed.
+    """Place where units are executed."""
 
-    Attributes:
-        name: `local` or `ray`.
-        address: address of the cluster; None takes the one that is found.
-        workers: threads here.
-        spare: memory for items that turn out to need the reference path.
-        helpers: threads that read for each of them here, and as many that write.
-    """
-
-    name: str = "local"
-    address: str | None = None
-    workers: int = 1
-    spare: SpareMemory | None = None
-    helpers: int = 1
+    name: str = "local"  #: `local` or `ray`
+    address: str | None = None  #: address of the cluster; None takes the one that is found
+    workers: int = 1  #: threads here
+    spare: SpareMemory | None = None  #: memory for items that turn out to need the reference path
+    helpers: int = 1  #: threads that read for each of them here, and as many that write
 
 
 @contextmanager
@@ -94,15 +86,10 @@ def executor(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run.
+    """The result of a run."""
 
-    Attributes:
-        records: unit id to its record, for every unit of the run, resumed ones included.
-        resumed: units that an earlier run had finished.
-    """
-
-    records: Mapping[str, UnitRecord]
-    resumed: tuple[str, ...]
+    records: Mapping[str, UnitRecord]  #: unit id to its record, for every unit of the run, resumed ones included
+    resumed: tuple[str, ...]  #: units that an earlier run had finished
 
 
 def one_batch(units: Sequence[Unit]) -> list[Sequence[Unit]]:
@@ -123,15 +110,11 @@ def run_units(
     Records of these units count only if the files still hold the bytes, which are read again.
 
     Args:
-        job: the conversion.
-        folder: its folder, entered.
-        units: all units, or those of a shard.
         where: threads of this process, or a cluster.
         progress: told what happens.
         batches: cuts units into lists that are executed one after the other.
 
-    Raises:
-        MoeqError: as `Executor.execute` and `executor`. What was finished until then is recorded.
+    Raises MoeqError as `Executor.execute` and `executor`. What was finished until then is recorded.
     """
     records = finished_units(job, folder, units, where.workers, progress)
     resumed = tuple(records)
@@ -177,8 +160,7 @@ def finished_units(
     begun with a source that is not recognised as this one: a copy on another machine, or another model of the same
     shape. Its units are packed from this source once more, in memory, and have to come out the same.
 
-    Raises:
-        MoeqError: `source.changed`.
+    Raises MoeqError `source.changed`.
     """
     claimed = [unit for unit in units if unit.id in folder.journals.records]
     others = folder.journals.of_other_files(folder.stamp)
@@ -222,14 +204,10 @@ def recompute(
     """Read, pack, prove and hash units, and keep nothing but their records.
 
     Args:
-        job: plan and source.
-        units: the units.
-        workers: threads.
         advance: called with bytes packed since the last call and a label, in this thread.
         spare: as for `Executor`.
 
-    Raises:
-        MoeqError: as `moeq.pipeline.run.workers.Executor.run`.
+    Raises MoeqError as `moeq.pipeline.run.workers.Executor.run`.
     """
     records: dict[str, UnitRecord] = {}
 

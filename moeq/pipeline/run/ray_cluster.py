@@ -43,19 +43,12 @@ _VISIBLE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Task(Generic[R]):
-    """One call on some node.
+    """One call on some node."""
 
-    Attributes:
-        name: shown by Ray's dashboard and in messages.
-        memory: bytes that it needs; a node is chosen that has them left.
-        call: what is called there, picklable by reference.
-        arguments: its arguments; the result, a `MoeqError` among them, is returned, not raised.
-    """
-
-    name: str
-    memory: int
-    call: Callable[..., R | MoeqError]
-    arguments: tuple[Any, ...]
+    name: str  #: shown by Ray's dashboard and in messages
+    memory: int  #: bytes that it needs; a node is chosen that has them left
+    call: Callable[..., R | MoeqError]  #: what is called there, picklable by reference
+    arguments: tuple[Any, ...]  #: its arguments; the result, a `MoeqError` among them, is returned, not raised
 
 
 class _Dropped(io.TextIOBase):
@@ -69,8 +62,7 @@ class _Dropped(io.TextIOBase):
 def connected(address: str | None) -> Iterator[Any]:
     """Connect Ray to a cluster: the one at `address`, else the one that Ray finds, else one on this machine.
 
-    Raises:
-        MoeqError: `environment.ray-missing`, `environment.ray-connect`, `usage.ray-address`.
+    Raises MoeqError `environment.ray-missing`, `environment.ray-connect`, `usage.ray-address`.
     """
     try:
         import ray
@@ -134,8 +126,7 @@ class Node:
 def nodes(ray: Any) -> list[Node]:
     """Return nodes that are up and have a processor to give.
 
-    Raises:
-        MoeqError: `environment.ray-empty` if there is none.
+    Raises MoeqError `environment.ray-empty` if there is none.
     """
     found = [
         Node(row["NodeID"], f"{row['NodeManagerHostname']} ({row['NodeManagerAddress']})", int(resources["memory"]))
@@ -150,8 +141,7 @@ def nodes(ray: Any) -> list[Node]:
 def check_memory(found: Sequence[Node], tasks: Sequence[Task[R]]) -> None:
     """Refuse tasks that no node could ever take; Ray would leave them pending.
 
-    Raises:
-        MoeqError: `resources.ray-memory`.
+    Raises MoeqError `resources.ray-memory`.
     """
     largest_task = max(tasks, key=lambda task: task.memory)
     largest_node = max(found, key=lambda node: node.memory)
@@ -213,9 +203,8 @@ def token_in(folder: Path, prefix: str = "") -> Iterator[Token]:
 def check_nodes(ray: Any, found: Sequence[Node], token: Token, version: str) -> None:
     """Ask every node whether it sees the output folder and has this moeq.
 
-    Raises:
-        MoeqError: `environment.ray-nodes` with the nodes and what is wrong with each; `environment.ray-empty` where
-            none can run anything.
+    Raises MoeqError `environment.ray-nodes` with the nodes and what is wrong with each; `environment.ray-empty` where
+    none can run anything.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

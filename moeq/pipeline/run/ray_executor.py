@@ -43,36 +43,19 @@ RAY_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """A job in the form that a worker on another node needs.
+    """A job in the form that a worker on another node needs."""
 
-    Attributes:
-        request: the job; a local source is named by its absolute path.
-        open: function that opens the request.
-        digest: digest of the plan.
-        folder: the folder that is written to.
-        token: file by which the worker recognises the folder.
-        reread: the source is read twice.
-        for_shell: messages spell options for a shell.
-    """
-
-    request: Any
-    open: Callable[[Any], OpenedJob]
-    digest: str
-    folder: str
-    token: Token
-    reread: bool
-    for_shell: bool
+    request: Any  #: the job; a local source is named by its absolute path
+    open: Callable[[Any], OpenedJob]  #: function that opens the request
+    digest: str  #: digest of the plan
+    folder: str  #: the folder that is written to
+    token: Token  #: file by which the worker recognises the folder
+    reread: bool  #: the source is read twice
+    for_shell: bool  #: messages spell options for a shell
 
 
 class RayExecutor:
-    """Executes units on a cluster; used like `moeq.pipeline.run.workers.Executor`.
-
-    Args:
-        ray: the `ray` module, connected.
-        job: the conversion.
-        remote: the job in the form that workers need.
-        warn: called with a code and a sentence for every retry.
-    """
+    """Executes units on a cluster; used like `moeq.pipeline.run.workers.Executor`."""
 
     def __init__(self, ray: Any, job: OpenedJob, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
@@ -93,8 +76,8 @@ class RayExecutor:
     ) -> None:
         """Execute units on whichever nodes are free, the largest first.
 
-        Raises:
-            MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`; `environment.ray-lost`.
+        Raises MoeqError: what a unit raised, as it would be raised here; `resources.ray-memory`;
+        `environment.ray-lost`.
         """
         by_id = {unit.id: unit for unit in units}
         if not units:
@@ -140,9 +123,8 @@ def ray_executor(
 ) -> Iterator[RayExecutor]:
     """Open an executor on a Ray cluster, all of whose nodes see the folder and have this moeq.
 
-    Raises:
-        MoeqError: `environment.ray-missing`, `environment.ray-connect`, `environment.ray-empty`,
-            `environment.ray-nodes`, `usage.ray-address`.
+    Raises MoeqError `environment.ray-missing`, `environment.ray-connect`, `environment.ray-empty`,
+    `environment.ray-nodes`, `usage.ray-address`.
     """
     folder = folder.absolute()
     with ray_cluster.connected(address) as ray, ray_cluster.token_in(folder, WORK_PREFIX) as token:

@@ -33,17 +33,11 @@ class Step(Generic[U]):
 
 @dataclass(frozen=True)
 class Schedule(Generic[U]):
-    """Order in which files are fetched, used and dropped.
+    """Order in which files are fetched, used and dropped."""
 
-    Attributes:
-        steps: in order.
-        peak_bytes: most bytes of source files held at once.
-        fetched_bytes: bytes of source files fetched in all; every file at most once.
-    """
-
-    steps: tuple[Step[U], ...]
-    peak_bytes: int
-    fetched_bytes: int
+    steps: tuple[Step[U], ...]  #: in order
+    peak_bytes: int  #: most bytes of source files held at once
+    fetched_bytes: int  #: bytes of source files fetched in all; every file at most once
 
 
 def require_streamable(source: Source, executor: str = "local") -> HubSource:
@@ -78,13 +72,7 @@ def streamed(
     Files are kept below `folder` while something needs them, and stay there when the work is interrupted, so that the
     next run fetches only what is missing. When the context ends without an error, they are removed.
 
-    Args:
-        source: a repository.
-        folder: folder of the conversion.
-        progress: told of every file before it is fetched.
-
-    Raises:
-        MoeqError: `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
+    Raises MoeqError `usage.stream-source`; while going through batches, `source.*` and `resources.disk-full`.
     """
     stream = require_streamable(source).stream_into(folder.work("source"), folder.pieces)
     yield partial(_batches, stream=stream, source=source, progress=progress)
@@ -110,8 +98,7 @@ def _batches(
 def require_space(plan: Schedule[U], folder: Path) -> None:
     """Refuse what cannot be held. What an earlier run has fetched is on the disk already and counts as free.
 
-    Raises:
-        MoeqError: `resources.disk-full`.
+    Raises MoeqError `resources.disk-full`.
     """
     here = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     free = shutil.disk_usage(folder.parent).free + here
@@ -132,7 +119,6 @@ def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: M
     checkpoints whose files follow their layers this finds it.
 
     Args:
-        units: what is to be converted.
         files: the source files that a unit reads.
         sizes: bytes per source file.
     """

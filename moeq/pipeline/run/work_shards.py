@@ -43,7 +43,6 @@ class WorkShard:
         is left; none takes so many that another is left without.
 
         Args:
-            units: all units of the plan.
             remote: the source is a repository, whose files each process fetches for itself.
         """
         groups = grouped(units, remote=remote)
@@ -63,19 +62,12 @@ class WorkShard:
 
 @dataclass(frozen=True)
 class ShardRun:
-    """A shard of a conversion.
+    """A shard of a conversion."""
 
-    Attributes:
-        shard: the shard.
-        units: number of its units.
-        bytes_out: bytes that its units write.
-        done: whether the units are done; False for a dry run.
-    """
-
-    shard: WorkShard
-    units: int
-    bytes_out: int
-    done: bool
+    shard: WorkShard  #: the shard
+    units: int  #: number of its units
+    bytes_out: int  #: bytes that its units write
+    done: bool  #: whether the units are done; False for a dry run
 
 
 def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
@@ -117,11 +109,9 @@ def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
 
     Args:
         text: `I/N`, `auto` (whichever launcher started this process), or a launcher's name.
-        environ: the process's environment.
 
-    Raises:
-        MoeqError: `usage.shard` for anything else; `usage.shard-launcher` if a launcher's variables are missing or
-            contradict each other.
+    Raises MoeqError `usage.shard` for anything else; `usage.shard-launcher` if a launcher's variables are missing or
+    contradict each other.
     """
     named = {launcher.name: launcher for launcher in LAUNCHERS}
     if text == "auto" or text in named:
@@ -156,25 +146,16 @@ COUNT_VARIABLE = "MOEQ_SHARDS"
 
 @dataclass(frozen=True)
 class Launcher:
-    """One way of starting a command N times.
+    """One way of starting a command N times."""
 
-    Attributes:
-        name: name for `--shard`.
-        title: name for people.
-        index: variable with this process's number.
-        count: variable with how many there are.
-        mark: variables of which one is set only if this launcher started the process.
-        first, last, step: variables with the lowest and highest number and their distance, for a launcher that counts
-            from elsewhere than 0 in steps other than 1.
-        remedy: a way to launch that sets the variables.
-    """
-
-    name: str
-    title: str
-    index: str
-    count: str
-    mark: tuple[str, ...]
-    remedy: str
+    name: str  #: name for `--shard`
+    title: str  #: name for people
+    index: str  #: variable with this process's number
+    count: str  #: variable with how many there are
+    mark: tuple[str, ...]  #: variables of which one is set only if this launcher started the process
+    remedy: str  #: a way to launch that sets the variables
+    #: Variables with the lowest and highest number and their distance, for a launcher that counts from elsewhere than 0
+    #: in steps other than 1.
     first: str | None = None
     last: str | None = None
     step: str | None = None
@@ -243,8 +224,7 @@ class TaskIndex:
 def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     """Read this process's index from the environment.
 
-    Raises:
-        MoeqError: `usage.shard-launcher` if a variable is missing, is no number, or contradicts another.
+    Raises MoeqError `usage.shard-launcher` if a variable is missing, is no number, or contradicts another.
     """
     index, count = _number(launcher, launcher.index, environ), _number(launcher, launcher.count, environ)
     if launcher.first and launcher.last and launcher.step:
@@ -258,8 +238,7 @@ def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
 def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
     """Find this process's index in the environment. Launchers of a single process do not count.
 
-    Raises:
-        MoeqError: `usage.shard-launcher` if no launcher is found, or several that contradict each other.
+    Raises MoeqError `usage.shard-launcher` if no launcher is found, or several that contradict each other.
     """
     found = [task_index(launcher, environ) for launcher in LAUNCHERS if any(name in environ for name in launcher.mark)]
     if not found:

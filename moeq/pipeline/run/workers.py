@@ -68,9 +68,7 @@ class Executor:
     Buffers are kept from one call to the next, so one executor should serve many units.
 
     Args:
-        job: the conversion.
         folder: folder with the output files (`<DST>.moeq-partial`); None: nothing is written to a disk.
-        workers: threads.
         spare: memory beyond what `moeq.pipeline.run.resources.plan_memory` counts; None: as much as it takes.
         helpers: threads that read for a worker, and as many that write for it.
         sink: without a folder, function that makes the destination of a unit's bytes.
@@ -101,8 +99,7 @@ class Executor:
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units, at their full size with their headers; data in them stays.
 
-        Raises:
-            MoeqError: `resources.disk-full`, `environment.write`, `environment.planted`.
+        Raises MoeqError `resources.disk-full`, `environment.write`, `environment.planted`.
         """
         if self.folder is None:
             return
@@ -116,11 +113,9 @@ class Executor:
         """Execute one unit: its bytes are on disk and proven when this returns.
 
         Args:
-            unit_id: the unit.
             advance: called with bytes written since the last call and a label, in this thread.
 
-        Raises:
-            MoeqError: `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
+        Raises MoeqError `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
         """
         unit = self.job.plan.unit(unit_id)
         records: list[UnitRecord] = []
@@ -144,13 +139,11 @@ class Executor:
         """Execute units, in about this order. The files have to be prepared.
 
         Args:
-            units: what to execute.
             handle: called in this thread with everything that happens. What it raises (and KeyboardInterrupt) ends the
                 run: threads end after the expert that they are at.
             record_finished: called with units that were still brought to disk after that, or after an error.
 
-        Raises:
-            MoeqError: as `execute`.
+        Raises MoeqError as `execute`.
         """
         with headers_frozen():
             run = _Run(self, units, self._buffers, self._spare, self._helpers)

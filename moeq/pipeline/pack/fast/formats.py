@@ -55,23 +55,14 @@ _INTEGER = {"I32": np.int32, "I64": np.int64}
 
 @dataclass(frozen=True)
 class StoredProjection:
-    """One projection as its format stores it.
+    """One projection as its format stores it."""
 
-    Attributes:
-        sigs: dtype and shape of each part of one expert.
-        spec: its logical matrix.
-        scheme: encoding of the matrix.
-        view: how its format arranges the parts.
-        names: role to name of the part; parts of the role "other" are left out and never read.
-        any_order: whether columns may be in activation order.
-    """
-
-    sigs: Mapping[str, PartSig]
-    spec: MatrixSpec
-    scheme: Scheme
-    view: FastView
-    names: Mapping[PartRole, str]
-    any_order: bool = False
+    sigs: Mapping[str, PartSig]  #: dtype and shape of each part of one expert
+    spec: MatrixSpec  #: its logical matrix
+    scheme: Scheme  #: encoding of the matrix
+    view: FastView  #: how its format arranges the parts
+    names: Mapping[PartRole, str]  #: role to name of the part; parts of the role "other" are left out and never read
+    any_order: bool = False  #: whether columns may be in activation order
 
     def fits(self) -> bool:
         """Return whether headers alone allow this fast path."""

@@ -69,13 +69,9 @@ class OwnOrder(Order):
 
 @dataclass(frozen=True)
 class TransposedOrder(Order):
-    """Stores columns as rows.
+    """Stores columns as rows."""
 
-    Attributes:
-        element: dtype of what is moved.
-    """
-
-    element: str
+    element: str  #: dtype of what is moved
 
     def pack(self, elements: Array, out: Array, row: int = 0) -> None:
         columns = elements.view(self.element).T

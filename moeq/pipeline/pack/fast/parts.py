@@ -35,17 +35,11 @@ WIDENED: dict[tuple[str, str], Codec] = {("BF16", "F32"): WidenedBf16(), ("F16",
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a projection among some rows of elements.
+    """Rows of a projection among some rows of elements."""
 
-    Attributes:
-        projection: number of the projection.
-        source: rows of the projection.
-        elements: places of these rows among the elements.
-    """
-
-    projection: int
-    source: slice
-    elements: slice
+    projection: int  #: number of the projection
+    source: slice  #: rows of the projection
+    elements: slice  #: places of these rows among the elements
 
     @property
     def count(self) -> int:
@@ -55,17 +49,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows of elements that are packed at once.
+    """Rows of elements that are packed at once."""
 
-    Attributes:
-        row: number of the first row.
-        count: number of rows.
-        rows: rows that belong to projections; the others are filling.
-    """
-
-    row: int
-    count: int
-    rows: tuple[Rows, ...]
+    row: int  #: number of the first row
+    count: int  #: number of rows
+    rows: tuple[Rows, ...]  #: rows that belong to projections; the others are filling
 
     @cached_property
     def filling(self) -> tuple[slice, ...]:
@@ -78,35 +66,20 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class FastPart:
-    """A part of one expert's packed matrix.
+    """A part of one expert's packed matrix."""
 
-    Attributes:
-        name: part name (`weight`, `scale`, `zero`, `bias`).
-        field: the logical field that it holds.
-        order: order of its elements.
-        shape: `[rows, columns]` of its elements, zero-filled.
-        dtype: dtype of an element: words of codes, or what a scale, zero point or bias is stored as.
-        starts: the first row of each projection.
-        step: from one row of a projection to the next.
-        filled: rows and columns of each projection that are not zero-filling.
-        widen: codec of the stored form, or None if elements are stored as they are.
-        flip: pattern of bits that are stored inverted, as a byte.
-        dense: whether each view is contiguous, or the transpose of a contiguous matrix.
-        every: rows of the matrix that share a row of elements (`sampled`).
-    """
-
-    name: str
-    field: str
-    order: Order
-    shape: tuple[int, int]
-    dtype: str
-    starts: tuple[int, ...]
-    step: int
-    filled: tuple[int, int]
-    widen: Codec | None = None
-    flip: int = 0
-    dense: bool = False
-    every: int = 1
+    name: str  #: part name (`weight`, `scale`, `zero`, `bias`)
+    field: str  #: the logical field that it holds
+    order: Order  #: order of its elements
+    shape: tuple[int, int]  #: `[rows, columns]` of its elements, zero-filled
+    dtype: str  #: dtype of an element: words of codes, or what a scale, zero point or bias is stored as
+    starts: tuple[int, ...]  #: the first row of each projection
+    step: int  #: from one row of a projection to the next
+    filled: tuple[int, int]  #: rows and columns of each projection that are not zero-filling
+    widen: Codec | None = None  #: codec of the stored form, or None if elements are stored as they are
+    flip: int = 0  #: pattern of bits that are stored inverted, as a byte
+    dense: bool = False  #: whether each view is contiguous, or the transpose of a contiguous matrix
+    every: int = 1  #: rows of the matrix that share a row of elements (`sampled`)
 
     @cached_property
     def row_bytes(self) -> int:
@@ -278,13 +251,7 @@ def present(view: Array | None) -> Array:
 
 
 def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
-    """Return the parts of a packed matrix; parts that no fast path handles are missing.
-
-    Args:
-        layout: the layout.
-        spec: the matrix.
-        padded: the matrix with its padding.
-    """
+    """Return the parts of a packed matrix; parts that no fast path handles are missing."""
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
     if "zero_sign" in layout.extra_tensors(padded):
         found.append(_zero_signs(spec, padded))

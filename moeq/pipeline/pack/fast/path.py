@@ -44,9 +44,6 @@ _GROUPED = {"scales": "stored scales", "zeros": "stored zeros"}
 #: Stored bytes by projection and part: uint8, flat, each the part of one expert.
 Inputs = Mapping[tuple[StoredName, str], Array]
 
-#: Matrices of every projection by logical field (`moeq.pipeline.pack.fast.formats`).
-Matrices = Sequence[Fields]
-
 #: Packed bytes by part, one mapping per shard: uint8, flat, each one expert's slot.
 Outputs = Sequence[Mapping[str, Array]]
 
@@ -99,21 +96,13 @@ class StoredMatrix(ReadMatrix, Protocol):
 
 @dataclass(frozen=True)
 class MatrixReader:
-    """Reads one stored projection.
+    """Reads one stored projection."""
 
-    Attributes:
-        name: the projection, as stored.
-        stored: reader of the stored parts.
-        holds: the logical projections that it holds, with their specs.
-        interleaved: whether rows of gate and up are interleaved.
-        region: scratch of this reader.
-    """
-
-    name: StoredName
-    stored: ReadMatrix
-    holds: tuple[tuple[Projection, MatrixSpec], ...]
-    interleaved: bool
-    region: Region
+    name: StoredName  #: the projection, as stored
+    stored: ReadMatrix  #: reader of the stored parts
+    holds: tuple[tuple[Projection, MatrixSpec], ...]  #: the logical projections that it holds, with their specs
+    interleaved: bool  #: whether rows of gate and up are interleaved
+    region: Region  #: scratch of this reader
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """Return the fields of each logical projection."""
@@ -159,21 +148,13 @@ class ProjectionReader(MatrixReader):
 
 @dataclass(frozen=True)
 class ShardPath:
-    """The packed parts of one rank.
+    """The packed parts of one rank."""
 
-    Attributes:
-        parts: packed parts; the first part of a field holds what the others do not.
-        features: intermediate features of the rank.
-        everything: whether the rank holds all of them.
-        first: whether the rank is 0, which keeps the bias of w2.
-        shared: the global scale, if there is one.
-    """
-
-    parts: tuple[FastPart, ...]
-    features: Range
-    everything: bool
-    first: bool
-    shared: SharedScale | None = None
+    parts: tuple[FastPart, ...]  #: packed parts; the first part of a field holds what the others do not
+    features: Range  #: intermediate features of the rank
+    everything: bool  #: whether the rank holds all of them
+    first: bool  #: whether the rank is 0, which keeps the bias of w2
+    shared: SharedScale | None = None  #: the global scale, if there is one
 
     @property
     def is_known(self) -> bool:
@@ -225,30 +206,20 @@ class FastPath:
     """The fast path of one layer's `w13` or `w2`. Immutable; any number of threads may use it.
 
     All buffers start at multiples of 8 bytes and belong to the caller; none is kept. Only `rebuild` writes to inputs.
-
-    Attributes:
-        spec: the logical matrix, in the groups that are written.
-        readers: one per stored projection.
-        shards: the packed parts of every rank.
-        times: groups that are written for one of the source's.
-        repeated: scratch for repeated scales and zero points, for each logical projection.
-        rounds: whether scales may be rounded to what the layout holds.
-        scales: least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
-        elements: scratch for the elements of a part.
-        expected: scratch for what they should be, and for intermediate values.
-        scratch_bytes: size of the scratch buffer.
     """
 
-    spec: MatrixSpec
-    readers: tuple[ProjectionReader, ...]
-    shards: tuple[ShardPath, ...]
+    spec: MatrixSpec  #: the logical matrix, in the groups that are written
+    readers: tuple[ProjectionReader, ...]  #: one per stored projection
+    shards: tuple[ShardPath, ...]  #: the packed parts of every rank
+    #: Least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
     scales: tuple[int, int] | None
-    elements: Region
-    expected: Region
-    scratch_bytes: int
-    times: int = 1
+    elements: Region  #: scratch for the elements of a part
+    expected: Region  #: scratch for what they should be, and for intermediate values
+    scratch_bytes: int  #: size of the scratch buffer
+    times: int = 1  #: groups that are written for one of the source's
+    #: Scratch for repeated scales and zero points, for each logical projection.
     repeated: tuple[tuple[Region, Region], ...] = ()
-    rounds: bool = False
+    rounds: bool = False  #: whether scales may be rounded to what the layout holds
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:

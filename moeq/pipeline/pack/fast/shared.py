@@ -71,13 +71,9 @@ class PlainScale(SharedScale):
 
 @dataclass(frozen=True)
 class MarlinScale(SharedScale):
-    """Stores `global_scale` and `scale_factor` of one rank.
+    """Stores `global_scale` and `scale_factor` of one rank."""
 
-    Attributes:
-        layout: the layout, calibrated if it needs that.
-    """
-
-    layout: MarlinNVFP4
+    layout: MarlinNVFP4  #: the layout, calibrated if it needs that
 
     @property
     def factor(self) -> float:  # type: ignore[override]
