@@ -188,3 +188,14 @@ def test_act_order_of_one_group(version: str, has: bool, intermediate: int, tp: 
     found = judge_config({**GPTQ, "desc_act": True}, shape, deployment, explain=False)
     codes = {row.code for row in found.advisories}
     assert ("marlin-act-order-one-group" in codes) == (hit and has)
+
+
+@pytest.mark.parametrize(("version", "hit"), [("0.26.0", True), ("0.27.1", True), ("0.28.0", False)])
+def test_gemma4_beside_newer_transformers(version: str, hit: bool) -> None:
+    """vLLM 0.26.0 to 0.27.1 read one `head_dim` of a config that has one for each layer (transformers 5.15.1)."""
+    where, shape = (
+        Deployment(parse_gpu("H100"), engine=f"vllm@{version}"),
+        replace(SHAPE, architecture="Gemma4ForCausalLM"),
+    )
+    codes = {row.code for row in judge_config(GPTQ, shape, where, explain=False).advisories}
+    assert ("gemma4-new-transformers" in codes) is hit

@@ -134,6 +134,8 @@ def test_excluded_experts_that_are_quantised(tmp_path: Path) -> None:
     verdict = judged(folder)
     assert verdict.method == "UnquantizedFusedMoEMethod"
     assert not verdict.ok
+    (gate,) = (gate for gate in verdict.gates if gate.code == "G13" and not gate.passed)
+    assert gate.remedy == "a quantization_config without the entry that leaves these experts out"
 
 
 def test_missing_activation_scales_are_fatal_where_they_are_read(tmp_path: Path) -> None:

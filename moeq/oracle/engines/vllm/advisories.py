@@ -322,4 +322,5 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "act_order_one_group": _act_order_one_group,
     "uncalibrated_fp8": _uncalibrated_fp8,
+    "gemma4": lambda o: o.case.shape.architecture.startswith("Gemma4"),
 }

@@ -302,4 +302,7 @@ def _remedy(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None:
     if outcome.entry == "deepseek_v4_fp8":
         fp8 = any(tensor.part == "weight" and tensor.dtype == "F8_E4M3" for tensor in tensors)
         return f'"expert_dtype": "{"fp8" if fp8 else "fp4"}" in config.json'
+    stored = any("scale" in tensor.part or tensor.part == "qweight" for tensor in tensors)
+    if outcome.config and stored and outcome.case.method.family == "unquantized":
+        return "a quantization_config without the entry that leaves these experts out"
     return None
