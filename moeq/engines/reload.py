@@ -16,10 +16,10 @@ from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
-from moeq.layouts.base import check_index_parts
-from moeq.load.rank_reading import read_experts
+from moeq.layouts.base import INDEX_PARTS, check_index_parts
+from moeq.load.rank_reading import holds
 from moeq.load.ranks import RankPart, plan_places, plan_rank
-from moeq.load.torch_loader import layer_entry, open_converted, read_parts, uneven_unit
+from moeq.load.torch_loader import fill_parts, layer_entry, open_converted, read_parts, uneven_unit
 from moeq.update.layers import WritableLayer, describe_layer
 from moeq.update.writer import Writer
 
@@ -60,15 +60,16 @@ class ExpertReload:
     Args:
         layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
         path: folder or Hub repository that stacked tensors come from.
+        from_path: whether the engine itself reads the tensors there, so that they need not be compared.
 
     Attributes:
         stacked: names of stacked tensors, as a converted folder has them.
         written: projections that were written.
     """
 
-    def __init__(self, layers: Iterable[Any], path: str) -> None:
+    def __init__(self, layers: Iterable[Any], path: str, *, from_path: bool = False) -> None:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
-        self._path = path
+        self._path, self._from_path = path, from_path
         methods = [layer.quant_method for layer in self._layers.values()]
         self.stacked = {
             name
@@ -119,7 +120,7 @@ class ExpertReload:
     def folder(self) -> FolderReload:
         """Open the converted folder that the engine reads, for tensors that come stacked."""
         self._check_scales()
-        return FolderReload(self._layers.values(), self._path)
+        return FolderReload(self._layers.values(), self._path, self._from_path)
 
     def finish(self) -> None:
         """Write the experts of the last layer."""
@@ -149,9 +150,9 @@ class FolderReload:
     served ones.
     """
 
-    def __init__(self, layers: Iterable[Any], path: str) -> None:
+    def __init__(self, layers: Iterable[Any], path: str, from_path: bool) -> None:
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
-        self._folder = open_converted(path)
+        self._folder, self._from_path = open_converted(path), from_path
         self._parts = {number: self._plan(layer) for number, layer in self._layers.items()}
         self._missing = {
             name: number
@@ -182,16 +183,9 @@ class FolderReload:
         return parts
 
     def take(self, name: str, tensor: Tensor) -> None:
-        """Compare a stacked tensor with the folder's, one expert at a time. Raises MoeqError `usage.reload`."""
-        import torch
-
+        """Note that a stacked tensor has come. Raises MoeqError `usage.reload` if it is not the folder's."""
         source = self._folder.source
-        stored = source.tensors.get(name)
-        same = stored is not None and len(tensor) == stored.shape[0]
-        for row in range(len(tensor) if same else 0):
-            given = tensor[row].cpu().contiguous().flatten().view(torch.uint8)
-            same = same and torch.equal(given, read_experts(source, name, (row, row + 1)).flatten().view(torch.uint8))
-        if not same:
+        if not self._from_path and not (name in source.tensors and holds(source, name, tensor)):
             raise MoeqError(
                 "usage.reload",
                 f"{name} is not the tensor of {source.name}, and a stacked tensor does not say how it is packed",
@@ -216,10 +210,14 @@ class FolderReload:
             for part in self._parts[number]:
                 rows = slice(first, first + part.experts[1] - part.experts[0])
                 for role, matrix in part.matrices.items():
+                    targets = {name: served[role][name][rows] for name in matrix.stored.tensors}
+                    if targets.keys().isdisjoint(INDEX_PARTS):
+                        fill_parts(self._folder, entry, part, matrix, targets)
+                        continue
                     read = read_parts(self._folder, entry, part, matrix)
                     check_index_parts(read, matrix.spec, f"layer {number}: {role}")
                     for name, tensor in read.items():
-                        served[role][name][rows].copy_(tensor)
+                        targets[name].copy_(tensor)
                 first = rows.stop
             written += first
         return written

@@ -151,7 +151,7 @@ def read_experts(
     def reader(fd: int) -> Read:
         return lambda target, start: source.read_into(fd, target.data, offset + start, entry.file)
 
-    _fill(source, entry.file, out, STAGE, reader)
+    _by_pieces(source, entry.file, out, STAGE, reader)
     return found
 
 
@@ -184,8 +184,35 @@ def read_shards(
 
         return read
 
-    _fill(source, entry.file, found.view(-1).view(torch.uint8), kept * max(1, STAGE // kept), reader)
+    _by_pieces(source, entry.file, found.view(-1).view(torch.uint8), kept * max(1, STAGE // kept), reader)
     return found
+
+
+def holds(source: Source, name: str, tensor: Tensor) -> bool:
+    """Return whether a tensor has the shape and the bytes of a stored one."""
+    import numpy as np
+    import torch
+
+    entry = source.entry(name)
+    if tuple(tensor.shape) != entry.shape or tensor.nbytes != entry.end - entry.start:
+        return False
+    given = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    different: list[int] = []
+
+    def reader(fd: int) -> Read:
+        stored = np.empty(min(STAGE, len(given)), dtype=np.uint8)
+
+        def compare(piece: Bytes, start: int) -> None:
+            window = stored[: len(piece)]
+            if not different:
+                source.read_into(fd, window.data, entry.start + start, entry.file)
+                if not np.array_equal(window, piece):
+                    different.append(start)
+
+        return compare
+
+    _by_pieces(source, entry.file, given, STAGE, reader)
+    return not different
 
 
 def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | None, into: Tensor | None) -> Tensor:
@@ -198,10 +225,10 @@ def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | N
     return into
 
 
-def _fill(
+def _by_pieces(
     source: Source, file: str, out: Tensor, stage: int, reader: Callable[[int], Read], staged: bool | None = None
 ) -> None:
-    """Fill bytes `[n]` from a file, in pieces of `stage` bytes, by a few threads: some read while others copy.
+    """Read a file for the pieces of some bytes `[n]`, by a few threads: some read while others copy.
 
     Each thread opens the file for itself, since the operating system reads ahead for each opened file.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from update.updates import Experts
 
 import moeq
 from moeq.errors import MoeqError
+from moeq.load.rank_reading import holds
 
 reload = pytest.importorskip("vllm.model_executor.model_loader.reload", reason="this vLLM has no layerwise reload")
 
@@ -28,19 +30,26 @@ CASES = {"ct-int4-g128-qwen3moe": "qwen3_moe", "ct-w8a8-qwen3moe": "qwen3_moe", 
 class Running(ModelRunner):
     """A whole model of the engine with converted experts, filled and set up, and the engine's reloads of it."""
 
-    def reload_folder(self, folder: Path) -> None:
-        """`reload_weights` of the engine with `weights_path`."""
+    def reload_folder(self, folder: Path, *, by_engine: bool = True) -> None:
+        """`reload_weights` of the engine with `weights_path`, or with an iterator that reads it."""
         from safetensors.torch import load_file
+        from vllm.config import LoadConfig
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-        self.vllm_config.model_config.model = str(folder)
-        self.reload({name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()})
+        config = self.vllm_config.model_config
+        config.model = str(folder)
+        if by_engine:
+            self.reload(DefaultModelLoader(LoadConfig()).get_all_weights(config, self.model))
+        else:
+            tensors = {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}
+            self.reload(tensors.items())
 
-    def reload(self, tensors: dict[str, torch.Tensor]) -> None:
+    def reload(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """`reload_weights` of the engine with an iterator."""
         with set_current_vllm_config(self.vllm_config):
             reload.initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(tensors.items())
+                self.model.load_weights(tensors)
             finally:
                 reload.finalize_layerwise_reload(self.model, self.vllm_config.model_config)
 
@@ -76,7 +85,7 @@ def test_experts_are_reloaded_in_place(running, folders, checkpoints) -> None:
         for expert in range(wanted[layer].num_experts):
             for projection in source.projections:
                 writer.update(layer, expert, projection, source.parts(1 - layer, expert, projection))
-    engine.reload(given)
+    engine.reload(given.items())
     for layer in (0, 1):
         for role in ("w13", "w2"):
             for part, tensor in wanted[layer].tensors[role].items():
@@ -92,10 +101,10 @@ def test_bf16_experts_are_quantised_and_bad_ones_refused(running, folders) -> No
     spec = layer.specs["w2"]
     weight = torch.randn(spec.n, spec.k, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     moeq.Writer([layer]).update(1, 0, "down", weight)
-    engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight})
+    engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight}.items())
     assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
     with pytest.raises(MoeqError) as caught:
-        engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight[1:]})
+        engine.reload({"model.layers.1.mlp.experts.0.down_proj.weight": weight[1:]}.items())
     assert caught.value.code == "usage.update-tensors"
     assert torch.equal(engine.parameters(1)["w2_weight"].data, layer.tensors["w2"]["weight"])
 
@@ -158,8 +167,9 @@ def test_skyrl_sends_chunks_between_the_beginning_and_the_end_of_one_reload(runn
     assert bool((engine.model.model.norm.weight == 2).all())
 
 
+@pytest.mark.parametrize("by_engine", [True, False])
 @pytest.mark.parametrize("running", CASES, indirect=True)
-def test_a_converted_folder_is_reloaded(running, folders) -> None:
+def test_a_converted_folder_is_reloaded(running, folders, by_engine, monkeypatch) -> None:
     """After a sleep of level 2 all weights are lost, and the engine reads its folder again."""
     name, engine = running
     before = {layer: {key: one.data.clone() for key, one in engine.parameters(layer).items()} for layer in (0, 1)}
@@ -167,7 +177,15 @@ def test_a_converted_folder_is_reloaded(running, folders) -> None:
     for layer in (0, 1):
         for one in engine.parameters(layer).values():
             one.data.view(torch.uint8).fill_(0xA5)
-    engine.reload_folder(folders[name])
+    compared: list[str] = []
+
+    def compare(source: Any, name: str, tensor: torch.Tensor) -> bool:
+        compared.append(name)
+        return holds(source, name, tensor)
+
+    monkeypatch.setattr("moeq.engines.reload.holds", compare)
+    engine.reload_folder(folders[name], by_engine=by_engine)
+    assert bool(compared) != by_engine, "what the engine itself reads from the folder is not read twice"
     for layer in (0, 1):
         for key, one in engine.parameters(layer).items():
             assert torch.equal(one.data.view(torch.uint8), before[layer][key].view(torch.uint8)), (layer, key)
@@ -186,7 +204,7 @@ def test_folders_that_do_not_fit_are_refused_before_a_byte_is_written(running, f
     foreign = {key: one.data for key, one in moeq.writable_layer(moeq.open(folders[name]), 1).tensors["w2"].items()}
     stacked = moeq.open(folders[name]).manifest.layer(1).matrices["w2"].tensors  # type: ignore[attr-defined]
     with pytest.raises(MoeqError, match="is not the tensor of"):
-        engine.reload({stacked["weight"]: foreign["weight"] + 1})
+        engine.reload({stacked["weight"]: foreign["weight"] + 1}.items())
     with pytest.raises(MoeqError, match="come together"):
-        engine.reload({stacked["weight"]: foreign["weight"]})
+        engine.reload({stacked["weight"]: foreign["weight"]}.items())
     assert all(torch.equal(before[key], one.data) for key, one in engine.parameters(1).items())

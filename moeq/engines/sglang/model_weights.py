@@ -81,8 +81,9 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
     stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
     configs = _configs(model)
     if any(layer.quant_method.info is not None for layer in layers):
-        path = _folder.get() or layers[0].quant_method.experts.checkpoint.source.name
-        weights = divert(weights, ExpertReload(layers, path))
+        folder = _folder.get()
+        path = folder or layers[0].quant_method.experts.checkpoint.source.name
+        weights = divert(weights, ExpertReload(layers, path, from_path=folder is not None))
     elif layers:
         weights = ((name, tensor) for name, tensor in weights if name not in stacked)
     for module, config in configs:

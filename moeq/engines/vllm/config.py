@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization import (
     register_quantization_config,
 )
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -243,7 +244,7 @@ def _without_experts(kind: Any) -> Load:
         running = next((layer for layer in own.values() if layer.quant_method.moe_kernel is not None), None)
         if running is not None:  # `reload_weights`, or a weight update from training
             path = running.quant_method.model_config.model  # `reload_weights` sets it to its `weights_path`
-            weights = divert(weights, ExpertReload(own.values(), path))
+            weights = divert(weights, ExpertReload(own.values(), path, from_path=_is_engines_reading(weights)))
         # With pipeline parallelism a rank may hold no layer with experts.
         homeless = not own and not any(isinstance(module, PPMissingLayer) for module in model.modules())
 
@@ -267,3 +268,9 @@ def _without_experts(kind: Any) -> Load:
         }
 
     return load_weights
+
+
+def _is_engines_reading(weights: Weights) -> bool:
+    """Return whether the engine's loader reads these tensors, from the path in the config of the model."""
+    reading: Any = getattr(DefaultModelLoader, "get_all_weights", None)  # versions without a reload have none
+    return reading is not None and getattr(weights, "gi_code", None) is reading.__code__
