@@ -215,7 +215,7 @@ def pinned_memory(size: int) -> Bytes:
 
     memory = aligned_memory(size)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(memory.ctypes.data, size, 0)) == 0:
+    if runtime.cudaHostRegister(memory.ctypes.data, size, 0) == runtime.cudaError.success:
         assert isinstance(memory.base, np.ndarray)  # a slice of what owns the memory
         weakref.finalize(memory.base, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
     return memory
