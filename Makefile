@@ -19,7 +19,7 @@ FUZZ_SECONDS ?= 600
 # Folder of the engine and the quantisers of tools/engines.txt, some 400 MB; another one may serve several checkouts.
 ENGINES ?= $(CURDIR)/.engines
 
-.PHONY: demo test test-slow engine-tests lint pages site fuzz fuzz-minute atheris night crash mutate gpu-test \
+.PHONY: demo test test-slow engines engine-tests lint pages site fuzz fuzz-minute atheris night crash mutate gpu-test \
 	compile-matrix $(TRITONS:%=compile-with-%) clean
 
 # The environment is rebuilt when what it holds changes. torch goes first: PyPI's build for Linux brings 2.5 GiB of GPU
@@ -48,8 +48,10 @@ test-slow: $(STAMP)
 # `make night` has the slow tests as well.
 ENGINE_TESTS ?= not slow
 
-engine-tests: $(STAMP)
+engines: $(STAMP)
 	$(BIN)/python tools/engine_site.py $(ENGINES)
+
+engine-tests: engines
 	PYTHONPATH=$(ENGINES)/engine MOEQ_ENGINES=1 MOEQ_TEST_VLLM=$(ENGINES)/engine MOEQ_VLLM_SITE=$(ENGINES)/engine \
 		$(BIN)/python -m pytest -n 2 --dist worksteal -q -m "$(ENGINE_TESTS)" tests/engines/test_vllm*.py \
 		tests/prove/test_parity.py tests/transcode/test_libraries_vllm.py \
@@ -85,7 +87,7 @@ atheris: $(STAMP)
 
 # Everything that takes hours: for a scheduled run.
 night: fuzz crash
-	$(BIN)/python -m pytest -q -m night tests/pipeline
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m night tests/pipeline tests/update
 	$(MAKE) test-slow
 	$(MAKE) compile-matrix SPREAD=
 	$(MAKE) engine-tests ENGINE_TESTS="slow or not slow"

@@ -85,10 +85,12 @@ def test_updates_equal_a_fresh_conversion(name, layout, checkpoints, tmp_path) -
     assert refused.keys().isdisjoint(written_kinds(name, layout))
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "count", [pytest.param(125, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.night)]
+)
 @pytest.mark.parametrize(("name", "layout"), PAIRS, ids=str)
-def test_a_thousand_updates_equal_a_fresh_conversion(name, layout, checkpoints, tmp_path) -> None:
-    written, refused = run(checkpoints / name, layout, tmp_path, seed=1, count=1000)
+def test_many_updates_equal_a_fresh_conversion(name, layout, count, checkpoints, tmp_path) -> None:
+    written, refused = run(checkpoints / name, layout, tmp_path, seed=1, count=count)
     claimed = written_kinds(name, layout)
     assert refused.keys().isdisjoint(claimed), "docs/reference/update-matrix.md says that these are written"
     assert claimed <= written.keys() | {"block"}, "some sizes have slices of rows and of columns, but not of both"

@@ -40,8 +40,9 @@ _REASONS = {
 
 _INTRO = f"""
 What `moeq.Writer.update` writes, by layout and by checkpoint of the tests. A mark is what
-`tests/update/test_writer.py` proves: {len(PAIRS)} pairs, 1,000 random updates each in `make test-slow`, and the bytes
-of a fresh conversion of the updated checkpoint after them. A checkpoint may also be updated by float weights.
+`tests/update/test_writer.py` proves: {len(PAIRS)} pairs, 125 random updates each in `make test-slow`, 1,000 in
+`make night`, and the bytes of a fresh conversion of the updated checkpoint after them. A checkpoint may also be
+updated by float weights.
 
 | mark | written |
 | --- | --- |
