@@ -141,13 +141,13 @@ def test_kernels_read_nothing_beyond(part, value, monkeypatch) -> None:
     room = torch.full((9, routed.x.shape[1]), float("nan"), dtype=routed.x.dtype)
     room[3:6] = routed.x
     found = fused_moe(room[3:6], damaged, routed.weights, routed.ids)
-    # The column that the entry belongs to has no product then, as with tokens that are 0 there.
-    expected = torch.zeros_like(found)
-    for expert in range(4):
-        x = routed.x.clone()
-        x[:, int(packed.w13.permutation[expert, 5])] = 0
-        mine = torch.where(routed.ids == expert, routed.weights, torch.zeros_like(routed.weights))
-        expected += fused_moe(x, packed, mine, routed.ids)
+    # The column that the entry belongs to has no product then, as with tokens that are 0 there: one copy for an expert.
+    x = routed.x.repeat(4, 1, 1)
+    for expert, column in enumerate(packed.w13.permutation[:, 5].tolist()):
+        x[expert, :, column] = 0
+    ids = torch.arange(4, dtype=routed.ids.dtype).repeat_interleave(3)[:, None]
+    mine = torch.stack([(routed.weights * (routed.ids == expert)).sum(1) for expert in range(4)]).view(-1, 1)
+    expected = fused_moe(x.flatten(0, 1), packed, mine, ids).view(4, *found.shape).sum(0)
     assert bool(found.isfinite().all())
     assert torch.allclose(found.float(), expected.float(), rtol=0.02, atol=0.02 * float(expected.abs().max()))
 
