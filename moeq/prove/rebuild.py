@@ -182,15 +182,17 @@ class _Rebuilder:
         stored = dict(zip(fast_path.reads, memory, strict=True))
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
         fast_path.rebuild(packed, stored, scratch)
-        written = [(t, data) for t, data in zip(targets, memory, strict=True) if not self._put_kept(t, data)]
+        for target, data in zip(targets, memory, strict=True):
+            if kept := self._whole.kept(target.name):  # it does not follow from the packed bytes
+                data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
         read = fast_path.read(stored, scratch)
         proof = None if read is None else fast_path.prove(read, packed, scratch)
         if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof):
             return None
-        for target, data in written:
+        for target, data in zip(targets, memory, strict=True):
             with disk_errors(self._whole.folder / target.file):
                 self._whole.outputs[target.file].write(data.data, target.start)
-        return [RebuiltPart(target.file, target.name, target.size) for target, _ in written]
+        return [RebuiltPart(target.file, target.name, target.size) for target in targets]
 
     def _calibrated(self, packed: Outputs) -> FastPath | None:
         """Calibrate the fast path by what the packed bytes say of their rank; None if they are impossible."""
@@ -202,14 +204,6 @@ class _Rebuilder:
         if largest not in self._known:
             self._known[largest] = self._fast_path.with_calibration(largest)
         return self._known[largest]
-
-    def _put_kept(self, target: _Target, data: Bytes) -> bool:
-        """Fill in a part that the conversion kept, since it does not follow from the packed bytes; return whether."""
-        kept = self._whole.kept(target.name)
-        if kept is None:
-            return False
-        data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
-        return True
 
     def _packed(self, expert: int, buffers: Buffers) -> Outputs:
         """Read the packed bytes of an expert into reused memory."""

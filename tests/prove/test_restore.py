@@ -210,6 +210,17 @@ def test_kept_tensors_keep_the_fast_path_away_from_their_experts(checkpoints, tm
     assert {row[:2] for row in on_fast_path} == {(0, "w13"), (0, "w2"), (1, "w13"), (1, "w2")}
 
 
+def test_kept_tensors_of_a_fast_path_are_put_back_on_it(checkpoints, tmp_path, on_fast_path) -> None:
+    """A group index of zeros is a placeholder, which the fast path reads as the plain order."""
+
+    def change(tensors: Tensors) -> Tensors:
+        return tensors | {f"{DOWN}.g_idx": torch.zeros(128, dtype=torch.int32)}
+
+    source = rewritten(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source", change)
+    check(source, tmp_path, (f"{DOWN}.g_idx",))
+    assert (1, "w2", 2) in on_fast_path
+
+
 @pytest.mark.cover(every=2)
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_changed_expert_is_never_restored(slow, checkpoints, tmp_path, on_fast_path) -> None:
