@@ -31,7 +31,6 @@ from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit, Span, place_of
 from moeq.pipeline.run.resources import plan_memory
-from moeq.pipeline.state.records import Bytes
 from moeq.prove.derived import plan_of
 from moeq.prove.restore_outputs import WeightFiles
 
