@@ -296,13 +296,15 @@ def _callers(file: str) -> list[str]:
 
 @dataclass
 class Failures:
-    """Plugin of pytest that keeps the first test that fails."""
+    """Plugin of pytest that keeps the first test that fails, or the file that cannot be collected."""
 
     found: list[str] = field(default_factory=list)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self.found.append(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or not slow") -> str | None:
@@ -348,12 +350,13 @@ class Judge:
                 killer = self._killer(mutant, tests)
                 if killer is None:
                     break
-                if not killer:  # the limit of time, or a module that cannot be imported
+                if not killer:  # the limit of time, or a process that died
                     if first_failure(self.tree, tests, self.marker) is None:
                         return "no test ended"
                     break
                 if self._is_sound(killer):
                     return killer
+                self.sound[killer if killer in tests else killer.partition("::")[0]] = False
         return None
 
     def _killer(self, mutant: Mutant, tests: dict[str, float]) -> str | None:

@@ -22,6 +22,10 @@ MXFP4 = {
     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
         "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}}},
 }  # fmt: skip
+AUTO_ROUND_FP8 = {
+    "quant_method": "auto-round", "bits": 8, "group_size": [128, 128], "sym": True, "data_type": "fp",
+    "packing_format": "auto_round:fp8",
+}  # fmt: skip
 
 
 def judged(config: dict[str, Any], gpu: str = "H100", **fields: Any) -> Verdict:
@@ -38,6 +42,9 @@ def judged(config: dict[str, Any], gpu: str = "H100", **fields: Any) -> Verdict:
         ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": []}, "is not two sizes"),
         ({**MXFP4, "sparsity_config": {"format": "dense", "targets": ["Linear"]}}, "sparsity_config"),
         ({"quant_method": "auto-round", "bits": 4, "group_size": 16, "data_type": "nv_fp4_with_static_gs"}, "nv_fp4"),
+        ({**AUTO_ROUND_FP8, "act_dynamic": False}, "act_dynamic False"),
+        ({**AUTO_ROUND_FP8, "act_sym": False}, "act_sym False"),
+        ({**AUTO_ROUND_FP8, "act_dynamic": True, "act_sym": True, "act_bits": 16}, "act_bits 16"),
         ({**MXFP4, "config_groups": {"MXFP4A16": ["Linear"]}}, "names a preset"),
         ({**MXFP4, "format": "pack-quantized", "config_groups": {"W4A16": ["re:.*experts.*"]}}, "names a preset"),
     ],

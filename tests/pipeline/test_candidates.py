@@ -10,10 +10,10 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
-from moeq.pipeline.plan.candidates import candidates
+from moeq.pipeline.plan.candidates import LayoutChoice, candidates
 from moeq.pipeline.plan.decide import advised
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.pipeline.plan.options import Question
+from moeq.pipeline.plan.options import ConvertOptions, Question
 
 GPTOSS = "mxfp4-gptoss"
 
@@ -105,6 +105,19 @@ def test_no_candidate_says_why(name, gpu, deployment, code, text, checkpoints) -
     with pytest.raises(MoeqError, match=text) as caught:
         listed(checkpoints / name, gpu, **deployment)
     assert caught.value.code == code
+
+
+def test_a_layout_that_this_gpu_does_not_read_is_written_by_force(checkpoints) -> None:
+    checkpoint, where = moeq.open(checkpoints / GPTOSS), Deployment(gpu=parse_gpu("H100"))
+
+    def first(**options: bool) -> LayoutChoice:
+        question = Question(where, ConvertOptions(layout="trtllm-mxfp4/1", **options))
+        return next(iter(candidates(checkpoint, question, 0, None, judge_checkpoint(checkpoint, where, 0))))
+
+    with pytest.raises(MoeqError, match="trtllm-mxfp4/1") as caught:
+        first()
+    assert (caught.value.code, caught.value.hint) == ("usage.layout-gpu", "force_layout=True writes it anyway")
+    assert first(force_layout=True).overridden == (caught.value.message,)
 
 
 def test_the_engines_own_reason_comes_first(checkpoints) -> None:
