@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict
@@ -95,6 +95,12 @@ class LayerSurvey:
     naming: Naming
     kinds: Mapping[int, Mapping[StoredName, Projected]]  #: per expert, its projections as they are written
 
+    def modules(self) -> Iterator[tuple[str, StoredName, Projected]]:
+        """Yield every projection, expert by expert: the module that is written, which projection it is, its form."""
+        for expert, projections in self.kinds.items():
+            for name, projected in projections.items():
+                yield self.naming.module(name, expert), name, projected
+
 
 @dataclass(frozen=True)
 class ModuleSurvey:
@@ -137,89 +143,156 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
             f"{option('to', target.id)} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
             option("to", "compressed-tensors"),
         )
-    layers, family = [], find_family(found)
-    for layer in info.moe_layers if target.experts_only else (*info.moe_layers, *info.mtp_layers):
-        known = _layer(checkpoint, layer, family, target, request)
-        if known is not None:
-            layers.append(known)
-    renamed = _renamed(layers)
-    consumed = {entry.name for layer in layers for entry in checkpoint.experts(layer.layer).layer.tensors()}
-    rest = [entry for entry in checkpoint.source.tensors.values() if entry.name not in consumed]
-    if target.experts_only:
-        rest = []
-    modules = tuple(_modules(checkpoint, rest, target, request, renamed))
-    if not layers and not modules:
-        raise MoeqError("source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do")
-    taken = {entry.name for module in modules for entry in module.source.parts.values()}
-    copied = tuple(entry for entry in rest if entry.name not in taken)
-    floats = [module.written for module in modules if module.projected.spelling == "plain"]
-    floats = [name for name in floats if not _is_no_linear(name.rpartition(".")[2])]
-    plain = (*(rename(name, renamed) for name in _plain_modules(copied)), *(floats if target.element is None else ()))
-    return Survey(tuple(layers), modules, copied, _contents(layers, modules, plain), family)
+    return _Surveyor(checkpoint, target, request, find_family(found)).survey()
+
+
+@dataclass(frozen=True)
+class _Surveyor:
+    """Looks at one checkpoint for one request."""
+
+    checkpoint: Checkpoint
+    target: TargetFormat
+    request: TranscodeRequest
+    family: ModelFamily | None
+
+    def survey(self) -> Survey:
+        info, target = self.checkpoint.info, self.target
+        numbers = info.moe_layers if target.experts_only else (*info.moe_layers, *info.mtp_layers)
+        layers = tuple(layer for layer in map(self.layer, numbers) if layer is not None)
+        renamed = _renamed(layers)
+        consumed = {entry.name for layer in layers for entry in self.checkpoint.experts(layer.layer).layer.tensors()}
+        rest = [entry for entry in self.checkpoint.source.tensors.values() if entry.name not in consumed]
+        if target.experts_only:
+            rest = []
+        modules = tuple(self.modules(rest, renamed))
+        if not layers and not modules:
+            raise MoeqError(
+                "source.not-quantized", f"{info.name}: nothing in it is quantised", "there is nothing to do"
+            )
+        taken = {entry.name for module in modules for entry in module.source.parts.values()}
+        copied = tuple(entry for entry in rest if entry.name not in taken)
+        plain = [rename(name, renamed) for name in _plain_modules(copied)]
+        if target.element is None:
+            floats = (module.written for module in modules if module.projected.spelling == "plain")
+            plain += (name for name in floats if not _is_no_linear(name.rpartition(".")[2]))
+        return Survey(layers, modules, copied, _contents(layers, modules, tuple(plain)), self.family)
+
+    def layer(self, number: int) -> LayerSurvey | None:
+        """Survey the experts of a layer; None if they are not quantised."""
+        experts = self.checkpoint.experts(number)
+        groups = experts.kinds()
+        plain = [all(scheme.format == "unquantized" for scheme in group.kind.schemes) for group in groups]
+        if all(plain) and not self.target.experts_only:
+            return None
+        where = experts.layer.prefix
+        if any(plain) and not all(plain):
+            group = groups[plain.index(True)]
+            raise MoeqError(
+                "usage.mixed-experts",
+                f"{where}: expert {group.experts[0]} is not quantised, others are",
+                "re-quantise the layer with one scheme for all its experts",
+            )
+        naming = choose_naming(experts, self.family, self.target, self.request.names)
+        if naming.stacked and self.request.sort_act_order:
+            raise MoeqError(
+                "usage.names",
+                f"{option('sort_act_order', True)} with {option('names', 'stacked')}",
+                option("names", "per-expert"),
+            )
+        found: dict[int, Mapping[StoredName, Projected]] = {}
+        for group in groups:
+            found.update(dict.fromkeys(group.experts, self.experts(experts, group, naming)))
+        if naming.stacked and len(groups) > 1:
+            raise MoeqError(
+                "usage.mixed-experts",
+                f"{where}: its experts are quantised in {len(groups)} ways and cannot be stacked",
+                option("names", "per-expert"),
+            )
+        return LayerSurvey(number, naming, found)
+
+    def experts(self, experts: Experts, group: KindGroup, naming: Naming) -> Mapping[StoredName, Projected]:
+        """Describe the projections of some experts as they are written."""
+        kind, where = group.kind, f"{experts.layer.prefix} expert {group.experts[0]}"
+        if problems := kind.problems():
+            raise MoeqError("source.not-convertible", f"{where}: {problems[0]}")
+        names: tuple[StoredName, ...] = ("gate", "up", "down") if kind.gated else ("up", "down")
+        if naming.stacked:
+            names = ("gate_up", "down")
+        found: dict[StoredName, Projected] = {}
+        incomplete = bool(missing_scales(experts))
+        for name in names:
+            stored = "w13" if name == "gate_up" else name
+            described = Described(kind.projection(stored).scheme, kind.spec(stored))
+            parts = _parts_of_all(experts, group.experts, name) if not naming.stacked else {}
+            if incomplete:  # an engine takes one way of quantising for all experts of a layer
+                parts = {part: signature for part, signature in parts.items() if part not in ACTIVATION_SCALES}
+            projected = self.project(described, parts, f"{where} {name}")
+            found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
+        return found
+
+    def modules(self, rest: Sequence[TensorEntry], renamed: Sequence[tuple[str, str]]) -> Iterator[ModuleSurvey]:
+        """Yield quantised modules among the tensors that are no routed experts."""
+        for module in quantized_modules(rest, self.checkpoint.declaration):
+            signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
+            plain = _stays_float(module, self.target)
+            projected = self.project(module.described, signatures, module.name, plain=plain)
+            # What belongs to no format (scales of a KV cache) is not part of the matrix.
+            known = get_format(module.described.scheme.format).parts
+            parts = {part: entry for part, entry in module.parts.items() if part in known}
+            yield ModuleSurvey(replace(module, parts=parts), rename(module.name, renamed), projected)
+
+    def project(
+        self, described: Described, parts: Mapping[str, PartSig], where: str, *, plain: bool = False
+    ) -> Projected:
+        """Describe what the target makes of one projection.
+
+        Args:
+            parts: stored parts that are tensors of their own.
+            plain: write floats, whatever the target does with experts.
+        """
+        static = static_part(parts, described.scheme)
+        spelling = "plain" if plain else self.target.spelling(described, where, static=static is not None)
+        if self.target.experts_only and described.spec.bias_dtype is not None:
+            raise MoeqError(
+                "usage.target", f"{where} has a bias, and {option('to', self.target.id)} has no place for it"
+            )
+        if spelling in KT_AMX:
+            if not 1 <= self.request.numa <= MAX_NUMA_NODES:
+                detail = f"{option('numa', self.request.numa)}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
+                raise MoeqError("usage.target", detail)
+            spelling = f"{spelling}/{self.request.numa}"
+        place = SPELLINGS[spelling].activation
+        activation = None
+        if static is not None and place is not None:
+            dtype = static[1] if spelling == "ct-fp8-tensor" else "F32"
+            activation = StaticScale(*static, place[0], PartSig(dtype, place[1]))
+        if self.request.sort_act_order:
+            described = replace(described, spec=replace(described.spec, act_order=False))
+        spec = self.target.spec(described, spelling, self.request.regroup)
+        declared = described.scheme.group_size
+        if spelling in ("ct-pack", "gptq"):
+            if self.request.regroup and spec.group_size != described.spec.group_size:
+                _check_regroup(described.spec, spec.group_size, where)
+            declared = self.request.regroup or declared
+        elif self.request.regroup and not plain:
+            detail = f"{where} becomes {spelling}, whose groups have one size; {option('regroup')} is for integer codes"
+            raise MoeqError("usage.regroup", detail, f"leave out {option('regroup')}")
+        if spelling == "ct-pack":
+            declared = _whole_groups(spec, declared, where)
+        if described.spec.act_order and spelling == "ct-pack":
+            raise MoeqError(
+                "usage.act-order",
+                f"{where}: its columns are in activation order (g_idx), which compressed-tensors dropped in 0.19 and "
+                "vLLM 0.33 refuses",
+                f"{option('to', 'gptq_v2')} keeps g_idx",
+            )
+        quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
+        weights = weights_of(spelling, spec, declared, activations=quantised)
+        return Projected(described, spelling, spec, weights, activation)
 
 
 def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
     return tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
-
-
-def _layer(
-    checkpoint: Checkpoint, layer: int, family: ModelFamily | None, target: TargetFormat, request: TranscodeRequest
-) -> LayerSurvey | None:
-    """Survey the experts of a layer; None if they are not quantised."""
-    experts = checkpoint.experts(layer)
-    groups = experts.kinds()
-    plain = [all(scheme.format == "unquantized" for scheme in group.kind.schemes) for group in groups]
-    if all(plain) and not target.experts_only:
-        return None
-    where = experts.layer.prefix
-    if any(plain) and not all(plain):
-        group = groups[plain.index(True)]
-        raise MoeqError(
-            "usage.mixed-experts",
-            f"{where}: expert {group.experts[0]} is not quantised, others are",
-            "re-quantise the layer with one scheme for all its experts",
-        )
-    naming = choose_naming(experts, family, target, request.names)
-    if naming.stacked and request.sort_act_order:
-        raise MoeqError(
-            "usage.names",
-            f"{option('sort_act_order', True)} with {option('names', 'stacked')}",
-            option("names", "per-expert"),
-        )
-    found: dict[int, Mapping[StoredName, Projected]] = {}
-    for group in groups:
-        projected = _experts(experts, group, naming, target, request)
-        found.update(dict.fromkeys(group.experts, projected))
-    if naming.stacked and len(groups) > 1:
-        raise MoeqError(
-            "usage.mixed-experts",
-            f"{where}: its experts are quantised in {len(groups)} ways and cannot be stacked",
-            option("names", "per-expert"),
-        )
-    return LayerSurvey(layer, naming, found)
-
-
-def _experts(
-    experts: Experts, group: KindGroup, naming: Naming, target: TargetFormat, request: TranscodeRequest
-) -> Mapping[StoredName, Projected]:
-    """Describe the projections of some experts as they are written."""
-    kind, where = group.kind, f"{experts.layer.prefix} expert {group.experts[0]}"
-    if problems := kind.problems():
-        raise MoeqError("source.not-convertible", f"{where}: {problems[0]}")
-    names: tuple[StoredName, ...] = ("gate", "up", "down") if kind.gated else ("up", "down")
-    if naming.stacked:
-        names = ("gate_up", "down")
-    found: dict[StoredName, Projected] = {}
-    incomplete = bool(missing_scales(experts))
-    for name in names:
-        stored = kind.projection("w13" if name == "gate_up" else name)
-        spec = kind.spec("w13" if name == "gate_up" else name)
-        parts = _parts_of_all(experts, group.experts, name) if not naming.stacked else {}
-        if incomplete:  # an engine takes one way of quantising for all experts of a layer
-            parts = {part: signature for part, signature in parts.items() if part not in ACTIVATION_SCALES}
-        projected = project(Described(stored.scheme, spec), parts, target, request, f"{where} {name}")
-        found[name] = replace(projected, spelling="plain-transposed") if naming.transposed else projected
-    return found
 
 
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:
@@ -237,60 +310,6 @@ def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) ->
         for part, signature in first.items()
         if all(part in unit and unit[part][1:3] == signature for unit in units)
     }
-
-
-def project(
-    described: Described,
-    parts: Mapping[str, PartSig],
-    target: TargetFormat,
-    request: TranscodeRequest,
-    where: str,
-    *,
-    plain: bool = False,
-) -> Projected:
-    """Describe what the target makes of one projection.
-
-    Args:
-        parts: stored parts that are tensors of their own.
-        plain: write floats, whatever the target does with experts.
-    """
-    static = static_part(parts, described.scheme)
-    spelling = "plain" if plain else target.spelling(described, where, static=static is not None)
-    if target.experts_only and described.spec.bias_dtype is not None:
-        raise MoeqError("usage.target", f"{where} has a bias, and {option('to', target.id)} has no place for it")
-    if spelling in KT_AMX:
-        if not 1 <= request.numa <= MAX_NUMA_NODES:
-            detail = f"{option('numa', request.numa)}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
-            raise MoeqError("usage.target", detail)
-        spelling = f"{spelling}/{request.numa}"
-    place = SPELLINGS[spelling].activation
-    activation = None
-    if static is not None and place is not None:
-        dtype = static[1] if spelling == "ct-fp8-tensor" else "F32"
-        activation = StaticScale(*static, place[0], PartSig(dtype, place[1]))
-    if request.sort_act_order:
-        described = replace(described, spec=replace(described.spec, act_order=False))
-    spec = target.spec(described, spelling, request.regroup)
-    declared = described.scheme.group_size
-    if spelling in ("ct-pack", "gptq"):
-        if request.regroup and spec.group_size != described.spec.group_size:
-            _check_regroup(described.spec, spec.group_size, where)
-        declared = request.regroup or declared
-    elif request.regroup and not plain:
-        detail = f"{where} becomes {spelling}, whose groups have one size; {option('regroup')} is for integer codes"
-        raise MoeqError("usage.regroup", detail, f"leave out {option('regroup')}")
-    if spelling == "ct-pack":
-        declared = _whole_groups(spec, declared, where)
-    if described.spec.act_order and spelling == "ct-pack":
-        raise MoeqError(
-            "usage.act-order",
-            f"{where}: its columns are in activation order (g_idx), which compressed-tensors dropped in 0.19 and "
-            "vLLM 0.33 refuses",
-            f"{option('to', 'gptq_v2')} keeps g_idx",
-        )
-    quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
-    weights = weights_of(spelling, spec, declared, activations=quantised)
-    return Projected(described, spelling, spec, weights, activation)
 
 
 def _check_regroup(spec: MatrixSpec, group_size: int, where: str) -> None:
@@ -327,24 +346,6 @@ def _whole_groups(spec: MatrixSpec, declared: int, where: str) -> int:
     )
 
 
-def _modules(
-    checkpoint: Checkpoint,
-    rest: list[TensorEntry],
-    target: TargetFormat,
-    request: TranscodeRequest,
-    renamed: tuple[tuple[str, str], ...],
-) -> Iterator[ModuleSurvey]:
-    """Yield quantised modules among the tensors that are no routed experts."""
-    for module in quantized_modules(rest, checkpoint.declaration):
-        signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
-        plain = _stays_float(module, target)
-        projected = project(module.described, signatures, target, request, module.name, plain=plain)
-        # What belongs to no format (scales of a KV cache) is not part of the matrix.
-        known = get_format(module.described.scheme.format).parts
-        parts = {part: entry for part, entry in module.parts.items() if part in known}
-        yield ModuleSurvey(replace(module, parts=parts), rename(module.name, renamed), projected)
-
-
 def _stays_float(module: QuantizedModule, target: TargetFormat) -> bool:
     """Return whether a module becomes floats: one of floats, and embeddings, which other formats do not quantise."""
     if module.described.scheme.format not in ("gguf", "bitsandbytes-4bit", "hqq"):
@@ -366,14 +367,13 @@ def _plain_modules(copied: tuple[TensorEntry, ...]) -> Iterator[str]:
             yield name
 
 
-def _contents(layers: list[LayerSurvey], modules: tuple[ModuleSurvey, ...], plain: tuple[str, ...]) -> Contents:
+def _contents(layers: Iterable[LayerSurvey], modules: Iterable[ModuleSurvey], plain: tuple[str, ...]) -> Contents:
     found: dict[Quantisation, list[str]] = {}
     for layer in layers:
-        for expert, projections in layer.kinds.items():
-            for projection, projected in projections.items():
-                found.setdefault(projected.weights, []).append(layer.naming.module(projection, expert))
-    for module in modules:
-        if module.projected.spelling != "plain":
-            found.setdefault(module.projected.weights, []).append(module.written)
+        for module, _, projected in layer.modules():
+            found.setdefault(projected.weights, []).append(module)
+    for other in modules:
+        if other.projected.spelling != "plain":
+            found.setdefault(other.projected.weights, []).append(other.written)
     ranked = sorted(found.items(), key=lambda row: -len(row[1]))
     return Contents({weights: tuple(dict.fromkeys(names)) for weights, names in ranked}, plain)

@@ -149,7 +149,7 @@ def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> Tr
     if config and before and before.method == config["quant_method"] == "compressed-tensors":
         config["kv_cache_scheme"] = before.raw.get("kv_cache_scheme")
     declaration = None if config is None else read_dialect(str(config["quant_method"]), config, "written config")
-    described = dict(_readers(found, declaration))
+    described = _described(found, declaration)
     files, homes = _files(checkpoint, found, request)
     plan = TranscodePlan(
         files=tuple(files),
@@ -212,22 +212,15 @@ def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, f
     return start + expert * size, start + (expert + 1) * size
 
 
-def _readers(found: Survey, declaration: Declaration | None) -> Iterator[tuple[tuple[Projected, str], Described]]:
-    """Yield how a reader of the written config and headers understands every kind of projection."""
-    seen: set[tuple[Projected, str]] = set()
+def _described(found: Survey, declaration: Declaration | None) -> dict[tuple[Projected, str], Described]:
+    """Return how a reader of the written config and headers understands every kind of projection."""
+    modules: dict[tuple[Projected, str], str] = {}  # the first of each kind
     for layer in found.layers:
-        for expert, projections in layer.kinds.items():
-            for projection, projected in projections.items():
-                if (projected, projection) in seen:
-                    continue
-                seen.add((projected, projection))
-                module = layer.naming.module(projection, expert)
-                yield (projected, projection), _reader(projected, module, declaration)
-    for module_survey in found.modules:
-        if (module_survey.projected, "") not in seen:
-            seen.add((module_survey.projected, ""))
-            reader = _reader(module_survey.projected, module_survey.written, declaration)
-            yield (module_survey.projected, ""), reader
+        for module, name, projected in layer.modules():
+            modules.setdefault((projected, name), module)
+    for other in found.modules:
+        modules.setdefault((other.projected, ""), other.written)
+    return {kind: _reader(kind[0], module, declaration) for kind, module in modules.items()}
 
 
 def _reader(projected: Projected, module: str, declaration: Declaration | None) -> Described:
