@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment, Gpu
     from moeq.model import Checkpoint
     from moeq.oracle.records import Verdict
-    from moeq.oracle.sweep import Cell
     from moeq.pipeline.plan.decide import Answer
 
 

@@ -28,6 +28,11 @@ _CONFIG = {
     "rope.freq_base": "rope_theta",
 }
 
+_SCALING = {
+    "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+}
+
 _TOKENS = {"bos": "bos_token_id", "eos": "eos_token_id", "padding": "pad_token_id"}
 
 #: `LLAMA_EXPERT_GATING_FUNC_TYPE_*` of llama.cpp.
@@ -63,10 +68,7 @@ def config_of(
         model_type, model_class = "granitemoeshared", "GraniteMoeSharedForCausalLM"
     config: dict[str, Any] = {"architectures": [model_class], "model_type": model_type, "dtype": "bfloat16"}
     config |= architecture.defaults
-    for key, target in {**_CONFIG, **architecture.config}.items():
-        value = metadata.get(f"{name}.{key}")
-        if value is not None:
-            config[target] = _plain(value, f"{where}: {name}.{key}")
+    config |= _numbers(metadata, name, {**_CONFIG, **architecture.config}, where)
     config["num_hidden_layers"] = _layers(metadata, name, where)
     scoring = metadata.get(f"{name}.expert_gating_func")
     if scoring in _SCORING and (name in ("deepseek2", "minimax-m2") or "scoring_func" in config):
@@ -83,10 +85,20 @@ def config_of(
     if isinstance(vocabulary, list):
         config["vocab_size"] = len(vocabulary)
     config.setdefault("tie_word_embeddings", "output.weight" not in names)
-    scaling = dict(_rope_scaling(metadata, name, where))
-    if scaling:
-        config["rope_scaling"] = scaling
+    kind = metadata.get(f"{name}.rope.scaling.type")
+    if kind in ("linear", "yarn"):
+        config["rope_scaling"] = {"rope_type": kind, **_numbers(metadata, name, _SCALING, where)}
     return config
+
+
+def _numbers(metadata: Mapping[str, Any], name: str, keys: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return the values of the architecture's keys that are there, under their names in the config."""
+    found = {}
+    for key, target in keys.items():
+        value = metadata.get(f"{name}.{key}")
+        if value is not None:
+            found[target] = _plain(value, f"{where}: {name}.{key}")
+    return found
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -146,11 +158,7 @@ def _state_space(
     config: Mapping[str, Any], metadata: Mapping[str, Any], tensors: Collection[str], where: str
 ) -> dict[str, Any]:
     """Return what Jamba says of its state-space layers, and which layers have attention and experts."""
-    inner, hidden, heads = (
-        metadata.get("jamba.ssm.inner_size"),
-        config.get("hidden_size"),
-        config.get("num_key_value_heads"),
-    )
+    inner, hidden = metadata.get("jamba.ssm.inner_size"), config.get("hidden_size")
     if type(inner) is not int or type(hidden) is not int or hidden <= 0 or inner % hidden:
         raise MoeqError("source.bad-header", f"{where}: ssm.inner_size {ascii(inner)[:40]} is no multiple of {hidden}")
     present, layers = frozenset(tensors), config["num_hidden_layers"]
@@ -179,14 +187,3 @@ def _token_ids(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, i
             detail = f"{where}: tokenizer.ggml.{name}_token_id is {ascii(value)[:40]}, expected a number"
             raise MoeqError("source.bad-header", detail)
         yield target, value
-
-
-def _rope_scaling(metadata: Mapping[str, Any], name: str, where: str) -> Iterator[tuple[str, Any]]:
-    kind = metadata.get(f"{name}.rope.scaling.type")
-    if kind not in ("linear", "yarn"):
-        return
-    yield "rope_type", kind
-    for key, target in (("factor", "factor"), ("original_context_length", "original_max_position_embeddings")):
-        value = metadata.get(f"{name}.rope.scaling.{key}")
-        if value is not None:
-            yield target, _plain(value, f"{where}: {name}.rope.scaling.{key}")

@@ -126,13 +126,8 @@ _NEXT = {
 def _feed_forward(module: str, router: str, shared: str = "shared_experts") -> dict[str, str]:
     """Return the names of a feed-forward module with experts of its own, shared experts and a dense form."""
     dense = {f"ffn_{name}": f"{module}.{name}_proj" for name in ("gate", "up", "down")}
-    return (
-        dense
-        | {f"ffn_{name}_shexp": f"{module}.{shared}.{name}_proj" for name in ("gate", "up", "down")}
-        | {
-            "ffn_gate_inp": f"{module}.{router}",
-        }
-    )
+    expert = {f"ffn_{name}_shexp": f"{module}.{shared}.{name}_proj" for name in ("gate", "up", "down")}
+    return dense | expert | {"ffn_gate_inp": f"{module}.{router}"}
 
 
 @dataclass(frozen=True)
