@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
     """
     unknown = _not_followed(config, shape, deployment)
     runners = FLOAT_RUNNERS if _is_float(config) else RUNNERS
-    rows = () if unknown else tuple(_candidate(config, shape, deployment, runner) for runner in runners)
+    candidates = () if unknown else _once(_candidate(config, shape, deployment, runner) for runner in runners)
     made, error = (None, unknown) if unknown else _asked(config, shape, deployment)
     selected = None
     if made is not None:
@@ -69,7 +69,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
         selected=selected,
         error=error,
         gates=(),
-        candidates=_once(rows),
+        candidates=candidates,
         convert=target,
         no_convert=selected.no_layout if selected and not layout else None,
         runs_as=_runs_as(config, made, deployment.gpu.capability) if made else None,
@@ -90,26 +90,28 @@ def launch_flags(deployment: Deployment) -> str:
 
 
 def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> EngineError | None:
-    method, gpu = str(config.get("quant_method", "")).lower(), deployment.gpu
+    method, gpu, floats = str(config.get("quant_method", "")).lower(), deployment.gpu, _is_float(config)
+    others = f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}"
     if gpu.platform != "cuda" or gpu.capability is None:
-        text = f"what SGLang does on {gpu.name} is not known to moeq: only CUDA is followed"
-        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
-    again = _is_float(config) and deployment.quantization in _AGAIN and deployment.quantization != method
+        return _unknown(f"what SGLang does on {gpu.name} is not known to moeq: only CUDA is followed", others)
+    again = floats and deployment.quantization in _AGAIN and deployment.quantization != method
     mixed = "MIXED_PRECISION" in str(config.get("quant_algo", config.get("quantization", "")))
-    if (not _is_float(config) and (method not in _READ or not _integers(config))) or again or mixed:
+    if (not floats and (method not in _READ or not _integers(config))) or again or mixed:
         read = "integers of GPTQ, AWQ and compressed-tensors, FP8, MXFP4, NVFP4 and W4AFP8 are"
-        text = f"what SGLang makes of {method or 'this checkpoint'} is not known to moeq: {read}"
-        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
+        return _unknown(f"what SGLang makes of {method or 'this checkpoint'} is not known to moeq: {read}", others)
     if shape.has_bias and method not in ("mxfp4", *_READ):
-        text = f"biases of experts in {method} are not followed"
-        return EngineError("none", "NOT_FOLLOWED", text, f"{option('engine', 'vllm')}, or {option('engine', 'moeq')}")
+        return _unknown(f"biases of experts in {method} are not followed", others)
     if deployment.dp > 1 or deployment.ep not in (1, deployment.tp):
         text = f"dp {deployment.dp} and ep {deployment.ep} with tp {deployment.tp} are not followed"
-        return EngineError("none", "NOT_FOLLOWED", text, "dp 1, and ep 1 or ep equal to tp")
+        return _unknown(text, "dp 1, and ep 1 or ep equal to tp")
     if deployment.pcp > 1 or deployment.redundant_experts:
         text = f"pcp {deployment.pcp} with {deployment.redundant_experts} redundant experts is not followed"
-        return EngineError("none", "NOT_FOLLOWED", text, "pcp 1 and no redundant experts")
-    return _own_default(config, shape, deployment) if _is_float(config) else None
+        return _unknown(text, "pcp 1 and no redundant experts")
+    return _own_default(config, shape, deployment) if floats else None
+
+
+def _unknown(text: str, hint: str) -> EngineError:
+    return EngineError("none", "NOT_FOLLOWED", text, hint)
 
 
 def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> EngineError | None:
@@ -123,7 +125,7 @@ def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
         return None
     model = shape.model_type or "this model"
     text = f"which runner SGLang takes for {model} on {deployment.gpu.name} is not known to moeq"
-    return EngineError("none", "NOT_FOLLOWED", text, f"{FLAG} with a runner: triton runs on every GPU")
+    return _unknown(text, f"{FLAG} with a runner: triton runs on every GPU")
 
 
 def _is_float(config: Mapping[str, Any]) -> bool:
@@ -198,16 +200,15 @@ def _way_out(config: Mapping[str, Any], deployment: Deployment) -> str | None:
     return option("quantization", "moe_wna16") if wna16 else None
 
 
-def _candidate(
-    config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, runner: str
-) -> tuple[str, CandidateReport]:
+def _candidate(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, runner: str) -> CandidateReport:
     made, error = _asked(config, shape, replace(deployment, backend=runner))
     if made is not None:
-        return runner, replace(_report(made), flag=runner)
+        return replace(_report(made), flag=runner)
     assert error is not None
     reason = Reason("G4", error.text, error.hint)
-    row = CandidateReport(runner.upper(), None, None, "the engine does not get that far", False, (reason,), flag=runner)
-    return runner, row
+    return CandidateReport(
+        runner.upper(), None, None, "the engine does not get that far", False, (reason,), flag=runner
+    )
 
 
 def _report(made: SglangChoice) -> CandidateReport:
@@ -218,10 +219,10 @@ def _report(made: SglangChoice) -> CandidateReport:
     )
 
 
-def _once(rows: tuple[tuple[str, CandidateReport], ...]) -> tuple[CandidateReport, ...]:
-    """Keep one row per backend, the automatic choice first."""
+def _once(rows: Iterable[CandidateReport]) -> tuple[CandidateReport, ...]:
+    """Keep one row per backend, that of the automatic choice first. `auto` that is refused names no backend."""
     found: dict[str, CandidateReport] = {}
-    for _, row in rows:
+    for row in rows:
         if row.backend not in found or (row.supported and not found[row.backend].supported):
             found[row.backend] = row
     found.pop("AUTO", None)
