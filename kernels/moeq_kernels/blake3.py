@@ -44,7 +44,8 @@ def planned(count: int, stride: int, length: int) -> tuple[Queued, int]:
     words = Area.of("messages", torch.int32, count * stride // 4)
     level, nodes = _level(0, count * width), 8 * count * width
     arguments: dict[str, Area | int] = {"messages": words, "values": level, "count": count * width, "chunks": width}
-    launches = [_launch("hash_chunks", count * width, arguments | {"length": length, "step": stride // 4})]
+    arguments |= {"length": length, "step": stride // 4, "blocks": max(1, -(-min(length, CHUNK) // BLOCK))}
+    launches = [_launch("hash_chunks", count * width, arguments)]
     while width > 1:
         parents = count * -(-width // 2)
         above = _level(nodes, parents)

@@ -91,7 +91,7 @@ def _store(target, h, live):
         tl.store(target + i, h[i].to(tl.int32), live)
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "length", "step"])
+@triton.jit(do_not_specialize=["count", "chunks", "length", "step", "blocks"])
 def hash_chunks(
     messages,  # words of all messages, one after the other, 0 behind the end of each
     values,  # chaining value of each chunk, eight words
@@ -99,6 +99,7 @@ def hash_chunks(
     chunks,  # chunks of a message
     length,  # bytes of a message
     step,  # words from one message to the next
+    blocks,  # blocks of a message's longest chunk
     LANES: tl.constexpr,
 ):
     """Hash chunks. That of a message of a single one is the message's digest."""
@@ -110,7 +111,7 @@ def hash_chunks(
     last = tl.maximum((left + 63) // 64, 1) - 1
     root = tl.where(chunks == 1, 2 + 8, 2)
     h = _first_values(LANES)
-    for block in range(16):
+    for block in range(blocks):
         reads = live & (block <= last)
         size = tl.minimum(tl.maximum(left - 64 * block, 0), 64).to(tl.uint32)
         flags = tl.where(block == 0, 1, 0) + tl.where(block == last, root, 0)
