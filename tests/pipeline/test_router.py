@@ -59,7 +59,7 @@ def refusal(
     kind = {"architectures": [f"{model}ForCausalLM"], "model_type": "qwen3_moe" if model == "Qwen3Moe" else "olmoe"}
     sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER}
     stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors | (more or {})])
-    where = Deployment(parse_gpu("H100"), **{"engine": "vllm@0.33.0", **fields})
+    where = Deployment(**{"gpu": parse_gpu("H100"), "engine": "vllm@0.33.0", **fields})
     verdict = judge_checkpoint(moeq.open(folder), where, 0, explain=False)
     return "" if verdict.ok else str(verdict.refusal)
 
@@ -215,3 +215,23 @@ def test_shared_experts_of_another_size(encoding: Any, tmp_path: Path) -> None:
         verdict = judge_checkpoint(moeq.open(tmp_path / str(size)), Deployment(parse_gpu("H100")), 0, explain=False)
         assert text in str(verdict.refusal or "")
         assert verdict.ok == (not text)
+
+
+def test_a_quantised_gate_of_shared_experts(tmp_path: Path) -> None:
+    gate = {"model.layers.0.mlp.shared_expert_gate.qweight": torch.zeros(32, 8, dtype=torch.int32)}
+    text = "mlp.shared_expert_gate is quantised (qweight), and the engine creates it as float numbers"
+    assert text in refusal(tmp_path / "gate", stored.GPTQ, {}, more=gate)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "width", "group", "takes"),
+    [("A100", 256, 32, True), ("A100", 288, 32, False), ("H100", 192, 64, False), ("H100", 256, 64, True)],
+)
+def test_act_order_that_no_kernel_of_older_versions_takes(
+    gpu: str, width: int, group: int, takes: bool, tmp_path: Path
+) -> None:
+    """Marlin takes features in steps of 64 and 128 and pads none; Hopper's other kernel takes steps of 128 and 64."""
+    parts = attention(o=stored.gptq(width, 192 if gpu == "H100" else 256, group=group))
+    config = {**stored.GPTQ, "desc_act": True, "dynamic": {r"+:.*o_proj": {"group_size": group}}}
+    made = refusal(tmp_path / "made", config, {}, more=parts, engine="vllm@0.29.0", gpu=parse_gpu(gpu))
+    assert ("act-order: no kernel takes model.layers.0.self_attn.o_proj" not in made) is takes

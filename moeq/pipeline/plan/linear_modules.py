@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from moeq.checkpoint.facts import KV_HEADS, Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.header import TensorEntry
-from moeq.deploy.deployment import Gpu
+from moeq.deploy.deployment import Deployment, Gpu
 from moeq.model import Checkpoint
 from moeq.model.modules import is_quantized_module, part_of, parts_of_module
 from moeq.oracle.engines.vllm.case import Method
@@ -26,6 +26,8 @@ from moeq.oracle.versions import choose_engine
 #: method (vLLM 0.26.0 to 0.33.0, `ernie45_vl_moe`).
 CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeModel")
 _ROUTER_OF_SETS = "text_experts_gate"
+#: Gate of shared experts, which Qwen's classes make without the config.
+_SHARED_GATE = "mlp.shared_expert_gate"
 _LISTED = "the module in the config's list of modules that are not quantised"
 _NEWER = "a GPU of compute capability 8.9 or higher"
 #: Method and platform of Quark's FP8, which only experts run on older devices (vLLM 0.33.0, `_check_scheme_supported`).
@@ -64,26 +66,26 @@ def _problems(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeSh
         for linear in linears:
             if linear.path != HEAD:
                 yield from _of_linear(checkpoint, verdict, shape, linear, above)
-        yield from _of_router(checkpoint, version, above, linears)
+        yield from _of_floats(checkpoint, version, above, linears)
     for linear in linears:
         if linear.path == HEAD and heads and not checkpoint.source.config.get("tie_word_embeddings"):
             yield from _of_linear(checkpoint, verdict, shape, linear, heads[0].removesuffix(HEAD))
 
 
-def _of_router(
+def _of_floats(
     checkpoint: Checkpoint, version: str, above: str, linears: tuple[LinearModule, ...]
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield a quantised router of a class whose routers are float numbers whatever the config says."""
+    """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
     family = find_family(checkpoint.info.model_type)
     architecture = checkpoint.info.architecture
     known = linears or names_of_class(version, architecture) or architecture.startswith("DeepseekV4")
-    if family is None or not known or any(_in_file(path) == family.router for one in linears for path in one.shards):
-        return
-    parts = parts_of_module(checkpoint.source.tensors, above + family.router)
-    if is_quantized_module(parts):
-        leaf = parts[0].name.rpartition(".")[2]
-        text = f"{above}{family.router} is quantised ({leaf}), and the engine creates it as float numbers"
-        yield text, "a checkpoint whose router is not quantised"
+    asked = {_in_file(path) for one in linears for path in one.shards}
+    for path in (family.router, _SHARED_GATE) if family is not None and known else ():
+        parts = parts_of_module(checkpoint.source.tensors, above + path)
+        if path not in asked and is_quantized_module(parts):
+            leaf = parts[0].name.rpartition(".")[2]
+            text = f"{above}{path} is quantised ({leaf}), and the engine creates it as float numbers"
+            yield text, "a checkpoint in which it is not quantised"
 
 
 def _in_file(path: str) -> str:
@@ -123,6 +125,8 @@ def _of_linear(
     elif shards and lists_some_shards(policy, config, shape.architecture, linear, above):
         yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
     yield from _resized(checkpoint, linear, shards)
+    if not policy.since("0.30.0"):
+        yield from _no_kernel(verdict.deployment, linear, above, shards)
     methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
     blocks = next((config.get("weight_block_size", one.block) for one in methods if one.block), None)
     if blocks:
@@ -168,25 +172,49 @@ def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[tuple[str, str]]:
             yield f"{shard.meant.name} of {shard.name} cannot be loaded: the file has {unfit}", _MEANING
 
 
+def _features(shard: _Shard) -> int | None:
+    """Return the output features of a module; None where its tensors do not tell."""
+    parts = {part.name.rpartition(".")[2]: part for part in shard.parts}
+    if "scales" in parts:
+        return int(parts["scales"].shape[-1])
+    by_row = parts.get("weight_packed") or parts.get("weight")
+    transposed = by_row is not None and by_row.dtype == "I32" and "weight" in parts  # Quark's int4
+    return None if by_row is None or transposed else int(by_row.shape[0])
+
+
 def _resized(checkpoint: Checkpoint, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[tuple[str, str]]:
     """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
     declared = checkpoint.info.shared_intermediate_size
     if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
         return
     for shard in shards:
-        parts = {part.name.rpartition(".")[2]: part for part in shard.parts}
-        by_row = parts.get("weight_packed") or parts.get("weight")
-        if "scales" in parts:
-            found = parts["scales"].shape[-1]
-        elif by_row is None or (
-            by_row.dtype == "I32" and by_row.name.endswith(".weight")
-        ):  # Quark's int4 is transposed
-            continue
-        else:
-            found = by_row.shape[0]
-        if found != declared:
+        found = _features(shard)
+        if found is not None and found != declared:
             text = f"{shard.name} has {found} features, and the engine creates {declared} by the config"
             yield text, "the right size in config.json"
+
+
+def _no_kernel(
+    deployment: Deployment, linear: LinearModule, above: str, shards: Sequence[_Shard]
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Yield act-order in sizes that no kernel takes: Marlin pads none, and Machete (on Hopper) has larger tiles.
+
+    Source: vLLM 0.26.0 to 0.29.0, `choose_mp_linear_kernel`.
+    """
+    methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
+    if deployment.gpu.platform != "cuda" or not methods or not all(one.act_order and one.bits for one in methods):
+        return
+    cut, tp = linear.split == "row" and deployment.tp > 1, deployment.tp
+    n = sum(_features(shard) or 0 for shard in shards) // (tp if linear.split == "column" else 1)
+    leaf = next(part for part in shards[0].parts if part.name.endswith(("qweight", "weight_packed")))
+    words = leaf.shape[0] if leaf.name.endswith("qweight") else leaf.shape[1]
+    k = words * 32 // (methods[0].bits or 4) // (tp if cut else 1)
+    machete = deployment.gpu.capability == (9, 0) and not cut and methods[0].group_size in (-1, 64, 128)
+    if (n % 64 or k % 128) and not (machete and n % 128 == 0 and k % 64 == 0):
+        yield (
+            f"act-order: no kernel takes {above}{linear.path} with [{n}, {k}] on a rank of tp {tp}",
+            "vLLM 0.30 and newer",
+        )
 
 
 def _cut_groups(

@@ -60,7 +60,8 @@ def read_gptq_linear(config: Config, path: str) -> Method | None:
         return None
     own = {**config, **rule}
     check_gptq_bits(own["bits"], bool(own["sym"]))
-    return auto_gptq(own["bits"], own["group_size"])
+    ordered = bool(own.get("desc_act")) and own["group_size"] != -1
+    return replace(auto_gptq(own["bits"], own["group_size"]), act_order=ordered)
 
 
 def auto_gptq(bits: int, group: int) -> Method:
