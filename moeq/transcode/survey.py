@@ -253,9 +253,9 @@ class _Surveyor:
         static = static_part(parts, described.scheme)
         spelling = "plain" if plain else self.target.spelling(described, where, static=static is not None)
         if self.target.experts_only and described.spec.bias_dtype is not None:
-            raise MoeqError(
-                "usage.target", f"{where} has a bias, and {option('to', self.target.id)} has no place for it"
-            )
+            reason = ": ktransformers' kernels take weights, scales and zero points alone" if spelling in KT_AMX else ""
+            detail = f"{where} has a bias, and {option('to', self.target.id)} has no place for it{reason}"
+            raise MoeqError("usage.target", detail)
         if spelling in KT_AMX:
             if not 1 <= self.request.numa <= MAX_NUMA_NODES:
                 detail = f"{option('numa', self.request.numa)}: experts are cut for 1 to {MAX_NUMA_NODES} NUMA nodes"
