@@ -45,6 +45,14 @@ def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
     assert mutate.draw(path.parent, 4, 7) == mutate.draw(path.parent, 4, 7) != mutate.draw(path.parent, 4, 8)
 
 
+def test_a_failure_names_the_test_or_the_file_that_cannot_be_collected(tmp_path: Path) -> None:
+    tests = {"test_right.py": "True", "test_wrong.py": "False", "test_broken.py": "True\nimport no"}
+    for name, said in tests.items():
+        (tmp_path / name).write_text(f"def test() -> None:\n    assert {said}\n")
+    found = [mutate.first_failure(tmp_path, {name: 1.0}) for name in tests]
+    assert found == [None, "test_wrong.py::test", "test_broken.py"]
+
+
 def test_lines_move_with_their_tests(tmp_path: Path) -> None:
     for folder in ("moeq", "tests"):
         (tmp_path / folder).mkdir()

@@ -294,7 +294,7 @@ def _callers(file: str) -> list[str]:
     return [*found, *(inner for one in found for inner in _callers(one))]
 
 
-@dataclass
+@dataclass(eq=False)  # pytest keeps plugins in sets
 class Failures:
     """Plugin of pytest that keeps the first test that fails, or the file that cannot be collected."""
 
