@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -82,5 +82,5 @@ def catalog() -> dict[str, Entry]:
     for entry in _entries():
         known = table.get(entry.code)
         title = f"{known.title}; {entry.title}" if known and entry.title not in known.title else entry.title
-        table[entry.code] = Entry(entry.code, entry.kind, title, entry.text, entry.facts)
+        table[entry.code] = replace(entry, title=title)
     return table

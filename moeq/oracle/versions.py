@@ -66,10 +66,8 @@ def choose_engine(asked: str) -> EngineChoice:
     if not version:
         installed = installed_version(name)
         version = installed or known[-1]
-        what = (
-            f"{name} {version} is installed" if installed else f"{name} is not installed: decided as the newest known"
-        )
-        notes = (f"{what}, {name} {version}" if not installed else what,)
+        newest = f"{name} is not installed: decided as the newest known, {name} {version}"
+        notes = (f"{name} {version} is installed" if installed else newest,)
     same = SAME_DECISIONS.get((name, version))
     if same is not None:
         return EngineChoice(f"{name}@{same}", None, (*notes, f"{name} {version} decides as {same} does"))

@@ -119,16 +119,8 @@ def rounding_text(rounding: str) -> str:
 
 def deployment_text(deployment: Deployment) -> str:
     """Describe a deployment, as in `H100, TP 2, EP 8, batched, bf16`."""
-    sizes = [
-        f"{label} {size}"
-        for label, size in (
-            ("TP", deployment.tp),
-            ("EP", deployment.ep),
-            ("DP", deployment.dp),
-            ("PCP", deployment.pcp),
-        )
-        if size != 1 or label == "TP"
-    ]
+    ranks = {"TP": deployment.tp, "EP": deployment.ep, "DP": deployment.dp, "PCP": deployment.pcp}
+    sizes = [f"{label} {size}" for label, size in ranks.items() if size != 1 or label == "TP"]
     switches = [name for name in ("batched", "lora", "eplb") if getattr(deployment, name)]
     return ", ".join([deployment.gpu.name, *sizes, *switches, deployment.dtype])
 

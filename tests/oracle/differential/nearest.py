@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from oracle.differential import agree
-from oracle.differential.compare import Row, engine_answer, moeq_outcome, question_of
+from oracle.differential.compare import Row, engine_answer, moeq_outcome
 
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL
@@ -35,12 +35,11 @@ def change_of(policy: EnginePolicy, world: Row, case: Row) -> Change | None:
     outcome = moeq_outcome(policy, world, case)
     if outcome.runs is not None:
         return None
-    _, shape, _ = question_of(world, case)
 
     def again(config: Mapping[str, Any], layer: MoeShape, where: Deployment) -> Outcome:
         return resolve(policy, config, layer, where, prefix=case["prefix"], brief=True)
 
-    return nearest_yes(outcome, shape, again)
+    return nearest_yes(outcome, again)
 
 
 def changed(world: Row, case: Row, change: Change) -> tuple[Row, Row]:

@@ -37,20 +37,21 @@ class Change:
     deployment: Deployment
 
 
-def nearest_yes(outcome: Outcome, shape: MoeShape, again: Again, admits: Admits = admit_all) -> Change | None:
+def nearest_yes(outcome: Outcome, again: Again, admits: Admits = admit_all) -> Change | None:
     """Return the first change with which the engine runs with any backend; None if no single change helps.
 
     Every change is tried as a whole: config, selection and every gate.
     """
-    for change in (*_asked(outcome, shape), *changes(outcome, shape)):
+    for change in (*_asked(outcome), *changes(outcome)):
         if admits(change.deployment) and again(change.config, change.shape, change.deployment).runs is not None:
             return change
     return None
 
 
-def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
+def _asked(outcome: Outcome) -> Iterator[Change]:
     """Yield changes of the request: drop the named backend or method, or name a backend."""
-    d, config, flag = outcome.case.deployment, outcome.config, outcome.case.policy.backend_flag
+    d, shape, config = outcome.case.deployment, outcome.case.shape, outcome.config
+    flag = outcome.case.policy.backend_flag
     if d.backend != "auto":
         yield Change(f"no {flag}", config, shape, replace(d, backend="auto"))
     if d.quantization is not None and config:
@@ -60,9 +61,9 @@ def _asked(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
             yield Change(f"{flag} {name}", config, shape, replace(d, backend=name))
 
 
-def changes(outcome: Outcome, shape: MoeShape) -> Iterator[Change]:
+def changes(outcome: Outcome) -> Iterator[Change]:
     """Yield single changes, the nearest first: options of the start, installed packages, then the checkpoint."""
-    deployment, config = outcome.case.deployment, outcome.config
+    deployment, shape, config = outcome.case.deployment, outcome.case.shape, outcome.config
     for text, other in _deployments(outcome.case, deployment):
         yield Change(text, config, shape, other)
     if config.get("quant_method") in ("gptq", "awq") and deployment.quantization is None:

@@ -12,7 +12,7 @@ from moeq.oracle.engines.vllm.counterfactuals import Admits, Again, Change, admi
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.engines.vllm.policy import Family
 from moeq.oracle.engines.vllm.select import on_device
-from moeq.oracle.records import CandidateReport, MoeShape
+from moeq.oracle.records import CandidateReport
 
 #: Reasons of a backend that the automatic order passes over, and that its name may still select.
 _ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
@@ -30,7 +30,6 @@ class Trial:
     """The question without a requested backend, and the way to ask a changed one."""
 
     outcome: Outcome
-    shape: MoeShape
     again: Again  #: function that decides a changed question
     admits: Admits = admit_all  #: function that returns False for deployments that must not be suggested
 
@@ -42,7 +41,7 @@ class Trial:
     @property
     def unchanged(self) -> Change:
         """The question itself."""
-        return Change("", self.outcome.config, self.shape, self.deployment)
+        return Change("", self.outcome.config, self.outcome.case.shape, self.deployment)
 
     @property
     def family(self) -> Family:
@@ -102,7 +101,7 @@ def _here(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
     """Yield backend and unlock for the backends that one change makes the engine run on this device."""
     left = dict(waiting)
     case = replace(trial.outcome.case, deployment=trial.deployment)
-    for change in itertools.chain([trial.unchanged], changes(replace(trial.outcome, case=case), trial.shape)):
+    for change in itertools.chain([trial.unchanged], changes(replace(trial.outcome, case=case))):
         if not left:
             return
         for backend, flag in list(left.items()):
@@ -126,7 +125,7 @@ def _elsewhere(trial: Trial, waiting: Waiting) -> Iterator[tuple[str, str]]:
                 for variant in policy.classes[name].variants.get(kind, ())
             ]
             for words, equipment in (("", where), *equipped(case, where, variants)) if variants else ():
-                text = trial.unlocks(backend, flag, Change(words, config, trial.shape, equipment))
+                text = trial.unlocks(backend, flag, Change(words, config, trial.outcome.case.shape, equipment))
                 if text is not None:
                     found.setdefault(backend, {}).setdefault(text, []).append(kind)
                     break

@@ -51,8 +51,8 @@ def judge_vllm(
         return verdict
     again = _Trials(policy, config, shape, prefix, tensors)
     mattered = sensitivity(decided, lambda other: again(config, shape, other))
-    trial = Trial(outcome, shape, again, admits)
-    works = None if verdict.ok else nearest_yes(outcome, shape, again, admits)
+    trial = Trial(outcome, again, admits)
+    works = None if verdict.ok else nearest_yes(outcome, again, admits)
     error = verdict.error
     if error is not None and error.kind in _OVERRIDES:
         error = replace(error, hint=alternatives(outcome.case, running(trial)))
