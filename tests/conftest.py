@@ -9,36 +9,44 @@ import sys
 from pathlib import Path
 
 import pytest
-import quick_interpreter
 import sampling
 import skips
-import torch
 from hypothesis import HealthCheck, settings
 
-from moeq.layouts import words
-from moeq.pipeline.run.workers import FREEZING
-from moeq_kernels import interpreter
-
-HAS_GPU = torch.cuda.is_available()
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 
-if not HAS_GPU:
-    interpreter.enable()
-    quick_interpreter.install()
+
+def prepare() -> None:
+    """Prepare a process that runs tests."""
+    import quick_interpreter
+    import torch
+
+    from moeq.layouts import words
+    from moeq_kernels import interpreter
+
+    if not torch.cuda.is_available():
+        interpreter.enable()
+        quick_interpreter.install()
+
+    # The matrices here are small: torch's threads would take more time to wait for each other than to work.
+    torch.set_num_threads(1)
+
+    # What small checkpoints take must not depend on what earlier tests have left in the cache of compiled loops: tests
+    # that are about it say so.
+    words.CACHED_FROM = 1 << 60
+
 
 # Hundreds of processes are started by tests; each would compile moeq's sources again, which is half of what a command
 # costs. pytest's own workers are started after this line.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# The matrices here are small: torch's and numpy's threads would take more time to wait for each other than to work.
+# As for torch's threads; numpy's are made while it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
 
-
-# What small checkpoints take must not depend on what earlier tests have left in the cache of compiled loops: tests that
-# are about it say so.
-words.CACHED_FROM = 1 << 60
+# Workers are started after this line as well: torch would take three seconds before it.
+if not sampling.only_distributes(sys.argv[1:]):
+    prepare()
 
 
 # No test cuts the power, and each of thousands of conversions would wait for the disk some twenty times. Commands in
@@ -79,13 +87,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         away = set(left)
         items[:] = [item for item in items if item not in away]
-    for item in items:
-        if item.get_closest_marker("gpu") and not HAS_GPU:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave tests and modules out of garbage collections, here and in forks, where a collection copies them."""
+    from moeq.pipeline.run.workers import FREEZING
+
     gc.collect()
     gc.freeze()
     FREEZING.set(True)  # every conversion would count what is frozen, which takes 40 ms here

@@ -9,6 +9,8 @@ What is chosen depends on the parameters alone, so that every worker and every r
 
 from __future__ import annotations
 
+import argparse
+import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +28,16 @@ def is_in_share(name: str, share: str) -> bool:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise pytest.UsageError(f"--share {share}: N/M with N from 1 to M is a share")
     return zlib.crc32(name.encode()) % int(of) == int(number) - 1
+
+
+def only_distributes(argv: Sequence[str]) -> bool:
+    """Whether a process with these arguments hands tests to others and runs none."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-n", "--numprocesses")
+    parser.add_argument("--collect-only", "--co", action="store_true")
+    known, _ = parser.parse_known_args(argv)
+    distributed = known.numprocesses not in (None, "0") and not known.collect_only
+    return distributed and "PYTEST_XDIST_WORKER" not in os.environ
 
 
 def left_for_later(items: Sequence[pytest.Item]) -> list[pytest.Item]:

@@ -119,3 +119,21 @@ def test_a_marker_that_means_nothing_is_refused(inner: pytest.Pytester, body: st
     items = inner.getitems(f"import pytest\n{body}\n")
     with pytest.raises(pytest.UsageError, match=said):
         sampling.left_for_later(items)
+
+
+@pytest.mark.parametrize(
+    ("argv", "worker", "distributes"),
+    [
+        (["-n", "2", "--dist", "worksteal", "-q"], False, True),
+        (["-nauto", "tests/cli"], False, True),
+        (["-n", "2"], True, False),
+        (["-n", "0", "-x"], False, False),
+        (["-n", "2", "--collect-only"], False, False),
+        (["tests/cli"], False, False),
+    ],
+)
+def test_a_process_that_runs_no_tests(argv, worker, distributes, monkeypatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    if worker:
+        monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert sampling.only_distributes(argv) == distributes
