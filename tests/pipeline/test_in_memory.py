@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from bench_scripts import make_checkpoint
 from load.deployments import LAYOUTS, convert
 
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
+from moeq.layouts.arranged import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
+from moeq.pipeline import in_memory
 from moeq.pipeline.in_memory import RankPacker
+from moeq.pipeline.pack import experts
 from moeq.pipeline.plan.options import Ranks
+
+BATCH = experts._batch
 
 #: Deployments by name: `(tp, ep)`.
 WHERE = {"whole": (1, 1), "tp": (2, 1), "ep": (1, 2)}
@@ -62,6 +71,41 @@ def test_bytes_are_those_of_the_converted_folder(name: str, where: str, checkpoi
             for tensor_name, tensor in wanted.items():
                 bits = [one.contiguous().view(-1).view(torch.uint8) for one in (found[tensor_name], tensor)]
                 assert torch.equal(*bits), (layer, number, tensor_name)
+
+
+def filled(packer: RankPacker, count: int, layer: int = 1) -> dict[str, torch.Tensor]:
+    """Pack a layer into new tensors on the CPU."""
+    shard = packer.layer(layer).shards[0]
+    tensors = {
+        f"{role}_{part}": torch.zeros(count, *spec.shape, dtype=torch_dtype(spec.dtype))
+        for role in STACKED_ROLES
+        for part, spec in shard.parts[role].items()
+    }
+    packer.pack(layer, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "modelopt-nvfp4-qwen3moe"])
+@pytest.mark.parametrize("experts_at_once", [1, 3, 4])
+def test_bytes_do_not_depend_on_how_many_experts_are_packed_at_once(name, experts_at_once, checkpoints, monkeypatch):
+    layout, checkpoint = {**LAYOUTS, **FLOATS}[name], moeq.open(checkpoints / name)
+    count = checkpoint.experts(1).num_experts
+    whole = filled(RankPacker(checkpoint, {1: layout}, Ranks(), 0, prove="all"), count)
+    monkeypatch.setattr(experts, "_batch", lambda *given: (experts_at_once, BATCH(*given)[1]))
+    parted = filled(RankPacker(checkpoint, {1: layout}, Ranks(), 0, prove="all"), count)
+    assert whole.keys() == parted.keys()
+    for part, tensor in whole.items():
+        assert torch.equal(tensor.view(torch.uint8), parted[part].view(torch.uint8)), part
+
+
+@pytest.mark.slow
+def test_the_memory_for_packing_is_bounded(tmp_path: Path) -> None:
+    """The process that packs Mixtral's experts, of 60 MB each, holds less than its ceiling beyond the tensors."""
+    script = Path(make_checkpoint.__file__).with_name("direct_load.py")
+    out = tmp_path / "out.json"
+    argv = [sys.executable, str(script), "--layers", "1", "--case", "int4-mixtral", "--out", str(out)]
+    subprocess.run([*argv, "--folder", str(tmp_path)], check=True, capture_output=True)
+    assert 0 < json.loads(out.read_text())["cases"]["int4-mixtral"]["peak"] < in_memory.USUAL_CEILING
 
 
 def test_scales_are_rounded_to_the_dtype_of_the_tensors(checkpoints: Path) -> None:

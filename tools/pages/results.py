@@ -344,6 +344,7 @@ _KINDS = {
     "moeq.engine-check": "layers in vLLM's kernels, compared with float32",
     "moeq.startup": "load times of layers",
     "moeq.convert-speed": "`moeq convert` against `cp`",
+    "moeq.direct-load": "packing a source while an engine loads it, without the engine",
     "moeq.transcode-speed": "`moeq transcode` against `cp`",
     "moeq.transcode-generate": "source and transcoded checkpoint generating in vLLM",
     "moeq.command-startup": "start of every command",
