@@ -95,6 +95,13 @@ def under_scales(weight: Tensor, scales_of: QuantizedMatrix) -> QuantizedMatrix:
     return replace(scales_of, codes=codes, bias=None)
 
 
+def _over(values: Tensor, number: float) -> Tensor:
+    """Divide by a number; torch would multiply by its reciprocal on a GPU, which rounds otherwise than on a CPU."""
+    import torch
+
+    return values / torch.full((), number, dtype=values.dtype, device=values.device)
+
+
 def _integers(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
     """Return integer codes under one scale per group (or channel), with zero points unless symmetric."""
     import torch
@@ -104,10 +111,10 @@ def _integers(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
     least, most = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
     zeros = None
     if spec.symmetric:
-        scales = torch.maximum(least.abs(), most) / ((high - low) / 2)
+        scales = _over(torch.maximum(least.abs(), most), (high - low) / 2)
         scales = _stored(scales, spec)
     else:
-        exact = (most - least) / float(high - low)
+        exact = _over(most - least, high - low)
         zeros = (low - least / exact).clamp(low, high).nan_to_num(0).round().to(torch.int8)
         scales = _stored(exact, spec)
     scaled = _in_groups(weight, spec) / scales.unsqueeze(2)
@@ -132,7 +139,7 @@ def _fp8(weight: Tensor, spec: MatrixSpec, rows: int) -> QuantizedMatrix:
     largest = filled.reshape(-1, height, spec.num_groups).amax(1)
     if rows < 0:
         largest = largest.amax(1, keepdim=True)
-    scales = _stored(largest / _E4M3_MAX, spec).repeat_interleave(height, dim=0)[: spec.n].contiguous()
+    scales = _stored(_over(largest, _E4M3_MAX), spec).repeat_interleave(height, dim=0)[: spec.n].contiguous()
     scaled = _in_groups(weight, spec) / scales.unsqueeze(2)
     codes = scaled.clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn).flatten(1)
     return QuantizedMatrix(spec=spec, codes=codes.contiguous().view(torch.uint8), scales=scales)
@@ -175,7 +182,7 @@ def _mxfp4_modelopt(weight: Tensor, spec: MatrixSpec) -> QuantizedMatrix:
     import torch
 
     groups = _in_groups(weight, spec)
-    descale = groups.float().abs().amax(2) / _E2M1_MAX
+    descale = _over(groups.float().abs().amax(2), _E2M1_MAX)
     exponents = torch.ceil(torch.log2(descale).clamp(min=-127.0))
     scaled = (groups / torch.exp2(exponents).unsqueeze(2)).flatten(1)
     order = torch.bucketize(scaled.abs().contiguous(), _borders(scaled))
@@ -193,7 +200,7 @@ def nvfp4_global_scale(weight: Tensor, rule: Rule) -> Tensor:
 
     largest = weight.abs().amax()
     if rule == "modelopt":
-        return (largest.float() / (_E2M1_MAX * _E4M3_MAX)).reshape(1)
+        return _over(largest.float(), _E2M1_MAX * _E4M3_MAX).reshape(1)
     divisor = _E4M3_MAX * _E2M1_MAX / largest.clamp(min=torch.finfo(weight.dtype).tiny)
     return torch.nan_to_num(divisor, nan=1.0, posinf=1.0, neginf=1.0).float().reshape(1)
 
@@ -208,7 +215,7 @@ def _nvfp4(weight: Tensor, spec: MatrixSpec, rule: Rule, shared: Tensor) -> Quan
         blocks = blocks.where(blocks != 0, 1.0).clamp(_LEAST_BLOCK_SCALE, _E4M3_MAX).to(torch.float8_e4m3fn)
         factors, multiplier = blocks.float() * shared, shared
     else:
-        blocks = (shared * (largest / _E2M1_MAX)).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
+        blocks = (shared * _over(largest, _E2M1_MAX)).clamp(-_E4M3_MAX, _E4M3_MAX).to(torch.float8_e4m3fn)
         blocks = blocks.float().where(blocks.float() != 0, 0.125).to(torch.float8_e4m3fn)
         factors, multiplier = blocks.float() / shared, (1 / shared.double()).float()
     scaled = (groups / factors.unsqueeze(2)).flatten(1)
