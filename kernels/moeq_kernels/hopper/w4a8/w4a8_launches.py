@@ -1,17 +1,18 @@
 """Launches of a W4A8 layer (4-bit weights, e4m3 activations): those of W8A8 with another product kernel.
 
-With few tokens an expert the kernels for 16-bit activations are faster, and more accurate, so these run.
+With few tokens an expert the kernels for 16-bit activations are faster, so the cost model chooses among both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from moeq_kernels.areas import Area, Arena, Box
 from moeq_kernels.epilogue import PLAIN
-from moeq_kernels.hopper.cost import Tiling, Work
+from moeq_kernels.hopper.cost import Tiling, Work, ranked, rounded
 from moeq_kernels.hopper.w4a8.fold import folded
 from moeq_kernels.hopper.w4a16 import w4a16_launches as w4a16
 from moeq_kernels.hopper.w4a16.product_launches import channel_scale, group_of, kind_of
@@ -52,11 +53,6 @@ class W4a8Plan:
 
 #: Kernels for small and large tiles. Words are decoded once per tile, so large tiles are faster.
 KERNELS = W4a8Wide(64, 7), W4a8Wide(160, 5)
-#: Largest mean of tokens per expert for small tiles. On an H200 these are up to 9 % faster at 48 tokens per expert,
-#: large tiles up to 28 % at 64.
-MAX_SMALL_TOKENS = 48.0
-#: Largest mean of tokens per expert, by kind of weights, up to which 16-bit activations are faster on an H100.
-MAX_16_BIT_TOKENS = {"e2m1": 16.0, "uint4": 32.0, "e2m1-permuted": 96.0}
 #: Tokens per copy, and granularity of the heights of tiles.
 BOX = 32
 
@@ -73,12 +69,15 @@ def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Any, Tiling, t
     return work, found + own
 
 
+@cache
+def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Any], ...]:
+    """Return the candidates of a call with their predicted microseconds, the cheapest first."""
+    return tuple(ranked(*cuts(problem, tokens)))
+
+
 def plan_for(problem: Problem, tokens: int) -> Any:
-    """Choose the kernel for a number of tokens; for few it is one for 16-bit activations, with its plan."""
-    mean = tokens * problem.top_k / problem.experts
-    if mean <= MAX_16_BIT_TOKENS[kind_of(problem.w13)]:
-        return w4a16.plan_for(problem, tokens)
-    return W4a8Plan(KERNELS[mean > MAX_SMALL_TOKENS])
+    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
+    return ranked_plans(problem, rounded(tokens))[0][1]
 
 
 def launches(problem: Problem, piece: Piece, arena: Arena, plan: Any) -> list[Launch]:

@@ -12,12 +12,15 @@ from support.hopper_layers import on_meta
 from support.ptx_on_cpu import value
 from support.reference import Layer, moe, relative_error
 
-from moeq_kernels import KernelUnsupportedError, PackedExperts, PreparedLayer, fused_moe, interpreter, prepare
+from bench.plan_cells import Layer as ModelLayer
+from bench.shapes import SHAPES
+from moeq_kernels import KernelUnsupportedError, PackedExperts, fused_moe, interpreter, prepare
 from moeq_kernels.hopper import support
 from moeq_kernels.hopper.w4a8.fold import SPAN, folded
 from moeq_kernels.hopper.w4a8.w4a8_launches import W4a8Plan, W4a8Wide, cuts, plan_for
 from moeq_kernels.hopper.w4a16.w4a16_plan import Plan
 from moeq_kernels.prepared import prepare_for
+from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import schedule
 from moeq_kernels.validate import epilogue_of
 
@@ -212,29 +215,27 @@ def test_who_asks_gets_this_kernel_on_hopper(recipe: Recipe) -> None:
     layer = prepare(experts, gpu="H200", activation_dtype="fp8", **options)
     assert (layer.family, layer.reason) == ("hopper-w4a8", None)
     assert "bfloat16 as e4m3" in str(layer)
-    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
+    assert {type(one) for one, *_ in cuts(layer.problem, 300)[1]} >= {Plan, W4a8Plan}
     asked = experts.quantising("fp8")  # as `moeq.load_experts` gives them
     assert prepare(asked, gpu="H200", **options).family == "hopper-w4a8"
     assert prepare(asked, gpu="H200", activation_dtype="", **options).family == "hopper-w4a16"
 
 
-@pytest.mark.parametrize(("recipe", "most"), [(PLAIN, 16), (PERMUTED, 96), (INT4, 32)])
-def test_few_tokens_run_in_the_kernels_for_16_bit_activations(recipe: Recipe, most: int) -> None:
-    """Every token chooses both experts, so `most` tokens are as many an expert."""
-    experts = on_meta(make_layer(recipe)[0])
-    options = {"top_k": 2, "max_tokens": 300, "gpu": "H200"}
-    layer = prepare(experts, activation_dtype="fp8", **options)
-    plain = prepare(experts, **options)
-    for tokens in (1, 7, most):
-        plan = plan_for(layer.problem, tokens)
-        assert isinstance(plan, Plan)  # the `mma.sync` kernels, which other layers may use there, refuse e4m3
-        assert _launches(layer, tokens, None) == _launches(plain, tokens, plan)
-    assert isinstance(plan_for(layer.problem, most + 1), W4a8Plan)
+@pytest.mark.parametrize("kind", ["int4-fp8", "mxfp4-fp8", "moeq-mxfp4-fp8"])
+def test_few_tokens_run_in_the_kernels_for_16_bit_activations(kind: str) -> None:
+    for gpu in ("H100", "H200"):
+        problem = ModelLayer(kind, "qwen3-30b-a3b", SHAPES["qwen3-30b-a3b"], gpu).problem
+        for tokens in (1, 7, 64, 128):
+            plan = plan_for(problem, tokens)
+            assert not isinstance(plan, W4a8Plan)
+            assert _launches("hopper-w4a8", problem, tokens, None) == _launches("hopper-w4a16", problem, tokens, plan)
+        kernels = [name for name, *_ in _launches("hopper-w4a8", problem, 4096, None)]
+        assert sum(name.endswith(":w4a8_product_wide") for name in kernels) == 2
 
 
-def _launches(layer: PreparedLayer, tokens: int, plan: Plan | None) -> list[tuple[object, ...]]:
-    found = schedule(layer.family, layer.problem, tokens, plan).launches
-    return [(one.kernel, one.programs, one.arguments, one.constants) for one in found]
+def _launches(family: str, problem: Problem, tokens: int, plan: Plan | None) -> list[tuple[object, ...]]:
+    found = schedule(family, problem, tokens, plan).launches
+    return [(one.kernel, one.programs, one.constants, sorted(one.arguments)) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -303,4 +304,4 @@ def test_int4_gets_it_where_e4m3_activations_are_asked_for() -> None:
     assert prepare(experts, top_k=2, max_tokens=300, gpu="H200").family == "hopper-w4a16"
     layer = prepare(experts, top_k=2, max_tokens=300, gpu="H200", activation_dtype="fp8")
     assert layer.family == "hopper-w4a8"
-    assert [name for name in layer.explain(300).split() if name.startswith("w4a8")] == ["w4a8_product_wide"] * 2
+    assert {type(one) for one, *_ in cuts(layer.problem, 300)[1]} >= {Plan, W4a8Plan}
