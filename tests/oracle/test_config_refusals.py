@@ -55,6 +55,10 @@ def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> N
     assert said in verdict.refusal
 
 
+def test_blocks_that_autoround_left_out_are_floats() -> None:
+    assert judged({**AUTO_ROUND_FP8, "block_name_to_quantize": "nowhere"}).method == "UnquantizedFusedMoEMethod"
+
+
 def test_projections_of_different_schemes_are_named() -> None:
     for ignored in ("gate", "up", "down"):
         config = {**MXFP4, "ignore": [f"re:.*{ignored}_proj"]}

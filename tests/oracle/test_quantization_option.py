@@ -46,6 +46,11 @@ def test_bf16_experts_are_quantised_while_they_load(name: str, gpu: str, method:
     assert backend in (None, verdict.chosen.backend if verdict.chosen else "")
 
 
+@pytest.mark.parametrize(("name", "method"), [("mxfp4", "Mxfp4MoEMethod"), ("gpt_oss_mxfp4", "GptOssMxfp4MoEMethod")])
+def test_before_0_28_mxfp4_is_the_method_of_quantised_checkpoints(name: str, method: str) -> None:
+    assert judged(name, {}, "H100", "0.27.0").method == method
+
+
 @pytest.mark.parametrize(
     ("name", "gpu", "says"),
     [
