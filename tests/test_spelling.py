@@ -41,7 +41,7 @@ def options() -> set[str]:
 
 def spelled_for_a_shell(text: str) -> set[str]:
     """Return the options of public functions that a message spells for a shell, outside of command lines."""
-    return set(re.findall(r"--[a-z][a-z0-9-]*", COMMAND.sub("", text))) & options()
+    return set(re.findall(r"--[a-z][a-z0-9-]*", COMMAND.sub("", text))) & options() if "--" in text else set()
 
 
 def texts(tree: ast.AST) -> Iterator[tuple[int, str]]:

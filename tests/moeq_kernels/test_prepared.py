@@ -41,7 +41,8 @@ def test_a_prepared_layer_is_called_many_times_and_equals_the_simple_form(device
         assert y.data_ptr() == out.data_ptr()
         wanted = fused_moe(given.x, packed, given.weights, given.ids)
         assert torch.equal(y, wanted)
-        assert torch.equal(layer(given.x, given.weights.double(), given.ids.long()), wanted)
+        if tokens == 7:  # other types are converted before anything depends on the number of tokens
+            assert torch.equal(layer(given.x, given.weights.double(), given.ids.long()), wanted)
 
 
 def test_an_expert_map_comes_with_each_call(device: torch.device) -> None:
