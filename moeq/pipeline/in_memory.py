@@ -44,12 +44,18 @@ Proof = Literal["sample", "all"]
 #: A sample holds every expert with a number that this divides.
 SAMPLE_STEP = 16
 
+#: Most threads that pack: more of them wait longer for the interpreter's lock than they save.
+MAX_WORKERS = 4
+
 #: Host memory up to which threads are added, of the 2 GiB that a start may take beyond the engine's own.
 USUAL_CEILING = 7 * 2**28
 
 
 class SampledPacker(Packer):
     """Packs one unit for this process alone: proves a sample of its experts, and records nothing."""
+
+    #: Nothing is waiting for a disk here: threads that hand over less often wait less for the interpreter's lock.
+    batch_bytes = 16 * 2**20
 
     _records = False
 
@@ -121,7 +127,7 @@ class RankPacker:
 
     @cached_property
     def _executor(self) -> Executor:
-        units, workers = self._work.plan.units, default_workers()
+        units, workers = self._work.plan.units, min(default_workers(), MAX_WORKERS)
         memory = plan_memory(self._work, units, workers, max_helpers=1, usual=USUAL_CEILING)
         # Ranks that share experts read the same files: through the page cache, a disk is read once.
         on_gpu = any(tensor.device.type == "cuda" for tensor in self._targets.values())

@@ -20,10 +20,7 @@ from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
 from moeq.pipeline import in_memory
 from moeq.pipeline.in_memory import RankPacker
-from moeq.pipeline.pack import experts
 from moeq.pipeline.plan.options import Ranks
-
-BATCH = experts._batch
 
 #: Deployments by name: `(tp, ep)`.
 WHERE = {"whole": (1, 1), "tp": (2, 1), "ep": (1, 2)}
@@ -91,7 +88,8 @@ def test_bytes_do_not_depend_on_how_many_experts_are_packed_at_once(name, expert
     layout, checkpoint = {**LAYOUTS, **FLOATS}[name], moeq.open(checkpoints / name)
     count = checkpoint.experts(1).num_experts
     whole = filled(RankPacker(checkpoint, {1: layout}, Ranks(), 0, prove="all"), count)
-    monkeypatch.setattr(experts, "_batch", lambda *given: (experts_at_once, BATCH(*given)[1]))
+    sizes_of = in_memory.SampledPacker._batch
+    monkeypatch.setattr(in_memory.SampledPacker, "_batch", lambda *given: (experts_at_once, sizes_of(*given)[1]))
     parted = filled(RankPacker(checkpoint, {1: layout}, Ranks(), 0, prove="all"), count)
     assert whole.keys() == parted.keys()
     for part, tensor in whole.items():

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
@@ -87,12 +87,11 @@ class BatchResult:
         return (value for result in self.experts for value in result.hashes)
 
 
-#: Stored bytes that are read and packed at once, unless one expert has more: small experts share the cost of a request.
-BATCH_BYTES = 4 * 2**20
-
-
 class Packer(UnitWorker[PackUnit, Range]):
     """Executes one `PackUnit`, a few experts at a time."""
+
+    #: Stored bytes that are read and packed at once, unless one expert has more: small experts share a request's cost.
+    batch_bytes: ClassVar[int] = 4 * 2**20
 
     #: Whether the unit's record needs hashes of the packed bytes and names of what cannot be rebuilt from them.
     _records = True
@@ -125,7 +124,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         experts = work.checkpoint.experts(unit.layer)
         parts_of_one = sum(len(layer.shards[index].parts[unit.role]) for index in unit.shards)
         pieces = list(islice(work.plan.pieces(unit), parts_of_one))
-        count, sizes = _batch(fast_path, experts, unit)
+        count, sizes = cls._batch(fast_path, experts, unit)
         return Need(
             "fast",
             input=INPUT_BUFFERS * bytes_for(count * sizes),
@@ -136,8 +135,16 @@ class Packer(UnitWorker[PackUnit, Range]):
     @cached_property
     def items(self) -> Sequence[Range]:
         held, path = self._unit.experts, self._fast_path
-        count = 1 if path is None else _batch(path, self._experts, self._unit)[0]
+        count = 1 if path is None else self._batch(path, self._experts, self._unit)[0]
         return [Range(start, min(start + count, held.stop)) for start in range(held.start, held.stop, count)]
+
+    @classmethod
+    def _batch(cls, path: FastPath, experts: Experts, unit: PackUnit) -> tuple[int, list[int]]:
+        """Return how many experts are packed at once, and the sizes of the stored parts of one of them."""
+        stored = experts.layer.unit(unit.experts.start)
+        places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in path.reads]
+        sizes = [stop - start for start, stop in places]
+        return max(1, min(cls.batch_bytes // max(sum(sizes), 1), unit.experts.size)), sizes
 
     def label(self, item: Range) -> str:
         numbers = f"expert {item.start}" if item.size == 1 else f"experts {item.start} to {item.stop - 1}"
@@ -374,14 +381,6 @@ class Packer(UnitWorker[PackUnit, Range]):
             "source's values",
             "nothing was published; report this as a bug in moeq",
         )
-
-
-def _batch(path: FastPath, experts: Experts, unit: PackUnit) -> tuple[int, list[int]]:
-    """Return how many experts are packed at once, and the sizes of the stored parts of one of them."""
-    stored = experts.layer.unit(unit.experts.start)
-    places = [place_of(stored[name][part], part, experts, unit.experts.start) for name, part in path.reads]
-    sizes = [stop - start for start, stop in places]
-    return max(1, min(BATCH_BYTES // max(sum(sizes), 1), unit.experts.size)), sizes
 
 
 def _slots(work: Work, unit: PackUnit, shard: ShardPlan) -> dict[str, tuple[int, int]]:
