@@ -102,9 +102,16 @@ def plan_places(entry: LayerEntry, rank: Rank, experts: Sequence[int]) -> list[R
     """Plan what a rank reads if it holds these experts, in this order: a part for each run of consecutive ones.
 
     Raises MoeqError as `plan_rank`, and `usage.eplb` if experts were packed with numbers that a rank computed from all
-    of its experts, or if ranks share experts.
+    of its experts, if ranks share experts, or if the layer has no such expert.
     """
     where = f"layer {entry.layer}"
+    unknown = [expert for expert in experts if not 0 <= expert < entry.num_experts]
+    if unknown:
+        raise MoeqError(
+            "usage.eplb",
+            f"{where} has experts 0 to {entry.num_experts - 1}, and a rank is to hold expert {unknown[0]}",
+            "place each expert by its number in the model",
+        )
     if entry.ranks:
         raise MoeqError(
             "usage.eplb",

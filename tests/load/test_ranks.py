@@ -10,7 +10,7 @@ from load.deployments import convert
 import moeq
 from moeq.checkpoint.manifest import LayerEntry
 from moeq.errors import MoeqError
-from moeq.load.ranks import Rank, plan_replicas
+from moeq.load.ranks import Rank, plan_places, plan_replicas
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +51,12 @@ def test_experts_that_cannot_be_moved_are_refused(entries) -> None:
     ):
         with pytest.raises(MoeqError, match=words):
             plan_replicas(entry, rank, 0)
+
+
+@pytest.mark.parametrize("expert", [-1, None, 1 << 40])
+def test_experts_that_the_layer_has_not_are_refused(entries, expert: int | None) -> None:
+    count = entries["once"].num_experts
+    expert = count if expert is None else expert
+    with pytest.raises(MoeqError, match=f"experts 0 to {count - 1}, and a rank is to hold expert {expert}\\n"):
+        plan_places(entries["once"], Rank(ep_rank=0, ep_size=2), [0, expert, 1])
+    assert [part.experts for part in plan_places(entries["once"], Rank(), [2, 2, 3])] == [(2, 3), (2, 4)]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from oracle.asking import POLICY, gptq, gpu
+from oracle.asking import POLICY, ask, gptq, gpu
+from oracle.examples import scheme
 
 from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
@@ -96,3 +97,22 @@ def test_lora_on_unquantised_experts_ignores_a_requested_backend(version: str) -
     found = outcome("B200", shape, {}, load_policy(f"vllm@{version}"), lora=True, backend="flashinfer_cutlass")
     assert found.selection.selected is not None
     assert found.selection.selected.backend == "TRITON"
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "remedy"),
+    [
+        ({"ep": 4, "eplb": True, "redundant_experts": 3}, "67 do not divide by ep 4", "4 redundant experts"),
+        ({"ep": 4, "redundant_experts": 4}, "4 redundant experts need expert load balancing", "eplb=True"),
+        ({"eplb": True}, "needs expert parallelism over more than one rank", "ep above 1"),
+        ({"ep": 4, "eplb": True, "redundant_experts": 4}, None, None),
+    ],
+    ids=str,
+)
+def test_moeqs_own_kernels_run_experts_that_the_engine_can_balance(options, text, remedy) -> None:
+    verdict = ask(scheme("gptq", group=128), gpu("H100", engine="moeq", **options), SHAPE)
+    assert verdict.ok == (text is None)
+    if text is not None:
+        reasons = [reason for report in verdict.candidates for reason in report.reasons if text in reason.text]
+        assert len(reasons) == len(verdict.candidates)
+        assert all(remedy in str(reason.remedy) for reason in reasons)

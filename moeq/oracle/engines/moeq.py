@@ -21,6 +21,7 @@ from moeq.oracle.engines.vllm.sizes import round_up
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, Gate, MoeShape, Reason, Sizes, Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
+from moeq.spelling import option
 from moeq_kernels.activations import BY_ENGINE_NAME
 from moeq_kernels.capabilities import CAPABILITIES, Capability
 from moeq_kernels.formats import FORMATS, Format
@@ -225,6 +226,22 @@ def _division(request: Request, row: KernelRow) -> Iterator[Reason]:
     if request.deployment.ep > request.shape.num_experts:
         text = f"ep {request.deployment.ep} is more than {request.shape.num_experts} experts"
         yield Reason("K12_DIVISION", text, "a smaller ep")
+    yield from _balancing(request)
+
+
+def _balancing(request: Request) -> Iterator[Reason]:
+    """Check what load balancing needs of an engine (vLLM's `ParallelConfig`), whatever kernels run the experts."""
+    ep, replicas, balanced = request.deployment.ep, request.deployment.redundant_experts, request.deployment.eplb
+    count = request.shape.num_experts + replicas
+    if replicas and not balanced:
+        text = f"{replicas} redundant experts need expert load balancing, which is off"
+        yield Reason("K12_DIVISION", text, f"{option('eplb', True)}, or no redundant experts")
+    if balanced and ep == 1:
+        text = "expert load balancing needs expert parallelism over more than one rank"
+        yield Reason("K12_DIVISION", text, "ep above 1, or no expert load balancing")
+    if balanced and count % ep:
+        text = f"load balancing spreads experts evenly: {count} do not divide by ep {ep}"
+        yield Reason("K12_DIVISION", text, f"{replicas + -count % ep} redundant experts")
 
 
 #: Code -> check, and its sentence for `moeq explain`.
@@ -242,7 +259,7 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     "K08_ACTIVATION_TYPE": (_activation_type, "Activations run as the checkpoint declares, or in 16 bits."),
     "K09_ACTIVATION": (_activation, "The activation function between the two products."),
     "K10_DTYPE": (_dtype, "e8m0 scales span the range of bfloat16, not that of float16."),
-    "K12_DIVISION": (_division, "Ranks divide the intermediate size and the experts."),
+    "K12_DIVISION": (_division, "Ranks divide the intermediate size, and the experts with their replicas."),
 }
 
 

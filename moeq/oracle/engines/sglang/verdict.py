@@ -104,9 +104,10 @@ def _not_followed(config: Mapping[str, Any], shape: MoeShape, deployment: Deploy
     if deployment.dp > 1 or deployment.ep not in (1, deployment.tp):
         text = f"dp {deployment.dp} and ep {deployment.ep} with tp {deployment.tp} are not followed"
         return _unknown(text, "dp 1, and ep 1 or ep equal to tp")
-    if deployment.pcp > 1 or deployment.redundant_experts:
-        text = f"pcp {deployment.pcp} with {deployment.redundant_experts} redundant experts is not followed"
-        return _unknown(text, "pcp 1 and no redundant experts")
+    if deployment.pcp > 1:
+        return _unknown(f"pcp {deployment.pcp} is not followed", "pcp 1")
+    if deployment.redundant_experts:
+        return _unknown(f"{deployment.redundant_experts} redundant experts are not followed", "no redundant experts")
     return _own_default(config, shape, deployment) if floats else None
 
 
