@@ -246,12 +246,13 @@ def orphan(method: str) -> Target:
 
 
 @cache
-def orphan_folder(method: str) -> Path:
+def orphan_folder(seed: str) -> Path:
     import orphan_files
 
-    names = {"hqq": "4-bit-axis1-g8-bfloat16", "torchao": "int4-g8-asym"}
-    vector = orphan_files.vectors(method)[names[method]]
-    return orphan_files.WRITERS[method](room() / f"{method}-source", vector)
+    names = {"hqq": "4-bit-axis1-g8-bfloat16", "torchao": "int4-g8-asym", "torchao-mx": "mx-nvfp4-single"}
+    method = seed.partition("-")[0]
+    vector = orphan_files.vectors(method)[names[seed]]
+    return orphan_files.WRITERS[method](room() / f"{seed}-source", vector)
 
 
 TARGETS: dict[str, Target] = {
@@ -290,8 +291,8 @@ def gguf_seeds() -> list[bytes]:
 
 
 @cache
-def orphan_seed(method: str) -> bytes:
-    return (orphan_folder(method) / "model.safetensors").read_bytes()
+def orphan_seed(seed: str) -> bytes:
+    return (orphan_folder(seed) / "model.safetensors").read_bytes()
 
 
 def seeds(name: str) -> list[bytes]:
@@ -309,7 +310,7 @@ def seeds(name: str) -> list[bytes]:
     elif name == "gguf":
         found += gguf_seeds()
     elif name in ("hqq", "torchao"):
-        found.append(orphan_seed(name))
+        found += map(orphan_seed, ("torchao", "torchao-mx") if name == "torchao" else (name,))
     elif name == "restore-data":
         found.append((converted() / "moeq-restore.data").read_bytes())
     else:
