@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.builder import config, quantization, write
+from checkpoint.builder import EXPERTS, config, quantization, write
 
 import moeq
 from moeq.deploy.deployment import Deployment
@@ -16,7 +16,13 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.matrix import MatrixSpec
 from moeq.model.info import RoutingInfo
 from moeq.pipeline.plan.layer_plan import _padded_group
-from moeq.pipeline.plan.layer_verdict import judge_checkpoint, routing_name, side_config_gate, stored_tensors
+from moeq.pipeline.plan.layer_verdict import (
+    class_gate,
+    judge_checkpoint,
+    routing_name,
+    side_config_gate,
+    stored_tensors,
+)
 
 
 def where(gpu: str = "A100", **deployment: Any) -> Deployment:
@@ -116,3 +122,21 @@ def test_headers_that_all_experts_of_a_set_have_name_none(checkpoints: Path) -> 
 def test_routing_with_a_bias_is_named_by_its_groups(grouped: bool, name: str) -> None:
     rule = RoutingInfo("sigmoid", renormalize=True, correction_bias=True)
     assert routing_name(rule, grouped=grouped) == name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "engine", "tp", "text"),
+    [
+        ("Qwen3MoeForCausalLM", "vllm@0.33.0", 2 * EXPERTS, "experts, which the class refuses"),
+        ("Qwen3MoeForCausalLM", "vllm@0.33.0", EXPERTS, ""),
+        ("Glm4MoeForCausalLM", "vllm@0.33.0", 2 * EXPERTS, ""),
+        ("DeepseekV4ForCausalLM", "vllm@0.30.0", 2 * EXPERTS, f"{EXPERTS} experts do not divide by tp {2 * EXPERTS}"),
+        ("DeepseekV4ForCausalLM", "vllm@0.31.0", 2 * EXPERTS, ""),
+    ],
+)
+def test_tensor_parallel_sizes_that_a_class_refuses(
+    architecture: str, engine: str, tp: int, text: str, tmp_path: Path
+) -> None:
+    checkpoint = moeq.open(write(tmp_path, document=config(architectures=[architecture])))
+    gate = class_gate(checkpoint, where(engine=engine, tp=tp))
+    assert text in gate.text if gate else not text

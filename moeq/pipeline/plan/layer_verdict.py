@@ -78,6 +78,7 @@ def judge_checkpoint(
         beyond_gate(checkpoint, deployment) if stored else None,
         bare_gate(checkpoint, deployment, layer) if stored else None,
         moonep_gate(checkpoint, verdict.deployment),
+        class_gate(checkpoint, verdict.deployment),
     )
     verdict = replace(verdict, gates=(*verdict.gates, *filter(None, gates)))
     problem = heads_problem(checkpoint, verdict.deployment)
@@ -219,6 +220,30 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
         f"experts of layer {layer} have {found} intermediate features, and the engine creates {declared} by the config"
     )
     return _not_loaded(text, remedy="the right size in config.json")
+
+
+#: Starts of the names of classes that refuse more tensor-parallel ranks than experts (vLLM 0.26.0 to 0.33.0).
+_WHOLE_EXPERTS = ("Qwen2Moe", "Qwen3Moe", "Qwen3VLMoe", "Qwen3Next", "MiniMaxM2")
+
+
+def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
+    """Return the failed gate if the model's class refuses the tensor-parallel size for the number of experts.
+
+    DeepSeek-V4 divided experts by it (vLLM 0.26.0 to 0.30.0, `_init_fused_moe_experts`).
+    """
+    if not _is_vllm(deployment):
+        return None
+    name, experts, tp = checkpoint.info.architecture, checkpoint.info.num_experts, deployment.tp
+    old = not load_policy(choose_engine(deployment.engine).policy).since("0.31.0")
+    divided = name.startswith("DeepseekV4") and old and deployment.gpu.platform == "cuda"
+    total = experts + deployment.redundant_experts
+    if divided and total % tp:
+        text, remedy = f"{total} experts do not divide by tp {tp}, which this version's class asks for", "vLLM 0.31"
+    elif name.startswith(_WHOLE_EXPERTS) and tp > experts:
+        text, remedy = f"tp {tp} is more than {experts} experts, which the class refuses", f"tp {experts} or less"
+    else:
+        return None
+    return Gate("G5", "sizes per rank", False, text, "ValueError", "CONFIG", remedy)
 
 
 def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:

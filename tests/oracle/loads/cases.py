@@ -21,7 +21,8 @@ def case(seed: int | str, number: int) -> Row:
     family = rng.choices(list(FAMILIES), [weight for _, weight in FAMILIES.values()])[0]
     encoding = FAMILIES[family][0](rng)
     model = _model(rng, family)
-    hidden, inter, second = (_size(rng, encoding, sizes) for sizes in (_HIDDEN, _INTER, _INTER))
+    inters = _GPT_OSS_INTER if encoding.stacked else _INTER
+    hidden, inter, second = (_size(rng, encoding, sizes) for sizes in (_HIDDEN, inters, _INTER))
     config = None if encoding.config is None else _copy(encoding.config)
     count = EXPERTS if encoding.stacked else rng.choice((EXPERTS, EXPERTS, EXPERTS, 5, 6, 8))
     draft = Draft(
@@ -47,6 +48,8 @@ def case(seed: int | str, number: int) -> Row:
 
 #: Sizes that are drawn; odd ones, which tensor parallelism or a kernel's tile may not divide, are rarer.
 _HIDDEN, _INTER = (256, 256, 256, 384, 320), (128, 128, 128, 256, 256, 384, 96, 160, 192, 320)
+#: gpt-oss deals out blocks of 32 features, and ranks may get none.
+_GPT_OSS_INTER = (32, 64, 96, 128, 160, 256, 384)
 
 
 def _size(rng: Random, encoding: Encoding, sizes: tuple[int, ...]) -> int:
@@ -70,6 +73,13 @@ def _place_linears(draft: Draft) -> None:
     if model.linears and model.count_key == "n_routed_experts" and "table" not in encoding.extra:
         draft.dense = rng.choice((0, 0, 1))
     draft.declared |= {"first_k_dense_replace": draft.dense} if draft.dense else {}
+    draft.shared = _size(rng, encoding, _INTER)
+    if model.shared_key == "n_shared_experts":
+        count = rng.choice((1, 1, 2))
+        draft.shared = draft.inter * count
+        draft.declared |= {"n_shared_experts": count} if any("shared" in path for path in model.linears) else {}
+    else:
+        draft.declared[model.shared_key] = draft.shared
     covered = {kind: rng.random() < 0.5 for kind in ("self_attn", "shared", "dense")}
     if encoding.skip is None or draft.config is None:
         covered = dict.fromkeys(covered, False)

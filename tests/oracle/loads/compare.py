@@ -32,7 +32,7 @@ ENGINE = "vllm@0.33.0"
 #: What the engine says where only the pretended device is in the way: weights were loaded by then.
 _NEEDS_GPU = re.compile(
     r"_OpNamespace|_C::|No module named|not compiled with CUDA|CUDA|accelerator device|must be a cuda device|"
-    r"NVIDIA driver|Triton|triton|get_arch|'NoneType' and 'int'|not implemented for|nvcc"
+    r"NVIDIA driver|Triton|triton|get_arch|'NoneType' and 'int'|not implemented for|nvcc|DeepGEMM backend"
 )
 #: Parameters that no stored tensor has to fill: the method ignores or replaces them.
 _HARMLESS = re.compile(r"_(bias|g_idx|qzeros|weight_shape|input_\w+|g_idx_sort_indices|weight_zero_point)$")

@@ -36,6 +36,7 @@ class Draft:
         linears: encodings of the other linear modules, by layer and path; None stands for plain numbers, and layer -1
             for the output head.
         dense: layers in front that have no experts.
+        shared: intermediate size of shared experts.
         stale: tensors of a second listed file, whose index names the first file's, and whether the index names them.
         side: files beside config.json.
     """
@@ -57,6 +58,7 @@ class Draft:
     router: bool = False
     linears: dict[tuple[int, str], Encoding | None] = field(default_factory=dict)
     dense: int = 0
+    shared: int = 0
     stale: dict[Place, Part] = field(default_factory=dict)
     side: dict[str, Row] = field(default_factory=dict)
 
@@ -105,7 +107,7 @@ class Draft:
 
     def linear_size(self, layer: int, path: str) -> tuple[int, int]:
         """N and K of a linear module that is no expert's."""
-        sizes = {"hidden": self.hidden, "inter": self.inter, "dense": DENSE_INTER}
+        sizes = {"hidden": self.hidden, "inter": self.inter, "shared": self.shared, "dense": DENSE_INTER}
         n, k = (64, "hidden") if layer < 0 else {**self.model.linears, **DENSE}[path]
         return (sizes.get(n, n), sizes.get(k, k))  # type: ignore[arg-type, return-value]
 

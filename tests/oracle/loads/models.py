@@ -30,8 +30,10 @@ class Model:
         bias: parameter of the router that a layer has beside its weight, below the layer.
         sets: sets of experts in a layer, numbered on in one list.
         linears: rows and columns of the layer's other linear modules: a number, `hidden`, `inter` (of experts) or
-            `dense` (of a layer without experts). Empty: they are left out of the engine's class.
+            `shared` (of shared experts) or `dense` (of a layer without experts). Empty: they are left out of the
+            engine's class.
         inner_norms: sizes of norms between them, a number or `hidden`.
+        shared_key: config key of shared experts: of their number, or of their intermediate size.
     """
 
     config: Row
@@ -49,6 +51,7 @@ class Model:
     sets: int = 1
     linears: dict[str, tuple[int | str, int | str]] = field(default_factory=dict)
     inner_norms: dict[str, int | str] = field(default_factory=dict)
+    shared_key: str = "n_shared_experts"
 
     @property
     def above(self) -> str:
@@ -72,8 +75,8 @@ _LATENT: dict[str, tuple[int | str, int | str]] = {
 }  # fmt: skip
 _LATENT_NORMS: dict[str, int | str] = {"self_attn.q_a_layernorm": 128, "self_attn.kv_a_layernorm": 128}
 _SHARED: dict[str, tuple[int | str, int | str]] = {
-    **dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), ("inter", "hidden")),
-    "mlp.shared_experts.down_proj": ("hidden", "inter"),
+    **dict.fromkeys(("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), ("shared", "hidden")),
+    "mlp.shared_experts.down_proj": ("hidden", "shared"),
 }  # fmt: skip
 #: Modules of a layer without experts.
 DENSE: dict[str, tuple[int | str, int | str]] = {
@@ -102,6 +105,15 @@ MODELS: dict[str, Model] = {
         {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN},
         linears=_ATTENTION,
         inner_norms={"self_attn.q_norm": 32, "self_attn.k_norm": 32},
+    ),
+    "qwen2_moe": Model(
+        {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", **_QWEN},
+        linears={
+            **dict.fromkeys(_ATTENTION, ("hidden", "hidden")),  # the class reads no head_dim
+            **{name.replace("shared_experts", "shared_expert"): size for name, size in _SHARED.items()},
+            "mlp.shared_expert_gate": (1, "hidden"),
+        },
+        shared_key="shared_expert_intermediate_size",
     ),
     "mixtral": Model(
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from oracle.loads.draft import Draft, add_exclusions, as_regex, drop_exclusions
-from oracle.loads.formats import FAMILIES, Encoding, Part
+from oracle.loads.formats import FAMILIES, Encoding, Part, Row
 from oracle.loads.models import DEEPSEEK_V4, EXPERTS, LAYERS, MODELS
 
 
@@ -216,6 +216,32 @@ def _sizes(draft: Draft) -> None:
         draft.declared["hidden_size"] = rng.choice((draft.hidden * 2, draft.hidden - 64))
 
 
+def _shared(draft: Draft) -> None:
+    """config.json names another size of shared experts than the tensors have."""
+    key = draft.model.shared_key
+    draft.declared[key] = draft.rng.choice((1, 2, 3)) if key == "n_shared_experts" else draft.rng.choice((64, 128, 256))
+
+
+def _rules(draft: Draft) -> None:
+    """Rules of GPTQModel of every kind: signs, overlaps, shards, single experts, whole layers, fused names."""
+    rng, config = draft.rng, draft.config
+    assert config is not None
+    chosen = rng.choice(sorted(at for at in draft.linears if at[0] >= 0) or [(0, draft.model.router)])
+    path, experts, layer = as_regex(draft.linear(*chosen)), as_regex(draft.model.experts), chosen[0]
+    patterns = (
+        path, path.replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj"), r".*self_attn.*", r".*mlp.*",
+        rf".*\.{layer}\..*", rf".*{experts}.*", rf".*{experts}\.1\..*", rf".*{experts}\.\d+\.{draft.model.leaves[2]}",
+        r".*shared_expert.*", r".*(gate|router).*", rf"model\.layers\.{layer}\..*",
+    )  # fmt: skip
+    own = {key: config[key] for key in ("bits", "group_size", "sym")}
+    bodies: tuple[Row, ...] = ({}, own, {**own, "bits": 8}, {"bits": 4}, {"group_size": 64}, {"sym": False})
+    rules = {}
+    for _ in range(rng.randint(1, 3)):
+        sign = rng.choice(("+:", "+:", "-:", ""))
+        rules[sign + rng.choice(patterns)] = {} if sign == "-:" else dict(rng.choice(bodies))
+    config["dynamic"] = rules
+
+
 def _router(draft: Draft) -> None:
     """Routers are encoded as experts are, or the config means them to be, or both."""
     how = draft.rng.choice(("meant", "encoded", "both") if draft.total % 8 == 0 else ("meant",))
@@ -347,6 +373,7 @@ TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
     "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
     "excluded": (_excluded, 8), "dynamic": (_dynamic, 12), "names": (_names, 6), "sizes": (_sizes, 4),
     "router": (_router, 5), "scales": (_scales, 25), "overlay": (_overlay, 3), "order": (_order, 20),
+    "shared": (_shared, 6), "rules": (_rules, 30),
     "further-layer": (_further_layer, 6), "modules": (_modules, 45), "table": (_table, 30), "blocks": (_blocks, 15),
 }  # fmt: skip
 
@@ -362,6 +389,8 @@ def applies(name: str, draft: Draft) -> bool:
         "modules": draft.config is not None and bool(draft.model.linears),
         "table": method in ("quark", "auto-round") or "quantized_layers" in (draft.config or {}),
         "dynamic": method in ("gptq", "compressed-tensors"),
+        "rules": method == "gptq",
+        "shared": any("shared" in path for path in draft.model.linears),
         "further-layer": draft.model.count_key == "n_routed_experts" and draft.model is not DEEPSEEK_V4,
         **dict.fromkeys(("sizes", "count"), draft.model.sets == 1),
     }
