@@ -53,21 +53,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertResult:
-    """The result of packing one expert.
+    """The result of packing one expert."""
 
-    Attributes:
-        written: bytes.
-        digests: projection and logical digest.
-        kept: source tensors that cannot be rebuilt.
-        losses: stored numbers that packing changed.
-        hashes: BLAKE3 of every piece, in order (`Plan.pieces`).
-    """
-
-    written: int
-    digests: tuple[tuple[Projection, str], ...]
-    kept: frozenset[str]
-    losses: int
-    hashes: tuple[bytes, ...]
+    written: int  #: bytes
+    digests: tuple[tuple[Projection, str], ...]  #: projection and logical digest
+    kept: frozenset[str]  #: source tensors that cannot be rebuilt
+    losses: int  #: stored numbers that packing changed
+    hashes: tuple[bytes, ...]  #: BLAKE3 of every piece, in order (`Plan.pieces`)
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,7 @@ class InputFile:
         Returns:
             A part of `memory`; it begins at a multiple of `WORD`.
 
-        Raises:
-            MoeqError: `source.truncated` if the file ends before, `source.unreadable`, `source.reads-differ`.
+        Raises MoeqError `source.truncated` if the file ends before, `source.unreadable`, `source.reads-differ`.
         """
         found = self._read_once(memory, start, stop)
         if self._reread:
@@ -187,8 +186,7 @@ def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffer
         buffers: memory of this worker.
         slot: which of its input buffers is free.
 
-    Raises:
-        MoeqError: `source.truncated`, `source.unreadable`.
+    Raises MoeqError `source.truncated`, `source.unreadable`.
     """
     order = sorted(range(len(places)), key=places.__getitem__)
     runs = [[order[0]]]

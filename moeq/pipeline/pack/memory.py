@@ -29,21 +29,13 @@ REFERENCE_BYTES = 16
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that one thread needs for a unit, in bytes.
+    """Memory that one thread needs for a unit, in bytes."""
 
-    Attributes:
-        way: how the unit is executed.
-        input: stored bytes of one expert, or of a copied chunk, twice.
-        output: packed bytes of one expert, of all ranks, or of a chunk, twice.
-        scratch: scratch of the fast path.
-        reference: peak of the reference path.
-    """
-
-    way: Way
-    input: int = 0
-    output: int = 0
-    scratch: int = 0
-    reference: int = 0
+    way: Way  #: how the unit is executed
+    input: int = 0  #: stored bytes of one expert, or of a copied chunk, twice
+    output: int = 0  #: packed bytes of one expert, of all ranks, or of a chunk, twice
+    scratch: int = 0  #: scratch of the fast path
+    reference: int = 0  #: peak of the reference path
 
     @property
     def total(self) -> int:
@@ -90,11 +82,7 @@ class SpareMemory:
 
     @contextmanager
     def take(self, size: int, what: str) -> Iterator[None]:
-        """Hold so many bytes; waits until they are free.
-
-        Raises:
-            MoeqError: `resources.memory` if they never will be.
-        """
+        """Hold so many bytes; waits until they are free. Raises MoeqError `resources.memory` if they never will be."""
         if self._strict and size > self._all:
             raise MoeqError(
                 "resources.memory",

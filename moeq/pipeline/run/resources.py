@@ -44,8 +44,7 @@ def parse_size(text: str) -> int:
 
     `GiB` and `Gi` count in 1024s; `GB` and `G` in 1000s, the smaller reading, since a ceiling must hold.
 
-    Raises:
-        MoeqError: `usage.size`.
+    Raises MoeqError `usage.size`.
     """
     found = _SIZE.fullmatch(text)
     size = 0
@@ -59,23 +58,14 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a whole conversion.
+    """Memory of a whole conversion."""
 
-    Attributes:
-        base: bytes of the process, whatever the threads do.
-        per_worker: bytes that every thread adds.
-        workers: threads.
-        ceiling: what was asked for, or None.
-        helpers: threads that read for a worker, and as many that write for it.
-        usual: ceiling where none was asked for.
-    """
-
-    base: int
-    per_worker: int
-    workers: int
-    ceiling: int | None
-    helpers: int = 1
-    usual: int = USUAL_CEILING
+    base: int  #: bytes of the process, whatever the threads do
+    per_worker: int  #: bytes that every thread adds
+    workers: int  #: threads
+    ceiling: int | None  #: what was asked for, or None
+    helpers: int = 1  #: threads that read for a worker, and as many that write for it
+    usual: int = USUAL_CEILING  #: ceiling where none was asked for
 
     @property
     def peak(self) -> int:
@@ -122,8 +112,7 @@ def plan_memory(
         max_helpers: most threads that read for one worker.
         usual: the usual ceiling.
 
-    Raises:
-        MoeqError: `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
+    Raises MoeqError `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
     """
     # Units of a kind need the same; there are few kinds and perhaps thousands of units.
     needs = {unit.kind: need_of(work, unit) for unit in _one_per_kind(units)}

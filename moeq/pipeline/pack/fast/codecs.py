@@ -107,17 +107,11 @@ class WidenedF16(Codec):
 
 @dataclass(frozen=True)
 class AsFloat32(Rounding):
-    """Stores floats as float32 times a power of two, and raises those below a minimum to it.
+    """Stores floats as float32 times a power of two, and raises those below a minimum to it."""
 
-    Attributes:
-        logical: dtype of the scales: `f32`, `bf16` or `f16`.
-        times: the power of two.
-        least: the minimum; None if there is none.
-    """
-
-    logical: str
-    times: float = 1.0
-    least: float | None = None
+    logical: str  #: dtype of the scales: `f32`, `bf16` or `f16`
+    times: float = 1.0  #: the power of two
+    least: float | None = None  #: the minimum; None if there is none
     stored: ClassVar[str] = "u4"
     infinite: ClassVar[int] = 0x7F800000
 
@@ -173,19 +167,12 @@ class ZeroSigns(Codec):
 
 @dataclass(frozen=True)
 class Shifted(Rounding):
-    """Stores floats as 16-bit floats times a power of two (`moeq.layouts.marlin.fp8`).
+    """Stores floats as 16-bit floats times a power of two (`moeq.layouts.marlin.fp8`)."""
 
-    Attributes:
-        logical: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`.
-        params: dtype that is stored: `BF16` or `F16`.
-        exponent: the power of two.
-        repeats: consecutive rows that are equal, from each multiple of this number on, in all that is stored.
-    """
-
-    logical: str
-    params: str
-    exponent: int
-    repeats: int = 1
+    logical: str  #: dtype of the scales: `f32`, `bf16`, `f16` or `e8m0`
+    params: str  #: dtype that is stored: `BF16` or `F16`
+    exponent: int  #: the power of two
+    repeats: int = 1  #: consecutive rows that are equal, from each multiple of this number on, in all that is stored
     stored: ClassVar[str] = "u2"
 
     @property
@@ -238,13 +225,9 @@ def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class MarlinE5M3(Codec):
-    """Stores E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`).
+    """Stores E4M3 as Marlin's bytes for NVFP4 (`moeq.layouts.marlin.nvfp4`)."""
 
-    Attributes:
-        factor: what scales are multiplied by.
-    """
-
-    factor: float
+    factor: float  #: what scales are multiplied by
 
     def widen(self, logical: Array, out: Array) -> None:
         look_up(self._stored, logical, out)

@@ -106,9 +106,12 @@ class MatrixReader:
 
     def read(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """Return the fields of each logical projection."""
-        parts = {part: inputs[self.name, part] for part in self.stored.reads}
-        fields = self.stored.read(parts, scratch[self.region.start : self.region.stop])
+        fields = self.stored.read(*self._own(inputs, scratch, self.stored.reads))
         return None if fields is None else self._split(fields)
+
+    def _own(self, inputs: Inputs, scratch: Array, parts: Sequence[str]) -> tuple[Mapping[str, Array], Array]:
+        """Return the stored bytes of these parts and this reader's scratch."""
+        return {part: inputs[self.name, part] for part in parts}, scratch[self.region.start : self.region.stop]
 
     def _split(self, fields: Fields) -> list[Fields]:
         if len(self.holds) == 1:
@@ -126,23 +129,19 @@ class ProjectionReader(MatrixReader):
 
     def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
         """Return the fields of each logical projection, to be filled; `finish` does the rest."""
-        parts = {part: stored[self.name, part] for part in self.stored.reads}
-        return self._split(self.stored.blank(parts, scratch[self.region.start : self.region.stop]))
+        return self._split(self.stored.blank(*self._own(stored, scratch, self.stored.reads)))
 
     def finish(self, stored: Inputs, scratch: Array) -> None:
         """Write what the fields of `blank` do not hold in place."""
-        parts = {part: stored[self.name, part] for part in self.stored.reads}
-        self.stored.finish(parts, scratch[self.region.start : self.region.stop])
+        self.stored.finish(*self._own(stored, scratch, self.stored.reads))
 
     def kept(self, inputs: Inputs, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read."""
-        parts = {part: inputs[self.name, part] for part in self.stored.reads}
-        return self.stored.kept(parts, scratch[self.region.start : self.region.stop])
+        return self.stored.kept(*self._own(inputs, scratch, self.stored.reads))
 
     def scales(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """Return the scales of each logical projection; None if one is no finite number."""
-        parts = {part: inputs[self.name, part] for part in self.stored.scale_parts}
-        fields = self.stored.scales(parts, scratch[self.region.start : self.region.stop])
+        fields = self.stored.scales(*self._own(inputs, scratch, self.stored.scale_parts))
         return None if fields is None else self._split(fields)
 
 

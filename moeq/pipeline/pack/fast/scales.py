@@ -23,21 +23,13 @@ WIDTH = {"f16": "u2", "bf16": "u2", "f32": "u4", "e8m0": "u1", "e4m3": "u1"}
 
 @dataclass(frozen=True)
 class StoredScales:
-    """The scales of a projection.
+    """The scales of a projection."""
 
-    Attributes:
-        sig: stored dtype and shape.
-        spec: the matrix.
-        scheme: encoding of the matrix.
-        transposed: whether the stored matrix has its rows along groups.
-        repeated: whether the format may store one scale for several rows.
-    """
-
-    sig: PartSig
-    spec: MatrixSpec
-    scheme: Scheme
-    transposed: bool
-    repeated: bool
+    sig: PartSig  #: stored dtype and shape
+    spec: MatrixSpec  #: the matrix
+    scheme: Scheme  #: encoding of the matrix
+    transposed: bool  #: whether the stored matrix has its rows along groups
+    repeated: bool  #: whether the format may store one scale for several rows
 
     @cached_property
     def rows(self) -> int:
@@ -98,17 +90,11 @@ class StoredScales:
 
 @dataclass(frozen=True)
 class GlobalScale:
-    """The second-level scale of a matrix, a float32 number.
+    """The second-level scale of a matrix, a float32 number."""
 
-    Attributes:
-        sig: stored dtype and shape.
-        divides: whether its reciprocal is stored.
-        n: rows of the matrix.
-    """
-
-    sig: PartSig
-    divides: bool
-    n: int
+    sig: PartSig  #: stored dtype and shape
+    divides: bool  #: whether its reciprocal is stored
+    n: int  #: rows of the matrix
 
     def fits(self) -> bool:
         """Return whether the scale is one number."""
