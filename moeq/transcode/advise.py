@@ -16,7 +16,7 @@ from moeq.oracle.judge import judge
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.calibration import with_scales
-from moeq.pipeline.plan.expert_names import is_known, order_of, problem_of
+from moeq.pipeline.plan.expert_names import known_class, order_of
 from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, moe_shape
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
@@ -165,10 +165,10 @@ def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool
     """Return whether the engine's model class loads the first layer under the names that it would have."""
     layer = first_layer(checkpoint)
     written, stored = plan.layers_by_number[layer], checkpoint.experts(layer).layer
-    architecture = checkpoint.info.architecture
-    if not is_known(architecture, engine):  # its loader may look for what the source has
+    known = known_class(checkpoint.info.architecture, engine)
+    if known is None:  # its loader may look for what the source has
         return not stored.fused or written.naming.stacked
-    return problem_of(architecture, engine, written_names(written, f"{stored.stack}.{stored.layer}.")) is None
+    return known.problem(written_names(written, f"{stored.stack}.{stored.layer}.")) is None
 
 
 def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:

@@ -7,6 +7,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -123,7 +124,7 @@ class Copier(UnitWorker[CopyUnit, Chunk]):
         chunk = bytes_for([CHUNK_BYTES])
         return Need("copy", input=INPUT_BUFFERS * chunk, output=OUTPUT_BUFFERS * chunk)
 
-    @property
+    @cached_property
     def items(self) -> Sequence[Chunk]:
         return tuple(self._unit.chunks())
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from moeq.checkpoint.names import FUSED, LayerExperts
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
-from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName, names_of_class
+from moeq.oracle.engines.vllm.expert_names import EXPERT, ClassNames, StoredName, names_of_class
 from moeq.oracle.engines.vllm.facts import versions_with
 from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Reason, Verdict
@@ -27,7 +27,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
     listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
     vllm = verdict.engine.startswith("vllm")
     architecture = checkpoint.info.architecture
-    if problem is None and vllm and not is_known(architecture, verdict.engine):
+    if problem is None and vllm and known_class(architecture, verdict.engine) is None:
         note = f"names of experts were not checked: which ones {architecture or 'the class'} loads is not known here"
         return replace(verdict, notes=(*verdict.notes, note))
     if problem is None or not (vllm or listed):
@@ -80,17 +80,13 @@ def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None
 
     None if it does, and if nothing is known of the class.
     """
-    experts = checkpoint.experts(layer)
-    name, _, version = engine.partition("@")
-    known = names_of_class(version, checkpoint.info.architecture) if name == "vllm" else None
-    problem = known.stack_problem(experts.layer.stack) if known is not None else None
-    if (
-        known is not None
-        and known.architecture in _NO_BIASES
-        and any(part == "bias" for _, part in experts.layer.parts)
-    ):
+    experts, known = checkpoint.experts(layer), known_class(checkpoint.info.architecture, engine)
+    if known is None:
+        return None
+    problem = known.stack_problem(experts.layer.stack)
+    if known.architecture in _NO_BIASES and any(part == "bias" for _, part in experts.layer.parts):
         problem = problem or f"{known.architecture} loads no biases of experts"
-    return problem or problem_of(checkpoint.info.architecture, engine, stored_names(experts))
+    return problem or known.problem(stored_names(experts))
 
 
 #: Ends of stacked tensors that no class loads: the engine puts `gate_up_proj` into `w13_weight` and keeps the rest of
@@ -117,17 +113,10 @@ def unloaded(layer: LayerExperts) -> str | None:
     return None
 
 
-def is_known(architecture: str, engine: str) -> bool:
-    """Return whether moeq knows which names an engine's class loads."""
+def known_class(architecture: str, engine: str) -> ClassNames | None:
+    """Return which names an engine's class loads; None if moeq does not know."""
     name, _, version = engine.partition("@")
-    return name == "vllm" and names_of_class(version, architecture) is not None
-
-
-def problem_of(architecture: str, engine: str, names: Iterable[StoredName]) -> str | None:
-    """Return what `names_problem` returns, for names of any origin."""
-    name, _, version = engine.partition("@")
-    known = names_of_class(version, architecture) if name == "vllm" else None
-    return None if known is None else known.problem(names)
+    return names_of_class(version, architecture) if name == "vllm" else None
 
 
 def below_layer(layer: LayerExperts) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,8 +35,11 @@ _NEWER = "a GPU of compute capability 8.9 or higher"
 _QUARK_FP8 = ("QuarkW8A8Fp8MoEMethod", "cuda")
 _MEANING = "a config that says how the module is stored"
 
+#: What is wrong with a module, and the remedy.
+_Problem = tuple[str, str]
+
 #: What was found of a checkpoint, by all that it depends on: a verdict is asked for many devices.
-_FOUND: WeakKeyDictionary[Checkpoint, dict[tuple[object, ...], tuple[str, str] | None]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[Checkpoint, dict[tuple[object, ...], _Problem | None]] = WeakKeyDictionary()
 
 
 def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Gate | None:
@@ -48,44 +52,12 @@ def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
     where, known = verdict.deployment, _FOUND.setdefault(checkpoint, {})
     key = (verdict.engine, where.quantization, where.gpu.platform, where.gpu.capability, where.tp)
     if key not in known:
-        known[key] = next(_problems(checkpoint, verdict, layer, shape), None)
+        loading = _Loading(checkpoint, load_policy(choose_engine(verdict.engine).policy), where, shape)
+        known[key] = next(loading.problems(), None)
     found = known[key]
     if found is None:
         return None
     return Gate("G14", "router, attention and other linear modules", False, found[0], "ValueError", "LOADING", found[1])
-
-
-def _problems(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: MoeShape) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the linear modules, and the remedy."""
-    info, version = checkpoint.info, load_policy(choose_engine(verdict.engine).policy).version
-    linears = linears_of(version, info.architecture)
-    stack = checkpoint.experts(layer).layer.stack
-    heads = [name.rpartition(".")[0] for name in checkpoint.source.tensors if f"{HEAD}." in name]
-    for number in sorted({*info.moe_layers, *info.dense_layers}):
-        above = f"{stack}.{number}." if stack else f"{number}."
-        for linear in linears:
-            if linear.path != HEAD:
-                yield from _of_linear(checkpoint, verdict, shape, linear, above)
-        yield from _of_floats(checkpoint, version, above, linears)
-    for linear in linears:
-        if linear.path == HEAD and heads and not checkpoint.source.config.get("tie_word_embeddings"):
-            yield from _of_linear(checkpoint, verdict, shape, linear, heads[0].removesuffix(HEAD))
-
-
-def _of_floats(
-    checkpoint: Checkpoint, version: str, above: str, linears: tuple[LinearModule, ...]
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
-    family = find_family(checkpoint.info.model_type)
-    architecture = checkpoint.info.architecture
-    known = linears or names_of_class(version, architecture) or architecture.startswith("DeepseekV4")
-    asked = {_in_file(path) for one in linears for path in one.shards}
-    for path in (family.router, _SHARED_GATE) if family is not None and known else ():
-        parts = parts_of_module(checkpoint.source.tensors, above + path)
-        if path not in asked and is_quantized_module(parts):
-            leaf = parts[0].name.rpartition(".")[2]
-            text = f"{above}{path} is quantised ({leaf}), and the engine creates it as float numbers"
-            yield text, "a checkpoint in which it is not quantised"
 
 
 def _in_file(path: str) -> str:
@@ -95,66 +67,134 @@ def _in_file(path: str) -> str:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A module of the checkpoint that one linear module of the class is made of.
+    """A module of the checkpoint that one linear module of the class is made of."""
 
-    Attributes:
-        name: path of the module.
-        parts: its tensors.
-        stored: whether it is quantised in the file.
-        meant: what the config gives it (see `method_of_linear`).
-    """
-
-    name: str
-    parts: Sequence[TensorEntry]
-    stored: bool
-    meant: Method | bool | str
+    name: str  #: path of the module
+    parts: Sequence[TensorEntry]  #: its tensors
+    stored: bool  #: whether it is quantised in the file
+    meant: Method | bool | str  #: what the config gives it (see `method_of_linear`)
 
 
-def _of_linear(
-    checkpoint: Checkpoint, verdict: Verdict, shape: MoeShape, linear: LinearModule, above: str
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield what is wrong with one linear module of the class."""
-    policy, tp = load_policy(choose_engine(verdict.engine).policy), verdict.deployment.tp
-    config = checkpoint.checked_config or {}
-    shards = list(_shards(checkpoint, policy, config, verdict, shape, linear, above))
-    for shard in shards:
-        yield from _unlike(policy.version, shard, verdict.deployment.gpu)
-    names = ", ".join(path.rpartition(".")[2] for path in linear.shards)
-    if len({shard.stored for shard in shards}) > 1:
-        yield f"{above}: of {names} some are quantised, and the engine makes one module of them", "one encoding of all"
-    elif shards and lists_some_shards(policy, config, shape.architecture, linear, above):
-        yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
-    yield from _resized(checkpoint, linear, shards)
-    if not policy.since("0.30.0"):
-        yield from _no_kernel(verdict.deployment, linear, above, shards)
-    methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
-    blocks = next((config.get("weight_block_size", one.block) for one in methods if one.block), None)
-    if blocks:
-        yield from _cut_blocks(checkpoint, tp, linear, above, blocks)
-    elif linear.split == "row":
-        grouped = any((one.group_size or 0) > 0 for one in methods)
-        yield from _cut_groups(checkpoint, tp, linear, above, grouped=grouped)
+@dataclass(frozen=True)
+class _Loading:
+    """An engine that loads the linear modules of a checkpoint."""
+
+    checkpoint: Checkpoint
+    policy: EnginePolicy
+    deployment: Deployment
+    shape: MoeShape
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The checkpoint's quantisation config."""
+        return self.checkpoint.checked_config or {}
+
+    def problems(self) -> Iterator[_Problem]:
+        """Yield what is wrong with the linear modules."""
+        info, tensors = self.checkpoint.info, self.checkpoint.source.tensors
+        linears = linears_of(self.policy.version, info.architecture)
+        stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
+        heads = [name.rpartition(".")[0] for name in tensors if f"{HEAD}." in name]
+        for number in sorted({*info.moe_layers, *info.dense_layers}):
+            above = f"{stack}.{number}." if stack else f"{number}."
+            for linear in linears:
+                if linear.path != HEAD:
+                    yield from self._of_linear(linear, above)
+            yield from self._of_floats(above, linears)
+        for linear in linears:
+            if linear.path == HEAD and heads and not self.checkpoint.source.config.get("tie_word_embeddings"):
+                yield from self._of_linear(linear, heads[0].removesuffix(HEAD))
+
+    def _of_floats(self, above: str, linears: tuple[LinearModule, ...]) -> Iterator[_Problem]:
+        """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
+        info = self.checkpoint.info
+        family, architecture = find_family(info.model_type), info.architecture
+        known = linears or names_of_class(self.policy.version, architecture) or architecture.startswith("DeepseekV4")
+        asked = {_in_file(path) for one in linears for path in one.shards}
+        for path in (family.router, _SHARED_GATE) if family is not None and known else ():
+            parts = parts_of_module(self.checkpoint.source.tensors, above + path)
+            if path not in asked and is_quantized_module(parts):
+                leaf = parts[0].name.rpartition(".")[2]
+                text = f"{above}{path} is quantised ({leaf}), and the engine creates it as float numbers"
+                yield text, "a checkpoint in which it is not quantised"
+
+    def _of_linear(self, linear: LinearModule, above: str) -> Iterator[_Problem]:
+        """Yield what is wrong with one linear module of the class."""
+        shards = list(self._shards(linear, above))
+        for shard in shards:
+            yield from _unlike(self.policy.version, shard, self.deployment.gpu)
+        names = ", ".join(path.rpartition(".")[2] for path in linear.shards)
+        if len({shard.stored for shard in shards}) > 1:
+            text = f"{above}: of {names} some are quantised, and the engine makes one module of them"
+            yield text, "one encoding of all"
+        elif shards and lists_some_shards(self.policy, self.config, self.shape.architecture, linear, above):
+            yield f"{above}: the config lists some of {names}, and the engine makes one module of them", "all of them"
+        yield from self._resized(linear, shards)
+        if not self.policy.since("0.30.0"):
+            yield from _no_kernel(self.deployment, linear, above, shards)
+        methods = [shard.meant for shard in shards if shard.stored and isinstance(shard.meant, Method)]
+        blocks = next((self.config.get("weight_block_size", one.block) for one in methods if one.block), None)
+        if blocks:
+            yield from self._cut_blocks(linear, above, blocks)
+        elif linear.split == "row":
+            yield from self._cut_groups(linear, above, grouped=any((one.group_size or 0) > 0 for one in methods))
+
+    def _shards(self, linear: LinearModule, above: str) -> Iterator[_Shard]:
+        """Yield the parts of a linear module that are in the file."""
+        for path in linear.shards:
+            name = above + _in_file(path)
+            parts = parts_of_module(self.checkpoint.source.tensors, name)
+            if not parts:
+                continue
+            stored = is_quantized_module(parts)
+            named = stored and _in_file(path) == path  # the engine looks in the file for its own name
+            meant = bool(self.config) and method_of_linear(
+                self.policy, self.config, self.shape, self.deployment, linear, path, above, stored=named
+            )
+            yield _Shard(name, parts, stored, meant)
+
+    def _resized(self, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[_Problem]:
+        """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
+        declared = self.checkpoint.info.shared_intermediate_size
+        if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
+            return
+        for shard in shards:
+            found = _features(shard)
+            if found is not None and found != declared:
+                text = f"{shard.name} has {found} features, and the engine creates {declared} by the config"
+                yield text, "the right size in config.json"
+
+    def _cut_groups(self, linear: LinearModule, above: str, *, grouped: bool) -> Iterator[_Problem]:
+        """Yield groups of input features that ranks cannot share out: each would load whole ones (see `parameters`).
+
+        A single scale is a group only where the config's method has groups: one per channel serves every rank.
+        """
+        tp = self.deployment.tp
+        for part, axis in (("scales", 0), ("weight_scale", 1)):
+            entry = self.checkpoint.source.tensors.get(f"{above}{linear.shards[0]}.{part}")
+            groups = entry.shape[axis] if entry is not None and len(entry.shape) == 2 else 1
+            if entry is not None and (groups > 1 or grouped) and groups % tp:
+                text = f"{above}{linear.path} has {groups} groups of input features, which tp {tp} would cut"
+                yield text, "a tp that divides the groups"
+
+    def _cut_blocks(self, linear: LinearModule, above: str, blocks: Sequence[int]) -> Iterator[_Problem]:
+        """Yield sizes of a rank that FP8 blocks do not divide (vLLM 0.26.0 to 0.33.0, `validate_fp8_block_shape`)."""
+        tp = self.deployment.tp
+        for place, shard in enumerate(linear.shards, 1):
+            weight = self.checkpoint.source.tensors.get(f"{above}{shard}.weight")
+            if weight is None or len(weight.shape) != 2:
+                continue
+            by_head = shard.endswith((".k_proj", ".v_proj"))
+            shared = Facts(self.checkpoint.source.config).count(KV_HEADS) if by_head else None
+            ranks = {"row": tp, "column": min(tp, shared or tp)}.get(linear.split, 1)
+            size, block = (weight.shape[1], blocks[1]) if linear.split == "row" else (weight.shape[0], blocks[0])
+            merged = linear.split != "row" and place < len(linear.shards)
+            if (ranks > 1 or merged) and (size // ranks) % block:
+                text = f"{above}{shard} has {size // ranks} features on a rank of tp {tp}, and FP8 blocks have {block}"
+                yield text, "a tp that gives every rank whole blocks"
 
 
-def _shards(
-    checkpoint: Checkpoint, policy: EnginePolicy, config: Mapping[str, Any], verdict: Verdict, shape: MoeShape,
-    linear: LinearModule, above: str,
-) -> Iterator[_Shard]:  # fmt: skip
-    """Yield the parts of a linear module that are in the file."""
-    for path in linear.shards:
-        name = above + _in_file(path)
-        parts = parts_of_module(checkpoint.source.tensors, name)
-        if not parts:
-            continue
-        stored = is_quantized_module(parts)
-        named = stored and _in_file(path) == path  # the engine looks in the file for its own name
-        meant = bool(config) and method_of_linear(
-            policy, config, shape, verdict.deployment, linear, path, above, stored=named
-        )
-        yield _Shard(name, parts, stored, meant)
-
-
-def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[tuple[str, str]]:
+def _unlike(version: str, shard: _Shard, gpu: Gpu) -> Iterator[_Problem]:
     """Yield why the engine cannot load a module as it is stored."""
     parts = {part.name.rpartition(".")[2]: (part.dtype, part.shape) for part in shard.parts}
     if isinstance(shard.meant, str):
@@ -182,21 +222,9 @@ def _features(shard: _Shard) -> int | None:
     return None if by_row is None or transposed else int(by_row.shape[0])
 
 
-def _resized(checkpoint: Checkpoint, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[tuple[str, str]]:
-    """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
-    declared = checkpoint.info.shared_intermediate_size
-    if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
-        return
-    for shard in shards:
-        found = _features(shard)
-        if found is not None and found != declared:
-            text = f"{shard.name} has {found} features, and the engine creates {declared} by the config"
-            yield text, "the right size in config.json"
-
-
 def _no_kernel(
     deployment: Deployment, linear: LinearModule, above: str, shards: Sequence[_Shard]
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+) -> Iterator[_Problem]:
     """Yield act-order in sizes that no kernel takes: Marlin pads none, and Machete (on Hopper) has larger tiles.
 
     Source: vLLM 0.26.0 to 0.29.0, `choose_mp_linear_kernel`.
@@ -215,35 +243,3 @@ def _no_kernel(
             f"act-order: no kernel takes {above}{linear.path} with [{n}, {k}] on a rank of tp {tp}",
             "vLLM 0.30 and newer",
         )
-
-
-def _cut_groups(
-    checkpoint: Checkpoint, tp: int, linear: LinearModule, above: str, *, grouped: bool
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield groups of input features that ranks cannot share out: each would load whole ones (see `parameters`).
-
-    A single scale is a group only where the config's method has groups: one per channel serves every rank.
-    """
-    for part, axis in (("scales", 0), ("weight_scale", 1)):
-        entry = checkpoint.source.tensors.get(f"{above}{linear.shards[0]}.{part}")
-        groups = entry.shape[axis] if entry is not None and len(entry.shape) == 2 else 1
-        if entry is not None and (groups > 1 or grouped) and groups % tp:
-            text = f"{above}{linear.path} has {groups} groups of input features, which tp {tp} would cut"
-            yield text, "a tp that divides the groups"
-
-
-def _cut_blocks(
-    checkpoint: Checkpoint, tp: int, linear: LinearModule, above: str, blocks: Sequence[int]
-) -> Iterator[tuple[str, str]]:  # fmt: skip
-    """Yield sizes of a rank that blocks of FP8 do not divide (vLLM 0.26.0 to 0.33.0, `validate_fp8_block_shape`)."""
-    for place, shard in enumerate(linear.shards, 1):
-        weight = checkpoint.source.tensors.get(f"{above}{shard}.weight")
-        if weight is None or len(weight.shape) != 2:
-            continue
-        shared = Facts(checkpoint.source.config).count(KV_HEADS) if shard.endswith((".k_proj", ".v_proj")) else None
-        ranks = {"row": tp, "column": min(tp, shared or tp)}.get(linear.split, 1)
-        size, block = (weight.shape[1], blocks[1]) if linear.split == "row" else (weight.shape[0], blocks[0])
-        merged = linear.split != "row" and place < len(linear.shards)
-        if (ranks > 1 or merged) and (size // ranks) % block:
-            text = f"{above}{shard} has {size // ranks} features on a rank of tp {tp}, and FP8 blocks have {block}"
-            yield text, "a tp that gives every rank whole blocks"

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,9 @@ class Executor:
         self.folder = folder
         self.sink = sink
         self.direct = direct
-        self._helpers = helpers
-        self._spare = spare or SpareMemory(None)
-        self._buffers = [Buffers(output_memory) for _ in range(max(workers, 1))]
+        self.helpers = helpers
+        self.spare = spare or SpareMemory(None)
+        self.buffers = [Buffers(output_memory) for _ in range(max(workers, 1))]
 
     def prepare(self, units: Sequence[Unit]) -> None:
         """Make the output files of these units, at their full size with their headers; data in them stays.
@@ -146,7 +146,7 @@ class Executor:
         Raises MoeqError as `execute`.
         """
         with headers_frozen():
-            run = _Run(self, units, self._buffers, self._spare, self._helpers)
+            run = _Run(self, units)
             try:
                 for outcome in run.outcomes():
                     if isinstance(outcome, _Failed):
@@ -185,14 +185,11 @@ def headers_frozen() -> Iterator[None]:
 class _Run:
     """One list of units while threads execute it."""
 
-    def __init__(
-        self, executor: Executor, units: Sequence[Unit], buffers: Sequence[Buffers], spare: SpareMemory, helpers: int
-    ) -> None:
+    def __init__(self, executor: Executor, units: Sequence[Unit]) -> None:
         self._job = executor.job
         self._executor = executor
         self._folder = executor.folder
         self._path = Path() if self._folder is None else self._folder.path
-        self._spare = spare
         self._waiting = iter(units)
         self._feeding, self._counting = threading.Lock(), threading.Lock()
         self._items: Iterator[WorkItem] = iter(())
@@ -201,7 +198,8 @@ class _Run:
         self._written: queue.SimpleQueue[OpenUnit | None] = queue.SimpleQueue()
         self._open: dict[str, OpenUnit] = {}
         self._torch_threads = _torch_threads()
-        all_queues = [WorkerQueues(held, helpers) for held in buffers]
+        helpers = executor.helpers
+        all_queues = [WorkerQueues(held, helpers) for held in executor.buffers]
         self._running = helpers * len(all_queues)  # writers
         self._threads = [
             threading.Thread(target=self._guarded, args=(target, *given), daemon=True)
@@ -311,7 +309,7 @@ class _Run:
                 if unit is None:
                     return None
                 opened = self._begin(unit)
-                self._items = (WorkItem(opened, number, payload) for number, payload in enumerate(opened.items))
+                self._items = (WorkItem(opened, number, payload) for number, payload in enumerate(opened.worker.items))
             return None
 
     def _begin(self, unit: Unit) -> OpenUnit:
@@ -325,15 +323,14 @@ class _Run:
                 inputs[name] = InputFile(fd, name, spans, reread=source.reread, direct=self._executor.direct)
             with disk_errors(self._path / unit.file):
                 output = self._executor.sink(unit) if self._folder is None else OutputFile(self._folder, unit.file)
-            worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._spare)
+            worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._executor.spare)
         except BaseException:
             for file in inputs.values():
                 file.close()
             if output is not None:
                 output.close()
             raise
-        items = worker.items
-        opened = OpenUnit(unit, worker, tuple(inputs.values()), output, begun, items, [None] * len(items), len(items))
+        opened = OpenUnit(unit, worker, tuple(inputs.values()), output, begun)
         self._open[unit.id] = opened
         self._events.put(UnitStarted(unit.id))
         return opened
@@ -401,9 +398,10 @@ class OpenUnit:
     inputs: Sequence[InputFile]
     output: Sink
     begun: float
-    items: Sequence[Any]
-    results: list[Any] = field(default_factory=list)
-    left: int = 0
+
+    def __post_init__(self) -> None:
+        self.left = len(self.worker.items)
+        self.results: list[Any] = self.left * [None]
 
     @property
     def in_page_cache(self) -> bool:
