@@ -20,7 +20,7 @@ from moeq.layouts.loops import floats, transpose
 from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
-from moeq.pipeline.pack.fast.path import Inputs, MatrixReader, ProjectionReader, StoredMatrix
+from moeq.pipeline.pack.fast.path import FilledMatrix, Inputs, MatrixReader, ProjectionWriter
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.kt_amx import KtAmx
 from moeq.schemes.registry import get_format
@@ -65,16 +65,6 @@ class StoredFloats:
         if self.transposed:
             transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
 
-    scale_parts = ()
-
-    def scales(self, stored: Stored, scratch: Array) -> Fields | None:
-        """Return no scales: float tensors have none."""
-        return None
-
-    def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
-        """Return no parts: floats are rebuilt from what was read."""
-        return ()
-
     @property
     def _dtype(self) -> str:
         return f"u{self.spec.bits // 8}"
@@ -89,7 +79,7 @@ class FastItem:
     """The fast path of an item. Immutable; any number of threads may use it."""
 
     readers: tuple[MatrixReader, ...]
-    writers: tuple[ProjectionReader, ...]  #: the target's, in scratch behind those of the source
+    writers: tuple[ProjectionWriter, ...]  #: the target's, in scratch behind those of the source
     recoders: tuple[Recoder, ...]  #: recoders from source to target, of which the first that proves its result is taken
     sorting: Sorting | None  #: sorts columns into groups first, if asked for
 
@@ -192,7 +182,7 @@ def bind(
         index: stored projection and part of the group index of an expert's down projection, and its group size.
         sort: columns in activation order are to be sorted.
     """
-    writers: list[ProjectionReader] = []
+    writers: list[ProjectionWriter] = []
     start = readers[-1].region.stop
     recoders: list[tuple[Recoder, ...]] = []
     for name, one in written.items():
@@ -202,7 +192,7 @@ def bind(
         spec = one.described.spec
         names: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
         held = tuple((projection, spec) for projection in names)
-        writers.append(ProjectionReader(name, stored, held, interleaved, Region(start, stored.scratch_bytes)))
+        writers.append(ProjectionWriter(name, stored, held, interleaved, Region(start, stored.scratch_bytes)))
         start = writers[-1].region.stop
         recoders.append(recoders_of(one, halved=len(names) > 1))
     held_by = [sum(len(one.holds) for one in some) for some in (readers, writers)]
@@ -212,7 +202,7 @@ def bind(
     return FastItem(readers, tuple(writers), recoders[0], sorting)
 
 
-def _stored(one: WrittenProjection) -> StoredMatrix | None:
+def _stored(one: WrittenProjection) -> FilledMatrix | None:
     if one.projected.spelling in PLAIN:
         return StoredFloats(one.described.spec, tuple(one.packed), one.projected.spelling != "plain")
     if isinstance(form := get_format(one.described.scheme.format), KtAmx):

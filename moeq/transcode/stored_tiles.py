@@ -29,11 +29,6 @@ class StoredTiles:
         return tuple(self.form.signatures(self.spec, self.nodes))
 
     @property
-    def scale_parts(self) -> tuple[str, ...]:
-        """No parts: only sources are asked for them."""
-        return ()
-
-    @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch for codes and scales."""
         return self._scale_region.stop
@@ -75,11 +70,3 @@ class StoredTiles:
         for node, (codes, scales) in enumerate(zip(*cuts, strict=True)):
             tiles, stored_scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)]
             yield codes, scales.view(np.float32), tiles, stored_scales.view(np.float32).reshape(-1, 1)
-
-    def scales(self, stored: Stored, scratch: Array) -> Fields | None:
-        """Return no scales: only sources are asked for them."""
-        return None
-
-    def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
-        """Return no parts: only sources are asked for them."""
-        return ()

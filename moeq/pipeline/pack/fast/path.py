@@ -70,7 +70,7 @@ class ReadMatrix(Protocol):
         """Return the matrices, or None if a value needs the reference path."""
 
 
-class StoredMatrix(ReadMatrix, Protocol):
+class FilledMatrix(ReadMatrix, Protocol):
     """A stored projection as matrices that are read or filled."""
 
     def blank(self, stored: Mapping[str, Array], scratch: Array) -> Fields:
@@ -78,6 +78,10 @@ class StoredMatrix(ReadMatrix, Protocol):
 
     def finish(self, stored: Mapping[str, Array], scratch: Array) -> None:
         """Write the parts that `blank` did not give in place."""
+
+
+class StoredMatrix(FilledMatrix, Protocol):
+    """A projection of a source that is packed."""
 
     @property
     def scale_rows(self) -> int:
@@ -122,10 +126,10 @@ class MatrixReader:
 
 
 @dataclass(frozen=True)
-class ProjectionReader(MatrixReader):
+class ProjectionWriter(MatrixReader):
     """Reads one stored projection, or fills it."""
 
-    stored: StoredMatrix
+    stored: FilledMatrix
 
     def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
         """Return the fields of each logical projection, to be filled; `finish` does the rest."""
@@ -134,6 +138,13 @@ class ProjectionReader(MatrixReader):
     def finish(self, stored: Inputs, scratch: Array) -> None:
         """Write what the fields of `blank` do not hold in place."""
         self.stored.finish(*self._own(stored, scratch, self.stored.reads))
+
+
+@dataclass(frozen=True)
+class ProjectionReader(ProjectionWriter):
+    """Reads one stored projection that is packed, or fills it."""
+
+    stored: StoredMatrix
 
     def kept(self, inputs: Inputs, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read."""
