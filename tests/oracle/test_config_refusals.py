@@ -59,6 +59,25 @@ def test_blocks_that_autoround_left_out_are_floats() -> None:
     assert judged({**AUTO_ROUND_FP8, "block_name_to_quantize": "nowhere"}).method == "UnquantizedFusedMoEMethod"
 
 
+@pytest.mark.parametrize(
+    ("gpu", "version", "refused"),
+    [("H100", "0.33.0", False), ("V100", "0.33.0", True), ("T4", "0.33.0", True), ("V100", "0.30.0", False)],
+)
+def test_odd_bits_of_autoround_are_hummings(gpu: str, version: str, refused: bool) -> None:
+    config = {"quant_method": "auto-round", "bits": 3, "group_size": 128, "sym": True}
+    verdict = judged(config, gpu, engine=f"vllm@{version}")
+    assert (f"Humming has no kernels for bf16 activations on {gpu}" in verdict.refusal) is refused
+    assert (verdict.method == "HummingMoEMethod") is not refused
+
+
+def test_arguments_that_no_scheme_has_are_named() -> None:
+    weights = {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    said = "weights int3 per channel, static, sym with input activations float8 per token, dynamic, sym"
+    assert said in judged({**MXFP4, "config_groups": {"one": group}}).refusal
+
+
 def test_projections_of_different_schemes_are_named() -> None:
     for ignored in ("gate", "up", "down"):
         config = {**MXFP4, "ignore": [f"re:.*{ignored}_proj"]}
