@@ -96,7 +96,9 @@ def main() -> None:
         found = {case: _run(case, asked, folder) for case in asked.case or CASES}
     if asked.out:
         about = {"schema": "moeq.direct-load/1", "tensors_on": asked.device, "layers": asked.layers}
-        about |= {"machine": machine(), "command": " ".join(sys.argv)}
+        command = f"python examples/bench/direct_load.py --layers {asked.layers} --device {asked.device}"
+        cases = "".join(f" --case {case}" for case in asked.case or ())
+        about |= {"machine": machine(), "command": command + cases}
         asked.out.write_text(json.dumps(about | {"cases": found}, indent=1) + "\n")
 
 
