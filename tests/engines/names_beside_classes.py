@@ -18,6 +18,7 @@ import torch
 
 from moeq.oracle.engines.vllm.expert_names import EXPERT, SUFFIXES, StoredName, names_of_class
 from vllm_tables import names as probe_names
+from vllm_tables.model_classes import MODELS
 
 SPELLINGS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj"), ("w13", "w2"))
 SPELLINGS += (("w1", "v1", "w2"), ("linear", "linear_v", "linear_1"))
@@ -67,7 +68,7 @@ def loaded(own: Any, stack: str, tensors: Any, shared: int) -> bool:
 
 def compare(version: str, model_type: str, count: int = 60) -> dict[str, Any]:
     """Random namings of a class's layers, beside what is known of it."""
-    architecture, more = probe_names.MODELS[model_type]
+    architecture, more = MODELS[model_type]
     known, rng = names_of_class(version, architecture), random.Random(model_type)
     assert known is not None
     own = probe_names.build(model_type, architecture, more, None)
@@ -100,7 +101,7 @@ def _role(head: str) -> str:
 def main(site: str, version: str, *only: str) -> None:
     """Every class of that version that loads single experts."""
     probe_names.install(site)
-    for model_type, (architecture, _) in probe_names.MODELS.items():
+    for model_type, (architecture, _) in MODELS.items():
         known = names_of_class(version, architecture)
         if known is None or not known.modules:  # gpt-oss, and Granite's hybrid up to 0.26.0: stacked only
             continue

@@ -16,7 +16,8 @@ from moeq.checkpoint.families import FAMILIES
 from moeq.cli.app import run
 from moeq.oracle.engines.vllm import expert_names
 from moeq.oracle.engines.vllm.expert_names import EXPERT, ClassNames, StoredName, names_of_class
-from vllm_tables.names import CONTAINERS, MODELS, merged
+from vllm_tables.model_classes import MODELS
+from vllm_tables.names import CONTAINERS, merged
 
 VERSIONS = expert_names.versions()
 LONG, SHORT = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")

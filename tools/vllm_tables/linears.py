@@ -13,6 +13,7 @@ from typing import Any
 
 from moeq.oracle.versions import release
 from vllm_tables import names
+from vllm_tables.model_classes import MODELS
 
 #: What gives the first layer no experts; every config takes what it knows.
 _DENSE_FIRST: dict[str, Any] = {
@@ -99,7 +100,7 @@ def extract(site: str) -> dict[str, dict[str, Any]]:
     """Modules that ask, by architecture; reports classes that cannot be built."""
     names.install(site)
     found = {}
-    for model_type, (architecture, more) in names.MODELS.items():
+    for model_type, (architecture, more) in MODELS.items():
         try:
             found[architecture] = linears_of(model_type, architecture, more)
         except Exception as error:  # noqa: BLE001 - a class that wants what is not here is left out
