@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orphan_files
@@ -18,7 +20,8 @@ import pytest
 from checkpoint.hub_server import OLDER, SHA, Behaviour, Hub, serving
 from gguf_files import write_model
 
-from moeq.checkpoint.hub import looks_like_repository
+from moeq.checkpoint.hub import _sizes, looks_like_repository
+from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
@@ -290,3 +293,12 @@ def test_a_repository_of_gguf_files(hub: Hub, ask: Ask, tmp_path: Path) -> None:
     read = ask(f"{repo}/m-Q4_0.gguf", read=True)
     assert read["sum"] == float(local.dequantize(0, 1, "up").sum())
     assert ask(f"{repo}/none.gguf")["code"] == "source.missing-file"
+
+
+@pytest.mark.parametrize(
+    ("size", "taken"), [(None, True), (0, True), ((1 << 60) - 1, True), (1 << 60, False), (-1, False)]
+)
+def test_sizes_of_a_listing_are_possible(size: int | None, taken: bool) -> None:
+    listing: Any = SimpleNamespace(siblings=[SimpleNamespace(rfilename="a", size=size)])
+    with nullcontext() if taken else pytest.raises(MoeqError, match="the server lists the file 'a' of"):
+        assert _sizes("org/tiny", listing) == {"a": size}

@@ -8,6 +8,7 @@ from threading import Thread
 from typing import ClassVar
 
 import pytest
+from checkpoint.test_hub_guard import http
 
 from moeq.checkpoint import ranges
 from moeq.checkpoint.ranges import RangeReader
@@ -111,6 +112,13 @@ def test_no_more_bytes_than_the_budget(url) -> None:
     with pytest.raises(MoeqError, match="larger than any known one") as caught:
         reader.read(url, "file", 0, 5)
     assert caught.value.code == "source.too-large"
+
+
+def test_bytes_of_a_cut_answer_do_not_count(url) -> None:
+    reader = RangeReader({}, 5)
+    cut = http.Response(206, headers={"content-range": "bytes 0-4/9"}, content=b"byt")
+    assert "closed after 3 of 5 bytes" in str(reader._body(cut, "file", 0, 5))
+    assert reader.read(url, "file", 0, 5) == (b"bytes", 9)
 
 
 def test_a_server_that_sends_another_range(url) -> None:

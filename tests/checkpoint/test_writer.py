@@ -74,6 +74,15 @@ class TestOutputFile:
         file.close()
         assert (tmp_path / "x").read_bytes() == form.header + wanted.tobytes()
 
+    def test_small_pieces_do_not_wait_for_the_end(self, tmp_path: Path) -> None:
+        form = file_form({"w": ((5 << 20,), "U8")})
+        prepare_file(OutputFolder(tmp_path), "x", form.header, form.size)
+        file = OutputFile(OutputFolder(tmp_path), "x")
+        for number in range(5 << 20 >> 13):
+            file.write(memoryview(b"x" * (1 << 13)), len(form.header) + (number << 13))
+        assert (tmp_path / "x").read_bytes()[len(form.header) :].startswith(b"x" * (4 << 20))
+        file.close()
+
     def test_a_file_system_that_refuses_on_the_way(self, tmp_path: Path, monkeypatch) -> None:
         """Opening past the page cache works, writing does not (some network file systems)."""
         form = file_form({"w": ((1 << 20,), "U8")})
