@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from update import quantizers
 
 from moeq.digest import logical_digest
@@ -97,6 +98,28 @@ def test_codes_under_the_scales_that_made_them_are_the_same() -> None:
         found = kind.ours(weight)
         again = under_scales(weight, found)
         assert (again.codes != found.codes).float().mean() < 0.02, kind.name  # ties, and the sign of zeros
+
+
+class Divisions(TorchFunctionMode):
+    """Tensors that are divided by Python numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by: list[object] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function in (torch.Tensor.__truediv__, torch.Tensor.div, torch.div) and isinstance(args[1], int | float):
+            self.by.append(args[1])
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_nothing_is_divided_by_a_python_number(kind: Kind) -> None:
+    """A GPU would multiply by its rounded reciprocal, and round some numbers otherwise than a CPU."""
+    weight = quantizers.weights(0, N, K, torch.bfloat16)
+    with Divisions() as divisions:
+        kind.ours(weight)
+    assert divisions.by == []
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
