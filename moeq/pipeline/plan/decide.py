@@ -303,13 +303,14 @@ def _choice(
             planned.append((replace(candidate, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding), plan))
     if not planned:
         return unfit[0]
-    fitting = [choice for choice, _ in planned]
-    if loaders or len(planned) > 1:
-        verdicts = EngineVerdicts(checkpoint, question.deployment, layer, written, verdict)
-        fitting = [
-            replace(choice, loaders=tuple(loaders_of_plan(checkpoint, question, plan, written, verdicts)))
-            for choice, plan in planned
-        ]
+    verdicts, fitting = EngineVerdicts(checkpoint, question.deployment, layer, written, verdict), list[LayoutChoice]()
+    for choice, plan in planned:
+        if loaders or len(planned) > 1:
+            found_loaders = tuple(loaders_of_plan(checkpoint, question, plan, written, verdicts))
+            choice = replace(choice, loaders=found_loaders)
+        fitting.append(choice)
+        if _preference(choice, question.deployment) == 0:
+            break  # no later one is preferred to it
     best = min(fitting, key=lambda choice: _preference(choice, question.deployment))  # the first of equals
     if not layout_class(best.layout).is_read() and not question.options.force_layout:
         return MoeqError(
