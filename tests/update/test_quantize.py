@@ -92,6 +92,24 @@ def test_quantisers_equal_the_installed_package(kind: Kind) -> None:
             assert same_matrix(kind.ours(weight), kind.theirs(weight)), (dtype, seed)
 
 
+class ReciprocalDivision(TorchFunctionMode):
+    """Division by a Python number as torch does it on a GPU: multiplication by the rounded reciprocal."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func is torch.Tensor.div and isinstance(args[1], (int, float)):
+            return func(args[0], 1.0).mul(float(torch.tensor(1.0) / torch.tensor(float(args[1]))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_gpu_s_division_gives_the_same_matrix(kind: Kind) -> None:
+    for dtype in DTYPES.values():
+        weight = quantizers.weights(11, N, K, dtype)
+        wanted = kind.ours(weight)
+        with ReciprocalDivision():
+            assert same_matrix(kind.ours(weight), wanted), dtype
+
+
 def test_codes_under_the_scales_that_made_them_are_the_same() -> None:
     for kind in KINDS:
         weight = quantizers.weights(7, N, K, torch.float32)
