@@ -80,10 +80,11 @@ def test_markdown(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["A100/tp64"], 2),
     ],
 )
-def test_require(mixtral: str, required: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_require(checkpoints: Path, required: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(checkpoints / "gptq-int4-g32-qwen3moe")
     tps = "1,2,3" if required == ["a100/tp3"] else "1,2"
     asks = [word for text in required for word in ("--require", text)]
-    assert run(["oracle", mixtral, "--gpu", "a100,h100", "--tp", tps, *asks, "--json"]) == code
+    assert run(["oracle", source, "--gpu", "a100,h100", "--tp", tps, *asks, "--json"]) == code
     assert bool(document(capsys).get("unmet")) == (code == 1)
 
 
