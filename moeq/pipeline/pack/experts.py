@@ -83,7 +83,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     """Executes one `PackUnit`, a few experts at a time."""
 
     #: Stored bytes that are read and packed at once, unless one expert has more: small experts share a request's cost.
-    batch_bytes: ClassVar[int] = 4 * 2**20
+    batch_bytes: ClassVar[int] = 2 * 2**20
 
     #: Whether the unit's record needs hashes of the packed bytes and names of what cannot be rebuilt from them.
     _records = True
