@@ -128,6 +128,8 @@ def test_bad_files_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
         read_header(path, "model.safetensors")
     error = caught.value
     assert error.code in {"source.bad-header", "source.truncated", "source.not-safetensors"}
+    if error.code != "source.not-safetensors":
+        assert (error.hint or "").endswith("fetch the file again") is (error.code == "source.truncated")
     assert error.message.startswith("model.safetensors")
     assert error.message.isprintable()
     assert len(error.message) < 700

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,16 @@ def test_what_is_no_size(text: str) -> None:
 
 
 class TestRoom:
+    @pytest.mark.parametrize("ceiling", [1 << 30, None])
+    def test_what_threads_and_torch_leave_of_the_ceiling(self, ceiling: int | None) -> None:
+        memory = Memory(base=100 << 20, per_worker=50 << 20, workers=2, ceiling=ceiling, usual=1 << 30)
+        left = (1 << 30) - (200 << 20) - (200 << 20)
+        with memory.spare().take(left, "an expert"):
+            pass
+        refusal = pytest.raises(MoeqError, match="624 MiB are left") if ceiling else nullcontext()
+        with refusal, memory.spare().take(left + 1, "an expert"):
+            pass
+
     def test_what_cannot_fit_is_refused(self) -> None:
         room = SpareMemory(100, strict=True)
         with room.take(100, "an expert"):
