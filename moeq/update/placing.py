@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moeq.layouts.arranged import Part
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
     from moeq_kernels.index_maps import Digit, Placement, Reading
 
 
+#: Upper bound of the placements that are kept: one for each part of every kind of layer.
+KEPT = 256
+
+
+@lru_cache(maxsize=KEPT)
 def placement_of(
     part: Part, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int], half: int | None = None
 ) -> Placement | None:
