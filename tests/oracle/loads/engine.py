@@ -206,7 +206,7 @@ def _load(case: Row, folder: Path, found: Row) -> None:
     whole = found["_config"]
     with set_current_vllm_config(whole):
         DefaultModelLoader(whole.load_config).load_weights(found["_model"], whole.model_config)
-    found["unfilled"] = {} if _has_no_features(case) else _unfilled(found["_experts"], fresh)
+    found["unfilled"] = {} if _has_fewer_features(case) else _unfilled(found["_experts"], fresh)
     found["linears"] = _untouched(linears, fresh_linears)
     found["lost"] = _lost(case, linears, whole.quant_config)
     further = f".layers.{LAYERS}."  # of multi-token prediction, which is a model of its own
@@ -249,12 +249,12 @@ def _unfilled(experts: Row, fresh: dict[tuple[str, str], Any]) -> dict[str, floa
     return found
 
 
-def _has_no_features(case: Row) -> bool:
-    """Whether a rank gets none of gpt-oss's blocks of 32 features: the engine fills its experts with zeros."""
+def _has_fewer_features(case: Row) -> bool:
+    """Whether a rank gets fewer of gpt-oss's blocks of 32 features than others: the engine fills up with zeros."""
     where, ranks = case["deployment"], case["deployment"]["tp"] * case["deployment"]["dp"]
     blocks = case["config"].get("intermediate_size", 0) // 32
     rank = where["dp_rank"] * where["tp"] + where["rank"]
-    return case["config"]["model_type"] == "gpt_oss" and not where["ep"] and rank * -(-blocks // ranks) >= blocks
+    return case["config"]["model_type"] == "gpt_oss" and not where["ep"] and (rank + 1) * -(-blocks // ranks) > blocks
 
 
 def _linears(model: Any, *, attention: bool) -> Row:
