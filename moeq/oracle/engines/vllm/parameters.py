@@ -64,12 +64,13 @@ def key_of(method: Method) -> str:
 def parameters_of(version: str, method: Method) -> Parameters | None:
     """Look up the parameters that a method creates: name -> dtype and stored shape; None if no such version is known.
 
-    A version in which the extractor did not meet the method counts as the newest older one in which it did.
+    A version in which the extractor did not meet the method counts as the newest older one in which it did, else as the
+    oldest newer one.
     """
     rows = {one: row for row in read_facts("parameters.json").get(key_of(method), ()) for one in row["versions"]}
     known = [one for one in rows if release(one) <= release(version)]
-    if known:
-        found: Parameters = rows[max(known, key=release)]["parameters"]
+    if rows:
+        found: Parameters = rows[max(known, key=release) if known else min(rows, key=release)]["parameters"]
         return found
     usual = "kFp8Static128BlockSym"
     if method.block and method.weight_key != usual:  # other blocks, or blocks that the engine refines for a shard
