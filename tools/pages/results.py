@@ -72,7 +72,12 @@ def is_serving(run: Run) -> bool:
     """Say whether a run is one of `serve.py` with vLLM and moeq's kernels on a GPU."""
     rows, versions = run.get("rows"), run.get("versions")
     ours = isinstance(rows, list) and any(row.get("name") in OURS for row in rows)
-    return ours and "arguments" in run and isinstance(versions, dict) and "vllm" in versions
+    return ours and "arguments" in run and isinstance(versions, dict) and "vllm" in versions and not is_load(run)
+
+
+def is_load(run: Run) -> bool:
+    """Say whether a run of `serve.py` was made for the seconds until weights are ready: it has one user only."""
+    return run.get("arguments", {}).get("users") == "1"
 
 
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
@@ -342,6 +347,7 @@ _KINDS = {
     "moeq.engine-options": "options of vLLM, tokens compared",
     "moeq.serve-options": "options of `vllm serve` over HTTP, tokens compared",
     "moeq.engine-check": "layers in vLLM's kernels, compared with float32",
+    "moeq.serve-changes": "`vllm serve` while its weights change",
     "moeq.startup": "load times of layers",
     "moeq.convert-speed": "`moeq convert` against `cp`",
     "moeq.direct-load": "packing a source while an engine loads it, without the engine",
@@ -360,7 +366,7 @@ _KINDS = {
 def _what(run: Run, path: Path) -> str:
     if is_serving(run) or {"arguments", "rows", "compared"} <= set(run):
         server = "`sglang.launch_server`" if "sglang" in run["versions"] else "`vllm serve`"
-        return f"{server}, {_served(run)}"
+        return f"{server}, {_served(run)}" + (", until weights are ready" if is_load(run) else "")
     kind = str(run.get("schema", "")).partition("/")[0]
     return _KINDS.get(kind) or re.sub(r"^\d{4}-\d\d-\d\d-", "", path.stem).replace("-", " ")
 
@@ -398,6 +404,18 @@ def _right(run: Run) -> str:
             refused = sum("refused" in row for row in rows)
             return f"{sum(map(bool, said))} of {len(said)} right" + (f", {refused} refused" if refused else "")
     return ""
+
+
+def _weights_ready(run: Run) -> str:
+    """Say after how many seconds the weights of each row were ready, where that was the question."""
+    rows = run["rows"] if is_load(run) else []
+    return "; ".join(f"{row['name']}: {row['facts']['weights']:.1f} s" for row in rows)
+
+
+def _changed(run: Run) -> str:
+    """Sum up runs in which a served model changes, or another process holds its weights."""
+    parts = {"updates": "updates", "preload": "held weights", "balance": "moved experts"}
+    return "; ".join(f"{name}: right" for key, name in parts.items() if run.get(key, {}).get("right"))
 
 
 def _same_tokens(run: Run) -> str:
@@ -469,4 +487,6 @@ def _counted(run: Run) -> str:
     return f"{len(rows):,} rows" if rows else ""
 
 
-_OUTCOMES: tuple[Callable[[Run], str], ...] = (_speedups, _same_tokens, _right, _answers, _ratio_to_cp, _counted)
+_OUTCOMES: tuple[Callable[[Run], str], ...] = (
+    _weights_ready, _speedups, _changed, _same_tokens, _right, _answers, _ratio_to_cp, _counted,
+)  # fmt: skip
