@@ -53,15 +53,15 @@ def read_gptq_linear(config: Config, path: str) -> Method | None:
     Source: `get_linear_quant_method`, vLLM 0.26.0 to 0.33.0.
 
     Raises:
-        ConfigRefusal: if the rule that matches asks for other bits than 4 or 8, or for zero points.
+        ConfigRefusal: if a key is missing, or the rule that matches asks for other bits than 4 or 8 or for zero points.
     """
     rule = dynamic_rule(config, path) or {}
     if rule.get("skip"):
         return None
     own = {**config, **rule}
-    check_gptq_bits(own["bits"], bool(own["sym"]))
-    ordered = bool(own.get("desc_act")) and own["group_size"] != -1
-    return replace(auto_gptq(own["bits"], own["group_size"]), act_order=ordered)
+    bits, group = integer(own, "bits"), integer(own, "group_size")
+    check_gptq_bits(bits, bool(required(own, "sym")))
+    return replace(auto_gptq(bits, group), act_order=bool(own.get("desc_act")) and group != -1)
 
 
 def auto_gptq(bits: int, group: int) -> Method:
