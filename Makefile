@@ -39,9 +39,10 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 # What takes longer: crashes at random instants, clusters, streaming. SHARE=2/8 runs one test of eight; CI takes another
-# share every day.
+# share every day, with 125 instead of 1,000 updates for each checkpoint and layout.
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -q -m slow $(if $(SHARE),--share $(SHARE))
+	$(if $(SHARE),,$(BIN)/python -m pytest -n 2 --dist worksteal -q -m night tests/update)
 
 # The plug-in in vLLM's own Python, parity with its packing, transcoded checkpoints in the libraries that read them, and
 # quantisers beside the libraries' own, all without a GPU. GPTQModel would compile each of its layers with TorchDynamo.
@@ -87,7 +88,7 @@ atheris: $(STAMP)
 
 # Everything that takes hours: for a scheduled run.
 night: fuzz crash
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m night tests/pipeline tests/update
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m night tests/pipeline
 	$(MAKE) test-slow
 	$(MAKE) compile-matrix SPREAD=
 	$(MAKE) engine-tests ENGINE_TESTS="slow or not slow"
