@@ -10,6 +10,7 @@ import torch
 from oracle import stored
 
 import moeq
+from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
@@ -56,8 +57,9 @@ def refusal(
     tensors = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: make(n, k))
     for part, (dtype, shape) in router.items():
         tensors[f"{ROUTER}.{part}"] = torch.zeros(shape, dtype=torch.float32).to(dtype)
-    kind = {"architectures": [f"{model}ForCausalLM"], "model_type": "qwen3_moe" if model == "Qwen3Moe" else "olmoe"}
-    sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER}
+    types = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "Olmoe": "olmoe"}
+    kind = {"architectures": [f"{model}ForCausalLM"], "model_type": types[model]}
+    sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER, "shared_expert_intermediate_size": stored.INTER}
     stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors | (more or {})])
     where = Deployment(**{"gpu": parse_gpu("H100"), "engine": "vllm@0.33.0", **fields})
     verdict = judge_checkpoint(moeq.open(folder), where, 0, explain=False)
@@ -194,27 +196,67 @@ def test_dense_modules_of_gptq_under_moe_wna16(tmp_path: Path) -> None:
     assert "self_attn.o_proj is quantised" in old
 
 
+COUNT, WIDTH = "n_shared_experts", "shared_expert_intermediate_size"
+
+
 @pytest.mark.parametrize("encoding", [stored.fp8_block, stored.plain])
-def test_shared_experts_of_another_size(encoding: Any, tmp_path: Path) -> None:
-    """The engine makes them as wide as the config says, and takes a part of a wider tensor."""
-    shared = "model.layers.0.mlp.shared_expert"
-    parts = {f"{shared}.{name}_proj": encoding(*size) for name, size in {"gate": (128, 256), "up": (128, 256)}.items()}
-    parts[f"{shared}.down_proj"] = encoding(256, 128)
-    held = {
-        f"{name}.{part}": torch.zeros(shape, dtype=torch.float32).to(dtype)
-        for name, rows in parts.items()
-        for part, (dtype, shape) in rows.items()
-    }
-    listed = [ROUTER, *parts] if encoding is stored.plain else [ROUTER]
-    fields = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
-    for size, text in ((128, ""), (64, "gate_proj has 128 features, and the engine creates 64 by the config")):
-        config = {**FP8, "ignored_layers": listed}
-        document = {**stored.QWEN, **fields, "num_hidden_layers": 1, "shared_expert_intermediate_size": size}
-        experts = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: stored.fp8_block(n, k))
-        stored.write(tmp_path / str(size), {**document, "quantization_config": config}, [experts | held])
-        verdict = judge_checkpoint(moeq.open(tmp_path / str(size)), Deployment(parse_gpu("H100")), 0, explain=False)
-        assert text in str(verdict.refusal or "")
-        assert verdict.ok == (not text)
+@pytest.mark.parametrize(
+    ("architecture", "model", "module", "fields", "known"),
+    [
+        ("Qwen2Moe", "qwen2_moe", "mlp.shared_expert", {WIDTH: 256}, True),
+        ("Qwen3Next", "qwen3_next", "mlp.shared_expert", {WIDTH: 256, COUNT: 1}, True),
+        ("DeepseekV3", "deepseek_v3", "mlp.shared_experts", {COUNT: 2, WIDTH: 64}, True),
+        ("Dots1", "dots1", "mlp.shared_experts", {COUNT: 2, "moe_shared_expert_intermediate_size": 64}, True),
+        ("GlmMoeDsa", "glm_moe_dsa", "mlp.shared_experts", {COUNT: 2}, True),
+        ("SolarOpen", "solar_open", "mlp.shared_experts", {COUNT: 2, "num_shared_experts": 1}, True),
+        ("AXK1", "axk1", "mlp.shared_experts", {COUNT: 2}, True),
+        ("Afmoe", "afmoe", "mlp.shared_experts", {"num_shared_experts": 2}, True),
+        ("ExaoneMoE", "exaone_moe", "mlp.shared_experts", {"num_shared_experts": 2}, True),
+        ("Ernie4_5_Moe", "ernie4_5_moe", "mlp.shared_experts", {"moe_num_shared_experts": 2}, True),
+        ("AriaText", "aria_text", "mlp.shared_experts", {"moe_num_shared_experts": 2}, True),
+        ("DeepseekV3", "deepseek_v3", "mlp.shared_experts", {"num_shared_experts": 2}, False),
+        ("Qwen2Moe", "qwen2_moe", "mlp.shared_expert", {COUNT: 2}, False),
+        ("Llama4", "llama4_text", "feed_forward.shared_expert", {COUNT: 2}, False),
+        ("HunYuanMoEV1", "hunyuan_v1_moe", "mlp.shared_mlp", {"num_shared_expert": [2]}, False),
+        ("HYV3", "hy_v3", "mlp.shared_mlp", {"num_shared_experts": 2, "expert_hidden_dim": 128}, False),
+        ("MiniMaxM3Sparse", "minimax_m3", "block_sparse_moe.shared_experts", {COUNT: 2}, False),
+        ("BailingMoe", "bailing_moe", "mlp.shared_experts", {"num_shared_experts": 2}, False),
+        ("BailingMoeV2", "bailing_moe_v2", "mlp.shared_experts", {"moe_shared_expert_intermediate_size": 256}, False),
+        ("Laguna", "laguna", "mlp.shared_expert", {WIDTH: 256}, False),
+        ("LongcatFlash", "longcat_flash", "mlp.shared_experts", {COUNT: 2}, False),
+    ],
+)
+def test_widths_of_shared_experts(
+    architecture: str, model: str, module: str, fields: dict[str, Any], known: bool, encoding: Any, tmp_path: Path
+) -> None:
+    """The engine creates the config's width and takes a part of a wider tensor; other classes' keys say nothing."""
+    family = find_family(model)
+    assert family is not None
+    above, dense = "model.layers.0", {"intermediate_size": stored.INTER, "num_hidden_layers": 1}
+    names = ("w1", "w3", "w2") if "sparse" in family.experts else ("gate_proj", "up_proj", "down_proj")
+    experts = stored.experts(f"{above}.{family.experts}", lambda e, p, n, k: stored.fp8_block(n, k), names)
+    kind = {"architectures": [f"{architecture}ForCausalLM"], "model_type": model}
+    for width in (256, 128):
+        sizes = {"gate": (width, stored.HIDDEN), "up": (width, stored.HIDDEN), "down": (stored.HIDDEN, width)}
+        parts = {f"{above}.{module}.{name}_proj": encoding(*size) for name, size in sizes.items()}
+        held = {
+            f"{name}.{part}": torch.zeros(shape, dtype=torch.float32).to(dtype)
+            for name, rows in parts.items()
+            for part, (dtype, shape) in rows.items()
+        }
+        listed = [f"{above}.{family.router}", *(parts if encoding is stored.plain else ())]
+        document = {**stored.QWEN, **dense, **kind, **fields, "quantization_config": {**FP8, "ignored_layers": listed}}
+        folder = stored.write(tmp_path / str(width), document, [experts | held])
+        verdict = judge_checkpoint(moeq.open(folder), Deployment(parse_gpu("H100")), 0, explain=False)
+        text = "gate_proj has 128 features, and the engine creates 256 by the config"
+        assert verdict.ok or text in str(verdict.refusal), verdict.refusal
+        assert verdict.ok is not (known and width == 128)
+
+
+def test_a_shared_expert_without_dimensions(tmp_path: Path) -> None:
+    scalars = {f"model.layers.0.mlp.shared_expert.{name}_proj.weight": torch.tensor(0.0) for name in ("gate", "up")}
+    made = refusal(tmp_path / "made", stored.GPTQ, {}, "Qwen2Moe", scalars)
+    assert "gate_proj has 1 features, and the engine creates 128" in made
 
 
 def test_a_quantised_gate_of_shared_experts(tmp_path: Path) -> None:

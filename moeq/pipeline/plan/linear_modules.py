@@ -29,6 +29,14 @@ CLASSES_OF_SETS = ("Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VLMoeMode
 _ROUTER_OF_SETS = "text_experts_gate"
 #: Gate of shared experts, which Qwen's classes make without the config.
 _SHARED_GATE = "mlp.shared_expert_gate"
+#: Keys of config.json that give classes the width of shared experts, by the starts of their names: the width itself,
+#: and a count of experts as wide as the routed ones (vLLM 0.26.0 to 0.33.0). Other classes are not judged.
+_SHARED_WIDTHS = {("Qwen2Moe", "Qwen3Next", "Qwen3_5Moe"): "shared_expert_intermediate_size"}
+_SHARED_COUNTS = {
+    ("AXK1", "DeepseekV2", "DeepseekV3", "Dots1", "Glm4", "GlmMoeDsa", "KimiK25", "SolarOpen"): "n_shared_experts",
+    ("Afmoe", "ExaoneMo"): "num_shared_experts",
+    ("AriaText", "Ernie4_5_Moe"): "moe_num_shared_experts",
+}
 _LISTED = "the module in the config's list of modules that are not quantised"
 _NEWER = "a GPU of compute capability 8.9 or higher"
 #: Method and platform of Quark's FP8, which only experts run on older devices (vLLM 0.33.0, `_check_scheme_supported`).
@@ -153,9 +161,19 @@ class _Loading:
             )
             yield _Shard(name, parts, stored, meant)
 
+    @cached_property
+    def _shared_width(self) -> int:
+        """Width of the shared experts by config.json; 0 where the class or its key is not known."""
+        name, facts = self.checkpoint.info.architecture, Facts(self.checkpoint.source.config)
+        for table, each in ((_SHARED_WIDTHS, 1), (_SHARED_COUNTS, self.checkpoint.info.intermediate_size)):
+            for starts, key in table.items():
+                if name.startswith(starts):
+                    return (facts.count((key,)) or 0) * each
+        return 0
+
     def _resized(self, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[_Problem]:
         """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
-        declared = self.checkpoint.info.shared_intermediate_size
+        declared = self._shared_width
         if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
             return
         for shard in shards:
@@ -216,10 +234,10 @@ def _features(shard: _Shard) -> int | None:
     """Return the output features of a module; None where its tensors do not tell."""
     parts = {part.name.rpartition(".")[2]: part for part in shard.parts}
     if "scales" in parts:
-        return int(parts["scales"].shape[-1])
+        return int((1, *parts["scales"].shape)[-1])
     by_row = parts.get("weight_packed") or parts.get("weight")
     transposed = by_row is not None and by_row.dtype == "I32" and "weight" in parts  # Quark's int4
-    return None if by_row is None or transposed else int(by_row.shape[0])
+    return None if by_row is None or transposed else int((*by_row.shape, 1)[0])
 
 
 def _no_kernel(
