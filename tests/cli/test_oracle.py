@@ -98,7 +98,7 @@ def test_required_cells_are_the_sweep_where_no_option_names_one(
 
 
 def test_the_matrix_says_what_convert_cannot_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    size = generator.Size(layers=1, experts=2, vocab=64)
+    size = generator.Size(layers=1, experts=4, vocab=64)
     generator.write_checkpoint(tmp_path / "s", generator.MODELS["qwen3-30b-a3b"], "gptq", size, sparse=True)
     assert run(["oracle", str(tmp_path / "s"), "--gpu", "A100", "--tp", "2,4"]) == 0
     shown = capsys.readouterr().out

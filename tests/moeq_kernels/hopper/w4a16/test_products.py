@@ -9,7 +9,7 @@ import torch
 from support.cases import Recipe, make_layer, route
 from support.gluon_on_cpu import run_all
 
-from moeq_kernels import products
+from moeq_kernels import problem, products
 from moeq_kernels.gpu import H200
 
 INT4 = Recipe(experts=4, hidden=256, intermediate=128, group_size=64, bias=True)
@@ -28,7 +28,7 @@ INT4 = Recipe(experts=4, hidden=256, intermediate=128, group_size=64, bias=True)
 )
 def test_rows_are_the_products(recipe: Recipe, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "run_with_triton", run_all)
-    monkeypatch.setattr(products, "gpu_of", lambda device: replace(H200, multiprocessors=3))
+    monkeypatch.setattr(problem, "gpu_of", lambda device: replace(H200, multiprocessors=3))
     packed, layer = make_layer(recipe)
     routed = route(tokens, recipe.hidden, recipe.experts, 2)
     ids = torch.where(routed.ids % 3 == 1, -1, routed.ids) if tokens == 20 else routed.ids
