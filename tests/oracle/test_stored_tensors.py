@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.judge import judge_config
 from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.decide import answer
-from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint, moe_shape, stored_tensors
 from moeq.pipeline.plan.options import Question
 
 PREFIX = "model.layers.{}.mlp.experts"
@@ -221,6 +222,17 @@ def test_a_layer_with_fewer_experts_than_the_others(tmp_path: Path) -> None:
 def test_quantised_experts_that_no_file_declares(tmp_path: Path) -> None:
     folder = qwen(tmp_path / "made", None, *[lambda e, p, n, k: stored.fp8_block(n, k)] * 2)
     assert "creates unquantised experts" in refusal(folder)
+
+
+def test_changes_are_tried_with_the_file_of_a_checkpoint_without_a_config(tmp_path: Path) -> None:
+    """No device and no backend by name mends quantised tensors that the engine would take for floats."""
+    checkpoint = moeq.open(qwen(tmp_path / "made", None, lambda e, p, n, k: stored.gptq(n, k)))
+    shape, where = moe_shape(checkpoint, 0), Deployment(parse_gpu("H100"))
+    for tensors, fits in ((stored_tensors(checkpoint, 0), False), ((), True)):
+        verdict = judge_config({}, shape, where, tensors=tensors)
+        assert verdict.ok is fits
+        assert verdict.works is None
+        assert any(row.unlock for row in verdict.candidates) is fits
 
 
 def test_biases_that_no_method_registers(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def resolve_method(case: Case, entry: str, config: Mapping[str, Any] | None = No
         except ConfigRefusal as refusal:
             error = EngineError(refusal.error, refusal.kind, refusal.text, refusal.hint, refusal.code)
             selection = replace(selection, selected=None, error=error)
-    return _gated(Outcome(case, entry, selection, (), config=config or {}))
+    return _gated(Outcome(case, entry, selection, (), config={} if config is None else config))
 
 
 def _gated(outcome: Outcome) -> Outcome:
