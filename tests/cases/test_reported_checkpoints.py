@@ -173,6 +173,8 @@ def test_two_sets_of_experts(tmp_path: Path) -> None:
     assert "experts.several-sets" in {row.code for row in opened.info.warnings}
     found = asked(folder)
     assert found.verdict.ok  # the class builds a layer for each set
+    ranks = asked(folder, tp=8).verdict.gates
+    assert any(gate.text == "tp 8 is more than 4 experts, which the class refuses" for gate in ranks)
     assert (found.verdict.shape.num_experts, found.verdict.shape.intermediate_size) == (4, 192)
     assert found.error is not None
     assert "experts 0-3 have 192 intermediate features, 4-7 have 64" in found.error.message

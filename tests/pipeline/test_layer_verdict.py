@@ -130,6 +130,10 @@ def test_routing_with_a_bias_is_named_by_its_groups(grouped: bool, name: str) ->
         ("Qwen3MoeForCausalLM", "vllm@0.33.0", 2 * EXPERTS, "experts, which the class refuses"),
         ("Qwen3MoeForCausalLM", "vllm@0.33.0", EXPERTS, ""),
         ("Glm4MoeForCausalLM", "vllm@0.33.0", 2 * EXPERTS, ""),
+        ("HunYuanMoEV1ForCausalLM", "vllm@0.28.0", 2 * EXPERTS, "experts, which the class refuses"),
+        ("HunYuanMoEV1ForCausalLM", "vllm@0.29.0", 2 * EXPERTS, ""),
+        ("MellumForCausalLM", "vllm@0.31.0", 2 * EXPERTS, "experts, which the class refuses"),
+        ("MellumForCausalLM", "vllm@0.32.0", 2 * EXPERTS, ""),
         ("DeepseekV4ForCausalLM", "vllm@0.30.0", 2 * EXPERTS, f"{EXPERTS} experts do not divide by tp {2 * EXPERTS}"),
         ("DeepseekV4ForCausalLM", "vllm@0.31.0", 2 * EXPERTS, ""),
     ],
@@ -140,3 +144,32 @@ def test_tensor_parallel_sizes_that_a_class_refuses(
     checkpoint = moeq.open(write(tmp_path, document=config(architectures=[architecture])))
     gate = class_gate(checkpoint, where(engine=engine, tp=tp))
     assert text in gate.text if gate else not text
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("AliceAIForCausalLM", "ClefFlashForJointSchema", "ClefOmniForJointSchema", "Cohere2MoeForCausalLM"),
+        *("Ernie4_5_MoeForCausalLM", "Ernie4_5_VLMoeForConditionalGeneration", "ExaoneMoEForCausalLM"),
+        *("ExaoneMoeForCausalLM", "HYV3ForCausalLM", "HYV4ForCausalLM", "InternS1ProForConditionalGeneration"),
+        *("InternS2MobiusForConditionalGeneration", "InternS2PreviewForConditionalGeneration", "K2HorizonForCausalLM"),
+        *("LagunaForCausalLM", "Lfm2MoeForCausalLM", "MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+        *("MiMoV2OmniForCausalLM", "MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "Qwen2MoeForCausalLM"),
+        *("Qwen3NextForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForCausalLM"),
+        *("Step3TextForCausalLM", "Step3VLForConditionalGeneration", "Step3p5ForCausalLM", "Step5ForCausalLM"),
+    ],
+)
+def test_classes_that_refuse_more_ranks_than_experts(architecture: str, tmp_path: Path) -> None:
+    checkpoint = moeq.open(write(tmp_path, document=config(architectures=[architecture])))
+    gate = class_gate(checkpoint, where(engine="vllm@0.33.0", tp=2 * EXPERTS))
+    assert gate is not None
+    assert gate.text == f"tp {2 * EXPERTS} is more than {EXPERTS} experts, which the class refuses"
+    assert class_gate(checkpoint, where(engine="vllm@0.33.0", tp=EXPERTS)) is None
+
+
+def test_deepseek_v4_still_divides_experts_outside_cuda(tmp_path: Path) -> None:
+    checkpoint = moeq.open(write(tmp_path, document=config(architectures=["DeepseekV4ForCausalLM"])))
+    gate = class_gate(checkpoint, where("MI300X", engine="vllm@0.33.0", tp=2 * EXPERTS))
+    assert gate is not None
+    assert (gate.text.partition(" experts")[0], gate.remedy) == (f"{EXPERTS}", "a tp that divides them")

@@ -223,23 +223,35 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
 
 
 #: Starts of the names of classes that refuse more tensor-parallel ranks than experts (vLLM 0.26.0 to 0.33.0).
-_WHOLE_EXPERTS = ("Qwen2Moe", "Qwen3Moe", "Qwen3VLMoe", "Qwen3Next", "MiniMaxM2")
+_WHOLE_EXPERTS = (
+    *("AliceAI", "ClefFlash", "ClefOmni", "Cohere2Moe", "Ernie4_5_Moe", "Ernie4_5_VLMoe", "ExaoneMo", "HYV3", "HYV4"),
+    *("InternS1Pro", "InternS2", "K2Horizon", "Laguna", "Lfm2Moe", "MiMoV2", "MiniMaxM2", "MiniMaxM3", "Qwen2Moe"),
+    *("Qwen3Moe", "Qwen3Next", "Qwen3OmniMoe", "Qwen3VLMoe", "Qwen3_5", "Qwen4Exp", "Step3", "Step5"),
+)
+#: Classes that transformers' blocks replaced, which refuse none, by the version that did.
+_UNTIL = {"HunYuanMoEV1": "0.29.0", "Mellum": "0.32.0"}
 
 
 def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """Return the failed gate if the model's class refuses the tensor-parallel size for the number of experts.
 
-    DeepSeek-V4 divided experts by it (vLLM 0.26.0 to 0.30.0, `_init_fused_moe_experts`).
+    Of several sets of experts the largest counts. DeepSeek-V4 divides experts by the size (vLLM 0.26.0 to 0.30.0 on
+    CUDA, `_init_fused_moe_experts`; 0.26.0 to 0.33.0 elsewhere, `DeepseekV4MoE`).
     """
     if not _is_vllm(deployment):
         return None
-    name, experts, tp = checkpoint.info.architecture, checkpoint.info.num_experts, deployment.tp
-    old = not load_policy(choose_engine(deployment.engine).policy).since("0.31.0")
-    divided = name.startswith("DeepseekV4") and old and deployment.gpu.platform == "cuda"
-    total = experts + deployment.redundant_experts
+    since = load_policy(choose_engine(deployment.engine).policy).since
+    name, tp, cuda = checkpoint.info.architecture, deployment.tp, deployment.gpu.platform == "cuda"
+    experts = max(Facts(checkpoint.source.config).expert_sets(), default=checkpoint.info.num_experts)
+    total = experts + (deployment.redundant_experts if cuda else 0)
+    whole = name.startswith(_WHOLE_EXPERTS) or any(
+        name.startswith(one) and not since(end) for one, end in _UNTIL.items()
+    )
+    divided = name.startswith("DeepseekV4") and not (cuda and since("0.31.0"))
     if divided and total % tp:
-        text, remedy = f"{total} experts do not divide by tp {tp}, which this version's class asks for", "vLLM 0.31"
-    elif name.startswith(_WHOLE_EXPERTS) and tp > experts:
+        text = f"{total} experts do not divide by tp {tp}, which this version's class asks for"
+        remedy = "vLLM 0.31" if cuda else "a tp that divides them"
+    elif whole and tp > experts:
         text, remedy = f"tp {tp} is more than {experts} experts, which the class refuses", f"tp {experts} or less"
     else:
         return None
