@@ -319,7 +319,9 @@ def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or no
         silent = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(silent, fd)
-        sys.path[:] = [str(tree), str(tree / "kernels"), *(one for one in sys.path if not one.startswith(str(ROOT)))]
+        # Its packages stay, which usually lie in a virtual environment of the repository.
+        kept = [one for one in sys.path if one.startswith(sys.prefix) or not one.startswith(str(ROOT))]
+        sys.path[:] = [str(tree), str(tree / "kernels"), *kept]
         os.environ["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
         import pytest
 

@@ -79,6 +79,7 @@ class PlannedLayer:
     by_rank: bool  #: files hold one packing per rank
     own_kernel: bool  #: one of moeq's own kernels reads the layer on this GPU
     vllm: tuple[str, ...]  #: versions of vLLM that run the layer's backend on this deployment
+    others: tuple[str, ...]  #: versions of vLLM that load the linear modules that are no experts
     family: bool  #: the model's family is known
     own_config: bool  #: vLLM reads the source's other layers by a config of the model (`reads_by_own_config`)
     heads: bool  #: vLLM can spread the attention over the ranks
@@ -126,7 +127,7 @@ def _vllm_versions(planned: PlannedLayer) -> tuple[str, ...]:
         return ()
     own = _engine_runs_own_kernel(planned)
     having = versions_with(planned.architecture)  # a class that no version registers comes from a package
-    known = tuple(version for version in VLLM_VERSIONS if having is None or version in having)
+    known = tuple(version for version in planned.others if having is None or version in having)
     if planned.moved:
         return known if own and planned.tp == 1 and not planned.by_rank else ()
     return tuple(version for version in known if own or version in _engines_own(planned))

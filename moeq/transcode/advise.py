@@ -17,8 +17,9 @@ from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.calibration import with_scales
 from moeq.pipeline.plan.expert_names import known_class, order_of
-from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, moe_shape
+from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, judge_checkpoint, moe_shape
 from moeq.transcode.naming import NamesOption
+from moeq.transcode.planned_result import planned_result
 from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
 from moeq.transcode.target_formats import ENGINE_TARGETS, TARGETS, kind_of
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
@@ -76,7 +77,8 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
             if proof is None or verdict is None or verdict.chosen is None:
                 break  # names do not change that
             if _is_loaded(checkpoint, plan, verdict.engine):
-                found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
+                if _runs_whole(checkpoint, plan, deployment):
+                    found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
                 break
         if "exact" in found:
             break
@@ -169,6 +171,12 @@ def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool
     if known is None:  # its loader may look for what the source has
         return not stored.fused or written.naming.stacked
     return known.problem(written_names(written, f"{stored.stack}.{stored.layer}.")) is None
+
+
+def _runs_whole(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> bool:
+    """Return whether the engine takes everything that would be written, modules that are no experts included."""
+    result = planned_result(checkpoint, plan)
+    return judge_checkpoint(result, deployment, first_layer(checkpoint), explain=False).ok
 
 
 def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:

@@ -13,7 +13,9 @@ import moeq
 from moeq.checkpoint.families import find_family
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.pipeline.plan.decide import answer
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+from moeq.pipeline.plan.options import Question
 
 ROUTER = "model.layers.0.mlp.gate"
 MEANT = f"the config quantises {ROUTER} (router), and the file holds BF16"
@@ -170,6 +172,14 @@ def test_blocks_and_groups_that_ranks_would_cut(tmp_path: Path) -> None:
     assert "o_proj has 3 groups of input features, which tp 2 would cut" in refusal(
         tmp_path / "three", stored.GPTQ, {}, more=groups, tp=2, ep=2
     )
+
+
+def test_converted_experts_do_not_change_what_ranks_would_cut(checkpoints: Path) -> None:
+    """The plug-in leaves `o_proj` to the engine, so a conversion loads there as little as its source."""
+    checkpoint = moeq.open(checkpoints / "gptq-int4-g128-mixtral")
+    for tp, names in ((1, ["vllm", "transformers", "load_experts"]), (2, ["transformers", "load_experts"])):
+        found = answer(checkpoint, Question(Deployment(parse_gpu("A100"), tp=tp)))
+        assert [loader.name for loader in found.loaders] == names
 
 
 def test_rules_of_gptqmodel_for_attention(tmp_path: Path) -> None:

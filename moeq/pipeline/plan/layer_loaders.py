@@ -26,6 +26,7 @@ from moeq.oracle.records import Verdict
 from moeq.oracle.versions import choose_engine
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.layer_verdict import heads_problem, judge_checkpoint, moe_shape
+from moeq.pipeline.plan.linear_modules import linear_problem
 from moeq.pipeline.plan.options import Question
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
@@ -77,6 +78,7 @@ def loaders_of_plan(
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(question, plan, verdicts)),
+            others=tuple(_loading_others(checkpoint, deployment, layer)),
             family=not checkpoint.info.family_from_names,
             own_config=reads_by_own_config(model_type, (checkpoint.quantization_config or {}).get("quant_method")),
             heads=_heads(checkpoint, deployment),
@@ -103,6 +105,14 @@ def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> 
     stored = next((part for _, part in parts if part in ACTIVATION_SCALES), None)
     held = [parts.get((projection, stored), {}) for projection in {name for name, _ in parts}] if stored else [{}]
     return all(FUSED in found or len(found) == experts.num_experts for found in held)
+
+
+def _loading_others(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Iterator[str]:
+    """Yield the versions of vLLM that load the linear modules that are no experts."""
+    shape = moe_shape(checkpoint, layer)
+    for version in VLLM_VERSIONS:
+        if linear_problem(checkpoint, f"vllm@{version}", deployment, shape) is None:
+            yield version
 
 
 def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:

@@ -55,17 +55,27 @@ def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
 
     All layers of the model are looked at with its first MoE layer, and with others none.
     """
-    if layer != checkpoint.info.moe_layers[0] or checkpoint.is_packed(layer) or not verdict.engine.startswith("vllm"):
+    if layer != checkpoint.info.moe_layers[0] or not verdict.engine.startswith("vllm"):
         return None
-    where, known = verdict.deployment, _FOUND.setdefault(checkpoint, {})
-    key = (verdict.engine, where.quantization, where.gpu.platform, where.gpu.capability, where.tp)
-    if key not in known:
-        loading = _Loading(checkpoint, load_policy(choose_engine(verdict.engine).policy), where, shape)
-        known[key] = next(loading.problems(), None)
-    found = known[key]
+    found = linear_problem(checkpoint, verdict.engine, verdict.deployment, shape)
     if found is None:
         return None
     return Gate("G14", "router, attention and other linear modules", False, found[0], "ValueError", "LOADING", found[1])
+
+
+def linear_problem(checkpoint: Checkpoint, engine: str, where: Deployment, shape: MoeShape) -> _Problem | None:
+    """Return what is wrong with a linear module that is no expert, and the remedy; None if vLLM loads all of them.
+
+    Converting experts changes nothing of it.
+    """
+    if checkpoint.is_packed(checkpoint.info.moe_layers[0]):
+        return None
+    known = _FOUND.setdefault(checkpoint, {})
+    key = (engine, where.quantization, where.gpu.platform, where.gpu.capability, where.tp)
+    if key not in known:
+        loading = _Loading(checkpoint, load_policy(choose_engine(engine).policy), where, shape)
+        known[key] = next(loading.problems(), None)
+    return known[key]
 
 
 def _in_file(path: str) -> str:
