@@ -16,13 +16,7 @@ from moeq.update.placing import placement_of
 from moeq_kernels.index_maps import Packing
 from moeq_kernels.placement import place
 
-ARRANGED = [
-    one
-    for one in LAYOUT_IDS
-    if isinstance(get_layout(one), ArrangedLayout)
-    and type(get_layout(one)).pack_into is ArrangedLayout.pack_into
-    and one not in LOSSY_ALWAYS
-]
+ARRANGED = [one for one in LAYOUT_IDS if get_layout(one).is_index_map() and one not in LOSSY_ALWAYS]
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
