@@ -54,7 +54,7 @@ USUAL_CEILING = 7 * 2**28
 class SampledPacker(Packer):
     """Packs one unit for this process alone: proves a sample of its experts, and records nothing."""
 
-    #: Nothing is waiting for a disk here: threads that hand over less often wait less for the interpreter's lock.
+    #: No thread waits for a disk here, and those that hand over less often wait less for the interpreter's lock.
     batch_bytes = 16 * 2**20
 
     _records = False
