@@ -64,7 +64,7 @@ def places(question: Question, prefix: str, unlock: str) -> list[list[Question]]
     # Another checkpoint: its config is not in the words.
     outcome = resolve(load_policy(deployment.engine), config, shape, deployment, prefix=prefix)
     # The same words may stand for one group of the config or another.
-    found = [one for one in changes(outcome, shape) if unlock == one.text or unlock.startswith(f"{one.text} and --moe")]
+    found = [one for one in changes(outcome) if unlock == one.text or unlock.startswith(f"{one.text} and --moe")]
     asked = unlock.partition("--moe-backend ")[2] or "auto"
     return [[(dict(one.config), one.shape, replace(one.deployment, backend=asked)) for one in found]]
 
