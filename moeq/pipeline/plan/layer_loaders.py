@@ -78,7 +78,7 @@ def loaders_of_plan(
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(question, plan, verdicts)),
-            others=tuple(_loading_others(checkpoint, deployment, layer)),
+            others=tuple(_loading_others(checkpoint, deployment)),
             family=not checkpoint.info.family_from_names,
             own_config=reads_by_own_config(model_type, (checkpoint.quantization_config or {}).get("quant_method")),
             heads=_heads(checkpoint, deployment),
@@ -107,9 +107,9 @@ def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> 
     return all(FUSED in found or len(found) == experts.num_experts for found in held)
 
 
-def _loading_others(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Iterator[str]:
-    """Yield the versions of vLLM that load the linear modules that are no experts."""
-    shape = moe_shape(checkpoint, layer)
+def _loading_others(checkpoint: Checkpoint, deployment: Deployment) -> Iterator[str]:
+    """Yield the versions of vLLM that load all linear modules that are no experts."""
+    shape = moe_shape(checkpoint, checkpoint.info.moe_layers[0])
     for version in VLLM_VERSIONS:
         if linear_problem(checkpoint, f"vllm@{version}", deployment, shape) is None:
             yield version

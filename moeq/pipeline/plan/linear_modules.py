@@ -66,7 +66,7 @@ def linear_gate(checkpoint: Checkpoint, verdict: Verdict, layer: int, shape: Moe
 def linear_problem(checkpoint: Checkpoint, engine: str, where: Deployment, shape: MoeShape) -> _Problem | None:
     """Return what is wrong with a linear module that is no expert, and the remedy; None if vLLM loads all of them.
 
-    Converting experts changes nothing of it.
+    Converting experts changes nothing about it. `shape` is that of the first MoE layer.
     """
     if checkpoint.is_packed(checkpoint.info.moe_layers[0]):
         return None
