@@ -83,6 +83,7 @@ def test_writes_and_reads_go_on_until_all_is_done(fd: int, monkeypatch: pytest.M
         ),
         (errno.EDQUOT, "resources.disk-full", "1,234 bytes"),
         (errno.EFBIG, "resources.disk-full", "File too large"),
+        (errno.EMFILE, "resources.open-files", "open files"),
         (errno.EIO, "environment.write", "cannot write .*file: Input/output error"),
         (errno.EROFS, "environment.write", "Read-only file system"),
     ],
@@ -105,3 +106,11 @@ def test_files_are_opened_once_more_past_the_page_cache(fd: int) -> None:
         with disk.closing_fd(again):
             assert os.fstat(again).st_ino == os.fstat(fd).st_ino
     assert disk.reopen_direct(-1, os.O_RDONLY) == -1
+
+
+def test_a_c_library_without_the_calls_does_nothing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "libc", disk._NoCalls)
+    os.write(fd, b"data")
+    disk.start_write_back(fd, 0, 4)
+    assert disk.libc().sync_file_range(fd) == disk.libc().syscall(0) == -1
+    assert os.pread(fd, 99, 0) == b"data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from moeq.checkpoint import files
 from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import (
     SeenFiles,
@@ -16,8 +18,10 @@ from moeq.checkpoint.files import (
     open_regular,
     read_part,
     read_regular,
+    read_whole,
     refuse_unfinished,
     require_inside,
+    two_reads,
 )
 from moeq.errors import MoeqError
 
@@ -115,6 +119,59 @@ def test_what_is_no_file(kind: str, code: str, words: str, tmp_path: Path) -> No
         open_regular(tmp_path / kind, "it")
     assert caught.value.code == code
     assert re.search(words, caught.value.message)
+
+
+@pytest.mark.parametrize(
+    ("become", "code", "words"),
+    [
+        (lambda path: None, "source.unreadable", "it: No such file or directory"),
+        (Path.mkdir, "source.not-a-file", "it: is a folder"),
+        (os.mkfifo, "source.not-a-file", "it: is not a regular file"),
+    ],
+)
+def test_a_file_that_is_exchanged_while_it_is_opened(become, code, words, tmp_path, monkeypatch) -> None:
+    """It is looked at again once it is open, and closed where it is no file."""
+    path, look = tmp_path / "it", files.stat_regular
+    path.touch()
+
+    def exchange(path: Path, where: str) -> os.stat_result:
+        found = look(path, where)
+        path.unlink()
+        become(path)
+        return found
+
+    monkeypatch.setattr(files, "stat_regular", exchange)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MoeqError, match=words) as caught:
+        open_regular(path, "it")
+    assert caught.value.code == code
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reads_that_fail_name_the_file(tmp_path: Path) -> None:
+    """A descriptor that is open for writing alone cannot be read."""
+    with closing_fd(os.open(tmp_path / "it", os.O_WRONLY | os.O_CREAT)) as fd:
+        for read in (lambda: read_whole(fd, "it", 1), lambda: read_part(fd, 0, 1, "it")):
+            with pytest.raises(MoeqError, match="^it: Bad file descriptor$") as caught:
+                read()
+            assert caught.value.code == "source.unreadable"
+
+
+def test_too_many_open_files_are_no_fault_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "it").touch()
+
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(MoeqError, match="open files") as caught:
+        open_regular(tmp_path / "it", "it")
+    assert caught.value.code.startswith("resources.")
+
+
+def test_what_two_reads_differ_in() -> None:
+    error = two_reads("it", 1000, 1002)
+    assert (error.code, error.message) == ("source.reads-differ", "it: two reads of bytes 1,000 to 1,002 differ")
 
 
 def test_links_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,6 @@ class Executor:
                         record_finished(outcome)
                 raise
             finally:
-                run.stop()
                 run.join()
 
 
