@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.base import Scheme, ZeroPoint
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_DYNAMIC_PER_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
 
 
 class Int8(Format):
@@ -53,12 +50,9 @@ class Int8(Format):
         scale_dtype = context.float_name(parts, "weight_scale")
         symmetric = "weight_zero_point" not in parts
         spec = context.spec(parts, n, k, "int8", size, scale_dtype, symmetric=symmetric)
-        declared = context.declared
-        if declared.activation is None and declared.method == "w8a8_int8":
-            declared = replace(declared, activation=_DYNAMIC_PER_TOKEN)
         zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
         encoding = _encoding(spec, per_tensor=scale in ((1,), (1, 1), ()), zero_point=zero_point)
-        return self._described(spec, declared, encoding)
+        return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch

@@ -152,7 +152,7 @@ def test_reads_that_fail_name_the_file(tmp_path: Path) -> None:
     """A descriptor that is open for writing alone cannot be read."""
     with closing_fd(os.open(tmp_path / "it", os.O_WRONLY | os.O_CREAT)) as fd:
         for read in (lambda: read_whole(fd, "it", 1), lambda: read_part(fd, 0, 1, "it")):
-            with pytest.raises(MoeqError, match="^it: Bad file descriptor$") as caught:
+            with pytest.raises(MoeqError, match=r"^it: Bad file descriptor$") as caught:
                 read()
             assert caught.value.code == "source.unreadable"
 

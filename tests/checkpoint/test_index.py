@@ -23,8 +23,11 @@ def said(weights: Weights) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [(5, "a0.bin, a1.bin, a2.bin, a3.bin, a4.bin"), (1206, "a0.bin, a1.bin, a10.bin, a100.bin, a1000.bin and 1,201 more")],
-)  # fmt: skip
+    [
+        (5, "a0.bin, a1.bin, a2.bin, a3.bin, a4.bin"),
+        (1206, "a0.bin, a1.bin, a10.bin, a100.bin, a1000.bin and 1,201 more"),
+    ],
+)
 def test_five_names_are_listed(count: int, shown: str) -> None:
     with pytest.raises(MoeqError) as caught:
         chosen(*(f"a{number}.bin" for number in range(count)))

@@ -61,3 +61,19 @@ def test_multi_token_prediction(name: str) -> None:
 )
 def test_names(architecture: str, stored: str, expected: tuple[str, str | None] | None) -> None:
     assert ARCHITECTURES[architecture].name(stored) == expected
+
+
+#: Entries of a config that no metadata tells: what llama.cpp's graphs of these architectures do in any case.
+DEFAULTS = {
+    "qwen3moe": {"norm_topk_prob": True},
+    "qwen3next": {"norm_topk_prob": True},
+    "qwen35moe": {"norm_topk_prob": True},
+    "glm4moe": {"partial_rotary_factor": 0.5},
+    "gpt-oss": {"attention_bias": True, "swiglu_limit": 7.0, "hidden_act": "silu", "tie_word_embeddings": False},
+    "minimax-m2": {"use_routing_bias": True, "use_qk_norm": True, "scoring_func": "sigmoid"},
+    "phimoe": {"attention_bias": True, "lm_head_bias": True},
+}
+
+
+def test_entries_of_a_config_that_no_metadata_tells() -> None:
+    assert {name: one.defaults for name, one in ARCHITECTURES.items() if one.defaults} == DEFAULTS

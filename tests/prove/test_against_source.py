@@ -13,6 +13,7 @@ from attacks.tampering import contents, safetensors
 from pipeline.mixing import Tensors, rewritten
 
 from moeq.checkpoint.manifest import seal
+from moeq.checkpoint.source import LocalSource
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.pipeline.convert import convert
@@ -80,6 +81,14 @@ def index_of_more(out: Path) -> None:
     (out / INDEX).write_text(json.dumps(document))
 
 
+def packed_byte(out: Path) -> None:
+    """A byte of the third expert of layer 1 differs."""
+    entry = LocalSource(out, "").tensors["model.layers.1.mlp.experts.w2_weight"]
+    raw = bytearray((out / entry.file).read_bytes())
+    raw[entry.start + 2 * entry.nbytes // entry.shape[0]] ^= 1
+    (out / entry.file).write_bytes(raw)
+
+
 OTHER_HEADER = f"the header of {RESTORE} is not the one that belongs to this"
 CHANGES: dict[str, tuple[Change, list[str]]] = {
     "header": (
@@ -126,11 +135,34 @@ CHANGES: dict[str, tuple[Change, list[str]]] = {
         stated("files", "config.json", "blake3", value="0" * 64),
         ["moeq.json: the digest of config.json is not that of the file"],
     ),
+    "packed byte": (packed_byte, ["layer 1 expert 2 down no longer holds the values that were converted"]),
     "seal": (
         replaced("moeq.json", b'"moeq_version": "', b'"moeq_version": "9.'),
         ["moeq.json was changed after it was written"],
     ),
 }
+
+
+#: Changes that do not hide one another.
+TOGETHER = ("header", "another file", "a file less", "index", "restore data", "losses", "source files", "packed byte")
+
+
+def test_many_changes_are_as_many_sentences(clean: Path, checkpoints: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(clean, tmp_path / "out"))
+    expected = []
+    for name in (*TOGETHER, "digest of a projection", "statement about the model"):
+        change, sentences = CHANGES[name]
+        change(out)
+        expected += sentences
+    assert sorted(found.text for found in verify(out, checkpoints / NAME).mismatches) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["more restore data", "digest of a file", "seal"])
+def test_changes_that_show_where_nothing_else_differs(name, clean, checkpoints, tmp_path) -> None:
+    out = Path(shutil.copytree(clean, tmp_path / "out"))
+    change, expected = CHANGES[name]
+    change(out)
+    assert [found.text for found in verify(out, checkpoints / NAME).mismatches] == expected
 
 
 def test_every_version_that_recorded_files_kept_a_way_back(clean: Path, checkpoints: Path, tmp_path: Path) -> None:

@@ -82,6 +82,26 @@ def test_a_flipped_byte_names_its_expert(out, workers) -> None:
     assert [folder.name for folder in out.parent.iterdir()] == ["out"]
 
 
+def test_bytes_of_padding_are_named_by_their_tensor(checkpoints, tmp_path) -> None:
+    """Ranks of four are padded to a tile; values of another layer that differ are named as well, and once."""
+    out = tmp_path / "out"
+    convert(checkpoints / NAME, out, Deployment(gpu=parse_gpu("A100"), tp=4, engine="moeq"))
+    padded, valued = "model.layers.0.mlp.experts.w2_weight.rank0", f"{PREFIX}.w2_weight.rank3"
+    path, start, size = place(out, padded)
+    flip(path, start + size - 1)
+    text = f"the bytes of tensor {padded} are not those that were written"
+    assert [mismatch.text for mismatch in verify(out).mismatches] == [text]
+    text = "layer 0: packed bytes differ from what the source gives, where no value is stored"
+    assert [mismatch.text for mismatch in verify(out, checkpoints / NAME).mismatches] == [text]
+    flip(*place(out, valued)[:2])
+    alone = verify(out)
+    assert names(alone) == ["layer 1 expert 0 down", padded]
+    assert (alone.units, alone.ok) == (23, False)
+    together = verify(out, checkpoints / NAME)
+    assert sorted(names(together)) == ["layer 0", "layer 1 expert 0 down"]
+    assert together.units == 23
+
+
 def test_swapped_experts_are_recognised(out) -> None:
     for part in ("w13_weight", "w13_scale"):
         path, start, size = place(out, f"{PREFIX}.{part}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -323,3 +324,101 @@ def test_padded_scales_need_a_declared_group_size() -> None:
     with pytest.raises(MoeqError, match="K=128 with group_size 16 needs 8 scales, there are 4"):
         padded_group_size(Context(EXPERT, "down", Declared("awq", group_size=16)), 128, 4)
     assert padded_group_size(Context(EXPERT, "down", Declared("awq", group_size=32)), 128, 4) == 32
+
+
+@pytest.mark.parametrize(
+    ("key", "table"),
+    [
+        ("bits", lambda bits: {"quant_method": "gptq", "bits": bits}),
+        ("w_bit", lambda bits: {"quant_method": "awq", "w_bit": bits}),
+        ("bits", lambda bits: {"quant_method": "auto-round", "bits": bits}),
+        ("weights: num_bits", lambda bits: ct({"num_bits": bits})),
+        ("input_activations: num_bits", lambda bits: ct(group={"input_activations": {"num_bits": bits}})),
+        ("dynamic['x']: bits", lambda bits: {"quant_method": "gptq", "dynamic": {"x": {"bits": bits}}}),
+    ],
+)
+def test_codes_have_one_to_sixteen_bits(key: str, table: Callable[[int], dict[str, Any]]) -> None:
+    for bits in (1, 16):
+        assert read(table(bits)).default is not None
+    for bits in (0, 17):
+        with pytest.raises(MoeqError) as caught:
+            read(table(bits))
+        assert caught.value.code == "source.bad-config"
+        assert f"{key} is {bits}, expected a whole number from 1 to 16" in caught.value.message
+
+
+@pytest.mark.parametrize(("bits", "kept"), [(1, 1), (15, 15), (16, None), (32, None)])
+def test_auto_round_exceptions_of_sixteen_bits_are_not_quantised(bits: int, kept: int | None) -> None:
+    declared = read({"quant_method": "auto-round", "bits": 4, "extra_config": {EXPERT: {"bits": bits}}}).resolve(EXPERT)
+    assert (declared and declared.bits) == kept
+    for wrong in (0, 33):
+        with pytest.raises(MoeqError, match=f"is {wrong}, expected a whole number from 1 to 32"):
+            read({"quant_method": "auto-round", "extra_config": {"x": {"bits": wrong}}})
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [
+        ({"quant_method": "auto-round", "extra_config": {"x": 1}}, "extra_config['x'] is 1"),
+        ({"quant_method": "gptq", "dynamic": {"x": True}}, "dynamic['x'] is True"),
+        ({**ct(), "config_groups": {"x": 1}}, "config_groups['x'] is 1"),
+    ],
+)
+def test_rules_that_are_no_objects(table: dict[str, Any], place: str) -> None:
+    with pytest.raises(MoeqError) as caught:
+        read(table)
+    assert caught.value.code == "source.bad-config"
+    assert place in caught.value.message
+
+
+def test_gptqs_rule_of_false_excludes() -> None:
+    """The rules that exclude come before all others."""
+    rules = {"+:.*experts.*": {"bits": 8}, "+:.*down_proj": False}
+    declaration = read({"quant_method": "gptq", "bits": 4, "dynamic": rules})
+    assert declaration.resolve(EXPERT) is None
+    assert declaration.resolve(EXPERT.replace("down", "up")).bits == 8  # type: ignore[union-attr]
+
+
+def test_the_longest_names_and_sizes() -> None:
+    from moeq.schemes.declared import Fields
+
+    fields = Fields({"text": "x" * 200, "size": 1 << 20, "block": [1 << 20, 1]}, "here")
+    assert (fields.text("text"), fields.integer("size"), fields.block("block")) == ("x" * 200, 1 << 20, (1 << 20, 1))
+    with pytest.raises(MoeqError, match="expected two positive whole numbers"):
+        Fields({"block": [(1 << 20) + 1, 1]}, "here").block("block")
+
+
+@pytest.mark.parametrize(
+    ("value", "act_order"),
+    [
+        *((value, False) for value in (None, False, "weight", "static")),
+        *((value, True) for value in (True, "group", "dynamic")),
+    ],
+)
+def test_act_order_of_compressed_tensors(value: object, act_order: bool) -> None:
+    declared = read(ct({"actorder": value})).default
+    assert declared is not None
+    assert declared.act_order is act_order
+    with pytest.raises(MoeqError, match="actorder is 'other', expected group, weight, static, dynamic or null"):
+        read(ct({"actorder": "other"}))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "granularity", "shape", "dynamic"),
+    [
+        ({"num_bits": 8}, "int8", "tensor", (-1, -1), False),
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, "e4m3", "token", (1, -1), True),
+        ({"num_bits": 4, "type": "float", "strategy": "channel"}, "e2m1", "channel", (1, -1), False),
+        ({"num_bits": 4, "strategy": "group", "group_size": 32, "dynamic": "local"}, "int4", "group", (1, 32), True),
+        ({"type": "float", "strategy": "group"}, "e4m3", "group", (1, -1), False),
+    ],
+)
+def test_activations_of_compressed_tensors(
+    arguments: dict[str, Any], dtype: str, granularity: str, shape: tuple[int, int], dynamic: bool
+) -> None:
+    declared = read(ct(group={"input_activations": {**arguments, "symmetric": False}})).default
+    assert declared is not None
+    found = declared.activation
+    assert found is not None
+    assert (found.dtype, found.storage, found.symmetric) == (dtype, "runtime", False)
+    assert (found.scale.granularity, found.scale.group_shape, found.scale.dynamic) == (granularity, shape, dynamic)

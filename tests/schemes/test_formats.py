@@ -30,6 +30,7 @@ from moeq.errors import MoeqError
 from moeq.pipeline.convert import convert
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
+from moeq.schemes.base import ScaleKey
 from moeq.schemes.registry import FORMATS
 
 #: Bit patterns of 1.0.
@@ -256,6 +257,56 @@ def test_format(name: str, tmp_path: Path) -> None:
         assert torch.equal(values, torch.full_like(values, value))
     assert checkpoint.matrix(0, 0, "w2").codes.shape == (HIDDEN, INTERMEDIATE)
     assert all((use.refusal is None) is converted for use in checkpoint.info.schemes)
+
+
+#: What a scheme says of the weights: `element in container, dtype of scales, rows x columns of one, zero points`, then
+#: of the activations: `element, dtype of scales, rows x columns of one, when they are made`.
+TOLD = {
+    "fp8 per channel": ("e4m3 in f8, bf16 1x-1, none", ""),
+    "fp8 per tensor": ("e4m3 in f8, f32 -1x-1, none", "e4m3 f32 -1x-1 dynamic"),
+    "fp8 blocks": ("e4m3 in f8, f32 128x128, none", "e4m3 f32 1x128 dynamic"),
+    "mxfp8": ("e4m3 in f8, e8m0 1x32, none", "e4m3 e8m0 1x32 dynamic"),
+    "nvfp4 divides": ("e2m1 in u8-packed, e4m3 1x16, none", ""),
+    "nvfp4 multiplies": ("e2m1 in u8-packed, e4m3 1x16, none", "e2m1 e4m3 1x16 dynamic"),
+    "nvfp4 beside fp8": ("e2m1 in u8-packed, e4m3 1x16, none", "e2m1 e4m3 1x16 dynamic"),
+    "fp8 per channel by Quark": ("e4m3 in f8, bf16 1x-1, none", "e4m3 f32 -1x-1 static"),
+    "fp8 per tensor by Quark": ("e4m3 in f8, f32 -1x-1, none", "e4m3 f32 -1x-1 static"),
+    "int4 beside fp8 by SGLang": ("int4 in i8-packed, bf16 1x128, none", "e4m3 f32 -1x-1 static"),
+    "mxfp4 by Quark": ("e2m1 in u8-packed, e8m0 1x32, none", ""),
+    "mxfp4 declared for another family": ("e2m1 in u8-packed, e8m0 1x32, none", ""),
+    "fp4 by DeepSeek": ("e2m1 in i8-packed, e8m0 1x32, none", "e4m3 f32 -1x-1 dynamic"),
+    "int8 by SGLang": ("int8 in i8, f32 1x-1, none", "int8 f32 1x-1 dynamic"),
+    "int8 with zero points": ("int8 in i8, f32 1x-1, stored", ""),
+    "int8 in groups": ("int8 in i8, bf16 1x32, none", ""),
+    "int8 in blocks": ("int8 in i8, f32 128x128, none", "int8 f32 1x-1 dynamic"),
+    "int4 by ModelOpt": ("int4 in u8-packed, f32 1x32, none", ""),
+    "int4 by Quark": ("int4 in i32-packed, bf16 1x32, none", ""),
+    "awq without zero points": ("int4 in i32-packed, f16 1x32, none", ""),
+    "awq gemv": ("int4 in i32-packed, f16 1x32, stored", ""),
+    "old zero points": ("int4 in i32-packed, bf16 1x-1, stored", ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_scheme_says_of_its_scales(name: str, tmp_path: Path) -> None:
+    make, table, *_ = CASES[name]
+    scheme = moeq.open(write(tmp_path, experts(make=make), config(quantization_config=table))).scheme_of(0)
+    weight, activation = scheme.weight, scheme.activation
+
+    def shape(scale: ScaleKey) -> str:
+        return f"{scale.dtype} {scale.group_shape[0]}x{scale.group_shape[1]}"
+
+    runtime = ""
+    if activation is not None:
+        runtime = f"{activation.dtype} {shape(activation.scale)} {'dynamic' if activation.scale.dynamic else 'static'}"
+    assert (f"{weight.dtype} in {weight.storage}, {shape(weight.scale)}, {scheme.zero_point}", runtime) == TOLD[name]
+    assert weight.symmetric is (scheme.zero_point == "none")
+    assert (weight.scale.dynamic, scheme.act_order, scheme.has_bias) == (False, False, False)
+    second = ScaleKey("f32", "tensor", (-1, -1)) if scheme.format == "nvfp4" else None
+    assert weight.scale2 == second
+    spec = moeq.open(tmp_path).spec(0, "w2")
+    groups = weight.scale.group_shape[1]
+    assert spec.group_size == (min(groups, INTERMEDIATE) if groups > 0 else INTERMEDIATE)
 
 
 @pytest.mark.parametrize(
