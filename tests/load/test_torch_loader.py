@@ -22,7 +22,7 @@ from moeq.load import rank_reading
 from moeq.load.packed_sample import load_packed
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import expert_map, open_converted, read_parts, require_arch
+from moeq.load.torch_loader import expert_map, fill_parts, open_converted, read_parts, require_arch
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
 
@@ -125,6 +125,21 @@ def test_a_sliced_rank_equals_one_written_for_it(checkpoints, tmp_path) -> None:
                 shard = _shard(source.matrix(0, expert, role), rank)
                 for name, tensor in layout.pack(shard).items():
                     assert torch.equal(found[name][expert], tensor), (role, name, expert)
+
+
+@pytest.mark.parametrize("name", ["gptq-int4-g32-qwen3moe", "mxfp4-gptoss"])
+def test_tensors_of_another_dtype_are_filled_with_converted_values(name, converted) -> None:
+    checkpoint = open_converted(converted[name])
+    entry = checkpoint.manifest.layer(1)
+    part = plan_rank(entry, Rank(0, 1))
+    for role in STACKED_ROLES:
+        stored = read_parts(checkpoint, entry, part, part.matrices[role])
+        for dtype in (None, torch.float64):
+            filled = {key: torch.full_like(one, 1, dtype=dtype or one.dtype) for key, one in stored.items()}
+            fill_parts(checkpoint, entry, part, part.matrices[role], filled)
+            for key, tensor in stored.items():
+                wanted = tensor if dtype is None else tensor.to(dtype)
+                assert torch.equal(filled[key].view(torch.uint8), wanted.view(torch.uint8)), (role, key, dtype)
 
 
 def _shard(matrix, rank):

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from load.deployments import convert
 
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.load.torch_loader import open_converted
-from moeq.load.warmup import make_ready, warm_up
-from moeq_kernels import Warmed
+from moeq.load.warmup import kernel_gpu, make_ready, warm_up
+from moeq.spelling import spelled
+from moeq_kernels import KernelEnvironmentError, KernelUnsupportedError, Warmed
 
 
 def test_a_folder_for_kernels_that_cannot_be_used(checkpoints, tmp_path, monkeypatch) -> None:
@@ -32,6 +34,65 @@ def test_a_folder_for_kernels_that_cannot_be_used(checkpoints, tmp_path, monkeyp
     with pytest.raises(MoeqError, match="2 kernels were compiled for nothing") as caught:
         warm_up(checkpoint, **asked)
     assert caught.value.code == "environment.kernels"
+
+
+ASKED: dict[str, Any] = {"gpu": "H200", "tp": 1, "ep": 1, "dtype": "bf16", "max_tokens": 1}
+
+
+@pytest.fixture(scope="module")
+def int8(checkpoints, tmp_path_factory) -> Any:
+    return open_converted(convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path_factory.mktemp("warmup") / "out"))
+
+
+def refusal(checkpoint: Any, **asked: Any) -> tuple[str, str, str | None]:
+    with pytest.raises(MoeqError) as caught:
+        warm_up(checkpoint, **ASKED | asked)
+    return caught.value.code, caught.value.message, caught.value.hint
+
+
+def test_nothing_is_compiled_where_kernels_are_interpreted_or_no_gpu_is_named(int8, monkeypatch) -> None:
+    monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: True)
+    text = "TRITON_INTERPRET is set: kernels are interpreted, not compiled"
+    assert refusal(int8) == ("environment.kernels", text, "unset it")
+    monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    expected = ("environment.no-gpu", "this torch finds no GPU", "--gpu NAME needs none")
+    with spelled(for_shell=True):
+        assert refusal(int8, gpu=None) == expected
+
+
+def test_kernels_of_amd_are_compiled_when_they_are_called(checkpoints, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: False)
+    checkpoint = open_converted(convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", "triton-wna16/1"))
+    code, message, _ = refusal(checkpoint, gpu="MI300X")
+    assert (code, message.partition(":")[0]) == ("environment.kernels", "MI300X is an AMD GPU")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KernelEnvironmentError, "environment.kernels"), (KernelUnsupportedError, "answer.no-kernel")],
+)
+def test_what_the_kernels_refuse_is_told(error, code, int8, monkeypatch) -> None:
+    def refuse(layers: Any) -> Warmed:
+        raise error("no such kernel", hint="take another")
+
+    monkeypatch.setattr("moeq_kernels.interpreter.active", lambda: False)
+    monkeypatch.setattr("moeq_kernels.warmup", refuse)
+    assert refusal(int8) == (code, "no such kernel", "take another")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("H200", "H200"), ("H100", "H100"), ("H800", "H200"), ("MI325X", "MI300X"), ("MI300X", "MI300X")],
+)
+def test_names_that_kernels_have_for_gpus(name: str, kernels: str) -> None:
+    assert kernel_gpu(parse_gpu(name)) == kernels
+
+
+def test_a_gpu_without_kernels() -> None:
+    with pytest.raises(MoeqError, match="moeq has no kernels for V100") as caught:
+        kernel_gpu(parse_gpu("V100"))
+    assert caught.value.code == "usage.unknown-gpu"
 
 
 def test_a_start_says_once_what_was_compiled(caplog) -> None:

@@ -126,11 +126,20 @@ def test_a_scan_counts_and_names_the_first(tmp_path: Path) -> None:
     assert found.message.endswith(f"(6 tensors, first {PREFIX}.0.gate_proj.scales)")
 
 
+def test_a_scan_tells_how_far_it_is(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    assert scan(moeq.open(write(tmp_path)), lambda done, of: told.append((done, of))) == []
+    assert told == [(0, 1), (1, 1)]
+
+
 def test_a_scan_of_scales(tmp_path: Path) -> None:
     values = halves(0.5, 2 * INTERMEDIATE - 3) + halves(0.0, 1) + halves(-1.0, 1) + halves(float("nan"), 1)
     found = scanned(tmp_path, 1, "up_proj", scales=Stored("F16", (2, INTERMEDIATE), values))
     assert found.keys() == {"data.scale-zero", "data.scale-negative", "data.scale-nonfinite"}
     assert all(one.endswith(f"(1 tensors, first {PREFIX}.1.up_proj.scales)") for one in found.values())
+    for value, code in ((0.0, "zero"), (-1.0, "negative"), (float("inf"), "nonfinite")):
+        scales = Stored("F16", (2, INTERMEDIATE), halves(0.5, 2 * INTERMEDIATE - 1) + halves(value, 1))
+        assert scanned(tmp_path, 1, "up_proj", scales=scales).keys() == {f"data.scale-{code}"}
 
 
 @pytest.mark.parametrize(
