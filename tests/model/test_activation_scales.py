@@ -176,6 +176,22 @@ def test_eight_bit_activations(what: str, experts: tuple[int, ...], refused: str
     assert ("activation-scales-missing" in codes) == (what == "no")
 
 
+def test_scales_are_read_once(tmp_path: Path) -> None:
+    found = moeq.open(checkpoint(tmp_path / "made", "nvfp4", {(0, 1, "gate_proj"): float("nan")}))
+    opened: list[str] = []
+
+    def opening(file: str) -> int:
+        opened.append(file)
+        return found.source.open(file)
+
+    found.read_activation_scales(opened=opening)
+    count, faults = len(opened), found.scale_faults(0)
+    assert count > 0
+    assert faults
+    found.read_activation_scales(opened=opening)
+    assert (len(opened), found.scale_faults(0)) == (count, faults)
+
+
 def test_a_conversion_says_what_it_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = checkpoint(tmp_path / "made", "nvfp4", {(0, 1, "up_proj"): 0.0, (1, 2, "down_proj"): None})
     assert run(["convert", str(folder), str(tmp_path / "no"), "--gpu", "B200"]) == 1

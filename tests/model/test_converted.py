@@ -134,5 +134,6 @@ def test_what_a_conversion_does_not_hold(folders: dict[str, Path]) -> None:
         found.experts(0)
     assert caught.value.code == "usage.converted-layer"
     for ask in (lambda: found.experts(7), lambda: found.matrix(7, 0, "w2"), lambda: found.spec(7, "w2")):
-        with pytest.raises(MoeqError, match="layer 7"):
+        with pytest.raises(MoeqError, match="layer 7 has no converted experts") as caught:
             ask()
+        assert (caught.value.code, caught.value.hint) == ("usage.no-such-layer", "MoE layers: 0, 1")
