@@ -60,7 +60,7 @@ def test_readers_of_compressed_tensors_take_whole_groups(k: int, group: int, dec
 
 
 def test_a_number_of_columns_without_common_groups() -> None:
-    with pytest.raises(MoeqError, match="K=36 is 1.125 groups of 32") as caught:
+    with pytest.raises(MoeqError, match=r"K=36 is 1\.125 groups of 32") as caught:
         _whole_groups(spec(36, 32), 32, "down")
     assert caught.value.hint is None
 
