@@ -223,8 +223,7 @@ class _Parser:
             at += 8 + length
             if at > len(raw) or length > _MAX_TEXT:
                 self._at = at - 8 - length
-                found.append(self._text(f"an item of {key[:80]}"))  # says what is wrong
-                continue
+                self._text(f"an item of {key[:80]}")  # raises, and says what is wrong
             found.append(raw[at - length : at].decode("utf-8", "replace"))
         self._at = at
         return found
@@ -234,8 +233,6 @@ class _Parser:
             self._bad(f"the value of {key[:80]!a} has {items:,} items, more than the file's {self._size:,} bytes hold")
         if self._at + count > MAX_HEADER_BYTES:
             self._bad(f"the value of {key[:80]!a} has {items:,} items, more than {MAX_HEADER_BYTES:,} bytes")
-        if self._at + count > len(self._raw):
-            raise _NeedMoreError(self._at + count)
 
     def _tensor_info(self) -> tuple[str, str, tuple[int, ...], int, int]:
         """Return name, type, shape, bytes, and offset in the data area."""
