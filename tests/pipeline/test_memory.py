@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.pipeline.convert import convert
-from moeq.pipeline.pack.memory import SpareMemory
-from moeq.pipeline.plan.job import JobRequest, open_job
+from moeq.pipeline.pack.memory import Need, SpareMemory, Way
+from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertOptions
-from moeq.pipeline.run.resources import Memory, base_bytes, need_of, parse_size, plan_memory
+from moeq.pipeline.run import resources
+from moeq.pipeline.run.resources import Memory, base_bytes, need_of, parse_size, plan_memory, ways_of
 
 H100 = Deployment(gpu=parse_gpu("H100"))
 MIB = 2**20
@@ -131,6 +133,57 @@ class TestPlanning:
         planned = convert(source, tmp_path / "out", H100, **asked).memory
         assert planned is not None
         assert planned.workers == 1
+
+
+class TestArithmetic:
+    """Memory of units of the smallest checkpoint, number by number."""
+
+    @pytest.fixture
+    def job(self, checkpoints: Path) -> Job:
+        where = Deployment(gpu=parse_gpu("A100"))
+        return open_job(JobRequest(str(checkpoints / "gptq-int4-g32-qwen3moe"), where))
+
+    def test_a_process_and_what_it_loads(self, job: Job) -> None:
+        bare = 72 * MIB + 700 * len(job.checkpoint.source.tensors)
+        loaded: dict[Way, int] = {"copy": 0, "fast": 160, "reference": 360, "transcode": 200}
+        for way, more in loaded.items():
+            assert base_bytes(job.checkpoint, [Need(way)]) == bare + more * MIB
+        assert base_bytes(job.checkpoint, []) == bare
+        assert base_bytes(job.checkpoint, map(Need, loaded)) == bare + 360 * MIB
+
+    def test_buffers_have_the_largest_size_of_any_kind(self, job: Job) -> None:
+        needs = [need_of(job, unit) for unit in job.plan.units]
+        parts = [max(getattr(need, part) for need in needs) for part in ("input", "output", "scratch", "reference")]
+        alone = plan_memory(job, job.plan.units, 1, max_helpers=1)
+        assert alone == Memory(base_bytes(job.checkpoint, needs), sum(parts), 1, None, 1)
+        assert plan_memory(job, [], 3) == Memory(base_bytes(job.checkpoint, []), 0, 3, None, 1)
+        assert ways_of(job) == {unit.id: need.way for unit, need in zip(job.plan.units, needs, strict=True)}
+
+    def test_two_threads_read_for_a_worker_where_both_fit(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        needs = [need_of(job, unit) for unit in job.plan.units]
+        buffers = max(need.input for need in needs) + max(need.output for need in needs)
+        single = plan_memory(job, job.plan.units, 2, max_helpers=1)
+        enough = single.base + 2 * (single.per_worker + buffers)
+        double = plan_memory(job, job.plan.units, 2, enough)
+        assert double == Memory(single.base, single.per_worker + buffers, 2, enough, 2)
+        assert double.peak == enough
+        assert plan_memory(job, job.plan.units, 2, enough - 1) == replace(single, ceiling=enough - 1)
+        assert plan_memory(job, job.plan.units, 2, usual=enough) == replace(double, ceiling=None, usual=enough)
+        monkeypatch.setattr(resources, "SMALL_BUFFERS", buffers)
+        assert plan_memory(job, job.plan.units, 2).helpers == 2
+        monkeypatch.setattr(resources, "SMALL_BUFFERS", buffers - 1)
+        assert plan_memory(job, job.plan.units, 2).helpers == 1
+
+    def test_one_worker_runs_beyond_the_usual_ceiling_and_not_beyond_one_that_was_asked_for(self, job: Job) -> None:
+        single = plan_memory(job, job.plan.units, 1, max_helpers=1)
+        assert plan_memory(job, job.plan.units, 4, single.peak).workers == 1
+        assert plan_memory(job, job.plan.units, 4, usual=1).workers == 1
+        with pytest.raises(MoeqError) as caught:
+            plan_memory(job, job.plan.units, 4, single.peak - 1)
+        assert caught.value.code == "resources.memory"
+        assert caught.value.hint == f'max_memory="{-(-single.peak // MIB)}MiB" is enough for one worker'
+        largest = max(job.plan.units, key=lambda unit: need_of(job, unit).total).kind
+        assert f" for one worker ({largest} is the largest) = " in caught.value.message
 
 
 @pytest.mark.parametrize(
