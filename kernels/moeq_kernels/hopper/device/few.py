@@ -1,4 +1,4 @@
-"""Functions that the kernels for very few, unsorted tokens share: finding experts, and summing over choices."""
+"""Functions that the kernels for very few, unsorted tokens share: experts, counters, and sums over choices."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def expert_of(ids, expert_map, pair, experts, known, MAPPED: gl.constexpr):
         expert = gl.load(expert_map + gl.where(there, expert, 0)).to(gl.int32)
         there = there & (expert >= 0) & (expert < experts)
     return gl.where(there, expert, -1)
+
+
+@gluon.jit
+def clear(counters, count):
+    """Set the first `count` counters to zero."""
+    at = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    for begin in range(0, count, 128):
+        gl.store(counters + begin + at, at * 0, mask=begin + at < count)
 
 
 @gluon.jit

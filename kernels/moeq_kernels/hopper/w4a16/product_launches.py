@@ -71,7 +71,7 @@ def queue_launch(
     """Return the launch of both products: of w13 from x to middle, of w2 from middle to parts `[1, P, H]`."""
     programs = problem.gpu.multiprocessors * kernel.resident
     out = parts.view(*parts.shape[1:])
-    box = import_module("moeq_kernels.hopper.w4a16.device.queue").box_of(kernel.tokens)
+    box = import_module("moeq_kernels.hopper.w4a16.device.queue_copies").box_of(kernel.tokens)
     up, constants = _common(problem.w13, x, middle, problem.epilogue, kernel.step, 2, box)
     down, _ = _common(problem.w2, middle, out, PLAIN, kernel.step, 2, box)
     count = _steps(problem.w2, middle, kernel.step)

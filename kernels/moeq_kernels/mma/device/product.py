@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, rows_load
 from moeq_kernels.hopper.device import epilogue
-from moeq_kernels.hopper.w4a16.device import common, layouts, weights
+from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 #: Rows of k in a step.
 STEP = gl.constexpr(64)
@@ -102,43 +102,16 @@ def _copy(
 
 
 @gluon.jit
-def _slab_scales(scales, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the scales of two slabs of 16 rows of k, from row FIRST of a step on."""
-    return scales.slice(FIRST, 16, dim=1).load(LAYOUT), scales.slice(FIRST + 16, 16, dim=1).load(LAYOUT)
-
-
-@gluon.jit
 def _multiply(
     acc, words, scales, x_view, zero, s_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
     TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
     ROWS: gl.constexpr, OLD: gl.constexpr,
 ):
     """Add the product of ROWS rows of k, the SUB-th of a step that begins at row k, to acc."""
-    first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
-    second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
-    layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
     words = words.slice(ROWS // 16 * SUB, ROWS // 16, dim=1).load(layouts.words(False, ROWS // 16, KIND))
-    scale1 = 0
-    scale2 = 0
-    if GROUP == 16:  # every slab of words has a scale of its own
-        scale1 = _slab_scales(scales, SUB * ROWS, layout)
-        scale2 = scale1
-        if ROWS == 64:
-            scale2 = _slab_scales(scales, SUB * ROWS + 32, layout)
-    elif GROUP:
-        scale1 = scales.slice(first * 16, 16, dim=1).load(layout)
-        scale2 = scale1
-        if first != second:
-            scale2 = scales.slice(second * 16, 16, dim=1).load(layout)
-    zero1 = 0
-    zero2 = 0
-    if ZEROS:
-        row = s_row + common.group_at(k, first, groups, GROUP)
-        zero1 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
-        zero2 = zero1
-        if first != second:
-            row = s_row + common.group_at(k, second, groups, GROUP)
-            zero2 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+    scale1, scale2, zero1, zero2 = steps.scales_and_zeros(
+        scales, zero, s_row, groups, zero_words, tile, pair_tiles, k, SUB, ROWS, GROUP, ZEROS, KIND, HALF,
+    )
     a = weights.step_operand(
         words, scale1, scale2, zero1, zero2, KIND, HALF, False, TOKENS, GROUP > 0, ZEROS, ROWS // 16, OLD, operand(0)
     )
@@ -226,30 +199,14 @@ def expert_product_mma(
 
         column = tile * 64
         second = (tile + pair_tiles) * 64
-        if global_scale is None:
-            acc = gl.convert_layout(acc * UNDO, layouts.accumulator(TOKENS))
-        else:
-            acc = gl.convert_layout(acc * (gl.load(global_scale + expert) * UNDO), layouts.accumulator(TOKENS))
+        acc = gl.convert_layout(common.undone(acc, global_scale, expert, UNDO), layouts.accumulator(TOKENS))
         if GATED and SPLITS > 1:
             acc = common.affine_rows(acc, column, second, scale, bias, split == 0, expert, packed, False, TOKENS, UNIT)
             one, two = common.pair_columns(acc, False, TOKENS, epilogue.interleaved(EPILOGUE))
-            layout: gl.constexpr = layouts.output(False, TOKENS)
-            t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-            at, _ = common.places(column, second, False, TOKENS, EPILOGUE)
-            here = (row + t < end_row) & (at < columns)
-            place = partial + (row + t).to(gl.int64) * (2 * columns) + at
-            size = (row * 0 + rows).to(gl.int64) * (2 * columns)
-            gl.store(place + split * size, one, mask=here)
-            gl.store(place + split * size + columns, two, mask=here)
-            barrier()
-            number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
-            if gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-                one = gl.zeros([TOKENS, 128], gl.float32, layout)
-                two = gl.zeros([TOKENS, 128], gl.float32, layout)
-                for other in gl.static_range(SPLITS):
-                    one += gl.load(place + other * size, mask=here, other=0.0, cache_modifier=".cg")
-                    two += gl.load(place + other * size + columns, mask=here, other=0.0, cache_modifier=".cg")
-                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
+            common.store_split(
+                one, two, out, partial, arrived, split, block, rows, row, end_row, column, second, columns, stride,
+                EPILOGUE, TOKENS, SPLITS, "",
+            )
         else:
             base = out
             if SPLITS > 1:

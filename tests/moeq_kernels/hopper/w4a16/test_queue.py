@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from moeq_kernels.hopper.w4a16.device import queue
+from moeq_kernels.hopper.w4a16.device import queue, queue_copies
 
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "gl", SimpleNamespace(minimum=min, maximum=max))
+    for module in (queue, queue_copies):
+        monkeypatch.setattr(module, "gl", SimpleNamespace(minimum=min, maximum=max))
 
 
 @pytest.mark.parametrize("items", [0, 1, 3, 61, 396, 522, 1000])
@@ -22,7 +23,7 @@ def test_every_step_is_taken_once_and_shares_fit_their_buffer(items: int, count:
     assert shares == 1 or (items * shares <= wanted and each >= least)
     taken: set[tuple[int, int]] = set()
     for unit in range(items * shares):
-        item, share, first, last = queue.find_share.fn(unit, shares, each, count)
+        item, share, first, last = queue_copies.find_share.fn(unit, shares, each, count)
         assert item * shares + share == unit  # where its sums are left
         assert 0 <= first < last <= count
         steps = {(item, step) for step in range(first, last)}

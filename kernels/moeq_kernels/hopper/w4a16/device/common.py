@@ -1,4 +1,4 @@
-"""Functions that the W4A16 kernels share: work items, weights of a step, and the way from accumulators to rows."""
+"""Functions that the W4A16 kernels share: work items, copies of words, and the way from accumulators to rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from moeq_kernels.device.caching import KEPT
-from moeq_kernels.hopper.compat import reinterpret, tma_load
+from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
 from moeq_kernels.hopper.w4a16.device import layouts, weights
 
@@ -107,7 +107,7 @@ def zero_offsets(
     zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
     HALF: gl.constexpr = False,
 ):  # fmt: skip
-    """Load zero points of one group as `step_weights` takes them.
+    """Load zero points of one group as `weights.step_operand` takes them.
 
     `zero` is int32 `[rows, row_words]` with 8 words per tile of 64 columns (8-bit: 16); `tile` is the first tile of
     this warpgroup.
@@ -128,23 +128,6 @@ def zero_offsets(
     if WIDE and KIND == "uint4":
         word = word >> (upper * 8 + 0 * column)
     return weights.zero_offsets(word, KIND, HALF, WIDE)
-
-
-@gluon.jit
-def step_weights(
-    words, first_scale, second_scale, first_zero, second_zero, WIDE: gl.constexpr, TOKENS: gl.constexpr,
-    SCALED: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr = "uint4", HALF: gl.constexpr = False,
-    SLABS: gl.constexpr = 4,
-):  # fmt: skip
-    """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `weights.undo`.
-
-    `words` is uint8 in `layouts.words` of two or four slabs. Scales (as stored, layout `layouts.scales` without t) and
-    `zero_offsets` belong to the lower and the upper 32 rows; two slabs use the first ones only. Scales of KIND e2m1 are
-    e8m0 bytes and always SCALED. HALF: whether activations are float16 instead of bf16.
-    """
-    return weights.step_operand(
-        words, first_scale, second_scale, first_zero, second_zero, KIND, HALF, WIDE, TOKENS, SCALED, ZEROS, SLABS
-    )
 
 
 @gluon.jit
@@ -262,6 +245,35 @@ def store_pair(
             second = epilogue.activate(second, epilogue.activation(EPILOGUE))
         gl.store(target + at, first.to(kind), mask=inside & below, eviction_policy=KEPT)
         gl.store(target + second_at, second.to(kind), mask=inside & (second_at < columns), eviction_policy=KEPT)
+
+
+@gluon.jit
+def store_split(
+    first, second, out, partial, arrived, split, block, rows, row, end_row, column, second_column, columns, stride,
+    EPILOGUE: gl.constexpr, TOKENS: gl.constexpr, SPLITS: gl.constexpr, EVICTION: gl.constexpr,
+):  # fmt: skip
+    """Store both results of `pair_columns` for one of SPLITS shares of k; the last program to arrive adds all shares.
+
+    `partial` is float32 `[SPLITS, rows, 2 * columns]`; `arrived` counts programs per tile and block of columns. Shares
+    are added in order. Other arguments are those of `store_pair`.
+    """
+    layout: gl.constexpr = layouts.output(False, TOKENS)
+    t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
+    at, _ = places(column, second_column, False, TOKENS, EPILOGUE)
+    inside = (row + t < end_row) & (at < columns)
+    place = partial + (row + t).to(gl.int64) * (2 * columns) + at
+    size = (row * 0 + rows).to(gl.int64) * (2 * columns)
+    gl.store(place + split * size, first, mask=inside, eviction_policy=EVICTION)
+    gl.store(place + split * size + columns, second, mask=inside, eviction_policy=EVICTION)
+    barrier()
+    number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
+    if gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+        first = gl.zeros([TOKENS, 128], gl.float32, layout)
+        second = gl.zeros([TOKENS, 128], gl.float32, layout)
+        for other in gl.static_range(SPLITS):
+            first += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
+            second += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
+        store_pair(first, second, out, row, end_row, column, second_column, columns, stride, EPILOGUE, False, TOKENS)
 
 
 @gluon.jit

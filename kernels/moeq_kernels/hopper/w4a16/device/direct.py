@@ -14,7 +14,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier
 from moeq_kernels.hopper.device import epilogue
-from moeq_kernels.hopper.device.few import expert_of, sum_choices
+from moeq_kernels.hopper.device.barriers import ready_slots
+from moeq_kernels.hopper.device.few import clear, expert_of, sum_choices
 from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 
 #: Tokens of wgmma's smallest product; only the first is used.
@@ -65,9 +66,7 @@ def few_gate_up(
         w_desc = (w_desc, h_desc)
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(STAGES, STEP, TOKENS, x_desc.dtype)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+    ready = ready_slots(STAGES)
     fence_async_shared()
     barrier()
     if DEPENDENT:
@@ -97,9 +96,7 @@ def few_gate_up(
     if DEPENDENT:
         gdc_launch_dependents()
     if (block == 0) & (pair == 0) & (first == 0):
-        at = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        for begin in range(0, to_clear, 128):
-            gl.store(arrived + begin + at, at * 0, mask=begin + at < to_clear)
+        clear(arrived, to_clear)
     if expert >= 0:
         w_view, s_view = steps.views(w_buf, s_buf, STAGES, STEP, GROUP, KIND)
         acc = gl.zeros([256, TOKENS], gl.float32, layouts.accumulator(TOKENS))
@@ -182,9 +179,7 @@ def few_down(
         w_desc = (w_desc, h_desc)
     w_buf, s_buf = steps.buffers(s_desc, STAGES, STEP, GROUP, KIND)
     x_buf = steps.token_buffer(SHARE, STEP, TOKENS, y.dtype.element_ty)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+    ready = ready_slots(STAGES)
     fence_async_shared()
     barrier()
     block = gl.program_id(0)

@@ -122,21 +122,7 @@ def expert_product_narrow(
         elif SPLITS == 1:
             common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
         else:
-            layout: gl.constexpr = layouts.output(False, TOKENS)
-            t = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, layout)), 1)
-            at, _ = common.places(column, second, False, TOKENS, EPILOGUE)
-            inside = (row + t < end_row) & (at < columns)
-            place = partial + (row + t).to(gl.int64) * (2 * columns) + at
-            size = (row * 0 + rows).to(gl.int64) * (2 * columns)
-            gl.store(place + split * size, one, mask=inside, eviction_policy=KEPT)
-            gl.store(place + split * size + columns, two, mask=inside, eviction_policy=KEPT)
-            barrier()
-            number = gl.program_id(1) * (gl.num_programs(0) // SPLITS) + block
-            before = gl.atomic_add(arrived + number, 1, sem="acq_rel", scope="gpu")
-            if before == SPLITS - 1:
-                one = gl.zeros([TOKENS, 128], gl.float32, layout)
-                two = gl.zeros([TOKENS, 128], gl.float32, layout)
-                for other in gl.static_range(SPLITS):
-                    one += gl.load(place + other * size, mask=inside, other=0.0, cache_modifier=".cg")
-                    two += gl.load(place + other * size + columns, mask=inside, other=0.0, cache_modifier=".cg")
-                common.store_pair(one, two, out, row, end_row, column, second, columns, stride, EPILOGUE, False, TOKENS)
+            common.store_split(
+                one, two, out, partial, arrived, split, block, rows, row, end_row, column, second, columns, stride,
+                EPILOGUE, TOKENS, SPLITS, KEPT,
+            )  # fmt: skip

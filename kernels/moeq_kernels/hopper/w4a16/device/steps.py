@@ -76,23 +76,20 @@ def _slab_scales(scales, SLAB: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _rows(
-    acc, part, words, slot, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
-    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
-    ROWS: gl.constexpr, SPAN: gl.constexpr,
+def scales_and_zeros(
+    scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr, ROWS: gl.constexpr,
+    GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, HALF: gl.constexpr,
 ):
-    """Multiply ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
+    """Load scales and zero points of the lower and the upper half of ROWS rows, the SUB-th of a step from row k on.
 
-    SPAN: rows of k after which a scale multiplies their sums if AFTER.
+    The results are arguments of `weights.step_operand`.
     """
-    HALF: gl.constexpr = x.dtype == gl.float16
     first: gl.constexpr = SUB * ROWS // GROUP if GROUP else 0
     second: gl.constexpr = (SUB * ROWS + ROWS - 32) // GROUP if GROUP else 0
     layout: gl.constexpr = gl.SliceLayout(2, layouts.scales(False))
-    words = weights.load_words(words, slot, ROWS // 16 * SUB, ROWS // 16, KIND, False)
     scale1 = 0
     scale2 = 0
-    if GROUP == 16:
+    if GROUP == 16:  # every slab of words has a scale of its own
         scale1 = _slab_scales(scales, ROWS // 16 * SUB, layout)
         scale2 = scale1
         if ROWS == 64:
@@ -111,9 +108,27 @@ def _rows(
         if first != second:
             row = z_row + common.group_at(k, second, groups, GROUP)
             zero2 = common.zero_offsets(zero, row, zero_words, tile, pair_tiles, False, KIND, HALF)
+    return scale1, scale2, zero1, zero2
+
+
+@gluon.jit
+def _rows(
+    acc, part, words, slot, x, scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB: gl.constexpr,
+    TOKENS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, AFTER: gl.constexpr, KIND: gl.constexpr,
+    ROWS: gl.constexpr, SPAN: gl.constexpr,
+):
+    """Multiply ROWS rows of k (32 or 64), the SUB-th of a step that begins at row k.
+
+    SPAN: rows of k after which a scale multiplies their sums if AFTER.
+    """
+    HALF: gl.constexpr = x.dtype == gl.float16
+    words = weights.load_words(words, slot, ROWS // 16 * SUB, ROWS // 16, KIND, False)
+    scale1, scale2, zero1, zero2 = scales_and_zeros(
+        scales, zero, z_row, groups, zero_words, tile, pair_tiles, k, SUB, ROWS, GROUP, ZEROS, KIND, HALF,
+    )
     scaled: gl.constexpr = GROUP > 0 and not AFTER
-    a = common.step_weights(
-        words, scale1, scale2, zero1, zero2, False, TOKENS, scaled, ZEROS, KIND, HALF, ROWS // 16
+    a = weights.step_operand(
+        words, scale1, scale2, zero1, zero2, KIND, HALF, False, TOKENS, scaled, ZEROS, ROWS // 16
     )
     if ROWS < 64:
         x = x.slice(SUB * ROWS % 64, ROWS, dim=1)

@@ -90,9 +90,11 @@ def step_operand(
 ):  # fmt: skip
     """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `undo`.
 
-    `words` is uint8 in `layouts.words` of SLABS (two or four) slabs. Scales (as stored) and `zero_offsets` belong to
-    the lower and the upper 32 rows; two slabs use the first ones only. Scales of NVFP4 are pairs, one per slab of those
-    rows. OLD: whether the GPU is older than sm_90. OPERAND: layout of the result, or None for wgmma's.
+    `words` is uint8 in `layouts.words` of SLABS (two or four) slabs. Scales (as stored, layout `layouts.scales` without
+    t) and `zero_offsets` belong to the lower and the upper 32 rows; two slabs use the first ones only. Scales of NVFP4
+    are pairs, one per slab of those rows; those of KIND e2m1 are e8m0 bytes and always SCALED. HALF: whether
+    activations are float16 instead of bf16. OLD: whether the GPU is older than sm_90. OPERAND: layout of the result,
+    or None for wgmma's.
     """
     if KIND == "nvfp4" or KIND == "nvfp4-permuted":
         factors = _beside_slabs(first_scale, second_scale, HALF, WIDE, SLABS, OLD)

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret
 from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.device.barriers import item_ring, ring
 from moeq_kernels.hopper.w4a16.device import common, layouts, weights, wide_copies
 from moeq_kernels.hopper.w4a16.device.wide_copies import STEP
 
@@ -86,8 +87,8 @@ def _item(
                 if PER > PARTS:
                     z_row = s_row + common.group_at(i * STEP, p * PER // PARTS + 1, groups, GROUP)
                     zero2 = common.zero_offsets(zero, z_row, zero_words, tile + WG, pair_tiles, True, KIND, HALF)
-            a = common.step_weights(
-                words, scale1, scale2, zero1, zero2, True, MAIN, GROUP > 0, ZEROS, KIND, HALF, SLABS,
+            a = weights.step_operand(
+                words, scale1, scale2, zero1, zero2, KIND, HALF, True, MAIN, GROUP > 0, ZEROS, SLABS,
             )
             x = x_view.index(stage * EACH).slice(p * 16 * SLABS, 16 * SLABS, dim=1)
             acc = warpgroup_mma(a, x.permute((1, 0)), acc, is_async=True)
@@ -217,18 +218,9 @@ def expert_product_wide(
     s_shape: gl.constexpr = [STAGES * 2, PER, GROUPS_OF_WARPS * 64]
     s_layout: gl.constexpr = layouts.scale_buffer(s_desc.dtype.primitive_bitwidth)
     s_buf = gl.allocate_shared_memory(s_desc.dtype, s_shape, s_layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=2 if GATHER else 1)
-        mbarrier.init(empty.index(i), count=GROUPS_OF_WARPS)
+    ready, empty = ring(STAGES, 2 if GATHER else 1, GROUPS_OF_WARPS)
     RING: gl.constexpr = 4
-    info = gl.allocate_shared_memory(gl.int32, [RING * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(RING):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS_OF_WARPS)
+    info, full, free = item_ring(RING, GROUPS_OF_WARPS)
     fence_async_shared()
     barrier()
     if DEPENDENT and not EARLY:

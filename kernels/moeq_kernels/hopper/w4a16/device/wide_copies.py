@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, rows_load, tma_load
 from moeq_kernels.hopper.w4a16.device import common, layouts
+from moeq_kernels.hopper.w4a16.device.steps import load_weights, weight_bytes
 
 #: Rows of k in one step.
 STEP = gl.constexpr(64)
@@ -26,8 +27,7 @@ LAG = gl.constexpr(3)
 @constexpr_function
 def _weight_bytes(group, kind, scale_bits, warpgroups):
     """Return the bytes of a step's words and scales."""
-    scales = layouts.groups_of(64, group) * 64 * scale_bits // 8 if group else 0
-    return warpgroups * 2 * (512 * layouts.bits(kind) + scales)
+    return weight_bytes(64, group, kind, scale_bits) * warpgroups // 2
 
 
 @constexpr_function
@@ -90,19 +90,6 @@ def next_item(info, full, free, number, SLOTS: gl.constexpr):
     part = _told(info, slot * 4 + 3)
     mbarrier.arrive(free.index(slot), count=1)
     return expert, row, end_row, part
-
-
-@gluon.jit
-def _load_words(
-    w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP: gl.constexpr,
-    KIND: gl.constexpr,
-):
-    """Start to copy one step's words and scales."""
-    common.copy_words(w_desc, w_buf, bar, stage, w_row, i, tile, pair_tiles, STEP, KIND)
-    if GROUP:
-        at = s_row + (i * STEP) // GROUP
-        tma_load(s_desc, [at, tile * 64], bar, s_buf.index(2 * stage))
-        tma_load(s_desc, [at, (tile + pair_tiles) * 64], bar, s_buf.index(2 * stage + 1))
 
 
 @gluon.jit
@@ -187,8 +174,10 @@ def copy(
             for i in range(first, start):
                 early = ready.index(i - first)
                 expect(early, left, WORDS, TOKENS)
-                _load_words(w_desc, s_desc, w_buf, s_buf, early, i - first, w_row, s_row, i, tile, pair_tiles, GROUP,
-                    KIND)
+                load_weights(
+                    i, i - first, early, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP,
+                    KIND,
+                )
             if WAITS and not FOLLOWS:
                 gdc_wait()
             if FOLLOWS:
@@ -205,7 +194,9 @@ def copy(
             mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
             bar = ready.index(stage)
             expect(bar, left, WORDS, TOKENS)
-            _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP, KIND)
+            load_weights(
+                i, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP, KIND,
+            )
             _load_rows(x_desc, x_buf, x_rest, bar, stage, row, left, i, TOKENS)
             it += 1
     announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 1)
@@ -240,7 +231,7 @@ def _gather_item(
         mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
         bar = ready.index(stage)
         mbarrier.expect(bar, WORDS)
-        _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, w_row, s_row, i, tile, pair_tiles, GROUP, KIND)
+        load_weights(i, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP, KIND)
         rows_load(x_view.index(stage * PER), place + i * STEP)
         if NOW > MAIN:
             rows_load(x_rest.index(stage), rest + i * STEP)

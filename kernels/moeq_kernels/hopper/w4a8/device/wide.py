@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
 from moeq_kernels.hopper.device import epilogue
+from moeq_kernels.hopper.device.barriers import item_ring, ring
 from moeq_kernels.hopper.w4a8.device import codes
 from moeq_kernels.hopper.w4a16.device import common, layouts, wide_copies
 from moeq_kernels.hopper.w8a8.device import common as bytes_common
@@ -334,17 +335,8 @@ def w4a8_product_wide(
     x_rest = x_buf
     if COUNTS[1]:
         x_rest = gl.allocate_shared_memory(x_desc.dtype, [STAGES * COUNTS[1], 32, STEP], bytes_common.operand())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    ready, empty = ring(STAGES, 1, 2)
+    info, full, free = item_ring(SLOTS, 2)
     fence_async_shared()
     barrier()
     taken = (

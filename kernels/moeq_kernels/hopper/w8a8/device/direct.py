@@ -18,8 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device.barriers import ready_slots
 from moeq_kernels.hopper.device.epilogue import activate_gated
-from moeq_kernels.hopper.device.few import expert_of, sum_choices
+from moeq_kernels.hopper.device.few import clear, expert_of, sum_choices
 from moeq_kernels.hopper.w8a8.device import common
 
 STEP = common.STEP
@@ -102,9 +103,7 @@ def _prepare(STAGES: gl.constexpr, STEPS: gl.constexpr, ROWS: gl.constexpr):
     """Allocate buffers of weights and tokens, and barriers."""
     w_buf = gl.allocate_shared_memory(gl.int8, [STAGES * (ROWS // 64), 1, 64, STEP], common.weight_box())
     x_buf = gl.allocate_shared_memory(gl.int8, [STEPS, TOKENS, STEP], common.operand())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
+    ready = ready_slots(STAGES)
     fence_async_shared()
     barrier()
     return w_buf, x_buf, ready
@@ -144,9 +143,7 @@ def few_gate_up_int8(
     if DEPENDENT:
         gdc_launch_dependents()
     if (block == 0) & (pair == 0) & (first == 0):
-        at = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        for begin in range(0, to_clear, 128):
-            gl.store(arrived + begin + at, at * 0, mask=begin + at < to_clear)
+        clear(arrived, to_clear)
     if expert >= 0:
         row = x + (pair // top_k).to(gl.int64) * stride_x
         if static_scale is not None:

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.device.caching import KEPT
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device.barriers import ring
 from moeq_kernels.hopper.device.epilogue import activate_gated, gated
 from moeq_kernels.hopper.w8a8.device import common
 
@@ -267,11 +268,7 @@ def w8a8_product_narrow(
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
     w_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * WARPGROUPS * 2, 1, 64, STEP], common.weight_box())
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * (TOKENS // BOX), BOX, STEP], common.operand())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=2)
-        mbarrier.init(empty.index(i), count=WARPGROUPS)
+    ready, empty = ring(STAGES, 2, WARPGROUPS)
     fence_async_shared()
     barrier()
     taken = (

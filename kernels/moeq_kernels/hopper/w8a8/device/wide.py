@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from moeq_kernels.hopper.compat import barrier, reinterpret, tma_load
+from moeq_kernels.hopper.device.barriers import item_ring, ring
 from moeq_kernels.hopper.device.epilogue import activate_gated, gated
 from moeq_kernels.hopper.w4a16.device import wide_copies
 from moeq_kernels.hopper.w4a16.device.common import find_tile
@@ -373,17 +374,8 @@ def w8a8_product_wide(
     gl.static_assert(first_desc.dtype == x_desc.dtype and second_desc.dtype == x_desc.dtype, "codes of one type")
     w_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 1, 128, STEP], common.weight_box())
     x_buf = gl.allocate_shared_memory(x_desc.dtype, [STAGES * 2, 64, STEP], common.operand())
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    info = gl.allocate_shared_memory(gl.int32, [SLOTS * 4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
+    ready, empty = ring(STAGES, 1, 2)
+    info, full, free = item_ring(SLOTS, 2)
     fence_async_shared()
     barrier()
     taken = (
