@@ -64,18 +64,12 @@ class Recorded(Protocol):
 
 @dataclass(frozen=True)
 class DigestDifference:
-    """A projection whose values are not those that were recorded.
+    """A projection whose values are not those that were recorded."""
 
-    Attributes:
-        layer: layer number.
-        expert: expert number.
-        projection: `gate`, `up` or `down`.
-        looks_like: projection that has this digest instead (`expert 3 gate`), which names a swap; else None.
-    """
-
-    layer: int
-    expert: int
-    projection: str
+    layer: int  #: layer number
+    expert: int  #: expert number
+    projection: str  #: `gate`, `up` or `down`
+    #: projection that has this digest instead (`expert 3 gate`), which names a swap; else None
     looks_like: str | None = None
 
     @property

@@ -42,33 +42,21 @@ SCALE_BITS: dict[str, int] = {"f16": 16, "bf16": 16, "f32": 32, "e8m0": 8, "e4m3
 
 @dataclass(frozen=True)
 class MatrixSpec:
-    """Everything about a quantised matrix that headers and config alone tell. Needs no torch.
+    """Everything about a quantised matrix that headers and config alone tell. Needs no torch."""
 
-    Attributes:
-        role: which projection this is; layouts arrange the gate and up halves of `w13` differently.
-        n: output features (`w13`: gate and up together).
-        k: input features.
-        element: element type of a code, a key of `ELEMENT_BITS`.
-        group_size: codes along `K` that share a scale, 1 .. k; `k` itself means one scale per output channel.
-        scale_dtype: dtype of a stored scale: `f16`, `bf16`, `f32`, `e8m0` (one exponent byte) or `e4m3`.
-        symmetric: no stored zero points: zero is `2**(b-1)` for integers, 0 for floats.
-        act_order: columns are assigned to groups by `QuantizedMatrix.group_index` instead of `k // group_size`.
-        bias_dtype: dtype of the bias vector `[N]`, or None where there is none.
-        gated: whether `w13` holds gate and up (False: a single projection, `N = intermediate_size`).
-        all_groups: scales along `K` where they are not `ceil(k / group_size)`: a shard of an act-order matrix keeps
-            every group of the whole one, since its columns may belong to any of them. None otherwise.
-    """
-
-    role: Role
-    n: int
-    k: int
-    element: str
-    group_size: int
-    scale_dtype: str
-    symmetric: bool = True
+    role: Role  #: which projection this is; layouts arrange the gate and up halves of `w13` differently
+    n: int  #: output features (`w13`: gate and up together)
+    k: int  #: input features
+    element: str  #: element type of a code, a key of `ELEMENT_BITS`
+    group_size: int  #: codes along `K` that share a scale, 1 .. k; `k` itself means one scale per output channel.
+    scale_dtype: str  #: dtype of a stored scale: `f16`, `bf16`, `f32`, `e8m0` (one exponent byte) or `e4m3`
+    symmetric: bool = True  #: no stored zero points: zero is `2**(b-1)` for integers, 0 for floats
+    #: columns are assigned to groups by `QuantizedMatrix.group_index` instead of `k // group_size`
     act_order: bool = False
-    bias_dtype: str | None = None
-    gated: bool = True
+    bias_dtype: str | None = None  #: dtype of the bias vector `[N]`, or None where there is none
+    gated: bool = True  #: whether `w13` holds gate and up (False: a single projection, `N = intermediate_size`)
+    #: scales along `K` where they are not `ceil(k / group_size)`: a shard of an act-order matrix keeps every group of
+    #: the whole one, since its columns may belong to any of them. None otherwise.
     all_groups: int | None = None
 
     @property
@@ -116,25 +104,15 @@ ROW_PARTS = ("codes", "scales", "zeros", "global_scale", "bias")
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """One quantised matrix as numbers.
+    """One quantised matrix as numbers."""
 
-    Attributes:
-        spec: sizes and types.
-        codes: uint8 `[N, K]`, unsigned codes; the numbers themselves where the element type is a plain float.
-        scales: `[N, G]` in the stored dtype (`e8m0`: uint8 exponent bytes; `e4m3`: torch.float8_e4m3fn).
-        zeros: uint8 or int16 `[N, G]` effective zero points, or None when symmetric.
-        group_index: int32 `[K]`, group of each input column; None unless `spec.act_order`.
-        global_scale: float32 `[N]` second-level scale (NVFP4), or None.
-        bias: `[N]`, or None.
-    """
-
-    spec: MatrixSpec
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    group_index: Tensor | None = None
-    global_scale: Tensor | None = None
-    bias: Tensor | None = None
+    spec: MatrixSpec  #: sizes and types
+    codes: Tensor  #: uint8 `[N, K]`, unsigned codes; the numbers themselves where the element type is a plain float
+    scales: Tensor  #: `[N, G]` in the stored dtype (`e8m0`: uint8 exponent bytes; `e4m3`: torch.float8_e4m3fn)
+    zeros: Tensor | None = None  #: uint8 or int16 `[N, G]` effective zero points, or None when symmetric
+    group_index: Tensor | None = None  #: int32 `[K]`, group of each input column; None unless `spec.act_order`
+    global_scale: Tensor | None = None  #: float32 `[N]` second-level scale (NVFP4), or None
+    bias: Tensor | None = None  #: `[N]`, or None
 
     def rows(self, start: int, stop: int, role: Role) -> QuantizedMatrix:
         """Return output features `start .. stop` as a matrix of their own (views, nothing is copied)."""
