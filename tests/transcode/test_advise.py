@@ -14,7 +14,8 @@ from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint
-from moeq.transcode.advise import advise
+from moeq.transcode.advise import _command, _requests, advise
+from moeq.transcode.survey import TranscodeRequest
 
 #: Refused deployments: checkpoint, GPU, TP, dtype, what is suggested for them.
 REFUSED = (
@@ -99,3 +100,34 @@ def test_many_refusals_have_a_suggestion(checkpoints: Path) -> None:
                 count += found is not None
                 assert found is None or found.command.startswith("moeq transcode SRC DST --to ")
     assert count > 20
+
+
+@pytest.mark.parametrize(("name", "own"), [("gptq-int4-g32-qwen3moe", "gptq"), ("ct-int4-g128-qwen3moe", None)])
+@pytest.mark.parametrize(
+    ("sizes", "groups"), [({}, []), ({"tp": 2}, [64, 32, 16]), ({"tp": 2, "ep": 2}, []), ({"ep": 2}, [])]
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_transcodings_are_tried_in_order(checkpoints: Path, name: str, own: str | None, sizes, groups, dtype) -> None:
+    """The source's own format, compressed-tensors, finer groups of it where ranks cut them, others, floats at last."""
+    where = Deployment(parse_gpu("H100"), dtype=dtype, **sizes)
+    found = list(_requests("src", open_checkpoint(checkpoints / name), where))
+    assert all((row.src, row.revision) == ("src", None) for row in found)
+    first = [own] if own else []
+    targets = [row.to for row in found]
+    start = len(first) + 1 + len(groups)
+    assert targets[:start] == [*first, *["compressed-tensors"] * (1 + len(groups))]
+    assert [row.regroup for row in found] == [*[None] * (len(first) + 1), *groups, *[None] * (len(found) - start)]
+    assert targets[-1] == dtype
+    others = targets[start:-1]
+    assert "compressed-tensors" not in others
+    assert {"fp8", "gptq_v2"} <= set(others)
+    assert not {"bf16", "fp16", "fp32"} & set(others)
+
+
+def test_a_command_has_what_was_asked_for() -> None:
+    request = TranscodeRequest("a b", "fp8")
+    assert _command(request, "exact") == "moeq transcode 'a b' DST --to fp8"
+    more = TranscodeRequest("a", "gptq", "main x", regroup=64, names="mlp")
+    assert _command(more, "rounded") == (
+        "moeq transcode a DST --to gptq --revision 'main x' --regroup 64 --names mlp --allow-lossy"
+    )
