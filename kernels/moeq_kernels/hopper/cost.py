@@ -128,7 +128,7 @@ class Work:
         return weights * self.bits / 8 / self.memory_rate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # families keep theirs, so the same one is found by its identity
 class Tiling:
     """How a kernel cuts the two products into items."""
 
@@ -150,6 +150,32 @@ class Tiling:
         sizes = self.tokens, self.grain, self.columns, self.step, self.resident
         rows = [next((one for one in self.heights if one >= 8 * n), self.heights[-1]) for n in range(_MOST_EIGHTS + 1)]
         return np.array([*sizes, *flags, *rows], dtype=float)
+
+
+@cache
+def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: bool, bits: int, gpu: Gpu) -> Any:
+    """Return what does not depend on the number of tokens, for each kernel and product.
+
+    `Tiling.row`; whether the kernel is the queue or the direct one; programs that the GPU holds; blocks of columns,
+    steps, most shares of a tile that the queue kernel makes, and weights that a multiprocessor decodes in a step.
+    """
+    rows = np.array([one.row for one in kernels])
+    _, _, columns, step, resident, is_queue, is_direct = rows.T[:_FIRST_EIGHT, :, None]
+    features, k = np.array((((1 + gated) * intermediate, hidden), (hidden, intermediate)))
+    steps = np.ceil(k / step)
+    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * bits * step))  # see `queue.cut`
+    decoded = columns * step * resident / 16384
+    slots = gpu.multiprocessors * resident
+    return rows, is_queue > 0, is_direct > 0, slots, np.ceil(features / columns), steps, steps // least, decoded
+
+
+@cache
+def _own(kernels: tuple[Tiling, ...], kind: str) -> tuple[Array, Array, Array]:
+    """Return the physical coefficients of kernels, and slopes and constants of their corrections."""
+    fitted = _coefficients()
+    own = np.array([fitted["kernels"][one.key] for one in kernels])
+    slopes = np.array([fitted["slopes"][one.family] for one in kernels])
+    return own[:, :PHYSICAL], slopes, own[:, PHYSICAL:] + fitted["kinds"][_SIMILAR.get(kind, kind)]
 
 
 @cache
@@ -192,29 +218,26 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     Args:
         shares: programs that share a tile's k in each product; for the queue kernel, most shares for each program.
     """
-    sizes = np.array([one.row for one in kernels])
-    tokens, _, columns, step, resident, is_queue, is_direct = sizes.T[:_FIRST_EIGHT, :, None]
-    number, rows = tiles(max(1, work.pairs // work.top_k), work.share, sizes)
-    number, rows = number[:, None] * work.experts, rows[:, None] * work.experts
+    layer = work.hidden, work.intermediate, work.gated, work.bits, work.gpu
+    sizes, is_queue, is_direct, slots, blocks, steps, most, decoded = _sizes(tuple(kernels), *layer)
+    number, rows = (one[:, None] for one in tiles(max(1, work.pairs // work.top_k), work.share, sizes))
+    number, height = number * work.experts, rows / number
     if is_direct.any():  # every pair is a tile
-        number, rows = np.where(is_direct, work.pairs, number), np.where(is_direct, 8.0 * work.pairs, rows)
-    slots = work.gpu.multiprocessors * resident
-    features, k = np.array((((1 + work.gated) * work.intermediate, work.hidden), (work.hidden, work.intermediate)))
-    items, steps, each = number * np.ceil(features / columns), np.ceil(k / step), np.array(shares, dtype=float)
-    least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * work.bits * step))  # see `queue.cut`
-    cut = np.minimum(each * slots // np.maximum(1.0, items), steps // least)
-    each = np.where(is_queue, np.maximum(1.0, cut), each)
+        number, height = np.where(is_direct, work.pairs, number), np.where(is_direct, 8.0, height)
+    items, each = number * blocks, np.array(shares, dtype=float)
+    if is_queue.any():
+        cut = np.minimum(each * slots // np.maximum(1.0, items), most)
+        each = np.where(is_queue, np.maximum(1.0, cut), each)
     waves = items * each / slots
-    share_steps, turns = np.ceil(steps / each), np.maximum(1.0, waves)
+    share_steps, turns, whole = np.ceil(steps / each), np.maximum(1.0, waves), np.ceil(waves)
     found, parts = np.empty((len(sizes), 15)), np.empty((len(sizes), 2, 4))
-    found[:, 0:8:4], found[:, 1:8:4] = np.minimum(np.maximum(waves, 0.05), 20.0), np.ceil(waves) / turns
+    found[:, 0:8:4], found[:, 1:8:4] = np.minimum(np.maximum(waves, 0.05), 20.0), whole / turns
     found[:, 2:8:4], found[:, 3:8:4] = each, share_steps
-    height = rows / number
-    found[:, 8:9], found[:, 9:10], found[:, 10:11] = height, np.minimum(1.0, work.hit / number), work.mean / tokens
+    found[:, 8:9], found[:, 9:10], found[:, 10] = height, np.minimum(1.0, work.hit / number), work.mean / sizes[:, 0]
     found[:, 11:] = work.pairs, work.hidden, work.intermediate, work.hit
-    turns = 0.5 * (turns + np.ceil(waves))  # some programs end earlier, and take the next item
+    turns = 0.5 * (turns + whole)  # some programs end earlier, and take the next item
     parts[:, :, 0] = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
-    parts[:, :, 1], parts[:, :, 2] = turns, turns * share_steps * (columns * step * resident / 16384)
+    parts[:, :, 1], parts[:, :, 2] = turns, turns * share_steps * decoded
     parts[:, :, 3] = parts[:, :, 2] * height
     return np.log(found), parts
 
@@ -246,11 +269,10 @@ def microseconds(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[i
     fitted = _coefficients()
     x, parts = inputs(work, kernels, shares)
     x = np.minimum(np.maximum((x - fitted["middle"]) / fitted["scale"], -_WIDEST), _WIDEST)
-    own = np.array([fitted["kernels"][one.key] for one in kernels])
-    slopes = np.array([fitted["slopes"][one.family] for one in kernels])
-    hidden = np.tanh(x @ fitted["weights"].T + own[:, PHYSICAL:] + fitted["kinds"][_SIMILAR.get(work.kind, work.kind)])
+    own, slopes, constants = _own(tuple(kernels), work.kind)
+    hidden = np.tanh(x @ fitted["weights"].T + constants)
     correction = np.exp((x * slopes).sum(1) + hidden @ fitted["output"])
-    times: Array = uncorrected(parts, own[:, :PHYSICAL], fitted["power"]) * correction
+    times: Array = uncorrected(parts, own, fitted["power"]) * correction
     return times
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -53,23 +54,29 @@ MAX_COPIED_ROWS = 4
 HEIGHT_GRAIN = 32
 
 
-def work_of(problem: Problem, tokens: int) -> Work:
-    """Return what a call of so many tokens has to do, in the terms of the cost model."""
-    first, pairs = problem.w13, tokens * problem.top_k
-    sizes = pairs, problem.experts, first.k, problem.intermediate
-    codes, both = (kind_of(first), problem.top_k, group_of(first)), alike(first, problem.w2)
-    return Work(*sizes, *codes, problem.gpu, both, problem.epilogue.gated)
+@cache
+def _layer(problem: Problem) -> tuple[Work, bool, tuple[Plan, ...]]:
+    """Return what every call of a layer shares.
+
+    That is its work (of no pairs), whether the `mma.sync` kernels read it, and where the two matrices have different
+    formats the plans to choose from.
+    """
+    first, second = problem.w13, problem.w2
+    sizes = 0, problem.experts, first.k, problem.intermediate
+    codes, both = (kind_of(first), problem.top_k, group_of(first)), alike(first, second)
+    work = Work(*sizes, *codes, problem.gpu, both, problem.epilogue.gated)
+    only: tuple[Plan, ...] = ()
+    if not both and not one_group(first, second):
+        sizes_of = kernel_for(WIDE32, kind_of(first), group_of(first), problem.gpu)
+        only = (Plan(kernel_for(sizes_of, kind_of(second), group_of(second), problem.gpu)),)
+    return work, not any(mma.reasons(problem)), only
 
 
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan, Tiling, tuple[int, int]]]]:
     """Return what a call has to do, and its candidates with how each cuts the products."""
-    first, second, gpu, work = problem.w13, problem.w2, problem.gpu, work_of(problem, tokens)
-    found: Iterable[Plan | MmaPlan] = candidates(work, mma=not any(mma.reasons(problem)))
-    if not alike(first, second) and not one_group(first, second):
-        # Only this kernel reads the two matrices in different formats.
-        sizes = kernel_for(WIDE32, kind_of(first), group_of(first), gpu)
-        found = [Plan(kernel_for(sizes, kind_of(second), group_of(second), gpu))]
-    return work, [(one, *cut(one, work.kind)) for one in found]
+    layer, has_mma, only = _layer(problem)
+    work = replace(layer, pairs=tokens * problem.top_k)
+    return work, [(one, *cut(one, work.kind)) for one in only or candidates(work, has_mma)]
 
 
 @cache

@@ -60,13 +60,18 @@ BOX = 32
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Any, Tiling, tuple[int, int]]]]:
     """Return what a call has to do, and its candidates, those for 16-bit activations too, with how each cuts it."""
     work, found = w4a16.cuts(problem, tokens)
-    codes = "int4" if work.kind == "uint4" else "e2m1"
-    own: list[tuple[Any, Tiling, tuple[int, int]]] = []
+    return work, found + _own_cuts("int4" if work.kind == "uint4" else "e2m1")
+
+
+@cache
+def _own_cuts(codes: str) -> list[tuple[Any, Tiling, tuple[int, int]]]:
+    """Return the plans of these kernels for `codes`, "int4" or "e2m1", and how each cuts the products."""
+    found: list[tuple[Any, Tiling, tuple[int, int]]] = []
     for kernel in KERNELS:
         size = kernel.tokens
         one = Tiling("w4a8", f"w4a8 {size} {codes}", size, WIDE_HEIGHTS[size, False], BOX, 256, 128, 1)
-        own.append((W4a8Plan(kernel), one, (1, 1)))
-    return work, found + own
+        found.append((W4a8Plan(kernel), one, (1, 1)))
+    return found
 
 
 @cache

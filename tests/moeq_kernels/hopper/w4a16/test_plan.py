@@ -100,6 +100,17 @@ def test_the_cheapest_candidate_is_chosen_and_ties_go_to_the_simplest() -> None:
     assert all(0.0 < time < 1e4 for time in times)
 
 
+def test_a_plans_time_does_not_depend_on_the_other_candidates_and_earlier_calls() -> None:
+    """What is kept of a layer's kernels fits these kernels, sizes, kind of codes and GPU only."""
+    for gpu, kind, shape in itertools.product((H100, H200), ("uint4", "e2m1"), SHAPES):
+        for tokens in (1, 40, 700):
+            work = work_of(tokens, *shape, kind, gpu=gpu)
+            found = [cut(one, kind) for one in candidates(work, mma=True)]
+            together = microseconds(work, *zip(*found, strict=True))
+            apart = [float(microseconds(work, *zip(one, strict=True))[0]) for one in found]
+            assert together == pytest.approx(apart, rel=1e-9)
+
+
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_time_grows_with_the_work_and_falls_with_the_memory_rate(kind: str) -> None:
     """More experts, features and tokens take longer; a GPU that reads faster does not."""
