@@ -1,0 +1,151 @@
+"""Single conditions under which vLLM loads linear modules that are no experts; whole checkpoints: `test_router.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import stored
+from pipeline.test_router import CT, FP8, ROUTER, attention, refusal
+
+import moeq
+from moeq.checkpoint.header import TensorEntry
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.engines.vllm.case import Method
+from moeq.oracle.engines.vllm.linears import LinearModule
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+from moeq.pipeline.plan.linear_modules import _features, _no_kernel, _Shard, _unlike
+
+GPTQ = Method("GPTQMarlinLinearMethod", "gptq", "gptq", "int4", bits=4, group_size=128, act_order=True)
+
+
+def shard(meant: Any = True, stored: bool = True, name: str = "x", **parts: tuple[str, tuple[int, ...]]) -> _Shard:
+    entries = [TensorEntry(f"{name}.{part}", dtype, shape, "f", 0, 0) for part, (dtype, shape) in parts.items()]
+    return _Shard(name, entries, stored, meant)
+
+
+@pytest.mark.parametrize(
+    ("parts", "features"),
+    [
+        ({"scales": ("F16", (4, 96)), "qweight": ("I32", (64, 96))}, 96),
+        ({"scales": ("F16", ())}, 1),
+        ({"weight": ("F8_E4M3", (96, 64))}, 96),
+        ({"weight": ("F8_E4M3", ())}, 1),
+        ({"weight_packed": ("I32", (96, 8)), "weight_shape": ("I64", (2,))}, 96),
+        ({"weight": ("I32", (64, 12)), "weight_scale": ("F16", (2, 96))}, None),
+        ({"qweight": ("I32", (64, 96))}, None),
+    ],
+)
+def test_output_features(parts: dict[str, tuple[str, tuple[int, ...]]], features: int | None) -> None:
+    """Quark's int4 lies transposed, and words do not tell how many features they hold."""
+    assert _features(shard(**parts)) == features
+
+
+def kernel_problem(n: int, k: int, gpu: str = "A100", tp: int = 1, split: str = "row", **change: Any) -> str | None:
+    part = {"scales": ("F16", (1, n)), "qweight": ("I32", (k // 8, n))}
+    if change.pop("packed", False):
+        part = {"weight_packed": ("I32", (n, k // 8))}
+    method = Method(**{**vars(GPTQ), **change})
+    linear = LinearModule("self_attn.o_proj", ("self_attn.o_proj",), True, split)
+    found = list(_no_kernel(Deployment(parse_gpu(gpu), tp=tp), linear, "l.", [shard(method, **part)]))
+    assert len(found) < 2
+    return found[0][0].partition(" with ")[2] if found else None
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ({"n": 64, "k": 128}, None),
+        ({"n": 96, "k": 128}, "[96, 128] on a rank of tp 1"),
+        ({"n": 64, "k": 192}, "[64, 192] on a rank of tp 1"),
+        ({"n": 64, "k": 192, "packed": True}, "[64, 192] on a rank of tp 1"),
+        ({"n": 64, "k": 96, "bits": 8}, "[64, 48] on a rank of tp 1"),
+        ({"n": 64, "k": 192, "act_order": False}, None),
+        ({"n": 64, "k": 192, "bits": None}, None),
+        ({"n": 64, "k": 192, "gpu": "MI300X"}, None),
+        ({"n": 64, "k": 256, "tp": 2}, None),
+        ({"n": 64, "k": 128, "tp": 2}, "[64, 64] on a rank of tp 2"),
+        ({"n": 128, "k": 128, "tp": 2, "split": "column"}, None),
+        ({"n": 64, "k": 128, "tp": 2, "split": "column"}, "[32, 128] on a rank of tp 2"),
+        ({"n": 64, "k": 128, "tp": 2, "split": "whole"}, None),
+        # Hopper's other kernel has larger tiles of output features, and smaller ones of input features.
+        ({"n": 128, "k": 192, "gpu": "H100"}, None),
+        ({"n": 128, "k": 192, "gpu": "H100", "group_size": 64}, None),
+        ({"n": 128, "k": 192, "gpu": "H100", "group_size": -1}, None),
+        ({"n": 128, "k": 192, "gpu": "H100", "group_size": 32}, "[128, 192] on a rank of tp 1"),
+        ({"n": 64, "k": 192, "gpu": "H100"}, "[64, 192] on a rank of tp 1"),
+        ({"n": 192, "k": 192, "gpu": "H100"}, "[192, 192] on a rank of tp 1"),
+        ({"n": 128, "k": 160, "gpu": "H100"}, "[128, 160] on a rank of tp 1"),
+        ({"n": 128, "k": 192, "gpu": "B200"}, "[128, 192] on a rank of tp 1"),
+        ({"n": 128, "k": 384, "gpu": "H100", "tp": 2}, "[128, 192] on a rank of tp 2"),
+        ({"n": 128, "k": 192, "gpu": "H100", "tp": 2, "split": "whole"}, None),
+        ({"n": 256, "k": 192, "gpu": "H100", "tp": 2, "split": "column"}, None),
+    ],
+)
+def test_sizes_that_no_kernel_of_act_order_takes(asked: dict[str, Any], problem: str | None) -> None:
+    assert kernel_problem(**asked) == problem
+
+
+QUARK = Method("QuarkW8A8Fp8MoEMethod", "fp8", "quark", "fp8")
+WEIGHT = {"weight": ("F8_E4M3", (8, 8))}
+
+
+@pytest.mark.parametrize(
+    ("given", "gpu", "said"),
+    [
+        (shard("its sizes are odd", **WEIGHT), "H100", "x: its sizes are odd"),
+        (shard(True, stored=False, **WEIGHT), "H100", "the config quantises x (other), and the file holds F8_E4M3"),
+        (shard(False, **WEIGHT), "H100", "x is quantised (weight), and the engine creates it as float numbers"),
+        (shard(False, stored=False, **WEIGHT), "H100", None),
+        (shard(True, **WEIGHT), "H100", None),
+        (shard(QUARK, **WEIGHT), "A100", "x: Quark's FP8 outside experts needs compute capability 8.9, this is A100"),
+        (shard(QUARK, **WEIGHT), "L4", None),
+        (shard(QUARK, **WEIGHT), "MI300X", None),
+    ],
+)
+def test_modules_that_are_stored_otherwise_than_meant(given: _Shard, gpu: str, said: str | None) -> None:
+    found = [text for text, _ in _unlike("0.33.0", given, parse_gpu(gpu)) if "cannot be loaded" not in text]
+    assert found == ([] if said is None else [said])
+
+
+def test_classes_that_nothing_is_known_of_are_not_judged(tmp_path: Path) -> None:
+    """A quantised router is refused of classes that make it of floats, and of no others."""
+    tensors = stored.experts("model.layers.0.mlp.experts", lambda e, p, n, k: stored.fp8_block(n, k))
+    for part, (dtype, shape) in stored.fp8_block(stored.EXPERTS, stored.HIDDEN).items():
+        tensors[f"{ROUTER}.{part}"] = torch.zeros(shape, dtype=torch.float32).to(dtype)
+    for architecture, judged in (("OlmoeForCausalLM", True), ("UnheardOfForCausalLM", False)):
+        kind = {"architectures": [architecture], "model_type": "olmoe", "num_hidden_layers": 1}
+        document = {**stored.QWEN, **kind, "intermediate_size": stored.INTER, "quantization_config": FP8}
+        folder = stored.write(tmp_path / architecture, document, [tensors])
+        verdict = judge_checkpoint(moeq.open(folder), Deployment(parse_gpu("H100")), 0, explain=False)
+        assert ("creates it as float numbers" in str(verdict.refusal)) is judged
+
+
+@pytest.mark.parametrize(
+    ("rows", "tp", "said"),
+    [
+        ({"q": 192}, 1, "q_proj has 192 features on a rank of tp 1"),
+        ({"k": 192}, 1, "k_proj has 192 features on a rank of tp 1"),
+        ({"v": 192}, 1, None),  # the last of the module's parts may end within a block
+        ({"v": 192}, 2, "v_proj has 96 features on a rank of tp 2"),
+        ({}, 2, None),
+        ({"o": 192}, 1, None),
+        ({"o": 192}, 2, None),
+    ],
+)
+def test_parts_of_a_module_begin_with_a_block(rows: dict[str, int], tp: int, said: str | None, tmp_path: Path) -> None:
+    parts = {name: stored.fp8_block(rows.get(name, 256), 256) for name in "qkvo"}
+    config = {**FP8, "ignored_layers": [ROUTER]}
+    found = refusal(tmp_path / "made", config, {}, more=attention(**parts), tp=tp, ep=tp)
+    assert (said in found) if said else ("FP8 blocks" not in found), found
+
+
+def test_a_scale_without_columns_is_no_group(tmp_path: Path) -> None:
+    """One scale for a whole matrix serves every rank, whatever its dimensions."""
+    for number, shape in enumerate([(), (1,), (256,)]):
+        scale = {"weight": (torch.float8_e4m3fn, (256, 256)), "weight_scale": (torch.float32, shape)}
+        made = refusal(tmp_path / str(number), CT, {}, more=attention(o=scale), tp=2, ep=2)
+        assert "groups of input features" not in made
