@@ -70,6 +70,37 @@ def test_odd_bits_of_autoround_are_hummings(gpu: str, version: str, refused: boo
     assert (verdict.method == "HummingMoEMethod") is not refused
 
 
+@pytest.mark.parametrize(("group", "sym", "runs"), [(64, True, True), (64, False, True), (-1, False, False)])
+def test_odd_bits_of_autoround_with_zero_points_run_in_groups(group: int, sym: bool, runs: bool) -> None:
+    """vLLM 0.30.0: the key has four bits and takes any group; per channel there is none with zero points."""
+    config = {"quant_method": "auto-round", "bits": 6, "group_size": group, "sym": sym}
+    assert judged(config, engine="vllm@0.30.0").ok is runs
+
+
+def test_a_group_size_of_zero_is_a_division_by_zero() -> None:
+    verdict = judged({"quant_method": "auto-round", "bits": 4, "group_size": 0, "sym": True})
+    assert [gate.error for gate in verdict.gates if not gate.passed][:1] == ["ZeroDivisionError"]
+
+
+@pytest.mark.parametrize(
+    ("version", "group", "symmetric", "refused"),
+    [
+        ("0.28.0", 128, False, False), ("0.29.0", 128, False, True), ("0.30.0", 128, False, True),
+        ("0.31.0", 128, False, False), ("0.29.0", 64, False, False), ("0.29.0", 128, True, False),
+    ],
+)  # fmt: skip
+def test_zero_points_of_one_group_stop_the_conversion_to_triton(
+    version: str, group: int, symmetric: bool, refused: bool
+) -> None:
+    """Seen by loading a checkpoint: each expert's down projection has one group."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": symmetric}
+    groups = {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}}
+    config = {**MXFP4, "format": "pack-quantized", "config_groups": groups}
+    where = Deployment(parse_gpu("A100"), engine=f"vllm@{version}", backend="triton")
+    verdict = judge_config(config, replace(SHAPE, intermediate_size=128), where, explain=False)
+    assert ("is one group" in verdict.refusal) is refused
+
+
 def test_arguments_that_no_scheme_has_are_named() -> None:
     weights = {"num_bits": 3, "type": "int", "strategy": "channel", "symmetric": True}
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}

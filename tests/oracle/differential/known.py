@@ -24,7 +24,6 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         " | moeq NotImplementedError NO_BACKEND": _NO_GROUP,
     },
     "0.30.0": {
-        "inc | engine HUMMING HummingIndexedExperts | moeq none SILENT_NONE": "Humming's key of bits per channel.",
         "gptq | stage: weights | ValueError METHOD": "The name is refused; what would follow is not looked at.",
         "gptq | stage: weights | XPU XPUExpertsWNA16": _XPU,
     },

@@ -208,6 +208,8 @@ def _groups(case: Case) -> Iterator[Failed]:
         yield Failed(
             "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
         )
+    elif method.name in whole and group == 0:
+        yield Failed("ZeroDivisionError", "group_size 0 gives no number of groups", "requantise with a group size")
     elif method.name in _HALVED and group is not None:
         shrunk = shrunk_group(hidden, inner, group)
         if shrunk < 32 and shrunk != group:
@@ -265,6 +267,8 @@ def _convert(stage: Stage) -> Iterator[Failed]:
             yield Failed(row["error"], text, "another backend", "CONVERSION")
     if selected.backend == "CUTLASS_MXFP4_MXFP4":
         yield from _swizzled_scales(case, sizes_for(case, selected))
+    if selected.backend == "TRITON":
+        yield from _single_group(case)
     if selected.backend == "FLASHINFER_TRTLLM" and case.method.block is not None:
         hidden = sizes_for(case, selected).padded_hidden
         if hidden % 128:
@@ -296,6 +300,18 @@ def _marlin_input(case: Case) -> Iterator[Failed]:
         if weights.startswith(start) and asked in refused:
             text = f"conversion to Marlin: {weights} weights take no {asked} activations"
             yield Failed(error, text, "unset VLLM_MARLIN_INPUT_DTYPE", "CONVERSION")
+
+
+def _single_group(case: Case) -> Iterator[Failed]:
+    """Check for zero points of a single group, whose transpose is not contiguous (vLLM 0.29.0 and 0.30.0)."""
+    method, since = case.method, case.policy.since
+    stored = method.name == "CompressedTensorsWNA16MoEMethod" and method.zero_points
+    if not stored or not since("0.29.0") or since("0.31.0"):
+        return
+    for what, size in (("hidden size", case.shape.hidden_size), ("intermediate size per rank", case.intermediate)):
+        if size == method.group_size:
+            text = f"conversion to TRITON: {what} {size} is one group, whose zero points this version cannot transpose"
+            yield Failed("RuntimeError", text, "another backend, or vLLM 0.31", "CONVERSION")
 
 
 def _swizzled_scales(case: Case, sizes: Sizes) -> Iterator[Failed]:
