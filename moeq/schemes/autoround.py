@@ -1,7 +1,7 @@
 """AutoRound's own config: GPTQ or AWQ packing under `packing_format`, exceptions under `extra_config`.
 
 Checked against auto-round 0.16.1. vLLM resolves `extra_config` by exact name, then suffix, then `re.search`; so does
-this reader.
+this reader. Both pass over an entry such as `*self_attn*`, which is no regular expression.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     exceptions = _exceptions(fields, default)
     patterns = Patterns(f"{origin}: extra_config")
     compiled = [
-        (patterns.compile(text), declared) for text, declared in exceptions.items() if _looks_like_pattern(text)
+        (pattern, declared)
+        for text, declared in exceptions.items()
+        if _looks_like_pattern(text) and (pattern := patterns.compile_valid(text)) is not None
     ]
 
     def resolve(module: str) -> Declared | None:

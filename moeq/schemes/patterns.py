@@ -53,6 +53,15 @@ class Patterns:
             message = f"{self.where}: pattern {text[:120]!a} is not valid: {error}"
             raise MoeqError("source.bad-pattern", message) from error
 
+    def compile_valid(self, text: str) -> re.Pattern[str] | None:
+        """Compile a pattern within bounds; None if it is no regular expression."""
+        try:
+            return self.compile(text)
+        except MoeqError as error:
+            if isinstance(error.__cause__, re.error):
+                return None
+            raise
+
     def matches(self, pattern: re.Pattern[str], name: str, *, anywhere: bool = False) -> bool:
         """Return whether a pattern of `compile` matches at the start of `name`, or anywhere in it."""
         repeats, optionals = self._ways[pattern.pattern]

@@ -129,6 +129,43 @@ def attention(**made: stored.Parts) -> dict[str, torch.Tensor]:
     }
 
 
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "packing_format": "auto_round:auto_gptq",
+}  # fmt: skip
+FLOATS = {"bits": 16, "data_type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([".*self_attn.*"], ""),
+        (["*self_attn*"], "the config quantises"),  # no regular expression: the engine passes over it
+        (["qkv_proj", "o_proj"], ""),  # ends of the engine's own names
+        (["q_proj", "k_proj", "v_proj", "o_proj"], "the config quantises"),
+        ([f"{ATTENTION}.{name}_proj" for name in "qkvo"], ""),
+        ([f"{ATTENTION}.{name}_proj" for name in "qo"], "extra_config differs for the parts of"),
+        ([r".*\.[qkvo]_proj"], ""),
+    ],
+)
+def test_attention_that_autoround_lists(entries: list[str], said: str, tmp_path: Path) -> None:
+    """Entries for shards count where the engine's class tells the config its fused modules; checked by executing it."""
+    plain = attention(**dict.fromkeys("qkvo", stored.plain(256, 256)))
+    config = {**AUTO_ROUND, "extra_config": dict.fromkeys([ROUTER, *entries], FLOATS)}
+    found = refusal(tmp_path / "made", config, {}, more=plain)
+    assert said in found
+    assert bool(said) is bool(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"), [({}, ""), ({"sym": False}, "no method outside experts"), ({"backend": "gptq"}, "no method")]
+)
+def test_attention_of_autoround_has_no_fallback(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    quantised = attention(**dict.fromkeys("qkvo", stored.gptq(256, 256)))
+    found = refusal(tmp_path / "made", {**AUTO_ROUND, "extra_config": {ROUTER: FLOATS}, **changes}, {}, more=quantised)
+    assert said in found
+    assert bool(said) is bool(found)
+
+
 @pytest.mark.parametrize("version", ["0.26.0", "0.33.0"])
 def test_attention_that_the_config_lists_by_a_part_of_its_name(version: str, tmp_path: Path) -> None:
     """vLLM compares whole names of modules for FP8, and parts of them for ModelOpt."""

@@ -26,7 +26,7 @@ def method_of_linear(
 ) -> Method | bool | str:  # fmt: skip
     """Return what a config gives a linear module: a method, whether it is quantised where no method is known, or False.
 
-    Where a rule of GPTQModel for the module stops the engine, the answer is why.
+    Where a rule of GPTQModel or AutoRound for the module stops the engine, the answer is why.
 
     Args:
         linear: the module of the class.
@@ -51,7 +51,7 @@ def method_of_linear(
             return refusal.text
     found = method_of(policy, config, shape, deployment, module, fused)
     if isinstance(found, str):
-        return True
+        return found if declared == "auto-round" else True
     plain = found.family == "unquantized" or found.name in _EXPERTS_ONLY or found.config in ("online", "experts_int8")
     return False if plain else found
 

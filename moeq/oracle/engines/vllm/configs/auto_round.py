@@ -13,6 +13,7 @@ from typing import Any
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.integers import (
     auto_awq,
+    auto_gptq,
     check_awq_bits,
     check_awq_fallback,
     humming_method,
@@ -31,6 +32,8 @@ from moeq.oracle.engines.vllm.configs.question import (
 
 _GPTQ, _AWQ, _FP8, _MX = "auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8", "auto_round:llm_compressor"
 _BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
+#: Group sizes of Marlin.
+_MARLIN_GROUPS = (-1, 32, 64, 128)
 #: Fields about activations that MX and FP8 checkpoints may have, with the only value that the engine takes.
 _MX8_INPUTS = {"act_bits": 8, "act_data_type": "mx_fp", "act_group_size": 32, "act_sym": True, "act_dynamic": True}
 _FP8_INPUTS = {
@@ -67,11 +70,16 @@ def read_inc(question: ConfigQuestion) -> Method:
     if weights is None or weights.bits >= 16:
         return unquantized()
     if type_ == "int":
-        return _inc_int(question, weights, packing + str(config.get("backend") or config.get("vllm_backend") or ""))
+        backend = str(config.get("backend") or config.get("vllm_backend") or "")
+        make = _inc_int if question.fused is None else _inc_linear
+        return make(question, weights, packing + backend)
     if mx and weights.bits == 8 and policy.since("0.29.0"):
         return Method("INCMxfp8MoEMethod", "mxfp8", "inc", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
     if mx and weights.bits == 4:
         return Method("INCMxfp4MoEMethod", "mxfp4-inc", "inc", "kMxfp4Static", None, 4, 32)
+    if question.fused is not None and weights.bits == 8:
+        block = weights.group if isinstance(weights.group, tuple) else None
+        return Method("INCLinearMethod", "fp8", "inc", "none", block=block)
     text = f"AutoRound {type_} with {weights.bits} bits has no method for experts"
     raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
 
@@ -141,37 +149,70 @@ def _inputs(config: Config, expected: Mapping[str, Any]) -> list[tuple[bool, str
 
 
 def _of_module(question: ConfigQuestion, base: _Weights) -> _Weights | None:
-    """Return what `extra_config` and the list of quantised blocks give the experts; None if they stay unquantised."""
-    config, prefix, policy = question.config, question.prefix, question.policy
-    extra: Mapping[str, Config] = config.get("extra_config") or {}
-    if any(row.get("bits", 16) >= 16 for name, row in extra.items() if name in (prefix, f"model.{prefix}")):
+    """Return what `extra_config` and the list of quantised blocks give a module; None if it stays unquantised."""
+    config = question.config
+    name = question.engine_path(question.renamed(question.fused or question.prefix))
+    extra: dict[str, Config] = {question.renamed(key): row for key, row in (config.get("extra_config") or {}).items()}
+    if any(extra[key].get("bits", 16) >= 16 for key in (name, f"model.{name}") if key in extra):
         return None
-    if prefix in extra:
-        return _overridden(question, base, extra[prefix])
-    if policy.since("0.27.0"):
-        short = next((name for name in extra if prefix.endswith(f".{name}")), None)
+    if name in extra:
+        return _overridden(question, base, extra[name])
+    if question.policy.since("0.27.0"):
+        short = next((key for key in extra if name.endswith(f".{key}")), None)
         if short is not None:
             return _overridden(question, base, extra[short])
     blocks = config.get("block_name_to_quantize", config.get("to_quant_block_names"))
     blocks = blocks.split(",") if isinstance(blocks, str) else blocks
-    if question.is_head:
-        base = _Weights(16, -1, sym=True)
-    if blocks and not any(question.renamed(prefix).startswith(question.renamed(name)) for name in blocks):
-        base = _Weights(16, -1, sym=True)
-    patterns = ((name, row) for name, row in extra.items() if set(name) & set(r"*+?^$()[]{}|\\"))
-    return _overridden(question, base, next((row for name, row in patterns if _searched(name, prefix)), {}))
+    quantised = any(name.startswith(question.renamed(block)) for block in blocks) if blocks else not question.is_head
+    base = base if quantised else _Weights(16, -1, sym=True)
+    shards = [question.engine_path(question.renamed(shard)) for shard in question.shards]
+    entries = [_entry(extra, shard) for shard in shards]
+    if any(entry is not None for entry in entries):
+        found = {_overridden(question, base, entry or {}) for entry in entries}
+        if len(found) > 1:
+            refuse(f"AutoRound: extra_config differs for the parts of {name}, which the engine makes one module of")
+        return found.pop()
+    return _overridden(question, base, _entry(extra, name) or {})
+
+
+def _entry(extra: Mapping[str, Config], name: str) -> Config | None:
+    """Return a module's own entry of `extra_config`, else that of the first expression which is found in its name."""
+    if name in extra:
+        return extra[name]
+    return next((row for key, row in extra.items() if set(key) & set(r"*+?^$()[]{}|\\") and _searched(key, name)), None)
 
 
 def _searched(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:
+    except re.error:  # which the engine passes over
         return False
 
 
 def _overridden(question: ConfigQuestion, base: _Weights, row: Config) -> _Weights:
     group = _group(question, row["group_size"]) if "group_size" in row else base.group
     return _Weights(row.get("bits", base.bits), group, bool(row.get("sym", base.sym)))
+
+
+def _inc_linear(question: ConfigQuestion, weights: _Weights, packing: str) -> Method:
+    """Return the method of integers outside experts, where no fallback takes what Marlin refuses."""
+    bits, sym, group, gpu = weights.bits, weights.sym, weights.group, question.probe.gpu
+    if isinstance(group, tuple):
+        raise ConfigRefusal("AssertionError", "CONFIG", f"AutoRound integers with group_size {list(group)}", code="G0")
+    if question.platform == "cuda" and bits not in (4, 8) and question.policy.since("0.30.0"):
+        return humming_method(question.probe, "inc", bits, group, sym)
+    if "gptq" not in packing:
+        check_awq_bits(bits)
+        return auto_awq(group, not sym)
+    backend = question.config.get("backend", question.config.get("vllm_backend", "auto"))
+    marlin = (backend == "auto" or "marlin" in backend) and group in _MARLIN_GROUPS
+    old = question.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5)
+    if bits not in (4, 8) or not sym or not marlin or old:
+        text = (
+            f"AutoRound with {bits} bits, sym {str(sym).lower()} and group_size {group} has no method outside experts"
+        )
+        raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
+    return auto_gptq(bits, group)
 
 
 def _inc_int(question: ConfigQuestion, weights: _Weights, packing: str) -> Method:

@@ -189,8 +189,8 @@ def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bo
         refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
     if not newer:  # the key says four bits whatever the checkpoint has, and a class takes any key with a group
         key = weight_only_key(4, symmetric or group >= 0, group if group > 0 else 128)
-    elif group > 0:
-        key = weight_only_key(bits, symmetric, group)
+    elif group >= 0:
+        key = weight_only_key(bits, symmetric, group or 128)
     else:  # Humming has no key for scales per channel: the made-up key is one that no class lists.
         key = f"kUint{bits}StaticRow"
     return Method("HummingMoEMethod", "humming", config, key, None, bits, group)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from moeq.oracle.engines.vllm.case import INTEGER_VARIABLES, Case, Method, is_integer
 from moeq.oracle.engines.vllm.filters import marlin_shape
-from moeq.oracle.engines.vllm.linears import HEAD, renamings
+from moeq.oracle.engines.vllm.linears import HEAD, linears_of, renamings
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 
 Config = Mapping[str, Any]
@@ -51,6 +51,14 @@ class ConfigQuestion:
         for old, new in (self.renamings or {}).items():
             name = name.replace(old, new, 1) if name.startswith(old) else name
         return name
+
+    @property
+    def shards(self) -> list[str]:
+        """Paths of the modules of the checkpoint that a fused module is made of, where the config is asked for them."""
+        fused = self.fused or ""
+        known = linears_of(self.policy.version, self.probe.shape.architecture) if fused else ()
+        found = next((one for one in known if one.listed and f".{fused}".endswith(f".{one.path}")), None)
+        return [fused.removesuffix(found.path) + shard for shard in found.shards] if found else []
 
     @property
     def is_head(self) -> bool:
