@@ -5,8 +5,8 @@ belongs to this user or to root and is not open to everybody, and what moeq crea
 has mode 0700. Files in it are regular and belong to this user. Everything else is left alone: code is then compiled in
 memory, and one line of warning says why.
 
-The variables that name a folder (MOEQ_KERNEL_CACHE, NUMBA_CACHE_DIR, XDG_CACHE_HOME, HOME) are trusted as far as that:
-whoever sets them chooses where code is kept, not what is run.
+Whoever sets the variables that name a folder (MOEQ_KERNEL_CACHE, NUMBA_CACHE_DIR, XDG_CACHE_HOME, HOME) chooses where
+code is kept, not what is run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CodeCache:
         return []
 
     def read(self, name: str) -> bytes | None:
-        """Read a file; None where there is none, or none of this user's own."""
+        """Read a file; None if it is missing or others can change it."""
         with suppress(OSError):
             fd = os.open(name, os.O_RDONLY | _FILE, dir_fd=self._fd)
             with open(fd, "rb") as file:
@@ -88,7 +88,7 @@ def user_cache(*parts: str, variable: str | None = None) -> CodeCache | None:
     if variable is not None and (given := os.environ.get(variable)):
         return _open_once(given, ("-".join(parts),), variable)
     home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):  # to be ignored, says the XDG Base Directory Specification
+    if not os.path.isabs(home):  # the XDG Base Directory Specification ignores relative paths
         home = os.path.join(os.path.expanduser("~"), ".cache")
     return _open_once(home, parts, "HOME")
 

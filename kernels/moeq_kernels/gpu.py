@@ -29,7 +29,7 @@ class Gpu:
 
     @property
     def slow_memory(self) -> bool:
-        """Whether fewer bytes come from memory for each multiprocessor than on an H200: as few as on an H100."""
+        """Whether memory delivers fewer bytes per second and multiprocessor than SLOW_MEMORY, as on an H100."""
         return 0.0 < self.memory_rate < SLOW_MEMORY * self.multiprocessors
 
     @property

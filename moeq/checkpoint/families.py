@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 #: Where the unquantised checkpoint keeps its experts: one module per projection and expert, or stacked parameters with
-#: gate and up as two halves of the rows, as alternating rows, or with rows and columns exchanged.
+#: gate and up as two halves of the rows, as interleaved rows, or transposed.
 Stacking = Literal["per-expert", "halves", "interleaved", "transposed"]
 
 _W123 = ("w1", "w3", "w2")
@@ -39,12 +39,12 @@ class ModelFamily:
 
     @property
     def interleaved(self) -> bool:
-        """Whether rows of stacked gate/up tensors alternate."""
+        """Whether rows of stacked gate and up tensors are interleaved."""
         return self.stacking == "interleaved"
 
     @property
     def transposed(self) -> bool:
-        """Whether stacked parameters that are not quantised have rows and columns exchanged."""
+        """Whether stacked parameters that are not quantised are transposed."""
         return self.stacking == "transposed" or "gpt_oss" in self.model_types
 
 

@@ -329,7 +329,7 @@ class OneScale(Fp8Layout):
     w13_order = "up-gate"
     scope = "tensor"
     k_multiple = 16
-    rearranges = True  # but for two scales, which the fast path leaves to the reference path
+    rearranges = True  # except where gate and up have two scales, which the reference path packs
     lossy = "gate and up, which have a scale each, are requantised to the larger, as the engine does"
     rounds_jointly = True
     lossy_as_engine = True

@@ -3,8 +3,8 @@
 Scales are per block of 128 x 128 (`[N / 128, K / 128]`), per output channel (`[N, 1]`) or per matrix (`[1]`). The sizes
 of a checkpoint do not tell which of the three it has. Every layout holds one of them, and packing is refused where the
 scales of a block, or of a matrix, differ. w13 has one scale per matrix for gate and up together. Where a checkpoint has
-two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's GPUs. AMD's and
-Intel's operators were not read; their layouts refuse such a checkpoint.
+two, the engine requantises both halves to the larger: `to_larger_scale`, for the kernels of NVIDIA's GPUs. What
+AMD's and Intel's operators do is not known; their layouts refuse such a checkpoint.
 
 With one scale per matrix the engine also converts its weights to float16 and back to E4M3. That gives every code back
 for scales from 2**-15 (all codes tried); below, subnormal codes are lost, and above 146 the largest overflow. The codes

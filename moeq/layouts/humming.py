@@ -1,8 +1,9 @@
 """int4, int8 and MXFP4 for Humming, as far as its bytes can be made without the GPU they are for.
 
-That is 16-bit activations on SM75 to SM90. Weights are Marlin's map, scales its group order (single order for one scale
-per channel), biases its single order, zero points its 8-bit-activation order. Everything else about Humming depends on
-the GPU or on the data: native-dequant mode (SM100 and newer), the packed-K mode, W4A8 exponent clamping, tuned padding.
+These are the bytes for 16-bit activations on SM75 to SM90. Weights are Marlin's map, scales its group order (single
+order for one scale per channel), biases its single order, zero points its 8-bit-activation order. Everything else about
+Humming depends on the GPU or on the data: native-dequant mode (SM100 and newer), the packed-K mode, W4A8 exponent
+clamping, tuned padding.
 
 Source: humming-kernels 0.1.19 (`transform.py` and the repack kernel).
 """

@@ -18,7 +18,7 @@ class Only:
     dtype: str | None = None  #: dtype of the activations
     env: str | None = None  #: environment variable and value, `NAME=value`
     configs: tuple[str, ...] | None = None  #: vLLM's config classes, as the oracle names them
-    #: VLLM's weight keys, which tell scales of blocks, channels and tensors apart.
+    #: Weight keys of vLLM, which tell scales of blocks, channels and tensors apart.
     weights: tuple[str, ...] | None = None
     activations: str | None = None  #: vLLM's key of the activations that the checkpoint asks for; `none` for 16 bits
     devices: tuple[str, ...] | None = None  #: device terms (`moeq.oracle.devices`), of which one has to hold
@@ -41,7 +41,7 @@ class VLLM:
     shards: bool = True  #: tensor-parallel ranks may hold parts of experts
     loads: bool = True  #: moeq's plug-in hands the stored bytes to this backend
     only: Only = Only()  #: conditions under which the backend reads these bytes instead of others
-    #: The oracle names this layout for the backend; where it does not, a plan takes it in place of another.
+    #: The oracle names this layout for the backend. Where this is False, a plan puts it in the place of a named one.
     chosen: bool = True
     lossy: bool = False  #: the engine changes numbers when it makes these bytes, so they are written on request only
     older_differ: bool = False  #: versions before `since` read other bytes, for which there is no layout
@@ -56,7 +56,7 @@ class VLLM:
 
 @dataclass(frozen=True)
 class MOEQ:
-    """A kernel of moeq. How it reads the bytes is its own table (`moeq_kernels.formats`)."""
+    """A kernel of moeq; `moeq_kernels.formats` says how it reads the bytes."""
 
     #: Value of `--backend` that asks for it; None where the oracle never chooses it, because the bytes are made for an
     #: engine's kernel.

@@ -73,7 +73,7 @@ class Warned:
 
 @dataclass(frozen=True)
 class Finished:
-    """The conversion stands under its final name; or a shard of it is done."""
+    """The conversion has its final name, or a shard of it is done."""
 
     bytes_out: int  #: bytes of tensor data in it
     seconds: float  #: from `Started` on

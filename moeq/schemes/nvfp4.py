@@ -5,9 +5,9 @@ Tensors: compressed-tensors `weight_packed` U8 `[N, K / 2]`, `weight_scale` F8_E
 reciprocal). `input_global_scale` and `input_scale` are for 4-bit activations (W4A4); weight-only files lack them.
 Checked against compressed-tensors 0.17 to 0.20 and nvidia-modelopt 0.47.
 
-ModelOpt turns the stacked experts of Llama 4, which that model multiplies from the left, before it quantises them and
-turns codes and scales back: `weight` U8 `[K / 2, N]` with the two codes of a byte along K, `weight_scale` `[K / 16, N]`
-(`maybe_transpose_expert_weight_dimensions`; `Llama4Model.load_weights` in vLLM turns both again).
+ModelOpt transposes the stacked experts of Llama 4, which that model multiplies from the left, quantises them, and
+transposes codes and scales back: `weight` U8 `[K / 2, N]` with the two codes of a byte along K, `weight_scale`
+`[K / 16, N]` (`maybe_transpose_expert_weight_dimensions`; `Llama4Model.load_weights` in vLLM transposes both again).
 """
 
 from __future__ import annotations

@@ -130,12 +130,18 @@ def _data_name(data: Mapping[str, Any], key: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-class TorchAoInt(ReadOnlyFormat):
+class _TorchAo(ReadOnlyFormat):
+    """Base of torchao's formats: a row of the codes is an output feature."""
+
+    rows = ("_weight_qdata", 0)
+    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
+
+
+class TorchAoInt(_TorchAo):
     """Integers of 1 to 8 bits: an affine grid, as engines' formats have it."""
 
     id = "torchao-int"
     title = "torchao: integers in bytes (`Int8Tensor`, `IntxUnpackedToInt8Tensor`)"
-    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {
         "_weight_qdata": "codes",
         "_weight_scale": "scale",
@@ -144,7 +150,6 @@ class TorchAoInt(ReadOnlyFormat):
         **dict.fromkeys(_UNREAD, "other"),
         "bias": "bias",
     }
-    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
 
     def title_of(self, scheme: Scheme) -> str:
         return f"torchao {scheme.weight.dtype} {scheme.weight.scale.granularity}"
@@ -194,12 +199,11 @@ class TorchAoInt(ReadOnlyFormat):
         return QuantizedMatrix(spec, codes.to(torch.uint8), scales, zeros, bias=parts.get("bias"))
 
 
-class TorchAoInt4(ReadOnlyFormat):
+class TorchAoInt4(_TorchAo):
     """Packed int4 for one kernel on a GPU; zero points are floats, unless all are 0."""
 
     id = "torchao-int4"
     title = "torchao: packed int4 (`Int4Tensor`)"
-    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {
         "_weight_qdata": "codes",
         "_weight_scale": "scale",
@@ -241,7 +245,6 @@ class TorchAoInt4(ReadOnlyFormat):
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-
         codes = nibble_codes(parts["_weight_qdata"]) ^ 8
         scales, zeros = (parts[part].t().contiguous() for part in ("_weight_scale", "_weight_zero_point"))
         if spec.integer:
@@ -253,14 +256,12 @@ class TorchAoInt4(ReadOnlyFormat):
         return float_matrix(spec, values, parts)
 
 
-class TorchAoFloat8(ReadOnlyFormat):
+class TorchAoFloat8(_TorchAo):
     """FP8 under scales of rows, of the matrix, or of blocks."""
 
     id = "torchao-float8"
     title = "torchao: FP8 (`Float8Tensor`)"
-    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {"_weight_qdata": "codes", "_weight_scale": "scale", "bias": "bias"}
-    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
 
     def title_of(self, scheme: Scheme) -> str:
         return f"torchao float8 {scheme.weight.scale.granularity}"
@@ -289,12 +290,11 @@ class TorchAoFloat8(ReadOnlyFormat):
         return (Fp8Block() if blocks else Fp8()).unpack(_plain(parts), spec, scheme)
 
 
-class TorchAoMx(ReadOnlyFormat):
+class TorchAoMx(_TorchAo):
     """FP8 or FP4 under one scale per 32 or 16 numbers."""
 
     id = "torchao-mx"
     title = "torchao: MXFP8, MXFP4 and NVFP4 (`MXTensor`, `NVFP4Tensor`)"
-    rows = ("_weight_qdata", 0)
     parts: ClassVar[PartRoles] = {
         "_weight_qdata": "codes",
         "_weight_scale": "scale",
@@ -303,7 +303,6 @@ class TorchAoMx(ReadOnlyFormat):
         MX: "other",
         "bias": "bias",
     }
-    refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
 
     def title_of(self, scheme: Scheme) -> str:
         return f"torchao {scheme.weight.dtype}, {scheme.weight.scale.dtype} scales"

@@ -37,7 +37,7 @@ class MarlinFp8(_MarlinBytes):
 
     Blocks become groups along K (their scale repeated for every row), a scale per tensor becomes one per channel. Where
     gate and up have different scales per tensor, the engine requantises both to the larger; here each keeps its own,
-    which the kernel reads as any scale per channel.
+    as a scale of every one of its channels.
 
     Scales lie in the grouped order where there are several along K, else in the single order, in the dtype of the
     parameters. The kernel widens E4M3 by moving bits, which leaves the exponent bias out, so scales are stored times

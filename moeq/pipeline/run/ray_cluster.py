@@ -173,7 +173,7 @@ class Token:
             time.sleep(0.2)
 
     def remove(self) -> None:
-        """Remove it: workers that still run then stop."""
+        """Remove the file, which stops workers that still run."""
         Path(self.path).unlink(missing_ok=True)
 
     def is_removed(self) -> bool:
@@ -289,7 +289,7 @@ def run(
     remotes = {task.call: ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(task.call) for task in tasks}
     try:
         while waiting or running:
-            # Some more than there are processors, so that none is idle, and clusters that can grow see a reason to.
+            # More tasks than processors: none is idle, and a cluster that can grow does.
             free = 2 * int(ray.cluster_resources().get("CPU", 1)) - len(running)
             for task in [waiting.popleft() for _ in range(min(free, len(waiting)))]:
                 remote = remotes[task.call].options(name=task.name, memory=task.memory)

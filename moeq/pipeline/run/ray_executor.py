@@ -60,7 +60,7 @@ class RayExecutor:
     def __init__(self, ray: Any, job: OpenedJob, remote: RemoteJob, warn: Callable[[str, str], None]) -> None:
         self._ray = ray
         self._job = job
-        self._order = remote
+        self._remote = remote
         self._warn = warn
         self._local = Executor(job, _opened(remote.folder))
 
@@ -96,21 +96,21 @@ class RayExecutor:
                 handle(Written(unit, unit.bytes_out, unit.id))
                 handle(Executed(unit, record, seconds))
 
-        def saved(results: Results) -> None:
-            for record, seconds in results:
-                record_finished(Executed(by_id[record.unit], record, seconds))
+        def record(results: Results) -> None:
+            for row, seconds in results:
+                record_finished(Executed(by_id[row.unit], row, seconds))
 
-        ray_cluster.run(self._ray, tasks, done, self._warn, self._order.token.remove, saved)
+        ray_cluster.run(self._ray, tasks, done, self._warn, self._remote.token.remove, record)
         if left:
             raise MoeqError(
                 "environment.ray-nodes",
-                f"a Ray node that no longer sees {self._order.folder} has given up {len(left)} units: {min(left)} ...",
+                f"a Ray node that no longer sees {self._remote.folder} has given up {len(left)} units: {min(left)} ...",
                 "what was finished is kept; the same command continues it",
             )
 
     def _task(self, units: Sequence[Unit], memory: int) -> Task[Results]:
         name = units[0].id if len(units) == 1 else f"{units[0].id} .. {units[-1].id}"
-        return Task(name, memory, execute, (self._order, tuple(unit.id for unit in units)))
+        return Task(name, memory, execute, (self._remote, tuple(unit.id for unit in units)))
 
 
 def _bytes(units: Sequence[Unit]) -> int:

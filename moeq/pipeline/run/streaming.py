@@ -113,10 +113,10 @@ def require_space(plan: Schedule[U], folder: Path) -> None:
 def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: Mapping[str, int]) -> Schedule[U]:
     """Order units so that few source files are held at once.
 
-    What is held is finished first: of the units that use some of it, the next is the one whose files raise the peak
-    least, then the one after which least is still held. Where nothing is held, it is the first whose files have the
-    lowest names. Finding the best order of all is a hard problem (it contains the bandwidth of a graph); for
-    checkpoints whose files follow their layers this finds it.
+    Units that use files that are held come first: of these, the one whose files raise the peak least, then the one
+    after which the fewest bytes are held. Where no file is held, the unit whose files have the lowest names is next.
+    The best order of all is hard to find (the problem contains the bandwidth of a graph); for checkpoints whose files
+    follow their layers this finds it.
 
     Args:
         files: the source files that a unit reads.

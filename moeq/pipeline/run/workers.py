@@ -37,7 +37,7 @@ from moeq.pipeline.state.records import Bytes, UnitRecord
 
 @dataclass(frozen=True)
 class Written:
-    """Bytes of a unit were written."""
+    """Event: bytes of a unit were written."""
 
     unit: Unit
     bytes: int
@@ -46,7 +46,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Executed:
-    """A unit is on disk."""
+    """Event: a unit is on disk."""
 
     unit: Unit
     record: UnitRecord
@@ -217,7 +217,7 @@ class _Run:
         """Yield events until the last thread has ended. Call again after stopping early to get the rest."""
         while (event := self._events.get()) is not None:
             yield event
-        self._events.put(None)  # asked again, it ends again
+        self._events.put(None)  # a second call ends at once, too
 
     def stop(self) -> None:
         self._stopped = True

@@ -157,7 +157,7 @@ def _rows(arena: Arena, matrix: PackedMatrix, pairs: int, size: int) -> Rows:
     return Rows(codes, arena.take(torch.float32, -(-size // 128), stride), stride)
 
 
-def marlin(matrix: PackedMatrix) -> bool:
+def in_marlin_order(matrix: PackedMatrix) -> bool:
     """Return whether k of tokens has to be in the order of Marlin's words."""
     return matrix.element in ("int4", "e2m1")
 
@@ -191,7 +191,7 @@ def _quantised(
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"TOP_K": top_k, "COLUMNS": columns}
-    constants |= {"MARLIN": marlin(problem.w13), "INTERPRET": problem.interpret}
+    constants |= {"MARLIN": in_marlin_order(problem.w13), "INTERPRET": problem.interpret}
     warps = max(4, warps_for(columns))
     found = Quantised(pairs_sorted, rows, expert_of_row, direct)
     if pairs > MAX_FEW_PAIRS or grain:
@@ -256,7 +256,7 @@ def _requantised(
         "stride_q": rows.codes.strides[0],
     }
     constants: dict[str, Any] = {"COLUMNS": columns, "DIRECT": found.direct}
-    constants |= {"MARLIN": marlin(problem.w2), "INTERPRET": problem.interpret}
+    constants |= {"MARLIN": in_marlin_order(problem.w2), "INTERPRET": problem.interpret}
     if shared:
         w13 = problem.w13
         up_row, row_step = gate_up_rows(problem)

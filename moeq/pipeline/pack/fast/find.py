@@ -1,4 +1,4 @@
-"""Which layers have a fast path: what their format, their layout and their sizes allow. See `find_fast_path`."""
+"""Which layers have a fast path: what their format, their layout and their sizes allow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moeq.schemes.format import Described, PartSig
 def bind(
     experts: Experts, role: StackedRole, layout: Layout, shards: Sequence[ShardPlan], written: MatrixSpec
 ) -> FastPath | None:
-    """Bind the fast path that `find_fast_path` returns, once compiled loops are known to be there."""
+    """Return the fast path of a role, or None if it has none; `find_fast_path` sees to the compiled loops."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
     if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout):

@@ -10,8 +10,8 @@ rows along N, in whatever strides they lie:
     bias    `[N, 1]`, unsigned integers as wide as the stored dtype
     index   int32 `[K]`, the group of each column, if columns are in activation order
 
-Which bytes these are is said by each format (`moeq.schemes.format.FastView`). A projection is read only if every stored
-bit follows from these four, so that the source can be rebuilt from them, and if its values are unremarkable; otherwise
+Each format says which bytes these are (`moeq.schemes.format.FastView`). A projection is read only if every stored bit
+follows from these matrices, so that the source can be rebuilt from them, and if no value is exceptional; otherwise
 `read` gives None, and the reference path handles it or says what is wrong.
 
 The way back is the same: `blank` gives these matrices to be filled, in the stored bytes themselves wherever those are

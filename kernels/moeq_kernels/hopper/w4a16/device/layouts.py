@@ -42,11 +42,6 @@ def plain_shared():
 
 
 @constexpr_function
-def _lanes(step, axis, rank, count=5):
-    return [[step << bit if at == axis else 0 for at in range(rank)] for bit in range(count)]
-
-
-@constexpr_function
 def word_buffer():
     """Return the layout of shared memory that the copy engine fills with words `[slabs, tiles, 128]`."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
@@ -104,7 +99,7 @@ def words(wide, slabs, kind):
     warps = [[0, 0, lane // 2 if wide else tile], [1, 0, 0]]
     return gl.DistributedLinearLayout(
         reg_bases=own + slab,
-        lane_bases=_lanes(lane, 2, 3),
+        lane_bases=[[0, 0, lane << bit] for bit in range(5)],
         warp_bases=warps,
         block_bases=[],
         shape=words_shape(wide, slabs, kind),

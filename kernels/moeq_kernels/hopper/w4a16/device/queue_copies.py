@@ -60,6 +60,7 @@ def _draw(queue):
 
 @gluon.jit
 def _drawn(ticket):
+    """Return the unit that lane 0 has drawn, in all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [ticket], gl.int32, False, 1
     )
