@@ -105,7 +105,9 @@ def test_a_worker_reads_as_often_as_the_driver_was_asked_to(reread: bool, remote
 def test_a_local_source_is_named_by_its_whole_path(job: Job, checkpoints: Path, monkeypatch) -> None:
     monkeypatch.chdir(checkpoints)
     near = open_job(replace(job.request, src="gptq-int4-g32-qwen3moe"))
-    assert ray_executor._absolute(near) == replace(near.request, src=str(checkpoints / "gptq-int4-g32-qwen3moe"))
+    assert ray_executor._absolute(near) == replace(
+        near.request, src=str(checkpoints.resolve() / "gptq-int4-g32-qwen3moe")
+    )
     monkeypatch.chdir("/")
     near.checkpoint.source.revision = "commit"
     assert ray_executor._absolute(near) == replace(near.request, revision="commit")
