@@ -14,7 +14,7 @@ from typing import Any
 #: Longest text that is shown of one value.
 MAX_CHARACTERS = 10_000
 
-#: What GitHub's runner takes for a command: `::` where a line begins, `##[` anywhere.
+#: Text that GitHub's runner takes for a command: `::` where a line begins, `##[` anywhere.
 _COMMAND = re.compile(r"^(\s*)::|##\[")
 
 #: Characters with a meaning within a line of Markdown or in a table, and text that becomes a link without any mark.

@@ -15,13 +15,13 @@ class Epilogue(str):
 
     activation: str  #: name in `moeq_kernels.activations`, or `none`
     gated: bool  #: whether the activation combines a gate column and an up column into one result
-    interleaved: bool  #: whether gate and up columns alternate (gate even); otherwise all gate columns come first
+    interleaved: bool  #: whether gate and up columns are interleaved (gate even); otherwise gate is first
     #: Parameters of the activation's formula; a limit of 0 disables clamps.
     alpha: float
     beta: float
     limit: float
-    #: When router weights are applied (portable kernels only): `first` (before bias and activation), `last`, or empty
-    #: for never.
+    #: Point at which router weights are applied (portable kernels only): `first` (before bias and activation), `last`,
+    #: or empty for never.
     weight: str
 
     def __new__(

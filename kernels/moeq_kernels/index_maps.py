@@ -69,7 +69,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Packing:
-    """How the source holds the elements of a matrix: alone, or several to a word of one axis."""
+    """Form in which a source holds the elements of a matrix: alone, or several to a word of one axis."""
 
     per: int = 1  #: elements in a source word
     along_rows: bool = False  #: whether elements of one word follow each other along rows (AWQ) instead of columns

@@ -52,7 +52,7 @@ class LoraExperts:
     down: LoraMatrix | None = None
     #: Adapters of gate and up that share `a`; `b` has the rows of both. `gate` and `up` are None then.
     gate_up: LoraMatrix | None = None
-    interleaved: bool = False  #: whether gate and up rows of `gate_up` alternate; otherwise all gate rows come first
+    interleaved: bool = False  #: whether gate and up rows of `gate_up` are interleaved; otherwise gate is first
 
     def matrices(self) -> Iterator[tuple[str, LoraMatrix]]:
         """Yield the adapters that there are, by projection."""

@@ -51,7 +51,7 @@ def run_engine_check(
 
     Raises:
         MoeqError: `usage.unknown-engine`, `environment.no-engine` without vLLM, `environment.no-gpu` where its kernels
-            need a GPU, `usage.no-source` if the source is not at hand; otherwise as `run_check`.
+            need a GPU, `usage.no-source` if the source is not there; otherwise as `run_check`.
     """
     if engine != "vllm":
         raise MoeqError("usage.unknown-engine", f"run-check runs no backends of '{engine}'", option("engine", "vllm"))

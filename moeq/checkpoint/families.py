@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: Where the unquantised checkpoint keeps its experts: one module per projection and expert, or stacked parameters with
+#: Place of the experts in the unquantised checkpoint: one module per projection and expert, or stacked parameters with
 #: gate and up as two halves of the rows, as interleaved rows, or transposed.
 Stacking = Literal["per-expert", "halves", "interleaved", "transposed"]
 
@@ -24,7 +24,7 @@ class ModelFamily:
     experts: str = "mlp.experts"  #: path of the experts module under a layer
     #: Spelling of gate, up and down; an empty gate where there is none.
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    #: How the family's own checkpoints keep experts. Quantised exports of any family may be per-expert.
+    #: Place of experts in the family's own checkpoints. Quantised exports of any family may be per-expert.
     stacking: Stacking = "per-expert"
     layers: tuple[str, ...] = ("model.layers",)  #: paths of the decoder layers in published checkpoints
     router: str = "mlp.gate"  #: router module under a layer
@@ -34,7 +34,7 @@ class ModelFamily:
     group_score: Literal["max", "top2"] = "max"  #: how a group of experts is ranked, where there are groups
     #: Config keys of the expert intermediate size, searched in order.
     intermediate_keys: tuple[str, ...] = ("moe_intermediate_size",)
-    #: What the model's code uses where it ignores the config key, or None to trust the config.
+    #: Value that the model's code uses in place of the config's, or None to trust the config.
     activation: str | None = None
 
     @property

@@ -61,7 +61,7 @@ class MatrixEntry:
 
 @dataclass(frozen=True)
 class RankEntry:
-    """What one rank holds of a layer that is written rank by rank."""
+    """Share of one rank in a layer that is written rank by rank."""
 
     rank: int  #: rank within tensor parallelism, or within expert parallelism
     #: `(start, stop)` of its experts; the leading axis of its tensors has `stop - start` entries.
@@ -73,7 +73,7 @@ class RankEntry:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a layer serves several ranks."""
+    """Form in which a layer serves several ranks."""
 
     axis: Literal["tp", "ep"] | None = None  #: what the deployment cuts: `tp`, `ep`, or None for a single rank
     #: `unsharded`, one packing that a loader reads whole or slices, or `ranks`, one packing per rank.
@@ -127,7 +127,7 @@ class CopiedLayer:
 
 @dataclass(frozen=True)
 class RestoreEntry:
-    """What `moeq restore` needs beside the weights (see `moeq.pipeline.state.restore_data`)."""
+    """Data that `moeq restore` needs beside the weights (see `moeq.pipeline.state.restore_data`)."""
 
     file: str  #: file that holds the source's headers and configs, and tensors that cannot be rebuilt from the weights
     files: tuple[str, ...] = ()  #: the source's weight files, in order
@@ -157,7 +157,7 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """Where a converted checkpoint came from."""
+    """Source of a converted checkpoint."""
 
     name: str  #: path or repository as the user named it
     revision: str | None  #: commit, for a Hub source
@@ -167,7 +167,7 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """What the folder was asked for, by which the same command recognises that it is done."""
+    """Job that the folder is the result of, by which the same command recognises that it is done."""
 
     plan: str  #: digest of the plan: source headers, options, layouts and output tensors
     sample: str  #: digest of sampled blocks of a local source's weights; empty for a commit of a repository
@@ -182,17 +182,17 @@ class Manifest:
     source: SourceEntry
     model: Mapping[str, Any]  #: what `moeq inspect --json` says of the source
     backend: str
-    deployment: Mapping[str, Any]  #: what it was converted for
+    deployment: Mapping[str, Any]  #: deployment that it was converted for
     layers: tuple[LayerEntry, ...]
     digest: str  #: definition of the digests (`moeq.digest.DIGEST_NAME`)
     advisories: tuple[str, ...] = ()  #: codes of engine defects that touch this deployment
     copied: tuple[CopiedLayer, ...] = ()  #: layers whose experts were copied unchanged, with the reason
-    #: What leads back to the source; None in manifests of versions that did not keep it.
+    #: Data that leads back to the source; None in manifests of versions that did not keep it.
     restore: RestoreEntry | None = None
     #: Every other file of the folder, by name; None in manifests of versions that did not record them.
     files: Mapping[str, FileDigest] | None = None
     intact: bool = True  #: whether the seal, a digest of all the rest, is right; not written to the file
-    #: What loads it, as far as its writer knew (`vLLM 0.33.0 ...`); empty where nothing did.
+    #: Loaders that take it, as far as its writer knew (`vLLM 0.33.0 ...`); empty if it knew none.
     loads_in: tuple[str, ...] = ()
     job: JobEntry | None = None  #: what was asked for; None in manifests of versions that did not record it
 

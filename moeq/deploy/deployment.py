@@ -32,7 +32,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Deployment:
-    """How an engine will be started. Sizes are counts of ranks.
+    """Settings with which an engine is started. Sizes are counts of ranks.
 
     Attributes:
         gpu: device of every rank.

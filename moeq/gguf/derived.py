@@ -1,4 +1,4 @@
-"""Bytes that no file has: tensors that llama.cpp's converter rearranged, turned back, made when they are opened."""
+"""Bytes that no file has: tensors as they were before llama.cpp's converter rearranged them, made on opening."""
 
 from __future__ import annotations
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: What a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of length 1
-#: goes in front. `minus-one`: norms are stored with 1 added. `values`: rows of value heads are in another order (with
-#: `head` one row per head, with `tail` after queries and keys), or columns are (`value-columns`). `logarithm`: stored
-#: as `-exp(x)`; `value-logarithm` as well, one number per value head. `channels`: an axis of length 1 goes between.
+#: Change that a tensor needs beside its name. `rotary`: rows of each head are interleaved halves. `row`: an axis of
+#: length 1 goes in front. `minus-one`: norms are stored with 1 added. `values`: rows of value heads are in another
+#: order (with `head` one row per head, with `tail` after queries and keys), or columns are (`value-columns`).
+#: `logarithm`: stored as `-exp(x)`; `value-logarithm` as well, one number per value head. `channels`: an axis of length
+#: 1 goes between.
 Change = Literal[
     "rotary",
     "row",

@@ -101,7 +101,7 @@ def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[s
 
 
 class _GgufFiles(Source):
-    """What GGUF files are as a checkpoint, wherever they are."""
+    """GGUF files as a checkpoint, wherever they are."""
 
     _side_files: tuple[str, ...]
 

@@ -87,7 +87,7 @@ class SliceRule:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """What sizes are rounded up to before packing (`moeq.layouts.padding` does it)."""
+    """Multiples to which sizes are rounded up before packing (`moeq.layouts.padding` does it)."""
 
     intermediate: int = 1  #: multiple of the intermediate size: rows of each half of `w13`, columns of `w2`
     hidden: int = 1  #: multiple of the hidden size: columns of `w13`, rows of `w2`

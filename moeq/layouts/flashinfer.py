@@ -264,7 +264,7 @@ class TrtllmMXFP8(MXFP8Layout):
 
 # ------------------------------------------------------------------------------------------------------------------ FP8
 
-#: What the engine raises smaller scales of blocks to.
+#: Number to which the engine raises smaller scales of blocks.
 LEAST = 1e-10
 
 

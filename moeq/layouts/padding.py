@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """How the two matrices of an expert are padded."""
+    """Padding of the two matrices of an expert."""
 
     rule: PaddingRule  #: the layout's rule
     w13: MatrixSpec  #: padded spec of w13 (n counts both halves)

@@ -41,7 +41,7 @@ from moeq.spelling import option
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Shown):
-    """What `convert` did, or with `dry_run` would do."""
+    """Result of `convert`, or of a dry run."""
 
     destination: Path  #: output folder
     job: Job  #: source, decision and plan

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moeq.pipeline.pack.fast.formats import Fields
     from moeq.pipeline.pack.fast.path import Digests, FastPath, Outputs
 
-#: Which experts are unpacked again and compared with the source.
+#: Experts that are unpacked again and compared with the source.
 Proof = Literal["sample", "all"]
 
 #: A sample holds every expert with a number that this divides.

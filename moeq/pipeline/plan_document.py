@@ -49,7 +49,7 @@ class Needs:
     seconds: float  #: time at `RATES`; an estimate
     ways: Mapping[str, Way]  #: unit id to the way that it takes
     kinds: tuple[UnitKind, ...]  #: units by kind
-    #: How a repository's files come and go with `--stream-source`; None for sources on disk.
+    #: Order in which `--stream-source` fetches and drops a repository's files; None for sources on disk.
     stream: Schedule[Unit] | None = None
 
 

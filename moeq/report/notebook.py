@@ -17,7 +17,7 @@ from moeq.pipeline.plan.job import Job
 from moeq.report.text import counted, human_bytes, human_seconds
 from moeq.report.verdict_text import answer_text, reasons_text
 
-#: What a record is in one phrase, and labelled lines about it.
+#: A phrase that says what a record is, and labelled lines about it.
 Summary = tuple[str, list[tuple[str, str]]]
 
 

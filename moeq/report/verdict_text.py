@@ -105,10 +105,10 @@ def _shared_reasons(candidates: Sequence[CandidateReport]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(r.text for r in candidates[0].reasons if all(r.text in others for others in texts)))
 
 
-#: How engines are called.
+#: Names of engines for people.
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "moeq": "moeq"}
 
-#: Begin of a remedy that no option on this machine can be.
+#: Beginning of a remedy that no option on this machine gives.
 _OTHER_DEVICE = "a device of kind"
 
 

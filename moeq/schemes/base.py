@@ -14,7 +14,7 @@ from moeq.matrix import ELEMENT_BITS
 
 Granularity = Literal["tensor", "channel", "token", "group", "block"]
 
-#: How stored zero points relate to the effective ones: absent, stored as is, or stored minus one (GPTQ v1).
+#: Form of the zero points: absent, stored as they are, or stored minus one (GPTQ v1).
 ZeroPoint = Literal["none", "stored", "stored-minus-one"]
 
 
@@ -41,7 +41,7 @@ class QuantKey:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one set of expert weights is encoded."""
+    """Encoding of one set of expert weights."""
 
     #: Id of the checkpoint format in the scheme registry (`gptq`, `awq`, `ct-pack`, `ct-int8`, `mxfp4`, ...).
     format: str

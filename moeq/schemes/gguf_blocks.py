@@ -199,7 +199,7 @@ def _require_finite(kind: str, *scales: Tensor) -> None:
 _COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {"q4_k": _q4_k, "q6_k": _q6_k}
 
 
-#: What formats hold a type's numbers exactly; everything else rounds them once, and says how far.
+#: Formats that hold a type's numbers exactly; all others round them once, and `transcode` says how far.
 _EXACT = {
     "q4_0": "int4, groups of 32: exact in compressed-tensors and GPTQ",
     "q5_0": "int8, groups of 32: exact in compressed-tensors and GPTQ",

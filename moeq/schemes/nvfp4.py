@@ -112,7 +112,7 @@ _MATRICES = ("weight_packed", "weight", "weight_scale")
 
 
 def _is_transposed(parts: Parts) -> bool:
-    """Return whether rows and columns are exchanged: one scale per 8 bytes goes along one axis only."""
+    """Return whether matrices are transposed: one scale per 8 bytes goes along one axis only."""
     weight, scale = parts[weight_part(parts)].shape, parts["weight_scale"].shape
     return scale == (weight[0] // 8, weight[1])
 

@@ -28,7 +28,7 @@ NUMBERS = ("q4_1", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", "tq
 #: Codes of IQ4_NL as codes of int8: the numbers of ggml's `kvalues_iq4nl`.
 IQ4_NL_INT8 = np.array([1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241], np.uint8)
 
-#: What 4-bit codes are as codes of int8.
+#: The int8 code of each 4-bit code, by type.
 _INT8 = {"iq4_nl": IQ4_NL_INT8, "q4_0_int8": np.arange(120, 136, dtype=np.uint8)}
 
 

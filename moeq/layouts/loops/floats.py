@@ -42,7 +42,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class Measured:
-    """How a matrix differs from what was written for it."""
+    """Difference between a matrix and what was written for it."""
 
     numbers: int  #: numbers that differ
     blocks: int  #: blocks with such numbers

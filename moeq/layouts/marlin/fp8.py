@@ -54,7 +54,7 @@ class MarlinFp8(_MarlinBytes):
     group_sizes = (128,)
     lossy = "scales and biases that are no bf16 numbers are rounded to bf16, as the engine rounds them"
     lossy_as_engine = True
-    #: What the kernel leaves out of a widened code's exponent.
+    #: Exponent bias that the kernel leaves out of widened codes.
     exponent: ClassVar[int] = 120
     recodes_scales = True
 

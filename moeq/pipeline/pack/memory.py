@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
-#: How a unit is executed: packed by the fast path or the reference path, copied, or transcoded.
+#: Way in which a unit is executed: packed by the fast or the reference path, copied, or transcoded.
 Way = Literal["fast", "reference", "copy", "transcode"]
 
 #: Bytes per element of the largest matrix that one thread of the reference path holds at its peak.

@@ -32,7 +32,7 @@ class LayoutChoice:
     overridden: tuple[str, ...] = ()  #: reasons against it that were overridden by force
     sizes: Sizes | None = None  #: sizes per rank
     rank_bytes: int = 0  #: bytes of a layer's experts on the fullest rank
-    #: What is rounded if stored values do not fit, which takes `--allow-lossy`; None if all fit.
+    #: Numbers that are rounded where stored ones do not fit, which takes `--allow-lossy`; None if all fit.
     rounding: str | None = None
 
 

@@ -189,7 +189,7 @@ def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
 
 
 def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
-    """Return the failed gate if experts give another width than they take: rows and columns of some are exchanged."""
+    """Return the failed gate if experts give another width than they take: some matrices are transposed."""
     if checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
         return None
     taken, given = checkpoint.spec(layer, "w13").k, checkpoint.spec(layer, "w2").n

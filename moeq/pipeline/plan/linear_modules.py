@@ -43,10 +43,10 @@ _NEWER = "a GPU of compute capability 8.9 or higher"
 _QUARK_FP8 = ("QuarkW8A8Fp8MoEMethod", "cuda")
 _MEANING = "a config that says how the module is stored"
 
-#: What is wrong with a module, and the remedy.
+#: Fault of a module, and its remedy.
 _Problem = tuple[str, str]
 
-#: What was found of a checkpoint, by all that it depends on: a verdict is asked for many devices.
+#: Faults of a checkpoint, by all that they depend on, because a verdict is asked for many devices.
 _FOUND: WeakKeyDictionary[Checkpoint, dict[tuple[object, ...], _Problem | None]] = WeakKeyDictionary()
 
 

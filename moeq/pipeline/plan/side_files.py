@@ -25,7 +25,7 @@ RESTORE_DATA_NAME = "moeq-restore.data"
 SIGNATURE_NAME = f"{MANIFEST_NAME}.minisig"
 
 CARD = "README.md"
-#: What the source's own card is called in a pushed repository.
+#: Name of the source's own card in a pushed repository.
 SOURCE_CARD = "README.source.md"
 #: Line in the front matter of every card that moeq writes.
 CARD_MARK = "library_name: moeq"
@@ -53,7 +53,7 @@ _AUTO_MAP = "auto_map"
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What becomes of a source's files other than weights."""
+    """A source's files other than weights, by what a conversion does with them."""
 
     sizes: Mapping[str, int]  #: bytes of every file that is written to the conversion as it is
     stripped: tuple[str, ...]  #: JSON files that are written without `auto_map`

@@ -38,7 +38,7 @@ def gated(epilogue):
 
 @constexpr_function
 def interleaved(epilogue):
-    """Return whether gate and up columns alternate."""
+    """Return whether gate and up columns are interleaved."""
     return epilogue.interleaved
 
 

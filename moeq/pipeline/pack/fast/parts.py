@@ -121,7 +121,7 @@ class FastPart:
 
     @cached_property
     def blocks(self) -> tuple[RowBlock, ...]:
-        """All blocks."""
+        """Blocks of all rows, in order."""
         return tuple(
             self._rows(row, min(self.block, self.shape[0] - row)) for row in range(0, self.shape[0], self.block)
         )
