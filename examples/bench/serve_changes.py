@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -257,18 +258,21 @@ def healthy(port: int) -> bool:
 
 
 def conversions(options: argparse.Namespace, progress: Progress) -> list[Path]:
-    """Write both checkpoints, convert them and compile the kernels, unless that has been done."""
+    """Write the checkpoints that the parts need, convert them and compile the kernels, unless that has been done.
+
+    Sources are removed once they are converted: a machine's disk may not hold four folders of a whole model.
+    """
     folders = []
-    for seed, name in enumerate("AB"):
+    for seed, name in enumerate("A" if options.part == ["preload"] else "AB"):
         source, converted = options.folder / name, options.folder / f"{name}-converted"
-        if not source.exists():
+        if not converted.exists():
             size = Size(options.layers, options.experts, VOCABULARY)
             write_checkpoint(source, MODELS[options.model], options.format, size, seed=seed)
             write_tokenizer(source)
             progress.say(f"{name} is written")
-        if not converted.exists():
             seconds = timed("convert", str(source), str(converted), "--gpu", options.gpu)
             progress.say(f"{name} was converted in {seconds} s")
+            shutil.rmtree(source)
         folders.append(converted)
     if ON_GPU:
         ep = ["--ep", "2"] if "balance" in options.part else []
