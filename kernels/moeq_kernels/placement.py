@@ -7,9 +7,10 @@ graphs that were captured before find them at the same address.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 UNPACKED = Packing()
 
 
+class Write(NamedTuple):
+    """One write of a packed tensor: the arguments of `place`."""
+
+    source: Tensor
+    target: Tensor
+    placement: Placement
+    shape: tuple[int, int]
+    packing: Packing = UNPACKED
+
+
 def place(
     source: Tensor, target: Tensor, placement: Placement, shape: tuple[int, int], packing: Packing = UNPACKED
 ) -> None:
@@ -48,20 +59,26 @@ def place(
 
     Raises KernelArgumentError if source and target are on several devices or do not hold what `placement` says.
     """
-    found = planned(
-        placement,
-        packing,
-        shape,
-        source.dtype,
-        source.shape,
-        source.stride(),
-        target.dtype,
-        target.shape,
-        target.stride(),
-    )
-    if source.device != target.device:
-        raise KernelArgumentError(f"a matrix on {source.device} cannot be written to {target.device}")
-    found.queued.run(source.view(found.source), target)
+    place_together([Write(source, target, placement, shape, packing)])
+
+
+def place_together(writes: Sequence[Write]) -> None:
+    """Write several tensors as `place` does. All are checked and compiled before the first byte changes.
+
+    Raises KernelArgumentError as `place`.
+    """
+    forms, tensors = [], []
+    device = writes[0].target.device
+    for source, target, *how in writes:
+        if source.device != device or target.device != device:
+            raise KernelArgumentError(f"a matrix on {source.device} cannot be written to {target.device} and {device}")
+        forms.append(
+            (*how, source.dtype, source.shape, source.stride(), target.dtype, target.shape, target.stride())
+        )
+    queued, dtypes = planned_together(tuple(forms))
+    for write, dtype in zip(writes, dtypes, strict=True):
+        tensors += [write.source.view(dtype), write.target]
+    queued.run(*tensors)
 
 
 @dataclass(frozen=True)
@@ -87,19 +104,6 @@ def read(
     """
     shapes = (target.dtype, target.numel(), source.dtype, tuple(source.shape))
     planned_reading(reading, first_row, pairs, into, *shapes).run(source, target)
-
-
-@dataclass(frozen=True, eq=False)
-class Planned:
-    """Planned write: its launch, and the dtype as which it reads the source."""
-
-    launch: Launch
-    source: torch.dtype
-
-    @cached_property
-    def queued(self) -> Queued:
-        """The launch on tensors."""
-        return Queued([self.launch], ("source", "target"))
 
 
 @lru_cache(maxsize=KEPT)
@@ -149,18 +153,26 @@ def planned_reading(
 
 
 @lru_cache(maxsize=KEPT)
+def planned_together(forms: tuple[tuple[Any, ...], ...]) -> tuple[Queued, tuple[torch.dtype, ...]]:
+    """Plan writes, each given by the arguments of `planned`, and return the dtypes as which they read their sources."""
+    launches = [planned(number, *form) for number, form in enumerate(forms)]
+    roots = [f"{name}{number}" for number in range(len(forms)) for name in ("source", "target")]
+    return Queued(launches, roots), tuple(one.arguments["source"].dtype for one in launches)  # type: ignore[union-attr]
+
+
 def planned(
+    number: int,
     placement: Placement,
-    packing: Packing,
     shape: tuple[int, int],
+    packing: Packing,
     given: torch.dtype,
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     stored: torch.dtype,
     target_sizes: tuple[int, ...],
     target_strides: tuple[int, ...],
-) -> Planned:
-    """Plan the write of a source of some dtype, sizes and strides into such a target.
+) -> Launch:
+    """Plan a write, the one of this number, from a source of some dtype, sizes and strides into such a target.
 
     Raises KernelArgumentError as `place`.
     """
@@ -176,8 +188,8 @@ def planned(
     if len(sizes) != 3 or last >= each or each * sizes[0] != words:
         raise KernelArgumentError(f"word {last} of {each}, from {list(sizes)}")
     dtype = _WORDS[given.itemsize] if given.is_floating_point else given
-    source = Area("source", dtype, sizes, strides)
-    arguments: dict[str, Any] = {"source": source, "target": Area.of("target", word, words)}
+    source = Area(f"source{number}", dtype, sizes, strides)
+    arguments: dict[str, Any] = {"source": source, "target": Area.of(f"target{number}", word, words)}
     steps = {"source_step": strides[0], "target_step": each}
     rows, columns = shape
     (row_stride, column_stride), inner, outer = strides[1:], placement, packing
@@ -191,14 +203,11 @@ def planned(
         more = {"columns": columns, "count": placement.words, **first}
         constants = {**inner.constants, **outer.constants, "BLOCK": BLOCK}
         grid = (-(-placement.words // BLOCK), sizes[0])
-        return Planned(
-            Launch("device.placement:place_words", grid, arguments | steps | across | more, constants), dtype
-        )
+        return Launch("device.placement:place_words", grid, arguments | steps | across | more, constants)
     sign = sum(packing.sign << (placement.bits * i) for i in range(packing.per))
     if dtype.is_signed and sign >> (8 * dtype.itemsize - 1):
         sign -= 1 << 8 * dtype.itemsize
     more = {"columns": columns // packing.per, "top_rows": tiles.tops[0], "top_columns": tiles.tops[1]}
     constants = {**tiles.constants, "SIGN": sign}
     programs, options = (tiles.across, tiles.down, sizes[0]), {"num_warps": 8}
-    launch = Launch("device.placement:place_tiles", programs, arguments | steps | across | more, constants, options)
-    return Planned(launch, dtype)
+    return Launch("device.placement:place_tiles", programs, arguments | steps | across | more, constants, options)

@@ -267,7 +267,7 @@ def _placement_launch(whole: bool) -> Launch:
     placement, source = Placement(tuple(digits), fields, 4), (1, INTERMEDIATE if whole else 64, HIDDEN // 2)
     words = (INTERMEDIATE * HIDDEN // 8,)
     given, written = (torch.uint8, source, contiguous(source)), (torch.int32, words, contiguous(words))
-    return planned(placement, Packing(2), (source[1], HIDDEN), *given, *written).launch
+    return planned(0, placement, (source[1], HIDDEN), Packing(2), *given, *written)
 
 
 def _reading_launch() -> Launch:
