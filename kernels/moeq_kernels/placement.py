@@ -72,9 +72,7 @@ def place_together(writes: Sequence[Write]) -> None:
     for source, target, *how in writes:
         if source.device != device or target.device != device:
             raise KernelArgumentError(f"a matrix on {source.device} cannot be written to {target.device} and {device}")
-        forms.append(
-            (*how, source.dtype, source.shape, source.stride(), target.dtype, target.shape, target.stride())
-        )
+        forms.append((*how, source.dtype, source.shape, source.stride(), target.dtype, target.shape, target.stride()))
     queued, dtypes = planned_together(tuple(forms))
     for write, dtype in zip(writes, dtypes, strict=True):
         tensors += [write.source.view(dtype), write.target]

@@ -1,4 +1,4 @@
-"""Write experts into tensors on a GPU by the gather kernel: no copy of the packed expert, no wait for the device.
+"""Write experts into tensors on a GPU by the gather kernel: no copy of the packed expert, no wait for the writes.
 
 Work is queued on the current stream, so that later kernels of that stream, captured graphs included, read the new
 weights. Other streams have to wait for an event of this one, as for any tensor that is written.
@@ -6,20 +6,26 @@ weights. Other streams have to wait for an event of this one, as for any tensor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import StackedRole
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.arranged import ArrangedLayout, as_stored, torch_dtype
 from moeq.layouts.marlin.wna16 import MarlinActOrder
 from moeq.matrix import QuantizedMatrix
+from moeq.schemes.registry import get_format
+from moeq.update.incoming import Parts, check_form, is_float, wanted_spec
 from moeq.update.layers import WritableLayer
+from moeq.update.packing import Copies
 from moeq.update.placing import placement_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq_kernels.index_maps import Placement
+    from moeq_kernels.placement import Write
 
 
 def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
@@ -52,20 +58,127 @@ def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement |
     return found
 
 
-def place_matrix(layer: WritableLayer, role: StackedRole, rows: Sequence[int], matrix: QuantizedMatrix) -> None:
-    """Queue the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them."""
-    from moeq_kernels.placement import place
+class Gather:
+    """The gather kernel's writes of one stacked matrix without `obstacle`, as far as they are alike for all experts."""
 
-    layout, padded = layer.layout, layer.padding.pad(matrix)
-    targets = layer.tensors[role]
-    for name, placement in placements(layer, role).items():
-        assert placement is not None
-        elements = layout.encode(name, padded)
-        for row in rows:
-            place(elements, targets[name][row], placement, _shape(elements))
-    extra = layout.extra_tensors(padded.spec)
-    for row in rows:
-        layout.fill_extra(padded, {name: targets[name][row] for name in extra})
+    def __init__(self, layer: WritableLayer, role: StackedRole) -> None:
+        self._layer, self._role = layer, role
+
+    def is_whole(self, given: Mapping[str, Parts]) -> bool:
+        """Return whether an update names all rows of the matrix."""
+        return sum(wanted_spec(self._layer, name).n for name in given) == self._layer.specs[self._role].n
+
+    @cached_property
+    def _placements(self) -> dict[str, Placement]:
+        return {name: one for name, one in placements(self._layer, self._role).items() if one is not None}
+
+    def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[list[Write], Copies]:
+        """Return the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them.
+
+        Raises:
+            MoeqError: the errors of `ArrangedLayout.check_values`.
+        """
+        import torch
+
+        from moeq_kernels.placement import Write
+
+        layout, padded = self._layer.layout, self._layer.padding.pad(matrix)
+        targets = self._layer.tensors[self._role]
+        layout.check_values(padded)
+        found = []
+        for name, placement in self._placements.items():
+            elements = layout.encode(name, padded)
+            found += [Write(elements, targets[name][row], placement, _shape(elements)) for row in rows]
+        extra = {name: torch.empty_like(targets[name][rows[0]]) for name in layout.extra_tensors(padded.spec)}
+        layout.fill_extra(padded, extra)
+        return found, [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows]
+
+    def stored(self, given: Mapping[str, Parts], rows: Sequence[int]) -> list[Write] | None:
+        """Return the writes of a whole matrix that the kernel reads as the checkpoint stores it, without decoding.
+
+        None if that needs decoding, or if a value is refused, which decoding says in words.
+
+        Raises:
+            MoeqError: `usage.update-tensors` if the tensors are not the checkpoint's own form.
+        """
+        import torch
+
+        from moeq_kernels.index_maps import Packing
+        from moeq_kernels.placement import UNPACKED, Write
+
+        layer, parts = self._layer, self._stored_parts
+        specs = {name: wanted_spec(layer, name) for name in sorted(given)}  # gate rows come before up rows
+        if not parts or ("gate_up" in given and layer.interleaved is not False):
+            return None
+        if any(is_float(tensors) for tensors in given.values()):
+            return None
+        known = get_format(layer.scheme.format)
+        roles, signed = known.parts, known.fast_view is not None and known.fast_view.signed
+        found: dict[str, list[Tensor]] = {"codes": [], "scale": []}
+        for name, spec in specs.items():
+            check_form(layer, name, given[name], spec)
+            for part, tensor in given[name].items():
+                role = roles.get(part)
+                if role in found:
+                    here = tensor.to(layer.device)
+                    found[role].append(here.view(torch.uint8) if here.itemsize == 1 else here)
+                elif role != "other" and (role != "shape" or tensor.tolist() != [spec.n, spec.k]):
+                    return None
+        _, scale_shape, _ = parts["scales"]
+        if sum(one.numel() for one in found["scale"]) != math.prod(scale_shape):
+            return None
+        codes, scales = (ones[0] if len(ones) == 1 else torch.cat(ones) for ones in found.values())
+        if not self._holds(scales):
+            return None
+        sources = {
+            "codes": (codes.flatten(1), Packing(8 * codes.itemsize // layer.scheme.bits, sign=0x80 if signed else 0)),
+            "scales": (scales.reshape(scale_shape), UNPACKED),
+        }
+        targets = layer.tensors[self._role]
+        return [
+            Write(source, targets[name][row], placement, shape, packing)
+            for field, (source, packing) in sources.items()
+            for name, shape, placement in [parts[field]]
+            for row in rows
+        ]
+
+    @cached_property
+    def _stored_parts(self) -> dict[str, tuple[str, tuple[int, int], Placement]]:
+        """Name, shape and words of the parts that hold codes and scales, in this order.
+
+        Empty unless stored codes and scales are all of the matrix, in its rows and with the bits that the layout moves.
+        """
+        layer, role = self._layer, self._role
+        layout, spec, scheme = layer.layout, layer.padded(role), layer.scheme
+        view = get_format(scheme.format).fast_view_of(scheme)
+        alike = spec == layer.own(role) == layer.written[role] == layer.specs[role]
+        parts = layout.parts(spec)
+        fields = {part.field: name for name, part in parts.items()}
+        bits_move = layout.rearranges and not layout.recodes_scales and not layout.extra_tensors(spec)
+        checked = layout.exact_scales is not None or type(layout).check_values is ArrangedLayout.check_values
+        plain = view is not None and not view.transposed and view.nibble_of_column is None
+        if not (alike and plain and bits_move and checked and len(parts) == 2 and fields.keys() == {"codes", "scales"}):
+            return {}
+        scale, height = parts[fields["scales"]], wanted_spec(layer, layer.projections[1 if role == "w13" else -1]).n
+        shared = scheme.weight.scale.group_shape[0]
+        if not spec.symmetric or spec.bits not in (4, 8) or scheme.weight.scale2 is not None or spec.act_order:
+            return {}
+        if not as_stored(scale, spec) or scale.rows != shared or height % shared:
+            return {}
+        return {
+            field: (name, layout.element_shape(parts[name], spec), self._placements[name])
+            for field in ("codes", "scales")
+            for name in [fields[field]]
+        }
+
+    def _holds(self, scales: Tensor) -> bool:
+        """Return whether all scales are finite, and exponents within those of the layout. Waits for the device."""
+        import torch
+
+        if scales.dtype == torch.uint8:
+            least, greatest = self._layer.layout.exact_scales or (0, 254)
+            return least == 0 and int(scales.amax()) <= greatest
+        return math.isfinite(float(torch.linalg.vector_norm(scales, math.inf)))
 
 
 def places_all(layer: WritableLayer, role: StackedRole) -> bool:
@@ -90,13 +203,16 @@ def places_all(layer: WritableLayer, role: StackedRole) -> bool:
 
 def place_all(layer: WritableLayer, role: StackedRole, tall: QuantizedMatrix) -> None:
     """Queue the writes of all experts of a rank, given as one matrix `[experts * N, K]`."""
-    from moeq_kernels.placement import place
+    from moeq_kernels.placement import Write, place_together
 
+    layer.layout.check_values(tall)
+    writes = []
     for name, placement in placements(layer, role).items():
         assert placement is not None
         rows = layer.layout.encode(name, tall)
         elements = rows.view(len(layer.experts), -1, rows.shape[1])
-        place(elements, layer.tensors[role][name], placement, _shape(elements[0]))
+        writes.append(Write(elements, layer.tensors[role][name], placement, _shape(elements[0])))
+    place_together(writes)
 
 
 def _shape(elements: Tensor) -> tuple[int, int]:

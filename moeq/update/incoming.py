@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.errors import MoeqError
-from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
+from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, projection_spec
 from moeq.model.quantized_modules import decode
 from moeq.model.shards import Range
 from moeq.schemes.base import Scheme
@@ -36,6 +37,10 @@ PROJECTIONS: Mapping[str, tuple[Projection, ...]] = {
     "w13": ("gate", "up"),
     "gate_up": ("gate", "up"),
 }
+
+
+#: Upper bound of the forms of tensors whose description is kept: each projection of every layer has one.
+KEPT_FORMS = 1024
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def check_block(layer: WritableLayer, projection: str, block: ProjectionBlock) -
         MoeqError: `usage.illegal-slice` for bounds outside the matrix or inside a group, `usage.shared-tensor` where
             the rest of the matrix shares a scale or an order with the block.
     """
-    spec = projection_spec(layer.specs["w2" if projection == "down" else "w13"], projection)  # type: ignore[arg-type]
+    spec = wanted_spec(layer, projection)
     where = f"layer {layer.layer} {projection}"
     for axis, part, size in (("row", block.rows, spec.n), ("column", block.columns, spec.k)):
         if not 0 <= part.start < part.stop <= size:
@@ -110,38 +115,74 @@ def _shared(where: str, why: str) -> MoeqError:
     return MoeqError("usage.shared-tensor", f"{where} has no slices: {why}", "write the whole projection")
 
 
-def read_update(
-    layer: WritableLayer,
-    projection: str,
-    tensors: Tensor | Parts | Mapping[str, Tensor | Parts],
-    block: ProjectionBlock | None,
-    rule: Rule,
-) -> dict[Projection, Incoming]:
-    """Decode or quantise the tensors of an update, on torch's default device.
+def named_tensors(layer: WritableLayer, projection: str, tensors: object) -> dict[str, Parts]:
+    """Return the tensors of an update by what they hold: `gate`, `up`, `down`, or `gate_up` for a fused tensor.
 
     Args:
         layer: the layer that is written.
         projection: key of `PROJECTIONS`.
         tensors: parts by name, or a float tensor `[N, K]`; for `w13` the same for `gate` and `up`.
+
+    Raises:
+        MoeqError: `usage.no-such-projection`; `usage.update-tensors` for what is no tensor.
+    """
+    names = _names(layer, projection)
+    if projection == "gate_up" and len(names) == 2:
+        return {"gate_up": _parts(layer, "gate_up", tensors)}
+    if projection != "w13":
+        return {names[0]: _parts(layer, names[0], tensors)}
+    if not isinstance(tensors, Mapping) or tensors.keys() != set(names):
+        raise _unfit(layer, "w13", f"pass a mapping with the tensors of {' and '.join(names)}")
+    return {name: _parts(layer, name, tensors[name]) for name in names}
+
+
+def joined(layer: WritableLayer, given: Mapping[str, Parts], more: Mapping[str, Parts]) -> dict[str, Parts]:
+    """Return the tensors of both. Raises MoeqError `usage.update-tensors` if a projection is in both."""
+    both = [{"gate", "up"} if name == "gate_up" else {name} for name in (*given, *more)]
+    if sum(map(len, both)) > len(set().union(*both)):
+        raise _unfit(layer, " and ".join([*given, *more]), "a projection is given twice")
+    return {**given, **more}
+
+
+def _parts(layer: WritableLayer, name: str, tensors: object) -> Parts:
+    import torch
+
+    if isinstance(tensors, torch.Tensor):
+        tensors = {"weight": tensors}
+    if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
+        raise _unfit(layer, name, f"a tensor or tensors by part are needed, not {type(tensors).__name__}")
+    return {part: one.detach() for part, one in tensors.items()}
+
+
+def read_update(
+    layer: WritableLayer,
+    given: Mapping[str, Parts],
+    block: ProjectionBlock | None,
+    rule: Rule,
+    device: torch.device,
+) -> dict[Projection, Incoming]:
+    """Decode or quantise the tensors of an update to `w13` or `w2`.
+
+    Args:
+        layer: the layer that is written.
+        given: tensors as `named_tensors` returns them.
         block: part of the projection that the tensors hold; None: all of it.
         rule: how float weights are quantised.
+        device: device that does it.
 
     Returns:
         New weights by projection, each with the role of its projection.
 
     Raises:
-        MoeqError: `usage.no-such-projection`; `usage.update-tensors` if the tensors are not the checkpoint's own form;
-            `source.*` for values that no checkpoint has.
+        MoeqError: `usage.update-tensors` if the tensors are not the checkpoint's own form; `source.*` for values that
+            no checkpoint has.
     """
-    names = _names(layer, projection)
-    if projection == "gate_up" and len(names) == 2:
-        return _fused(layer, tensors, rule)
-    if projection == "w13":
-        if not isinstance(tensors, Mapping) or tensors.keys() != set(names):
-            raise _unfit(layer, "w13", f"pass a mapping with the tensors of {' and '.join(names)}")
-        shared = _common_global_scale(layer, tensors, rule)
-        return {name: _one(layer, name, tensors[name], None, rule, shared) for name in names}
-    return {names[0]: _one(layer, names[0], tensors, block, rule)}
+    here = {name: {part: one.to(device) for part, one in parts.items()} for name, parts in given.items()}
+    with device:
+        if "gate_up" in here:
+            return _fused(layer, here["gate_up"], rule)
+        shared = _common_global_scale(layer, here, rule) if len(here) > 1 else None
+        return {name: _matrix(layer, name, parts, block, rule, shared) for name, parts in here.items()}  # type: ignore[misc]
 
 
 def read_layer(
@@ -191,42 +232,26 @@ def quantize_layer(layer: WritableLayer, role: StackedRole, weights: Tensor, rul
     return found
 
 
-def _one(
-    layer: WritableLayer,
-    projection: Projection,
-    tensors: object,
-    block: ProjectionBlock | None,
-    rule: Rule,
-    shared: Tensor | None = None,
-) -> Incoming:
-    whole = projection_spec(layer.specs["w2" if projection == "down" else "w13"], projection)
-    return _matrix(layer, projection, tensors, whole if block is None else block.of(whole), rule, shared)
-
-
-def _common_global_scale(layer: WritableLayer, tensors: Mapping[str, object], rule: Rule) -> Tensor | None:
+def _common_global_scale(layer: WritableLayer, given: Mapping[str, Parts], rule: Rule) -> Tensor | None:
     """Return the second-level scale that NVFP4 gives to float gate and up rows together; None in other cases."""
     import torch
 
-    weights = [one["weight"] if isinstance(one, Mapping) and "weight" in one else one for one in tensors.values()]
-    given = [one for one in weights if isinstance(one, torch.Tensor) and one.dtype in _float_dtypes()]
-    if layer.scheme.weight.scale2 is None or len(given) < len(weights):
+    if layer.scheme.weight.scale2 is None or not all(is_float(parts) for parts in given.values()):
         return None
-    here = torch.get_default_device()
-    scales = torch.cat([nvfp4_global_scale(one.detach().to(here), rule) for one in given])
+    scales = torch.cat([nvfp4_global_scale(parts["weight"], rule) for parts in given.values()])
     return (scales.max() if rule == "modelopt" else scales.min()).reshape(1)
 
 
-def _fused(layer: WritableLayer, tensors: object, rule: Rule) -> dict[Projection, Incoming]:
+def _fused(layer: WritableLayer, tensors: Parts, rule: Rule) -> dict[Projection, Incoming]:
     """Read a tensor of gate and up rows, in the order in which the source's family stores them."""
     if layer.interleaved is None:
         raise _unordered(layer)
-    both = layer.specs["w13"]
     found: dict[Projection, Incoming] = {}
-    read = _matrix(layer, "gate_up", tensors, both, rule)
-    half = both.n // 2
+    read = _matrix(layer, "gate_up", tensors, None, rule)
+    half = read.matrix.spec.n // 2
     order: tuple[tuple[Projection, int], ...] = (("gate", 0), ("up", 1))
     for name, start in order:
-        spec = projection_spec(both, name)
+        spec = wanted_spec(layer, name)
         matrix = select_rows(read.matrix, spec, first=name == "gate", interleaved=layer.interleaved)
         rows = slice(start, None, 2) if layer.interleaved else slice(start * half, (start + 1) * half)
         found[name] = Incoming(matrix, None if read.weight is None else read.weight[rows])
@@ -248,25 +273,30 @@ def _unordered(layer: WritableLayer) -> MoeqError:
     return _unfit(layer, "gate_up", "nothing says whether its rows are two halves or alternate; pass w13")
 
 
+def wanted_spec(layer: WritableLayer, name: str) -> MatrixSpec:
+    """Return the spec of `gate`, `up`, `down` or `gate_up` of a whole expert."""
+    role: Role = "w13" if name == "gate_up" else name  # type: ignore[assignment]
+    return projection_spec(layer.specs["w2" if name == "down" else "w13"], role)
+
+
 def _matrix(
     layer: WritableLayer,
-    projection: str,
-    tensors: object,
-    wanted: MatrixSpec,
+    name: str,
+    tensors: Parts,
+    block: ProjectionBlock | None,
     rule: Rule,
     shared: Tensor | None = None,
 ) -> Incoming:
-    import torch
+    whole = wanted_spec(layer, name)
+    wanted = whole if block is None else block.of(whole)
+    if is_float(tensors) and wanted.bits <= 8:
+        return _quantized(layer, name, tensors, wanted, rule, shared)
+    return Incoming(_decoded(layer, name, tensors, wanted))
 
-    if isinstance(tensors, torch.Tensor):
-        tensors = {"weight": tensors}
-    if not isinstance(tensors, Mapping) or not all(isinstance(one, torch.Tensor) for one in tensors.values()):
-        raise _unfit(layer, projection, f"a tensor or tensors by part are needed, not {type(tensors).__name__}")
-    tensors = {part: one.detach().to(torch.get_default_device()) for part, one in tensors.items()}
-    weight = tensors.get("weight")
-    if weight is not None and weight.dtype in _float_dtypes() and wanted.bits <= 8:
-        return _quantized(layer, projection, tensors, wanted, rule, shared)
-    return Incoming(_decoded(layer, projection, tensors, wanted))
+
+def is_float(tensors: Parts) -> bool:
+    """Return whether a projection is given as float weights, which have to be quantised."""
+    return "weight" in tensors and tensors["weight"].dtype in _float_dtypes()
 
 
 def _float_dtypes() -> tuple[torch.dtype, ...]:
@@ -279,7 +309,7 @@ def _float_dtypes() -> tuple[torch.dtype, ...]:
 def _quantized(
     layer: WritableLayer,
     projection: str,
-    tensors: Mapping[str, Tensor],
+    tensors: Parts,
     wanted: MatrixSpec,
     rule: Rule,
     shared: Tensor | None,
@@ -298,30 +328,49 @@ def _quantized(
     return Incoming(found, weight)
 
 
-def _decoded(
-    layer: WritableLayer, projection: str, tensors: Mapping[str, Tensor], wanted: MatrixSpec
-) -> QuantizedMatrix:
+def _decoded(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> QuantizedMatrix:
     """Decode the checkpoint's own form, whose headers have to say what is wanted."""
-    scheme, where = layer.scheme, f"layer {layer.layer} {projection}"
+    found = check_form(layer, name, tensors, wanted)
+    where = f"layer {layer.layer} {name}"
+    matrix = decode(tensors, replace(wanted, bias_dtype=found.bias_dtype), layer.scheme, where)
+    if matrix.spec.act_order != wanted.act_order:
+        raise _unfit(layer, name, "g_idx and the act-order of the layer contradict each other")
+    return replace(matrix, spec=wanted)
+
+
+def check_form(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> MatrixSpec:
+    """Return the spec that the dtypes and shapes of stored tensors say.
+
+    Raises:
+        MoeqError: `usage.update-tensors` unless it is the wanted one, with or without its bias.
+    """
+    form = tuple((part, tensor.dtype, tensor.shape) for part, tensor in tensors.items())
+    found = _described(layer.scheme, wanted, f"layer {layer.layer} {name}", form)
+    if isinstance(found, str):
+        raise _unfit(layer, name, found)
+    return found
+
+
+@lru_cache(maxsize=KEPT_FORMS)
+def _described(
+    scheme: Scheme, wanted: MatrixSpec, where: str, form: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+) -> MatrixSpec | str:
+    """Return the spec of tensors of these dtypes and shapes, or why it is not the wanted one."""
     known = get_format(scheme.format)
-    sigs = {part: PartSig(_stored_dtype(tensor), tuple(tensor.shape)) for part, tensor in tensors.items()}
+    sigs = {part: PartSig(_stored_dtype(dtype), tuple(shape)) for part, dtype, shape in form}
     context = Context(where, wanted.role, _declared(scheme), wanted.k, wanted.gated)
     if not known.matches(sigs, context.declared):
         shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(sigs.items())) or "nothing"
-        raise _unfit(layer, projection, f"{known.title} is written, these tensors are {shown}")
+        return f"{known.title} is written, these tensors are {shown}"
     try:
-        described = known.describe(sigs, context)
+        found = known.describe(sigs, context).spec
     except MoeqError as error:
         raise MoeqError("usage.update-tensors", error.message, error.hint) from None
-    found = described.spec
-    if "bias" not in tensors:
+    if "bias" not in sigs:
         found = replace(found, bias_dtype=wanted.bias_dtype)
     if replace(found, act_order=wanted.act_order, role=wanted.role, gated=wanted.gated) != wanted:
-        raise _unfit(layer, projection, f"the tensors hold {_text(found)}, {_text(wanted)} is written")
-    matrix = decode(tensors, replace(wanted, bias_dtype=found.bias_dtype), scheme, where)
-    if matrix.spec.act_order != wanted.act_order:
-        raise _unfit(layer, projection, "g_idx and the act-order of the layer contradict each other")
-    return replace(matrix, spec=wanted)
+        return f"the tensors hold {_text(found)}, {_text(wanted)} is written"
+    return found
 
 
 def _text(spec: MatrixSpec) -> str:
@@ -340,7 +389,7 @@ def _unfit(layer: WritableLayer, projection: str, why: str) -> MoeqError:
     )
 
 
-def _stored_dtype(tensor: Tensor) -> str:
+def _stored_dtype(dtype: torch.dtype) -> str:
     import torch
 
     names = {
@@ -355,7 +404,7 @@ def _stored_dtype(tensor: Tensor) -> str:
         torch.bfloat16: "BF16",
         torch.float32: "F32",
     }
-    return names.get(tensor.dtype, str(tensor.dtype))
+    return names.get(dtype, str(dtype))
 
 
 def _declared(scheme: Scheme) -> Declared:

@@ -95,6 +95,14 @@ class WritableLayer:
         """Projections of which an expert consists."""
         return ("gate", "up", "down") if self.specs["w13"].gated else ("up", "down")
 
+    def names(self, role: StackedRole) -> tuple[Projection, ...]:
+        """Return the projections that a stacked matrix holds."""
+        return tuple(name for name in self.projections if (name == "down") == (role == "w2"))
+
+    def row_bytes(self, role: StackedRole) -> int:
+        """Return the bytes of one row of a stacked matrix's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors[role].values()) // len(self.experts)
+
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""

@@ -51,7 +51,7 @@ def read_digests(layer: WritableLayer, known: Container[tuple[int, str]], *, gat
     wanted = layer.device.type == "cuda" if gather is None else gather
     found: Digests = {}
     for role in STACKED_ROLES:
-        names = [name for name in layer.projections if (name == "down") == (role == "w2")]
+        names = layer.names(role)
         rows = [row for row, expert in enumerate(layer.experts) if any((expert, name) not in known for name in names)]
         if wanted and is_gathered(layer):
             for run in runs_of(rows, layer, role):

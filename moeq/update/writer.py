@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.manifest import Projection, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model.shards import Range
-from moeq.model.tensor_bytes import reshaped, same_matrix
-from moeq.update.device import obstacle, place_all, place_matrix, places_all
+from moeq.update.device import Gather, obstacle, place_all, places_all
 from moeq.update.incoming import (
     PROJECTIONS,
     Incoming,
     Parts,
     ProjectionBlock,
     check_block,
+    joined,
+    named_tensors,
     quantize_layer,
     read_layer,
     read_update,
@@ -28,13 +29,15 @@ from moeq.update.incoming import (
 from moeq.update.layers import WritableLayer
 from moeq.update.loss import RoundingLoss, measure
 from moeq.update.merge import merged_matrix, regrouped, whole_matrix
+from moeq.update.packing import Copies, calibrations_of, check_reversible, pack, write_all
+from moeq.update.progress import Progress
 from moeq.update.quantize import Rule
-from moeq.update.snapshot import Digests, as_source, digests_of, layer_digest, read_digests, read_matrix, stored_row
+from moeq.update.snapshot import Digests, as_source, digests_of, layer_digest, read_digests, read_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Packed = Mapping[str, "Tensor"]
+    from moeq_kernels.placement import Write
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,20 @@ class Update:
     loss: Mapping[Projection, RoundingLoss]
 
 
+@dataclass
+class _Prepared:
+    """New bytes of one stacked matrix of an expert, before any is written."""
+
+    role: StackedRole
+    names: Sequence[Projection]  #: projections that the update names
+    copies: Copies = ()  #: finished tensors
+    writes: Sequence[Write] = ()  #: what the gather kernel does
+    digests: Mapping[str, str] | None = None  #: digest of every projection; None where the gather kernel writes
+    losses: int = 0
+    loss: Mapping[Projection, RoundingLoss] = field(default_factory=dict)
+    calibrations: list[float] | None = None  #: of all rows, where the layout has a common factor
+
+
 class Writer:
     """Writer of experts into the tensors of served layers, which keep their addresses.
 
@@ -67,7 +84,8 @@ class Writer:
     read the tensors while one is written have to be kept out by the caller.
 
     On a GPU, whole `w13` and `w2` of layouts that are index maps are written by the gather kernel
-    (`moeq.update.device`), in the order of the current stream. All other updates are packed on the CPU and copied.
+    (`moeq.update.device`), in the order of the current stream, after all of an update is checked and compiled. All
+    other updates are packed on the CPU and copied.
 
     Args:
         layers: the layers, one `moeq.writable_layer` each.
@@ -99,6 +117,7 @@ class Writer:
         self._rule, self._gather = rule, gather
         self._digests: dict[int, Digests] = {number: _known_digests(layer) for number, layer in self.layers.items()}
         self._calibrations: dict[tuple[int, StackedRole], list[float]] = {}
+        self._gathers: dict[tuple[int, StackedRole], Gather | None] = {}
 
     def update(
         self,
@@ -130,27 +149,29 @@ class Writer:
                 what other weights share would change; `answer.lossy` and its like where the layout cannot hold the
                 values; `source.*` for values that no checkpoint has. Nothing was written then.
         """
-        import torch
-
-        found = self._layer(layer)
-        self._check_expert(found, expert)
-        self._check_digest(layer, expected)
+        found = self._checked(layer, expert, expected)
         block = _block(found, projection, rows, columns)
-        rule = self._rule_of(found)
-        places = found.rows(expert)
-        if places and self._gathers(found, projection, block):
-            with torch.device(found.device):
-                given = read_update(found, projection, tensors, block, rule)
-                role: StackedRole = "w2" if "down" in given else "w13"
-                whole = whole_matrix(found, role, given)
-            if whole is not None:
-                return self._place(found, expert, role, places, given, whole)
-        with torch.device("cpu"):  # also keeps a bias that an update leaves out
-            given = read_update(found, projection, tensors, block, rule)
-            role = "w2" if "down" in given else "w13"
-            if not places:
-                return Update(self.digest(layer), {}, (), 0, 0, {})
-            return self._write(found, expert, role, places, given, block)
+        return self._write(found, expert, named_tensors(found, projection, tensors), block)
+
+    def update_expert(
+        self, layer: int, expert: int, projections: Mapping[str, Any], *, expected: str | None = None
+    ) -> Update:
+        """Write several projections of one expert together: all of them, or none if one is refused.
+
+        Args:
+            layer: layer number.
+            expert: expert, as the model counts them.
+            projections: what `update` takes as `tensors`, by projection. `gate` and `up` are written as `w13`.
+            expected: digest that the layer must have before the update; None: not checked.
+
+        Raises:
+            MoeqError: as `update`.
+        """
+        found = self._checked(layer, expert, expected)
+        given: dict[str, Parts] = {}
+        for projection, tensors in projections.items():
+            given = joined(found, given, named_tensors(found, projection, tensors))
+        return self._write(found, expert, given, None)
 
     def update_layer(
         self, layer: int, projection: str, weights: Tensor | Mapping[str, Tensor], *, expected: str | None = None
@@ -172,15 +193,13 @@ class Writer:
         Raises:
             MoeqError: as `update`.
         """
-        import torch
-
         found = self._layer(layer)
         self._check_digest(layer, expected)
         names, floats = read_layer(found, projection, weights)
         role: StackedRole = "w2" if "down" in names else "w13"
         experts = sorted(set(found.experts))
-        if self._gathers(found, projection, None) and places_all(found, role):
-            with torch.device(found.device):
+        if self._gather_of(found, role) and tuple(names) == found.names(role) and places_all(found, role):
+            with found.device:
                 tall = quantize_layer(found, role, floats.to(found.device), self._rule_of(found))
                 place_all(found, role, regrouped(found, role, tall))
             for expert in experts:
@@ -189,10 +208,11 @@ class Writer:
             written = sum(tensor.nbytes for tensor in found.tensors[role].values())
             return Update(None, {}, tuple(range(len(found.experts))), written, 0, {})
         done = []
-        for expert, weight in zip(experts, floats, strict=True):
-            parts = weight.tensor_split(len(names))
-            tensors = dict(zip(names, parts, strict=True)) if len(names) > 1 else parts[0]
-            done.append(self.update(layer, expert, "w13" if len(names) > 1 else names[0], tensors))
+        with Progress() as progress:
+            for expert, weight in zip(experts, floats, strict=True):
+                tensors = dict(zip(names, weight.tensor_split(len(names)), strict=True))
+                done.append(self.update_expert(layer, expert, tensors))
+                progress.wrote(layer, [expert])
         rows = sorted(row for one in done for row in one.rows)
         written, losses = (sum(getattr(one, name) for one in done) for name in ("written_bytes", "losses"))
         digest = None if any(one.digest is None for one in done) else self.digest(layer)
@@ -208,57 +228,92 @@ class Writer:
         held.update(read_digests(found, held))
         return layer_digest(found, held)
 
-    def _gathers(self, layer: WritableLayer, projection: str, block: ProjectionBlock | None) -> bool:
-        """Return whether the gather kernel writes an update: it writes whole stacked matrices."""
-        asked = layer.device.type == "cuda" if self._gather is None else self._gather
-        names = {name for name in PROJECTIONS.get(projection, ()) if name in layer.projections}
-        role: StackedRole = "w2" if "down" in names else "w13"
-        whole = names in ({"down"}, {*layer.projections} - {"down"})
-        return asked and block is None and whole and obstacle(layer, role) is None
-
-    def _place(
-        self,
-        layer: WritableLayer,
-        expert: int,
-        role: StackedRole,
-        places: Sequence[int],
-        given: Mapping[Projection, Incoming],
-        new: QuantizedMatrix,
-    ) -> Update:
-        """Queue the writes of a whole matrix, which lies on the device of the tensors."""
-        place_matrix(layer, role, places, new)
-        for name in given:
-            self._digests[layer.layer].pop((expert, name), None)
-        written = len(places) * sum(tensor[0].nbytes for tensor in layer.tensors[role].values())
-        return Update(None, {}, tuple(places), written, 0, {})
+    def _gather_of(self, layer: WritableLayer, role: StackedRole) -> Gather | None:
+        """Return what the gather kernel writes of a stacked matrix; None if it is not asked, or cannot."""
+        key = (layer.layer, role)
+        if key not in self._gathers:
+            asked = layer.device.type == "cuda" if self._gather is None else self._gather
+            self._gathers[key] = Gather(layer, role) if asked and obstacle(layer, role) is None else None
+        return self._gathers[key]
 
     def _write(
+        self, layer: WritableLayer, expert: int, given: Mapping[str, Parts], block: ProjectionBlock | None
+    ) -> Update:
+        """Prepare all of an update to an expert, then write it."""
+        import torch
+
+        places, cpu = layer.rows(expert), torch.device("cpu")
+        prepared = []
+        for role in STACKED_ROLES:
+            tensors = {name: parts for name, parts in given.items() if (name == "down") == (role == "w2")}
+            if not tensors:
+                continue
+            found = self._gathered(layer, role, places, tensors) if places and block is None else None
+            if found is None:
+                with cpu:  # also keeps a bias that an update leaves out
+                    new = read_update(layer, tensors, block, self._rule_of(layer), cpu)
+                    found = self._packed(layer, role, places, new, block) if places else None
+            if found is not None:
+                prepared.append(found)
+        queued = any(one.digests is None for one in prepared)
+        if not queued:
+            self.digest(layer.layer)  # known before a byte changes
+        write_all([pair for one in prepared for pair in one.copies], [one for two in prepared for one in two.writes])
+        digests, known = {}, self._digests[layer.layer]
+        for one in prepared:
+            if one.calibrations is not None:
+                self._calibrations[layer.layer, one.role] = one.calibrations
+            for name in one.names:
+                known.pop((expert, name), None)
+            digests |= one.digests or {}
+        known |= {(expert, name): digest for name, digest in digests.items()}
+        return Update(
+            digest=None if queued else self.digest(layer.layer),
+            projections=digests,
+            rows=tuple(places),
+            written_bytes=len(places) * sum(layer.row_bytes(one.role) for one in prepared),
+            losses=sum(one.losses for one in prepared),
+            loss={name: loss for one in prepared for name, loss in one.loss.items()},
+        )
+
+    def _gathered(
+        self, layer: WritableLayer, role: StackedRole, places: Sequence[int], given: Mapping[str, Parts]
+    ) -> _Prepared | None:
+        """Prepare what the gather kernel writes; None if it cannot write this."""
+        gather = self._gather_of(layer, role)
+        if gather is None or not gather.is_whole(given):
+            return None
+        writes, copies = gather.stored(given, places), ()
+        if writes is None:
+            with layer.device:
+                new = whole_matrix(layer, role, read_update(layer, given, None, self._rule_of(layer), layer.device))
+                if new is None:
+                    return None
+                writes, copies = gather.encoded(new, places)
+        return _Prepared(role, layer.names(role), copies, writes)
+
+    def _packed(
         self,
         layer: WritableLayer,
-        expert: int,
         role: StackedRole,
         places: Sequence[int],
         given: Mapping[Projection, Incoming],
         block: ProjectionBlock | None,
-    ) -> Update:
+    ) -> _Prepared:
+        """Prepare an update on the CPU."""
         new = whole_matrix(layer, role, given) if block is None else None
         rounded = any(one.weight is not None for one in given.values())
         old = read_matrix(layer, role, places[0]) if new is None or rounded else None
         loss = measure(given, as_source(layer, role, old) if block is None and layer.is_whole and old else None)
         if new is None:
             assert old is not None  # read just above
-            _check_reversible(layer, role, old, places[0])
+            check_reversible(layer, role, old, places[0])
             new = merged_matrix(layer, role, old, given, block)
         layout, calibrations = self._calibrated(layer, role, places, new)
         packed, held, losses = pack(layer, layout, role, new)
-        self.digest(layer.layer)  # known before a byte changes
-        _replace(layer, role, places, packed)
-        if calibrations is not None:
-            self._calibrations[layer.layer, role] = calibrations
-        digests: dict[str, str] = {name: value for name, value in digests_of(layer, role, held) if name in given}
-        self._digests[layer.layer] |= {(expert, name): value for name, value in digests.items()}
-        written = len(places) * sum(tensor[0].nbytes for tensor in layer.tensors[role].values())
-        return Update(self.digest(layer.layer), digests, tuple(places), written, losses, loss)
+        copies = [(layer.tensors[role][name][row], tensor) for row in places for name, tensor in packed.items()]
+        digests = {name: value for name, value in digests_of(layer, role, held) if name in given}
+        return _Prepared(role, tuple(given), copies, (), digests, losses, loss, calibrations)
 
     def _calibrated(
         self, layer: WritableLayer, role: StackedRole, places: Sequence[int], new: QuantizedMatrix
@@ -270,7 +325,7 @@ class Writer:
         value = layer.layout.calibrate(padded)
         if value is None:
             return layer.layout, None
-        known = self._calibrations.get((layer.layer, role)) or _calibrations(layer, role)
+        known = self._calibrations.get((layer.layer, role)) or calibrations_of(layer, role)
         found = list(known)
         for place in places:
             found[place] = value
@@ -292,6 +347,15 @@ class Writer:
             raise MoeqError("usage.no-such-layer", f"this writer has no layer {layer!r}", f"its layers: {known}")
         return self.layers[layer]
 
+    def _checked(self, layer: int, expert: int, expected: str | None) -> WritableLayer:
+        """Return the layer of an update whose layer, expert and digest are right."""
+        found = self._layer(layer)
+        if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < found.num_experts:
+            last = found.num_experts - 1
+            raise MoeqError("usage.no-such-expert", f"layer {layer} has experts 0 to {last}, not {expert!r}")
+        self._check_digest(layer, expected)
+        return found
+
     def _rule_of(self, layer: WritableLayer) -> Rule:
         return self._rule or ("modelopt" if layer.scheme.quant_method == "modelopt" else "compressed-tensors")
 
@@ -303,96 +367,9 @@ class Writer:
                 "an earlier update is missing or was written twice: send the whole layer",
             )
 
-    def _check_expert(self, layer: WritableLayer, expert: int) -> None:
-        if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < layer.num_experts:
-            last = layer.num_experts - 1
-            raise MoeqError("usage.no-such-expert", f"layer {layer.layer} has experts 0 to {last}, not {expert!r}")
-
-
-def pack(
-    layer: WritableLayer, layout: Layout, role: StackedRole, matrix: QuantizedMatrix
-) -> tuple[Packed, QuantizedMatrix, int]:
-    """Pack a rank's matrix and prove the result.
-
-    Returns:
-        The packed parts, the matrix that they hold, and the stored numbers that differ from the given one.
-
-    Raises:
-        MoeqError: `bug.round-trip` if packing changed numbers without leave, and the errors of `Layout.pack`.
-    """
-    padded = layer.padding.pad(matrix)
-    shapes = layout.tensors(padded.spec)
-    packed = {name: reshaped(tensor, shapes[name].shape) for name, tensor in layout.pack(padded).items()}
-    unpacked = layout.unpack(packed, padded.spec)
-    if same_matrix(unpacked, padded):
-        return packed, matrix, 0
-    losses = layout.losses(padded) if layout.allow_lossy else 0
-    if not losses:
-        raise MoeqError(
-            "bug.round-trip",
-            f"layer {layer.layer} {role}: the packed bytes do not unpack to the update's values",
-            "nothing was written; report this as a bug in moeq",
-        )
-    return packed, layer.padding.unpad(unpacked), losses
-
-
-def _check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatrix, row: int) -> None:
-    """Check that weights which stay keep their bytes, where packing rounds.
-
-    Raises:
-        MoeqError: `usage.shared-tensor` if packing the current values again would give other bytes.
-    """
-    import torch
-
-    if not layer.layout.allow_lossy or (layer.layout.calibration_scope is not None and layer.layout.lossy is None):
-        return
-    layout = layer.layout
-    if not layout.rounds_jointly:
-        stored = stored_row(layer, role, row)
-        padded = layer.padding.pad(old)
-        value = layout.calibrate(padded) if layout.calibration_scope is not None else None
-        again = (layout if value is None else layout.with_calibration(value)).pack(padded)
-        if all(
-            torch.equal(again[name].contiguous().view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
-            for name in stored
-        ):
-            return
-    raise MoeqError(
-        "usage.shared-tensor",
-        f"layer {layer.layer} {role}: {layout.id} has rounded the weights that stay, and rounding them "
-        f"again would change them: {layout.lossy}",
-        f"write all of {role} in one update: projection '{role}' without rows and columns",
-    )
-
-
-def _replace(layer: WritableLayer, role: StackedRole, places: Sequence[int], packed: Packed) -> None:
-    """Copy packed parts to their rows. If one copy fails, take the others back and raise its error."""
-    import torch
-
-    targets = [(layer.tensors[role][name][row], tensor) for row in places for name, tensor in packed.items()]
-    done: list[tuple[Tensor, Tensor]] = []
-    with torch.no_grad():
-        try:
-            for target, tensor in targets:
-                done.append((target, target.clone()))
-                target.copy_(tensor)
-        except BaseException:
-            for target, before in done:
-                target.copy_(before)
-            raise
-
 
 def _known_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
     return {(expert, name): values[expert] for name, values in layer.digests.items() for expert in set(layer.experts)}
-
-
-def _calibrations(layer: WritableLayer, role: StackedRole) -> list[float]:
-    found = []
-    for row in range(len(layer.experts)):
-        value = layer.layout.calibrate(layer.padding.pad(read_matrix(layer, role, row)))
-        assert value is not None  # the caller's matrix has one, and experts are alike
-        found.append(value)
-    return found
 
 
 def _block(

@@ -147,6 +147,6 @@ def test_layouts_that_are_no_index_map_say_why(checkpoints, tmp_path) -> None:
 def test_rows_of_interleaved_gate_and_up_are_told_apart(checkpoints, tmp_path) -> None:
     layer = layers_of(pack(checkpoints / "mxfp4-gptoss", tmp_path / "out", "marlin-mxfp4-interleaved/1"))[0]
     weight = torch.randn(layer.specs["w13"].n, layer.specs["w13"].k, generator=torch.Generator().manual_seed(0))
-    found = _fused(layer, weight, "compressed-tensors")
+    found = _fused(layer, {"weight": weight}, "compressed-tensors")
     for start, name in enumerate(("gate", "up")):
         assert torch.equal(found[name].weight, weight[start::2])  # type: ignore[index, arg-type]

@@ -1,0 +1,61 @@
+"""Say which experts an update of several has written, where it ends before the last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from moeq.errors import MoeqError
+
+
+class Progress:
+    """Experts that an update of several has written: as a context, it adds them to an error that ends the update."""
+
+    def __init__(self) -> None:
+        self._layers: list[int] = []
+        self._layer: int | None = None
+        self._experts: list[int] = []
+
+    def wrote(self, layer: int, experts: Iterable[int]) -> None:
+        """Note experts of a layer as written. Those of another layer before them were all that it was to get."""
+        if self._layer not in (layer, None):
+            self.finished()
+        self._layer = layer
+        self._experts += experts
+
+    def finished(self) -> None:
+        """Note that the layer has all of its new experts."""
+        if self._layer is not None:
+            self._layers.append(self._layer)
+        self._layer, self._experts = None, []
+
+    def __str__(self) -> str:
+        """Return what was written; empty if nothing was."""
+        whole = f"layer{'s' * (len(self._layers) > 1)} {_runs(self._layers)}" if self._layers else ""
+        some = f"expert{'s' * (len(self._experts) > 1)} {_runs(self._experts)} of layer {self._layer}"
+        return " and ".join(filter(None, (whole, some if self._experts else "")))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        told = str(self)
+        if error is None or not told:
+            return
+        told = f"{told} have their new weights, all other experts the old ones; the same update again completes it"
+        if isinstance(error, MoeqError):
+            raise MoeqError(error.code, f"{error.message}; {told}", error.hint) from error
+        error.add_note(f"moeq: {told}")
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    """Return numbers as `0 to 5, 7`."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
