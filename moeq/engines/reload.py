@@ -9,18 +9,19 @@ the same model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.checkpoint.names import FUSED, index_experts
 from moeq.errors import MoeqError
-from moeq.layouts.base import INDEX_PARTS, check_index_parts
 from moeq.load.rank_reading import holds
 from moeq.load.ranks import RankPart, plan_places, plan_rank
-from moeq.load.torch_loader import fill_parts, layer_entry, open_converted, read_parts, uneven_unit
+from moeq.load.refill import refill_experts
+from moeq.load.torch_loader import layer_entry, open_converted, uneven_unit
 from moeq.update.layers import WritableLayer, describe_layer
+from moeq.update.progress import Progress
 from moeq.update.writer import Writer
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class ExpertReload:
 
     Attributes:
         stacked: names of stacked tensors, as a converted folder has them.
-        written: projections that were written.
+        progress: experts that were written.
     """
 
     def __init__(self, layers: Iterable[Any], path: str, *, from_path: bool = False) -> None:
@@ -83,13 +84,13 @@ class ExpertReload:
         self._writer: Writer | None = None
         self._layer: int | None = None
         self._pending: dict[int, _Expert] = {}
-        self.written = 0
+        self.progress = Progress()
 
     def take(self, name: str, tensor: Tensor) -> bool:
         """Take a tensor if it belongs to these experts. Those of one layer have to follow each other.
 
         Raises MoeqError `usage.reload` if a layer's kernel reads more than the stored bytes, and the errors of
-        `Writer.update`; experts that were written before stay written.
+        `Writer.update_expert`; experts that were written before stay written.
         """
         entry = TensorEntry(name, "", tuple(tensor.shape), "", 0, 0)
         layer = next(iter(index_experts({name: entry})), None)
@@ -120,24 +121,18 @@ class ExpertReload:
     def folder(self) -> FolderReload:
         """Open the converted folder that the engine reads, for tensors that come stacked."""
         self._check_scales()
-        return FolderReload(self._layers.values(), self._path, self._from_path)
+        return FolderReload(self._layers.values(), self._path, self._from_path, self.progress)
 
     def finish(self) -> None:
-        """Write the experts of the last layer."""
+        """Write the experts of the last layer, each as a whole."""
         layer, pending = self._layer, self._pending
         self._layer, self._pending = None, {}
         for expert, projections in pending.items():
-            if {"gate", "up"} <= projections.keys():
-                both = {name: projections.pop(name) for name in ("gate", "up")}
-                self._write(layer, expert, "w13", both)
-            for projection, parts in projections.items():
-                self._write(layer, expert, projection, parts)
-
-    def _write(self, layer: int | None, expert: int, projection: str, tensors: Mapping[str, Any]) -> None:
-        assert layer is not None  # what is pending belongs to a layer
-        assert self._writer is not None
-        self._writer.update(layer, expert, projection, tensors)
-        self.written += 1
+            assert layer is not None  # what is pending belongs to a layer
+            assert self._writer is not None
+            self._writer.update_expert(layer, expert, projections)
+            self.progress.wrote(layer, [expert])
+        self.progress.finished()
 
 
 class FolderReload:
@@ -150,7 +145,8 @@ class FolderReload:
     served ones.
     """
 
-    def __init__(self, layers: Iterable[Any], path: str, from_path: bool) -> None:
+    def __init__(self, layers: Iterable[Any], path: str, from_path: bool, progress: Progress) -> None:
+        self._progress = progress
         self._layers = {layer.quant_method.entry.layer: layer for layer in layers}
         self._folder, self._from_path = open_converted(path), from_path
         self._parts = {number: self._plan(layer) for number, layer in self._layers.items()}
@@ -194,33 +190,25 @@ class FolderReload:
         if name in self._missing:  # those of other ranks are left to them
             self._begun.add(self._missing.pop(name))
 
-    def finish(self) -> int:
-        """Write the layers whose tensors came, and return how many experts that were.
+    def finish(self) -> None:
+        """Write the layers whose tensors came.
 
-        Raises MoeqError `usage.reload` if tensors of such a layer are missing; `source.bad-data` for indices that are
-        out of range. The layers before it are written.
+        Raises MoeqError `usage.reload` if tensors of such a layer are missing; the errors of `refill_experts`, which
+        leave each expert old or new, those of the layers before new.
         """
         left = sorted(name for name, number in self._missing.items() if number in self._begun)
         if left:
             raise MoeqError("usage.reload", f"a layer's stacked tensors come together, and {left[0]} is missing")
-        written = 0
         for number in sorted(self._begun):
             entry, layer, first = layer_entry(self._folder, number), self._layers[number], 0
             served = layer.quant_method.served(layer)
             for part in self._parts[number]:
                 rows = slice(first, first + part.experts[1] - part.experts[0])
-                for role, matrix in part.matrices.items():
-                    targets = {name: served[role][name][rows] for name in matrix.stored.tensors}
-                    if targets.keys().isdisjoint(INDEX_PARTS):
-                        fill_parts(self._folder, entry, part, matrix, targets)
-                        continue
-                    read = read_parts(self._folder, entry, part, matrix)
-                    check_index_parts(read, matrix.spec, f"layer {number}: {role}")
-                    for name, tensor in read.items():
-                        targets[name].copy_(tensor)
+                targets = {role: {name: one[rows] for name, one in served[role].items()} for role in STACKED_ROLES}
+                for experts in refill_experts(self._folder, entry, part, targets):
+                    self._progress.wrote(number, experts)
                 first = rows.stop
-            written += first
-        return written
+            self._progress.finished()
 
 
 def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Iterator[tuple[str, Tensor]]:
@@ -229,15 +217,16 @@ def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Itera
     Raises MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
     folder: FolderReload | None = None
-    for name, tensor in weights:
-        if name in reload.stacked:
-            folder = folder or reload.folder()
-            folder.take(name, tensor)
-        elif not reload.take(name, tensor):
-            yield name, tensor
-    reload.finish()
-    if folder is not None:
-        reload.written += folder.finish()
+    with reload.progress:
+        for name, tensor in weights:
+            if name in reload.stacked:
+                folder = folder or reload.folder()
+                folder.take(name, tensor)
+            elif not reload.take(name, tensor):
+                yield name, tensor
+        reload.finish()
+        if folder is not None:
+            folder.finish()
 
 
 def _writable(layer: Any) -> WritableLayer:

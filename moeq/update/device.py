@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.layouts.arranged import ArrangedLayout, as_stored, torch_dtype
+from moeq.layouts.fp8 import Fp8Layout
 from moeq.layouts.marlin.wna16 import MarlinActOrder
 from moeq.matrix import QuantizedMatrix
 from moeq.schemes.registry import get_format
@@ -130,11 +131,13 @@ class Gather:
         codes, scales = (ones[0] if len(ones) == 1 else torch.cat(ones) for ones in found.values())
         if not self._holds(scales):
             return None
+        targets = layer.tensors[self._role]
+        if scales.is_floating_point():
+            scales = scales.to(targets[parts["scales"][0]].dtype)  # float32 holds every 16-bit scale
         sources = {
             "codes": (codes.flatten(1), Packing(8 * codes.itemsize // layer.scheme.bits, sign=0x80 if signed else 0)),
             "scales": (scales.reshape(scale_shape), UNPACKED),
         }
-        targets = layer.tensors[self._role]
         return [
             Write(source, targets[name][row], placement, shape, packing)
             for field, (source, packing) in sources.items()
@@ -155,7 +158,8 @@ class Gather:
         parts = layout.parts(spec)
         fields = {part.field: name for name, part in parts.items()}
         bits_move = layout.rearranges and not layout.recodes_scales and not layout.extra_tensors(spec)
-        checked = layout.exact_scales is not None or type(layout).check_values is ArrangedLayout.check_values
+        checks = (ArrangedLayout.check_values, Fp8Layout.check_values)  # the latter: rows that share a scale agree
+        checked = layout.exact_scales is not None or type(layout).check_values in checks
         plain = view is not None and not view.transposed and view.nibble_of_column is None
         if not (alike and plain and bits_move and checked and len(parts) == 2 and fields.keys() == {"codes", "scales"}):
             return {}
@@ -163,7 +167,7 @@ class Gather:
         shared = scheme.weight.scale.group_shape[0]
         if not spec.symmetric or spec.bits not in (4, 8) or scheme.weight.scale2 is not None or spec.act_order:
             return {}
-        if not as_stored(scale, spec) or scale.rows != shared or height % shared:
+        if not (as_stored(scale, spec) or scale.dtype == "F32") or scale.rows != shared or height % shared:
             return {}
         return {
             field: (name, layout.element_shape(parts[name], spec), self._placements[name])

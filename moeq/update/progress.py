@@ -44,7 +44,7 @@ class Progress:
         told = str(self)
         if error is None or not told:
             return
-        told = f"{told} have their new weights, all other experts the old ones; the same update again completes it"
+        told = f"new weights are in {told}, old ones in all other experts; the same update again completes it"
         if isinstance(error, MoeqError):
             raise MoeqError(error.code, f"{error.message}; {told}", error.hint) from error
         error.add_note(f"moeq: {told}")

@@ -13,6 +13,10 @@ import moeq
 from moeq.errors import MoeqError
 from moeq.update.device import obstacle, places_all
 from moeq.update.incoming import _fused
+from moeq.update.packing import write_all
+from moeq_kernels.errors import KernelArgumentError
+from moeq_kernels.index_maps import Digit, Placement
+from moeq_kernels.placement import Write
 
 CASES = {
     "gptq-int4-g32-qwen3moe": "marlin-wna16/1",
@@ -137,6 +141,101 @@ def test_weights_that_are_not_of_all_experts_are_refused(source, layout, wrong, 
         with pytest.raises(MoeqError, match=re.escape(words)):
             writer.update_layer(0, projection, weights)
     assert same_bytes(layers[0], before[0]) == []
+
+
+#: Checkpoints whose tensors the gather kernel reads as they are stored, and their layouts.
+STORED = {
+    "ct-int4-g128-qwen3moe": "marlin-wna16/1",
+    "ct-w8a8-qwen3moe": "int8-w8a8/1",
+    "ct-fp8-block-qwen3moe": "xpu-fp8-block/1",
+    "ct-mxfp4-qwen3moe": "moeq-mxfp4/1",
+}
+
+
+def all_parts(experts: Experts, layer: int, expert: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: dict(experts.parts(layer, expert, name)) for name in ("gate", "up", "down")}
+
+
+@pytest.mark.cover(every=2)
+@pytest.mark.parametrize("name", STORED)
+def test_stored_tensors_are_placed_without_decoding(name, checkpoints, tmp_path, monkeypatch) -> None:
+    experts = Experts.read(checkpoints / name)
+    folder = pack(checkpoints / name, tmp_path / "out", STORED[name])
+    layers, wanted = layers_of(folder), layers_of(folder)
+    writer, cpu = moeq.Writer(layers.values(), gather=True), moeq.Writer(wanted.values())
+    new = all_parts(experts, 0, 0)
+    done = cpu.update_expert(0, 1, new)
+    assert cpu.digest(0) == done.digest
+    with monkeypatch.context() as context:
+        context.delattr("moeq.update.writer.read_update")
+        found = writer.update_expert(0, 1, new)
+    assert found.digest is None
+    assert (found.rows, found.written_bytes) == (done.rows, done.written_bytes)
+    assert same_bytes(layers[0], wanted[0]) == []
+    assert writer.digest(0) == done.digest == moeq.snapshot(layers[0])
+
+
+def damaged(parts: dict[str, torch.Tensor], part: str, number: float) -> dict[str, torch.Tensor]:
+    changed = parts[part].clone()
+    changed.view(-1)[3 if changed.numel() > 3 else 1] = number
+    return parts | {part: changed}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "number", "code"),
+    [
+        ("ct-int4-g128-qwen3moe", "weight_scale", float("nan"), "source.bad-data"),
+        ("ct-int4-g128-qwen3moe", "weight_scale", float("-inf"), "source.bad-data"),
+        ("ct-int4-g128-qwen3moe", "weight_shape", 7, "source.inconsistent"),
+        ("ct-mxfp4-qwen3moe", "weight_scale", 255, "source.bad-data"),
+        ("ct-mxfp4-qwen3moe", "weight_scale", 250, "usage.scale-range"),
+    ],
+    ids=str,
+)
+def test_values_that_are_refused_leave_the_whole_expert_old(name, part, number, code, checkpoints, tmp_path) -> None:
+    experts = Experts.read(checkpoints / name)
+    folder = pack(checkpoints / name, tmp_path / "out", STORED[name])
+    kept = layers_of(folder)[0]
+    for projection in ("up", "down"):
+        new = all_parts(experts, 1, 2)
+        new[projection] = damaged(new[projection], part, number)
+        told = []
+        for gather in (True, False):
+            layers = layers_of(folder)
+            writer = moeq.Writer(layers.values(), gather=gather)
+            before = writer.digest(0)
+            with pytest.raises(MoeqError) as caught:
+                writer.update_expert(0, 1, new)
+            told.append((caught.value.code, caught.value.message))
+            assert same_bytes(layers[0], kept) == []
+            assert writer.digest(0) == before
+        assert told[0] == told[1]
+        assert told[0][0] == code, told
+
+
+def test_zero_points_that_a_layout_cannot_hold_are_refused_by_the_gather_kernel(checkpoints, tmp_path) -> None:
+    """GPTQ's first form stores a zero point less one, so that 16 can be said."""
+    name = "gptq-int4-g32-qwen3moe"
+    new = all_parts(Experts.read(checkpoints / name), 1, 2)
+    new["down"]["qzeros"] = torch.full_like(new["down"]["qzeros"], -1)
+    told = []
+    for gather in (True, False):
+        layers = layers_of(pack(checkpoints / name, tmp_path / str(gather), "triton-wna16/1"))
+        kept = {part: tensor.clone() for part, tensor in layers[0].tensors["w2"].items()}
+        with pytest.raises(MoeqError) as caught:
+            moeq.Writer(layers.values(), gather=gather).update_expert(0, 1, new)
+        told.append((caught.value.code, caught.value.message))
+        assert all(torch.equal(kept[part], tensor) for part, tensor in layers[0].tensors["w2"].items())
+    assert told[0] == told[1]
+
+
+def test_launches_that_cannot_be_planned_take_copies_back() -> None:
+    target, packed = torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    placement = Placement((Digit(1, 4, 1, False, 1, 0, 4),), ((0, 0),), 32)
+    writes = [Write(torch.ones(1, 4, dtype=torch.int32), packed, placement, (1, 4))]
+    with pytest.raises(KernelArgumentError):
+        write_all([(target, torch.ones_like(target))], writes)
+    assert not target.any()
 
 
 def test_layouts_that_are_no_index_map_say_why(checkpoints, tmp_path) -> None:

@@ -228,6 +228,49 @@ def test_a_copy_that_fails_leaves_the_old_expert(gptq, monkeypatch) -> None:
     assert writer.digest(0) == before
 
 
+def test_projections_of_an_expert_are_written_together_or_not_at_all(gptq) -> None:
+    experts, folder = gptq
+    layers, kept = layers_of(folder), layers_of(folder)
+    writer, single = moeq.Writer(layers.values()), moeq.Writer(layers_of(folder).values())
+    new = {name: experts.parts(1, 3, name) for name in ("gate", "up", "down")}
+    with pytest.raises(MoeqError, match="given twice"):
+        writer.update_expert(0, 0, new | {"w2": new["down"]})
+    with pytest.raises(MoeqError, match="scales are not finite"):
+        writer.update_expert(0, 0, new | {"down": new["down"] | {"scales": new["down"]["scales"] * float("inf")}})
+    assert same_bytes(layers[0], kept[0]) == []
+    assert writer.update_expert(0, 0, {}).written_bytes == 0
+    done = writer.update_expert(0, 0, new)
+    parts = [
+        single.update(0, 0, "w13", {name: new[name] for name in ("gate", "up")}),
+        single.update(0, 0, "down", new["down"]),
+    ]
+    assert done.projections == parts[0].projections | parts[1].projections
+    assert done.written_bytes == sum(one.written_bytes for one in parts)
+    assert done.digest == single.digest(0) == moeq.snapshot(layers[0])
+
+
+def test_an_update_of_a_layer_that_ends_early_says_which_experts_are_new(checkpoints, tmp_path) -> None:
+    folder = pack(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "out", "marlin-nvfp4/1")
+    layers, kept = layers_of(folder), layers_of(folder)
+    spec = layers[0].specs["w2"]
+    weights = torch.randn(len(layers[0].experts), spec.n, spec.k, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bad = weights.clone()
+    bad[1, 0, 0] = float("inf")
+    writer = moeq.Writer(layers.values())
+    with pytest.raises(
+        MoeqError, match="is inf; new weights are in expert 0 of layer 0, old ones in all other experts"
+    ):
+        writer.update_layer(0, "down", bad)
+    for expert in layers[0].experts:
+        same = all(
+            torch.equal(tensor[expert], kept[0].tensors["w2"][part][expert])
+            for part, tensor in layers[0].tensors["w2"].items()
+        )
+        assert same == (expert > 0)
+    writer.update_layer(0, "down", weights)
+    assert writer.digest(0) == moeq.snapshot(layers[0])
+
+
 def test_unsuitable_tensors_are_refused(gptq) -> None:
     _, folder = gptq
     checkpoint = moeq.open(folder)
