@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -91,7 +90,6 @@ class MatrixSpec:
         return replace(self, role=role, n=n)
 
 
-@lru_cache(maxsize=256)
 def projection_spec(stacked: MatrixSpec, role: Role) -> MatrixSpec:
     """Return the spec of one projection of a stacked `w13` or `w2`; the stacked spec itself for its own role."""
     if role in ("w13", "w2"):

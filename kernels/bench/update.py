@@ -3,9 +3,9 @@
     PYTHONPATH=.:kernels python kernels/bench/update.py --out update.json
 
 Checked first: the bytes of the gather kernel against those of the CPU, a CUDA graph that was captured before an update
-and replayed after it, updates on one stream beside reads on another, and digests against those of the CPU. Then a layer
-and an expert are timed, written by the kernel alone and through `moeq.Writer`, and `moeq.snapshot` of the layer; the
-model's times are those of its 48 layers.
+and replayed after it, updates on one stream beside reads on another, digests against those of the CPU, and an expert
+that the writer places as it is stored. Then a layer and an expert are timed, written through `moeq.Writer` and by the
+kernel alone, and `moeq.snapshot` of the layer; the model's times are those of its 48 layers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from blake3 import blake3
@@ -37,7 +38,7 @@ from moeq.update.snapshot import is_gathered, read_digests
 from moeq.update.writer import Writer
 from moeq_kernels.blake3 import digests
 from moeq_kernels.index_maps import Packing
-from moeq_kernels.placement import place
+from moeq_kernels.placement import Write, place_together
 
 #: Where everything lies; tests take `cpu`, for Triton's interpreter.
 DEVICE = "cuda"
@@ -103,19 +104,26 @@ class Places:
         for role, spec in SPECS.items():
             for name, part in layout.parts(spec).items():
                 rows, columns = layout.element_shape(part, spec)
-                self.found[role, name] = placement_of(part, (rows, columns), (0, rows), (0, columns))
+                placement = placement_of(part, (rows, columns), (0, rows), (0, columns))
+                assert placement is not None
+                self.found[role, name] = placement
 
-    def write(
+    def writes(
         self, role: str, codes: Tensor, scales: Tensor, into: dict[str, Tensor], row: int | slice, packing: Packing
-    ) -> None:
+    ) -> list[Write]:
+        """Return the writes of one matrix, or of several."""
         spec = SPECS[role]
-        for name, source, shape, form in (
-            ("weight", codes, (spec.n, spec.k), packing),
-            ("scale", scales, (spec.n, spec.num_groups), Packing()),
-        ):
-            placement = self.found[role, name]
-            assert placement is not None
-            place(source, into[name][row], placement, shape, form)
+        return [
+            Write(source, into[name][row], self.found[role, name], shape, form)
+            for name, source, shape, form in (
+                ("weight", codes, (spec.n, spec.k), packing),
+                ("scale", scales, (spec.n, spec.num_groups), Packing()),
+            )
+        ]
+
+    def write(self, *given: Any) -> None:
+        """Write what `writes` says."""
+        place_together(self.writes(*given))
 
 
 def packed_words(codes: Tensor) -> Tensor:
@@ -255,6 +263,14 @@ class Inputs:
         for role in SPECS:
             codes, self.scales[role] = self.rounded(role)
             self.words[role] = torch.stack([packed_words(one) for one in codes])
+        self.parts = {
+            name: {
+                "weight_packed": self.words[role][0].tensor_split(count)[i],
+                "weight_scale": self.scales[role][0].tensor_split(count)[i],
+                "weight_shape": torch.tensor([SPECS[role].n // count, SPECS[role].k]),
+            }
+            for name, role, count, i in (("gate", "w13", 2, 0), ("up", "w13", 2, 1), ("down", "w2", 1, 0))
+        }
 
     def rounded(self, role: str) -> tuple[Tensor, Tensor]:
         """Quantise all experts of a layer as one tall matrix."""
@@ -270,30 +286,27 @@ class Inputs:
 
     def from_words(self) -> None:
         """Write all experts of a layer from packed words."""
+        writes = []
         for role in SPECS:
-            self.places.write(role, self.words[role], self.scales[role], self.into[role], slice(None), Packing(8))
+            given = self.words[role], self.scales[role], self.into[role], slice(None), Packing(8)
+            writes += self.places.writes(role, *given)
+        place_together(writes)
 
     def one_expert(self) -> None:
-        """Write one expert from packed words."""
-        for role in SPECS:
-            self.places.write(role, self.words[role][0], self.scales[role][0], self.into[role], 0, Packing(8))
+        """Write one expert through the writer, from the tensors that its checkpoint has."""
+        self.writer.update_expert(0, 0, self.parts)
 
-    def expert_of_writer(self) -> None:
-        """Write one expert through the writer, from the parts that its checkpoint has."""
-        parts = {}
-        for role in SPECS:
-            words, scales = self.words[role][0], self.scales[role][0]
-            shape = torch.tensor([SPECS[role].n, SPECS[role].k])
-            parts[role] = {"weight_packed": words, "weight_scale": scales, "weight_shape": shape}
-        self.writer.update(0, 0, "down", parts["w2"])
-        half = {
-            name: {
-                part: one // torch.tensor([2, 1]) if part == "weight_shape" else one.tensor_split(2)[i]
-                for part, one in parts["w13"].items()
-            }
-            for i, name in enumerate(("gate", "up"))
-        }
-        self.writer.update(0, 0, "w13", half)
+    def one_expert_placed(self) -> None:
+        """Write one expert by the kernel alone: what is left of that without checks."""
+        place_together(
+            [
+                write
+                for role in SPECS
+                for write in self.places.writes(
+                    role, self.words[role][0], self.scales[role][0], self.into[role], 0, Packing(8)
+                )
+            ]
+        )
 
     def hasher(self) -> Callable[[], object]:
         """Return a call that hashes as many bytes as the codes of a layer have."""
@@ -318,6 +331,9 @@ def measure(places: Places) -> dict[str, float]:
     floats, words = seconds(inputs.from_floats), seconds(inputs.from_words)
     replayed, copied = seconds(graph.replay, 20), seconds(inputs.copier(), 20)
     layer = inputs.writer.layers[0]
+    by_kernel = moeq.snapshot(layer)
+    inputs.one_expert()
+    assert moeq.snapshot(layer) == by_kernel, "the writer places what the kernel alone placed"
     start = time.perf_counter()
     assert read_digests(layer, (), gather=False) == read_digests(layer, ())
     on_cpu = time.perf_counter() - start
@@ -330,7 +346,7 @@ def measure(places: Places) -> dict[str, float]:
         "words_rate_of_copy": copied / words,
         "graph_rate_of_copy": copied / replayed,
         "one_expert_us": 1e6 * seconds(inputs.one_expert, 50),
-        "one_expert_of_writer_us": 1e6 * seconds(inputs.expert_of_writer, 50),
+        "one_expert_placed_us": 1e6 * seconds(inputs.one_expert_placed, 50),
         "snapshot_of_layer_ms": 1e3 * digested,
         "snapshot_rate_of_copy": copied / digested,
         "hashes_of_layer_ms": 1e3 * seconds(inputs.hasher(), 10),

@@ -64,17 +64,20 @@ class Gather:
 
     def __init__(self, layer: WritableLayer, role: StackedRole) -> None:
         self._layer, self._role = layer, role
+        names = [*layer.names(role), *(["gate_up"] if len(layer.names(role)) == 2 else [])]
+        self._specs = {name: wanted_spec(layer, name) for name in names}
+        self._forms: set[object] = set()  #: dtypes and shapes of stored tensors that fit
 
     def is_whole(self, given: Mapping[str, Parts]) -> bool:
         """Return whether an update names all rows of the matrix."""
-        return sum(wanted_spec(self._layer, name).n for name in given) == self._layer.specs[self._role].n
+        return sum(self._specs[name].n for name in given) == self._layer.specs[self._role].n
 
     @cached_property
     def _placements(self) -> dict[str, Placement]:
         return {name: one for name, one in placements(self._layer, self._role).items() if one is not None}
 
-    def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[list[Write], Copies]:
-        """Return the writes of a rank's matrix, which lies on the device of the tensors, into some rows of them.
+    def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[Copies, list[Write]]:
+        """Return the copies and writes of a rank's matrix, which lies on the device of the tensors, into some rows.
 
         Raises:
             MoeqError: the errors of `ArrangedLayout.check_values`.
@@ -92,7 +95,7 @@ class Gather:
             found += [Write(elements, targets[name][row], placement, _shape(elements)) for row in rows]
         extra = {name: torch.empty_like(targets[name][rows[0]]) for name in layout.extra_tensors(padded.spec)}
         layout.fill_extra(padded, extra)
-        return found, [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows]
+        return [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows], found
 
     def stored(self, given: Mapping[str, Parts], rows: Sequence[int]) -> list[Write] | None:
         """Return the writes of a whole matrix that the kernel reads as the checkpoint stores it, without decoding.
@@ -108,7 +111,6 @@ class Gather:
         from moeq_kernels.placement import UNPACKED, Write
 
         layer, parts = self._layer, self._stored_parts
-        specs = {name: wanted_spec(layer, name) for name in sorted(given)}  # gate rows come before up rows
         if not parts or ("gate_up" in given and layer.interleaved is not False):
             return None
         if any(is_float(tensors) for tensors in given.values()):
@@ -116,8 +118,12 @@ class Gather:
         known = get_format(layer.scheme.format)
         roles, signed = known.parts, known.fast_view is not None and known.fast_view.signed
         found: dict[str, list[Tensor]] = {"codes": [], "scale": []}
-        for name, spec in specs.items():
-            check_form(layer, name, given[name], spec)
+        for name in sorted(given):  # gate rows come before up rows
+            spec = self._specs[name]
+            form = (name, *((part, tensor.dtype, tensor.shape) for part, tensor in given[name].items()))
+            if form not in self._forms:
+                check_form(layer, name, given[name], spec)
+                self._forms.add(form)
             for part, tensor in given[name].items():
                 role = roles.get(part)
                 if role in found:

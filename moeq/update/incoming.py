@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import Projection, StackedRole
@@ -37,10 +36,6 @@ PROJECTIONS: Mapping[str, tuple[Projection, ...]] = {
     "w13": ("gate", "up"),
     "gate_up": ("gate", "up"),
 }
-
-
-#: Upper bound of the forms of tensors whose description is kept: each projection of every layer has one.
-KEPT_FORMS = 1024
 
 
 @dataclass(frozen=True)
@@ -344,24 +339,12 @@ def check_form(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSp
     Raises:
         MoeqError: `usage.update-tensors` unless it is the wanted one, with or without its bias.
     """
-    form = tuple((part, tensor.dtype, tensor.shape) for part, tensor in tensors.items())
-    found = _described(layer.scheme, wanted, f"layer {layer.layer} {name}", form)
-    if isinstance(found, str):
-        raise _unfit(layer, name, found)
-    return found
-
-
-@lru_cache(maxsize=KEPT_FORMS)
-def _described(
-    scheme: Scheme, wanted: MatrixSpec, where: str, form: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-) -> MatrixSpec | str:
-    """Return the spec of tensors of these dtypes and shapes, or why it is not the wanted one."""
-    known = get_format(scheme.format)
-    sigs = {part: PartSig(_stored_dtype(dtype), tuple(shape)) for part, dtype, shape in form}
-    context = Context(where, wanted.role, _declared(scheme), wanted.k, wanted.gated)
+    known, where = get_format(layer.scheme.format), f"layer {layer.layer} {name}"
+    sigs = {part: PartSig(_stored_dtype(tensor), tuple(tensor.shape)) for part, tensor in tensors.items()}
+    context = Context(where, wanted.role, _declared(layer.scheme), wanted.k, wanted.gated)
     if not known.matches(sigs, context.declared):
         shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(sigs.items())) or "nothing"
-        return f"{known.title} is written, these tensors are {shown}"
+        raise _unfit(layer, name, f"{known.title} is written, these tensors are {shown}")
     try:
         found = known.describe(sigs, context).spec
     except MoeqError as error:
@@ -369,7 +352,7 @@ def _described(
     if "bias" not in sigs:
         found = replace(found, bias_dtype=wanted.bias_dtype)
     if replace(found, act_order=wanted.act_order, role=wanted.role, gated=wanted.gated) != wanted:
-        return f"the tensors hold {_text(found)}, {_text(wanted)} is written"
+        raise _unfit(layer, name, f"the tensors hold {_text(found)}, {_text(wanted)} is written")
     return found
 
 
@@ -389,7 +372,7 @@ def _unfit(layer: WritableLayer, projection: str, why: str) -> MoeqError:
     )
 
 
-def _stored_dtype(dtype: torch.dtype) -> str:
+def _stored_dtype(tensor: Tensor) -> str:
     import torch
 
     names = {
@@ -404,7 +387,7 @@ def _stored_dtype(dtype: torch.dtype) -> str:
         torch.bfloat16: "BF16",
         torch.float32: "F32",
     }
-    return names.get(dtype, str(dtype))
+    return names.get(tensor.dtype, str(tensor.dtype))
 
 
 def _declared(scheme: Scheme) -> Declared:

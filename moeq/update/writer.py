@@ -259,7 +259,8 @@ class Writer:
         if not queued:
             self.digest(layer.layer)  # known before a byte changes
         write_all([pair for one in prepared for pair in one.copies], [one for two in prepared for one in two.writes])
-        digests, known = {}, self._digests[layer.layer]
+        digests: dict[str, str] = {}
+        known = self._digests[layer.layer]
         for one in prepared:
             if one.calibrations is not None:
                 self._calibrations[layer.layer, one.role] = one.calibrations
@@ -283,14 +284,14 @@ class Writer:
         gather = self._gather_of(layer, role)
         if gather is None or not gather.is_whole(given):
             return None
-        writes, copies = gather.stored(given, places), ()
-        if writes is None:
-            with layer.device:
-                new = whole_matrix(layer, role, read_update(layer, given, None, self._rule_of(layer), layer.device))
-                if new is None:
-                    return None
-                writes, copies = gather.encoded(new, places)
-        return _Prepared(role, layer.names(role), copies, writes)
+        stored = gather.stored(given, places)
+        if stored is not None:
+            return _Prepared(role, layer.names(role), writes=stored)
+        with layer.device:
+            new = whole_matrix(layer, role, read_update(layer, given, None, self._rule_of(layer), layer.device))
+            if new is None:
+                return None
+            return _Prepared(role, layer.names(role), *gather.encoded(new, places))
 
     def _packed(
         self,
@@ -312,7 +313,7 @@ class Writer:
         layout, calibrations = self._calibrated(layer, role, places, new)
         packed, held, losses = pack(layer, layout, role, new)
         copies = [(layer.tensors[role][name][row], tensor) for row in places for name, tensor in packed.items()]
-        digests = {name: value for name, value in digests_of(layer, role, held) if name in given}
+        digests: dict[str, str] = {name: value for name, value in digests_of(layer, role, held) if name in given}
         return _Prepared(role, tuple(given), copies, (), digests, losses, loss, calibrations)
 
     def _calibrated(
