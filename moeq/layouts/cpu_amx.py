@@ -198,7 +198,6 @@ class CpuAmxInt8(_SummedBlocks):
 
 
 _MXFP4_WEIGHT = Arrangement("n y2 r16, k b2 -> n k r b | y")
-_MXFP4_SCALE = Arrangement("n r32, g -> n g r")
 # The same on row 2 i + h: the lowest row digit gives its last bit to h.
 _MXFP4_WEIGHT_PAIRS = Arrangement("h2 n y2 r8, k b2 -> n k r h b | y")
 _MXFP4_SCALE_PAIRS = Arrangement("h2 n r16, g -> n g r h")
@@ -223,7 +222,7 @@ class CpuAmxMXFP4(MXFP4Layout):
         return {
             "weight": weight_bytes(spec, _MXFP4_WEIGHT_PAIRS if pairs else _MXFP4_WEIGHT),
             "scale": scale_bytes(
-                spec, _MXFP4_SCALE_PAIRS if pairs else _MXFP4_SCALE, (spec.n // 32, spec.num_groups, 32)
+                spec, _MXFP4_SCALE_PAIRS if pairs else _PER_GROUP, (spec.n // 32, spec.num_groups, 32)
             ),
             **bias_as(spec, INTERLEAVED_ROWS if pairs else IDENTITY_SCALE, "F32"),
         }

@@ -78,15 +78,12 @@ class TritonKernelsHopper(TritonKernelsLayout):
             Arrangement(f"n u2 x{w} o2 r8, g s2 -> n x g u r s o"),
             spec,
         )
-        rows, columns = -(-spec.n // 16) * 16, -(-spec.k // 64) * 64
-        scale_shape = (-(-spec.n // unit) * unit // 32, 32 * (-(-spec.num_groups // 4) * 4))
-        scales = scale_bytes(spec, scale, scale_shape)
-        shape = (rows // 4, 2 * columns)
+        weight = by_role(HOPPER_WEIGHT_W13, HOPPER_WEIGHT, spec)
+        shape = (-(-spec.n // 16) * 4, -(-spec.k // 64) * 128)
+        scale_shape = (-(-spec.n // unit) * self.warps, -(-spec.num_groups // 4) * 128)
         return {
-            "weight": Part(
-                "codes", by_role(HOPPER_WEIGHT_W13, HOPPER_WEIGHT, spec), shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE
-            ),
-            "scale": Part("scales", scale, scales.shape, "U8", 8, pad=(unit, 4), group=spec.group_size),
+            "weight": Part("codes", weight, shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE),
+            "scale": Part("scales", scale, scale_shape, "U8", 8, pad=(unit, 4), group=spec.group_size),
             **self.bias(spec),
         }
 

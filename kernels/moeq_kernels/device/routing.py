@@ -19,7 +19,7 @@ from moeq_kernels.device.numerics import round_to
 
 
 @triton.jit
-def _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
+def local_experts(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED: tl.constexpr):
     """Return local experts of the pairs `at`: EXPERTS if the expert is not local, EXPERTS + 1 beyond the last pair."""
     chosen = tl.load(ids + at, mask=at < pairs, other=-1).to(tl.int32)
     known = (chosen >= 0) & (chosen < KNOWN)
@@ -39,7 +39,7 @@ def _tiles_of(count, TILE, GRAIN):
 
 
 @triton.jit
-def _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BINS: tl.constexpr):
+def list_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BINS: tl.constexpr):
     """List the tiles of experts with `count [BINS]` rows; each of `listers` programs writes its share."""
     expert = tl.arange(0, BINS)
     number, height = _tiles_of(count, TILE, GRAIN)
@@ -64,13 +64,13 @@ def _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, lister, listers, BI
 
 
 @triton.jit
-def _count(local, EXPERTS, BINS: tl.constexpr):
+def count_rows(local, EXPERTS, BINS: tl.constexpr):
     """Count pairs per expert. A histogram costs elements x BINS / 32, so only programs that list tiles build one."""
     return tl.histogram(tl.minimum(local, BINS - 1), BINS, local < EXPERTS)
 
 
 @triton.jit
-def _rows_of(local, mine, pair, PAIRS: tl.constexpr):
+def sorted_rows(local, mine, pair, PAIRS: tl.constexpr):
     """Return the sorted rows of the pairs `pair` with experts `mine`: the number of pairs that come before each."""
     key = local * PAIRS + tl.arange(0, PAIRS)
     own = mine * PAIRS + pair
@@ -93,18 +93,18 @@ def route_few(
     part = tl.program_id(1)
     if DEPENDENT:
         gdc_wait()
-    local = _local(ids, expert_map, pairs, tl.arange(0, PAIRS), EXPERTS, KNOWN, MAPPED)
+    local = local_experts(ids, expert_map, pairs, tl.arange(0, PAIRS), EXPERTS, KNOWN, MAPPED)
     if DEPENDENT:
         gdc_launch_dependents()
     if block < 0:
         if part == 0:
-            count = _count(local, EXPERTS, BINS)
-            _write_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, block + listers, listers, BINS)
+            count = count_rows(local, EXPERTS, BINS)
+            list_tiles(tiles, num_tiles, count, MOST, TILE, GRAIN, block + listers, listers, BINS)
     else:
         pair = block * ROWS + tl.arange(0, ROWS)
-        mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+        mine = local_experts(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
         there = mine < EXPERTS
-        row = _rows_of(local, mine, pair, PAIRS)
+        row = sorted_rows(local, mine, pair, PAIRS)
         if part == 0:
             tl.store(pair_of_row + row, pair, mask=there)
             tl.store(inverse + pair, tl.where(there, row, -1), mask=pair < pairs)
@@ -130,13 +130,13 @@ def count_pairs(
     if DEPENDENT:
         gdc_wait()
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+    local = local_experts(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     if DEPENDENT:
         gdc_launch_dependents()
     for begin in range(tl.program_id(0) * BINS, to_clear, tl.num_programs(0) * BINS):
         clear = begin + tl.arange(0, BINS)
         tl.store(cleared + clear, tl.zeros([BINS], tl.int32), mask=clear < to_clear)
-    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), _count(local, EXPERTS, BINS))
+    tl.store(counts + tl.program_id(0) * BINS + tl.arange(0, BINS), count_rows(local, EXPERTS, BINS))
 
 
 @triton.jit(do_not_specialize=["pairs", "EXPERTS", "KNOWN", "MOST", "TILE", "GRAIN"])
@@ -147,7 +147,7 @@ def place_pairs(
     """Place the pairs of one block, and write a share of the list of tiles."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+    local = local_experts(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
     bins = tl.arange(0, BINS)
     if DEPENDENT:
         gdc_wait()
@@ -164,11 +164,10 @@ def place_pairs(
     start = tl.cumsum(total) - total
     base = start + before
     # Rank of a pair among those of its block with the same expert.
-    own = tl.arange(0, BLOCK)
-    key = tl.sort(local * BLOCK + own)  # unique, so the order is stable
-    expert = key // BLOCK
     position = tl.arange(0, BLOCK)
-    in_block = _count(local, EXPERTS, BINS)
+    key = tl.sort(local * BLOCK + position)  # unique, so the order is stable
+    expert = key // BLOCK
+    in_block = count_rows(local, EXPERTS, BINS)
     offset = tl.cumsum(in_block) - in_block
     clipped = tl.minimum(expert, BINS - 1)
     row = tl.gather(base, clipped, 0) + position - tl.gather(offset, clipped, 0)
@@ -178,7 +177,7 @@ def place_pairs(
     tl.store(inverse + pair, tl.where(there, row, -1), mask=expert <= EXPERTS)
     if DEPENDENT:
         gdc_launch_dependents()
-    _write_tiles(tiles, num_tiles, total, MOST, TILE, GRAIN, block, tl.num_programs(0), BINS)
+    list_tiles(tiles, num_tiles, total, MOST, TILE, GRAIN, block, tl.num_programs(0), BINS)
 
 
 @triton.jit(do_not_specialize=["pairs", "top_k"])
@@ -190,7 +189,6 @@ def gather_rows(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if DEPENDENT:
         gdc_wait()
-    if DEPENDENT:
         gdc_launch_dependents()
     used = tl.load(num_tiles)
     rows = tl.load(tiles + tl.maximum(used - 1, 0) * 8 + 2, mask=used > 0, other=0)

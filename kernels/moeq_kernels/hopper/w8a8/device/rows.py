@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from moeq_kernels.device.activations import activate_gated
 from moeq_kernels.device.caching import KEPT, USUAL
 from moeq_kernels.device.numerics import float_to_e4m3, quotients, round_to, round_to_int8
-from moeq_kernels.device.routing import _count, _local, _rows_of, _write_tiles
+from moeq_kernels.device.routing import count_rows, list_tiles, local_experts, sorted_rows
 
 
 @triton.jit
@@ -83,9 +83,9 @@ def route_quantised(
     if not DIRECT:
         group -= listers
     if group < 0:
-        local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-        count = _count(local, EXPERTS, BINS)
-        _write_tiles(tiles, num_tiles, count, MOST, TILE, TILE, group + listers, listers, BINS)
+        local = local_experts(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+        count = count_rows(local, EXPERTS, BINS)
+        list_tiles(tiles, num_tiles, count, MOST, TILE, TILE, group + listers, listers, BINS)
     else:
         column = tl.arange(0, COLUMNS)
         token = group // (TOP_K // PER)
@@ -93,12 +93,12 @@ def route_quantised(
         value = tl.load(source, mask=column < hidden, other=0.0).to(tl.float32)
         choice = tl.arange(0, CHOICES)
         pair = group * PER + choice
-        mine = _local(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
+        mine = local_experts(ids, expert_map, pairs, pair, EXPERTS, KNOWN, MAPPED)
         there = (mine < EXPERTS) & (choice < PER)
         row = pair
         if not DIRECT:
-            local = _local(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
-            row = _rows_of(local, mine, pair, PAIRS)
+            local = local_experts(ids, expert_map, pairs, at, EXPERTS, KNOWN, MAPPED)
+            row = sorted_rows(local, mine, pair, PAIRS)
         code, scale = _quantised(value, static_scale, codes, scale_stride, MARLIN, INTERPRET)
         tl.store(expert_of_row + row, tl.where(there, mine, 0), mask=(choice < PER) if DIRECT else there)
         row = tl.where(there, row, -1)
