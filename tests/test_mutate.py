@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import mutate
-from line_tests import Record
+from line_tests import Record, paths_of_tree
 
 SOURCE = '''"""Text."""
 LIMIT = 3
@@ -43,6 +44,23 @@ def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
     assert {one.statement for one in found if one.lines[0] == 8} == {(8, 8)}
     assert {one.statement for one in found if one.lines[0] == 10} == {(10, 12)}
     assert mutate.draw(path.parent, 4, 7) == mutate.draw(path.parent, 4, 7) != mutate.draw(path.parent, 4, 8)
+    assert len(mutate.draw(path, 100, 7)) == 9
+
+
+def test_an_engine_stays_on_the_path_of_a_tree(tmp_path: Path, monkeypatch) -> None:
+    """Also one that lies in the repository, as `make engines` has it; the repository's own folders do not."""
+    monkeypatch.setenv("PYTHONPATH", "/engine")
+    assert paths_of_tree(tmp_path, "tools") == f"{tmp_path}:{tmp_path}/kernels:{tmp_path}/tools:/engine"
+    monkeypatch.delenv("PYTHONPATH")
+    assert paths_of_tree(tmp_path) == f"{tmp_path}:{tmp_path}/kernels"
+    (tmp_path / "test_path.py").write_text(
+        "import sys\n\n\ndef test() -> None:\n    assert '/engine' in sys.path\n"
+        f"    assert {str(mutate.ROOT / '.engines')!r} in sys.path\n    assert {str(mutate.ROOT)!r} not in sys.path\n"
+        f"    assert {str(mutate.ROOT / 'tools')!r} not in sys.path\n"
+    )
+    found = ["/engine", *(str(mutate.ROOT / one) for one in (".engines", "", "tools", "kernels", "tests/engines"))]
+    monkeypatch.setattr(sys, "path", [*sys.path, *found])
+    assert mutate.first_failure(tmp_path, {"test_path.py": 1.0}) is None
 
 
 def test_a_failure_names_the_test_or_the_file_that_cannot_be_collected(tmp_path: Path) -> None:
@@ -61,7 +79,7 @@ def test_lines_move_with_their_tests(tmp_path: Path) -> None:
     tests.write_text("")
     record = Record(tests={"tests/test_a.py::one": 1.0, "tests/test_b.py::two": 2.0})
     assert list(record.update(tmp_path, tmp_path, 1, [])) == []
-    record.lines = {"moeq/a.py": {2: [0], 3: [1], 4: [0, 1]}}
+    record.lines = {"moeq/a.py": {2: [0], 3: [1], 4: [0, 1]}, "moeq/template.html": {1: [0]}}
     record.test_files = {"tests/test_a.py": "old", "tests/test_b.py": "same"}
     record.write(tmp_path / "lines.json")
     path.write_text("new\nzero\none\n2\nthree\n")

@@ -1,7 +1,7 @@
-"""Which tests run which lines of moeq: recorded with coverage, kept in a file, brought up to date with the sources.
+"""Which tests run which lines of moeq and its kernels: recorded with coverage, kept in a file.
 
 As a plugin of pytest (`-p line_tests`) the module records; coverage starts before anything imports moeq, and goes on in
-forked processes and in the commands that tests start. `Record` reads what was recorded.
+forked processes and in the commands that tests start. `Record` reads what was recorded, and follows changed sources.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ FOLDER = "MOEQ_LINES"
 #: The test that runs, for coverage of the processes that it starts.
 _TEST = "MOEQ_LINES_TEST"
 
+#: Folders whose lines are recorded.
+_SOURCES = ("moeq", "kernels/moeq_kernels")
+
 _SETTINGS = """[run]
 data_file = {folder}/coverage
 parallel = true
-source = {tree}/moeq
+source =
+    {tree}/moeq
+    {tree}/kernels/moeq_kernels
 context = ${{MOEQ_LINES_TEST}}
 patch = fork, _exit
 disable_warnings = no-data-collected, module-not-imported, module-not-measured, couldnt-parse
@@ -40,7 +45,7 @@ class Record:
     """Tests of lines.
 
     Attributes:
-        sources: text of every file of moeq that the lines are of.
+        sources: text of every file that the lines are of.
         test_files: digest of every test file that was recorded.
         tests: processor seconds of every test that passed, by its id.
         lines: tests of every line that runs, as positions in `tests`, by file.
@@ -89,8 +94,9 @@ class Record:
 
     def _follow_sources(self, root: Path) -> None:
         """Move lines to where they are now; lines that changed get the tests of those that they replace."""
-        now = {one.relative_to(root).as_posix(): one.read_text() for one in (root / "moeq").rglob("*.py")}
-        for file in [file for file in self.lines if self.sources[file] != now.get(file)]:
+        found = (one for name in _SOURCES for one in (root / name).rglob("*.py"))
+        now = {one.relative_to(root).as_posix(): one.read_text() for one in found}
+        for file in [file for file in self.lines if self.sources.get(file) != now.get(file)]:
             before, old, new = self.lines.pop(file), self.sources[file].splitlines(), now.get(file, "").splitlines()
             moved: dict[int, set[int]] = {}
             for kind, start, stop, at, end in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -121,7 +127,7 @@ class Record:
                 FOLDER: name,
                 _TEST: "",
                 "COVERAGE_PROCESS_START": str(settings),
-                "PYTHONPATH": f"{tree}:{tree / 'kernels'}:{tree / 'tools'}",
+                "PYTHONPATH": paths_of_tree(tree, "tools"),
             }
             command = ["-m", "pytest", "-q", "-p", "line_tests", "-p", "no:cacheprovider", "-n", str(jobs)]
             with (folder / "pytest.log").open("w") as log:
@@ -138,12 +144,18 @@ class Record:
             both = coverage.Coverage(config_file=str(settings))
             both.combine([name])
             data = both.get_data()
-            for file in data.measured_files():
+            for file in filter(lambda file: file.endswith(".py"), data.measured_files()):  # templates are measured too
                 of_file = self.lines.setdefault(Path(file).relative_to(tree).as_posix(), {})
                 for line, contexts in data.contexts_by_lineno(file).items():
                     found = {ids[one] for one in contexts if one in passed}
                     of_file[line] = sorted({*of_file.get(line, ()), *found})
             return sorted(name for name, (_, outcome) in outcomes.items() if outcome == "failed")
+
+
+def paths_of_tree(tree: Path, *others: str) -> str:
+    """Return PYTHONPATH for a copied tree: its folders come first, and what was there, such as an engine's, stays."""
+    found = [tree, tree / "kernels", *(tree / one for one in others), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(str(one) for one in found if str(one))
 
 
 def _processor_seconds() -> float:

@@ -34,10 +34,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from line_tests import Record
+from line_tests import Record, paths_of_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
+
+#: Folders that a tree of its own has whole; tests as well, with links to their data.
+COPIED = ("moeq", "kernels", "tools", "docs", "examples")
 
 #: Processor seconds of tests that a mutant has to outlive.
 BUDGET = 60.0
@@ -200,15 +203,15 @@ def equivalents() -> dict[str, str]:
 
 
 def draw(folder: Path, count: int, seed: int) -> list[Mutant]:
-    """Draw mutants of a folder; equal seeds draw equal mutants of equal files."""
-    known = equivalents()
-    found = [one for path in sorted(folder.rglob("*.py")) for one in mutants(path) if one.text not in known]
+    """Draw mutants of a folder or file; equal seeds draw equal mutants of equal files."""
+    known, files = equivalents(), [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+    found = [one for path in files for one in mutants(path) if one.text not in known]
     return random.Random(f"{seed} {folder.relative_to(ROOT)}").sample(found, min(count, len(found)))
 
 
 def copied_tree(target: Path) -> None:
     """Copy what is imported and tested to a folder, which gets links to large data."""
-    for name in ("moeq", "kernels", "tools", "docs", "examples"):
+    for name in COPIED:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     (target / "tests").mkdir()
     for path in (ROOT / "tests").iterdir():
@@ -319,10 +322,8 @@ def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or no
         silent = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(silent, fd)
-        # Its packages stay, which usually lie in a virtual environment of the repository.
-        kept = [one for one in sys.path if one.startswith(sys.prefix) or not one.startswith(str(ROOT))]
-        sys.path[:] = [str(tree), str(tree / "kernels"), *kept]
-        os.environ["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
+        sys.path[:] = [str(tree), str(tree / "kernels"), *filter(_is_elsewhere, sys.path)]
+        os.environ["PYTHONPATH"] = paths_of_tree(tree)
         import pytest
 
         plugin = Failures()
@@ -331,6 +332,12 @@ def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or no
         named.write_text("".join(plugin.found[:1]))
         os._exit(int(status != pytest.ExitCode.OK))
     return named.read_text() if os.waitpid(child, 0)[1] else None
+
+
+def _is_elsewhere(entry: str) -> bool:
+    """Say whether an entry of sys.path stays: a virtual environment or an engine may lie in the repository as well."""
+    path = Path(entry)
+    return path != ROOT and not any(path.is_relative_to(ROOT / name) for name in (*COPIED, "tests"))
 
 
 class Judge:

@@ -177,7 +177,7 @@ def test_no_driver_means_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_amd_driver_topology(versions, arch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for node, version in enumerate(versions):
         (tmp_path / str(node)).mkdir()
-        text = f"cpu_cores_count 0\ngfx_target_version {version}\nempty\n"
+        text = f"cpu_cores_count 0\ngfx_target_version {version}\nempty\nthree words here\n"
         (tmp_path / str(node) / "properties").write_text(text)
     (tmp_path / "00" / "properties").mkdir(parents=True)  # a node that cannot be read comes first
     monkeypatch.setattr(detect, "_KFD", tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.engines.choice import Choice, choose, engine_options
+from moeq.engines.choice import Choice, EngineOptions, choose, engine_options
 from moeq.errors import MoeqError
 
 SLOW = "no kernels for sm_75"
@@ -30,6 +30,21 @@ def test_kernels_are_chosen(asked, own, slow, engine, runs_own) -> None:
     assert isinstance(found, Choice)
     assert found.own is runs_own
     assert slow is None or SLOW in found.why
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "slow", "engine", "why"),
+    [
+        ("auto", None, None, "MARLIN", "moeq's kernels for this GPU"),
+        ("auto", None, SLOW, NO_LAYOUT, f"moeq's kernels for any GPU: {SLOW}"),
+        ("auto", None, SLOW, "MARLIN", f"the engine's MARLIN, since moeq's would be those for any GPU: {SLOW}"),
+        ("auto", OWN_CANNOT, None, "MARLIN", "the engine's MARLIN, act-order"),
+        ("engine", OWN_CANNOT, None, "MARLIN", "the engine's MARLIN, as asked for"),
+        ("engine", None, SLOW, "MARLIN", "the engine's MARLIN, as asked for"),
+    ],
+)
+def test_the_log_says_why(asked, own, slow, engine, why) -> None:
+    assert choose(asked, own, slow, engine).why == why
 
 
 @pytest.mark.parametrize(
@@ -61,6 +76,23 @@ def test_options_that_there_are_not_are_refused(options) -> None:
     ) as refused:
         engine_options(options)
     assert refused.value.code == "usage.kernels"
+
+
+def test_variables_decide_where_options_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("MOEQ_KERNELS", "MOEQ_PROVE", "MOEQ_ACTIVATIONS"):
+        monkeypatch.delenv(variable, raising=False)
+    assert engine_options({}) == EngineOptions() == EngineOptions("auto", "sample", "auto")
+    monkeypatch.setenv("MOEQ_PROVE", "")
+    monkeypatch.setenv("MOEQ_KERNELS", "engine")
+    assert engine_options(None) == EngineOptions("engine")
+    assert engine_options({"kernels": "moeq", "prove": "all"}) == EngineOptions("moeq", "all")
+    monkeypatch.setenv("MOEQ_KERNELS", "fast")
+    with pytest.raises(MoeqError, match=r"^MOEQ_KERNELS is 'fast'; it must be auto, moeq or engine"):
+        engine_options({})
+    with pytest.raises(MoeqError, match=r"^the option prove is 'none'; it must be sample or all"):
+        engine_options({"kernels": "auto", "prove": "none"})
+    with pytest.raises(MoeqError, match="no option 1, a for engines"):
+        engine_options({"a": 0, 1: 0})
 
 
 def test_activations_are_those_of_the_format_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from load.deployments import convert
 
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.deploy.deployment import Deployment
-from moeq.engines.experts_source import PackingExpertsSource
+from moeq.engines.experts_source import ConvertedExpertsSource, PackingExpertsSource, open_experts
+from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.pipeline.plan.layer_plan import plan_layer
@@ -61,3 +63,37 @@ def test_the_engines_default_device_and_dtype_change_nothing(name: str, checkpoi
     assert found.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert torch.equal(found[key].view(torch.uint8), tensor.view(torch.uint8)), key
+
+
+def test_layouts_are_decided_once_for_a_deployment(checkpoints: Path) -> None:
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    with pytest.raises(AssertionError):
+        _ = source.answer
+    source.decide(Deployment(gpu=moeq.gpu("A100")), "all")
+    first = source.answer
+    source.decide(Deployment(gpu=moeq.gpu("A100")), "sample")
+    assert source.answer is first
+    assert source.prove == "all"
+    source.decide(Deployment(gpu=moeq.gpu("H100")), "sample")
+    assert source.answer is not first
+    assert source.prove == "sample"
+    assert source.backend == source.answer.backend
+    assert not source.is_filling
+    layers = source.answer.layouts
+    assert source.entry(max(layers) + 1) is None
+    assert source.names == moeq.open(checkpoints / SOURCES[0]).source.expert_names
+
+
+def test_a_folder_is_opened_as_what_it_is(checkpoints: Path, tmp_path: Path) -> None:
+    log, source = logging.getLogger("test"), checkpoints / SOURCES[0]
+    folder = convert(source, tmp_path / "out")
+    opened = open_experts(str(folder), None, log, converted=True)
+    assert isinstance(opened, ConvertedExpertsSource)
+    assert isinstance(open_experts(str(source), None, log, converted=False), PackingExpertsSource)
+    with pytest.raises(MoeqError) as refused:
+        open_experts(str(source), None, log, converted=True)
+    assert refused.value.code == "usage.not-converted"
+    opened.require_arch("sm80")
+    with pytest.raises(MoeqError, match="this GPU is sm90"):
+        opened.require_arch("sm90")
+    assert not opened.is_filling

@@ -318,7 +318,15 @@ def test_every_activation_is_known_to_the_kernels_with_its_constants() -> None:
         assert found[activation.value]["activation"] == name
     clamped = {"activation": "swiglu_oai", "alpha": 1.5, "beta": 0.5, "limit": 5.0}
     assert found["swigluoai_uninterleave"] == clamped
+    assert found["swigluoai"] == {"activation": "swiglu_oai", "alpha": 1.702, "beta": 1.0, "limit": 7.0}
+    assert [found[one]["limit"] for one in ("silu", "gelu")] == [5.0, None]
+    uninterleaved = SimpleNamespace(activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, **dict.fromkeys(numbers))
+    assert activation_arguments(uninterleaved) == clamped | {"alpha": 1.0, "beta": 0.0, "limit": None}
     assert found.get("situ", {"limit": 25.0})["limit"] == 25.0  # since vLLM 0.32
+    if "situ" in found:
+        for bound in (None, 0.0, -1.0):
+            situ = SimpleNamespace(activation=MoEActivation("situ"), **numbers | {"activation_situ_linear_beta": bound})
+            assert activation_arguments(situ) == {"activation": "situ", "alpha": 4.0, "limit": None}
     assert found.get("swiglustep", {"limit": 7.0})["limit"] == 7.0
     assert {backend.option for backend in BACKENDS.values()} >= {"marlin", "triton"}
 

@@ -142,10 +142,7 @@ def empty_layer(
 ) -> Any:
     """Build the engine's layer with a quantisation config; moeq's fills it when the engine prepares it."""
     info = checkpoint.info
-    parallel = FusedMoEParallelConfig(
-        tp_size=1, pcp_size=1, dp_size=1, ep_size=1, tp_rank=0, pcp_rank=0, dp_rank=0, ep_rank=0, sp_size=1,
-        use_ep=False, all2all_backend="allgather_reducescatter", enable_eplb=False,
-    )  # fmt: skip
+    parallel = FusedMoEParallelConfig.make_no_parallel()
     manager = ExpertMapManager(
         max_num_batched_tokens=1024, top_k=info.top_k, global_num_experts=info.num_experts, num_redundant_experts=0,
         num_expert_group=None, moe_parallel_config=parallel, placement_strategy="linear", enable_eplb=False,

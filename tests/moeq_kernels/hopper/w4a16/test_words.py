@@ -104,6 +104,24 @@ def test_scales_and_zero_points_lie_where_their_lanes_read(wide: bool) -> None:
                     assert word >> (bits * field) & ((1 << bits) - 1) == int(codes[0, column, 0])
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_layouts_reach_every_place_of_their_shapes_and_none_beyond(wide: bool) -> None:
+    """So that no lane reads beside what was loaded; each place has one thread, but some zero points have several."""
+    found = {f"words {kind} {slabs}": layouts.words(wide, slabs, kind) for kind in BITS for slabs in (2, 4)}
+    found |= {f"zeros {kind}": layouts.zeros(wide, kind) for kind in ("uint4", "uint8")}
+    for tokens in (16, 32, 64, 128) if wide else (8, 16, 32, 64, 128):
+        found[f"output {tokens}"] = layouts.output(wide, tokens)
+        found[f"pairs {tokens}"] = layouts.output_pair(wide, tokens)
+    found["scales"] = layouts.scales(wide)
+    for name, layout in found.items():
+        places = {tuple(at) for at in _points(layout).values()}
+        assert places == {*np.ndindex(*layout.shape)}, name
+        assert name.startswith("zeros") or len(places) == len(_points(layout)), name
+    assert layouts.output_pair(wide, 16).shape[:2] == layouts.output(wide, 16).shape
+    for (register, *_), (_, column, pair) in _points(layouts.output_pair(wide, 16)).items():
+        assert (pair, column % 8) == (register % 2, register // 2 % 8)
+
+
 @cache
 def _value(bits: int, half: bool) -> Fraction | float:
     """A 16-bit float, exactly."""
