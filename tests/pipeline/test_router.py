@@ -53,6 +53,7 @@ def refusal(
     router: stored.Parts,
     model: str = "Qwen3Moe",
     more: dict[str, torch.Tensor] | None = None,
+    sizes: dict[str, Any] | None = None,
     **fields: Any,
 ) -> str:
     make = MAKERS.get(config["quant_method"], stored.gptq)
@@ -61,7 +62,10 @@ def refusal(
         tensors[f"{ROUTER}.{part}"] = torch.zeros(shape, dtype=torch.float32).to(dtype)
     types = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "Olmoe": "olmoe"}
     kind = {"architectures": [f"{model}ForCausalLM"], "model_type": types[model]}
-    sizes = {"num_hidden_layers": 1, "intermediate_size": stored.INTER, "shared_expert_intermediate_size": stored.INTER}
+    sizes = {
+        "num_hidden_layers": 1, "intermediate_size": stored.INTER, "shared_expert_intermediate_size": stored.INTER,
+        **(sizes or {}),
+    }  # fmt: skip
     stored.write(folder, {**stored.QWEN, **sizes, **kind, "quantization_config": config}, [tensors | (more or {})])
     where = Deployment(**{"gpu": parse_gpu("H100"), "engine": "vllm@0.33.0", **fields})
     verdict = judge_checkpoint(moeq.open(folder), where, 0, explain=False)
@@ -127,6 +131,26 @@ def attention(**made: stored.Parts) -> dict[str, torch.Tensor]:
         for name, parts in made.items()
         for part, (dtype, shape) in parts.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"head_dim": 32}, ""),
+        ({"head_dim": 64}, "q_proj has 256 features, and the engine creates 512"),
+        ({"head_dim": 32, "num_attention_heads": 4}, "q_proj has 256 features, and the engine creates 128"),
+        ({"head_dim": 32, "num_key_value_heads": 2}, "k_proj has 128 features, and the engine creates 64"),
+    ],
+)
+def test_heads_of_another_width_than_the_config_says(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """vLLM takes a part of a wider projection and stops at a narrower one; unstated sizes are not judged."""
+    made = attention(q=stored.plain(256, 256), **dict.fromkeys("kv", stored.plain(128, 256)), o=stored.plain(256, 256))
+    config = {**FP8, "ignored_layers": [ROUTER, *(f"{ATTENTION}.{name}_proj" for name in "qkvo")]}
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, **changes}
+    found = refusal(tmp_path / "made", config, {}, more=made, sizes=sizes)
+    assert said in found
+    assert bool(said) is bool(found)
 
 
 AUTO_ROUND: dict[str, Any] = {

@@ -37,6 +37,13 @@ _SHARED_COUNTS = {
     ("Afmoe", "ExaoneMo"): "num_shared_experts",
     ("AriaText", "Ernie4_5_Moe"): "moe_num_shared_experts",
 }
+#: Classes whose attention heads are `head_dim` wide where config.json says it, and ones that divide the hidden size by
+#: the heads in any case (vLLM 0.26.0 to 0.33.0, by building them). Other classes are not judged.
+_HEAD_DIM = (
+    *("Afmoe", "AriaText", "Dots1", "Ernie4_5_Moe", "Glm4Moe", "Glm4vMoe", "HYV3", "HunYuanMoEV1", "Llama4"),
+    *("MiniMaxM2", "Mixtral", "PhiMoE", "Qwen3Moe", "Qwen3VLMoe", "SolarOpen"),
+)
+_DIVIDED = ("GraniteMoeFor", "GraniteMoeShared", "Olmoe", "Qwen2Moe")
 _LISTED = "the module in the config's list of modules that are not quantised"
 _NEWER = "a GPU of compute capability 8.9 or higher"
 #: Method and platform of Quark's FP8, which only experts run on older devices (vLLM 0.33.0, `_check_scheme_supported`).
@@ -181,14 +188,28 @@ class _Loading:
                     return (facts.count((key,)) or 0) * each
         return 0
 
+    @cached_property
+    def _head_widths(self) -> Mapping[str, int]:
+        """Features of the attention's projections by config.json; empty where the class or its keys are not known."""
+        name, facts = self.checkpoint.info.architecture, Facts(self.checkpoint.source.config)
+        heads, shared = facts.count(("num_attention_heads",)), facts.count(KV_HEADS)
+        width = facts.count(("head_dim",)) if name.startswith(_HEAD_DIM) else None
+        if name.startswith(_DIVIDED) and heads:
+            width = (facts.count(("hidden_size",)) or 0) // heads
+        counts = {"q_proj": heads, "k_proj": shared, "v_proj": shared}
+        return {leaf: count * width for leaf, count in counts.items() if count and width}
+
     def _resized(self, linear: LinearModule, shards: Sequence[_Shard]) -> Iterator[_Problem]:
-        """Yield shared experts of another width than config.json says: the engine would take a part of a wider one."""
-        declared = self._shared_width
-        if "shared_expert" not in linear.path or len(linear.shards) < 2 or not declared:
-            return
-        for shard in shards:
-            found = _features(shard)
-            if found is not None and found != declared:
+        """Yield shared experts and heads of another width than config.json says.
+
+        The engine would take a part of a wider one.
+        """
+        shared = "shared_expert" in linear.path and len(linear.shards) > 1
+        attention = linear.path == "self_attn.qkv_proj"
+        for shard in shards if shared or attention else ():
+            leaf = shard.name.rpartition(".")[2]
+            found, declared = _features(shard), self._head_widths.get(leaf) if attention else self._shared_width
+            if declared and found is not None and found != declared:
                 text = f"{shard.name} has {found} features, and the engine creates {declared} by the config"
                 yield text, "the right size in config.json"
 
