@@ -168,6 +168,21 @@ def test_classes_that_refuse_more_ranks_than_experts(architecture: str, tmp_path
     assert class_gate(checkpoint, where(engine="vllm@0.33.0", tp=EXPERTS)) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, True),
+        ({"model_type": "qwen3_moe"}, True),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "qwen3_moe"}, False),
+        ({"architectures": "Qwen3MoeForCausalLM", "model_type": "mixtral"}, False),
+    ],
+)
+def test_a_wrapper_runs_the_class_of_its_text_config(text: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+    document = config(architectures=["InternVLChatModel"], llm_config=text)
+    gate = class_gate(moeq.open(write(tmp_path, document=document)), where(engine="vllm@0.33.0", tp=2 * EXPERTS))
+    assert (gate is not None) is refused
+
+
 def test_deepseek_v4_still_divides_experts_outside_cuda(tmp_path: Path) -> None:
     checkpoint = moeq.open(write(tmp_path, document=config(architectures=["DeepseekV4ForCausalLM"])))
     gate = class_gate(checkpoint, where("MI300X", engine="vllm@0.33.0", tp=2 * EXPERTS))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from moeq.checkpoint.facts import GROUPS, KV_HEADS, MTP, Facts
@@ -231,6 +231,27 @@ _WHOLE_EXPERTS = (
 #: Classes that transformers' blocks replaced, which refuse none, by the version that did.
 _UNTIL = {"HunYuanMoEV1": "0.29.0", "Mellum": "0.32.0"}
 
+#: Starts of the names of wrappers that run the class of their text config: the one that it names, else the one of its
+#: model type (vLLM 0.26.0 to 0.33.0, `VllmConfig.with_hf_config`).
+_WRAPPERS = (
+    *("Eagle2_5_VL", "GraniteSpeech", "HCXVision", "InternS1For", "InternVLChat", "LightOnOCR", "LlamaNemotronVL"),
+    *("Llava", "Mistral3For", "Ovis", "PaliGemma", "Pixtral", "SkyworkR1V", "StepVL", "Ultravox", "Voxtral"),
+)
+
+
+def _text_class(checkpoint: Checkpoint) -> str:
+    """Return the name of the class that holds the experts, or a model type that tells it."""
+    name, scopes = checkpoint.info.architecture, Facts(checkpoint.source.config).scopes
+    if not name.startswith(_WRAPPERS) or len(scopes) < 2:
+        return name
+    named = scopes[0].get("architectures")
+    return str(named[0] if isinstance(named, list) and named else scopes[0].get("model_type"))
+
+
+def _starts(name: str, starts: Iterable[str]) -> bool:
+    """Return whether a name of a class, or of a model type, has one of the starts."""
+    return name.replace("_", "").lower().startswith(tuple(one.replace("_", "").lower() for one in starts))
+
 
 def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """Return the failed gate if the model's class refuses the tensor-parallel size for the number of experts.
@@ -241,12 +262,10 @@ def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     if not _is_vllm(deployment):
         return None
     since = load_policy(choose_engine(deployment.engine).policy).since
-    name, tp, cuda = checkpoint.info.architecture, deployment.tp, deployment.gpu.platform == "cuda"
+    name, tp, cuda = _text_class(checkpoint), deployment.tp, deployment.gpu.platform == "cuda"
     experts = max(Facts(checkpoint.source.config).expert_sets(), default=checkpoint.info.num_experts)
     total = experts + (deployment.redundant_experts if cuda else 0)
-    whole = name.startswith(_WHOLE_EXPERTS) or any(
-        name.startswith(one) and not since(end) for one, end in _UNTIL.items()
-    )
+    whole = _starts(name, [*_WHOLE_EXPERTS, *(one for one, end in _UNTIL.items() if not since(end))])
     divided = name.startswith("DeepseekV4") and not (cuda and since("0.31.0"))
     if divided and total % tp:
         text = f"{total} experts do not divide by tp {tp}, which this version's class asks for"
