@@ -174,6 +174,10 @@ class TestArithmetic:
         monkeypatch.setattr(resources, "SMALL_BUFFERS", buffers - 1)
         assert plan_memory(job, job.plan.units, 2).helpers == 1
 
+    def test_as_many_workers_run_as_fit_in_a_gigabyte(self, job: Job) -> None:
+        usual = plan_memory(job, job.plan.units, 1 << 20)
+        assert (1 << 30) - usual.per_worker < usual.peak <= 1 << 30
+
     def test_one_worker_runs_beyond_the_usual_ceiling_and_not_beyond_one_that_was_asked_for(self, job: Job) -> None:
         single = plan_memory(job, job.plan.units, 1, max_helpers=1)
         assert plan_memory(job, job.plan.units, 4, single.peak).workers == 1
