@@ -42,11 +42,14 @@ def value_of(value: Any) -> bytes:
     return struct.pack("<IIQ", 9, 5, len(value)) + np.array(value, "<i4").tobytes()
 
 
-def gguf_bytes(metadata: dict[str, Any], tensors: dict[str, Tensor], alignment: int = 32) -> bytes:
-    """Return a file of version 3. Tensors are `(type, row-major shape, data)` by name."""
+def gguf_bytes(metadata: dict[str, Any], tensors: dict[str, Tensor], alignment: int = 32, hole: int = 0) -> bytes:
+    """Return a file of version 3. Tensors are `(type, row-major shape, data)` by name.
+
+    Offsets count a `hole` of so many bytes before the first tensor, which is left out.
+    """
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     head += b"".join(text(key) + value_of(value) for key, value in metadata.items())
-    offset, data = 0, b""
+    offset, data = hole, b""
     for name, (kind, shape, raw) in tensors.items():
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
         head += text(name) + dims + struct.pack("<IQ", NUMBERS[kind][0], offset)

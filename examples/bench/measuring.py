@@ -22,6 +22,9 @@ from typing import Any
 HERE = Path(__file__).parent
 MOEQ = [sys.executable, "-P", "-c", "from moeq.cli.app import main; main()"]
 
+#: Environment of every contender: bytecode is kept, as where a package is installed.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
 #: After a sync, the disk still discards the blocks of deleted files for a while.
 SETTLE_SECONDS = 1.0
 
@@ -43,7 +46,7 @@ def measure(command: list[str], log: Path) -> Run:
     """
     with log.open("wb") as output:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         _, status, usage = os.wait4(process.pid, 0)
         wall = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)

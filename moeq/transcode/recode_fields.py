@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -257,6 +258,10 @@ class ByNumbers(Rounded):
     type: str | None  #: name of the source's type if it is GGUF blocks or floats
 
     def fill_one(self, one: Fields, other: Fields) -> None:
+        if "codes" in one and "codes" in other:  # of AMX tiles: codes have recoders of their own for anything else
+            scales = other["scales"].view(np.float32)
+            kt_amx.quantize_codes(coded(one, self.before), self.after.bits, _bytes(other), scales)
+            return
         for rows, numbers in _strips(one, self.before, self.type):
             if "values" in other:
                 floats.write_numbers(numbers, other["values"][rows], binary16=self.after.element == "f16")
@@ -305,7 +310,7 @@ def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
     if codes.strides[1] != codes.itemsize:
         contiguous = np.empty(codes.shape, codes.dtype)
         transpose.copy_any(codes, contiguous)
-        codes = contiguous
+        fields["codes"] = codes = contiguous  # which filling and comparing both need
     scales = numbers_of(fields["scales"], spec.scale_dtype).astype(np.float64)
     if "global_scale" in fields:
         scales = scales * fields["global_scale"].view(np.float32)
@@ -314,8 +319,14 @@ def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
         zeros = np.full(scales.shape, spec.symmetric_zero, np.uint8)
     index, run = fields.get("index"), 1
     if index is None:
-        index, run = np.arange(spec.k, dtype=np.int32) // spec.group_size, spec.group_size
+        index, run = _groups(spec.k, spec.group_size), spec.group_size
     return floats.Coded(spec.element, codes, zeros, scales, index, run)
+
+
+@lru_cache(maxsize=64)
+def _groups(columns: int, size: int) -> Array:
+    """Return the group of each column."""
+    return np.arange(columns, dtype=np.int32) // np.int32(size)
 
 
 def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:

@@ -66,7 +66,15 @@ class StoredTiles:
         """Yield every node's codes and scales in scratch, and its stored parts."""
         fields = self.blank(stored, scratch)
         by_columns = self.spec.role in ("down", "w2")
-        cuts = (np.split(fields[name], self.nodes, axis=1 if by_columns else 0) for name in ("codes", "scales"))
-        for node, (codes, scales) in enumerate(zip(*cuts, strict=True)):
-            tiles, stored_scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)]
-            yield codes, scales.view(np.float32), tiles, stored_scales.view(np.float32).reshape(-1, 1)
+        found = [fields["codes"], fields["scales"].view(np.float32)]
+        for node in range(self.nodes):
+            cut = [_share(matrix, node, self.nodes, by_columns) for matrix in found]
+            tiles, scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)].view(np.float32)
+            yield *cut, tiles, scales.reshape(-1, 1)
+
+
+def _share(matrix: Array, node: int, nodes: int, by_columns: bool) -> Array:
+    """Return a node's rows or columns."""
+    size = matrix.shape[by_columns] // nodes
+    share = slice(node * size, (node + 1) * size)
+    return matrix[:, share] if by_columns else matrix[share]

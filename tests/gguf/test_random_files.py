@@ -15,6 +15,7 @@ from gguf_files import Tensor, gguf_bytes, moe_metadata, moe_tensors, random_ten
 
 from moeq.gguf.names import ARCHITECTURES
 from moeq.model import open as open_checkpoint
+from moeq.schemes.dequantize import dequantize
 from moeq.schemes.gguf import dequantized
 from moeq.schemes.gguf_blocks import CODED, FLOATS
 
@@ -112,3 +113,32 @@ def test_every_tensor_has_the_numbers_of_the_gguf_package(seed: int, tmp_path: P
         expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(-1)
         own = numbers_of(checkpoint, found[named[0]])
         assert np.array_equal(own, expected), (stored, tensor.tensor_type)
+
+
+@pytest.mark.parametrize("hole", [(1 << 32) - 64, (1 << 32) + 64, 1 << 36])
+def test_tensors_beyond_four_gibibytes(hole: int, tmp_path: Path) -> None:
+    """Two parts, one over a hole that takes no disk: offsets do not fit 32 bits, and the last tensor is as it should.
+
+    A tensor of the first case begins below 4 GiB and ends above.
+    """
+    metadata = moe_metadata("qwen3moe", layers=1, hidden=256, inner=256, experts=4)
+    tensors = moe_tensors(np.random.default_rng(hole), layers=1)
+    experts = {name: tensors.pop(name) for name in list(tensors) if "_exps" in name}
+    split = {"split.count": 2, "split.tensors.count": len(tensors) + len(experts)}
+    paths = [tmp_path / SPLIT_NAME.format(part, 2) for part in (1, 2)]
+    paths[0].write_bytes(gguf_bytes({**metadata, **split, "split.no": 0}, tensors))
+    whole = gguf_bytes({**split, "split.no": 1}, experts, hole=hole)
+    head = len(whole) - sum(len(raw) for _, _, raw in experts.values())
+    with paths[1].open("wb") as file:
+        file.write(whole[:head])
+        file.seek(head + hole)
+        file.write(whole[head:])
+    checkpoint = open_checkpoint(paths[0])
+    checkpoint.require_source()
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(paths[1]).tensors}
+    assert theirs.keys() == experts.keys()
+    for projection in ("gate", "up", "down"):
+        tensor = theirs[f"blk.0.ffn_{projection}_exps.weight"]
+        wanted = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        found = [dequantize(checkpoint.matrix(0, expert, projection)).numpy() for expert in range(4)]
+        assert np.array_equal(np.stack(found), wanted.reshape(4, 256, 256))

@@ -13,7 +13,7 @@ pytest.importorskip("numba")
 
 from schemes.test_kt_amx import VECTORS, format_of, packed, spec_of, values
 
-from moeq.layouts.loops import kt_amx
+from moeq.layouts.loops import floats, kt_amx
 from moeq.schemes.kt_amx import quantized, weight_part
 
 
@@ -59,3 +59,28 @@ def test_numbers_that_are_not_finite_have_no_scale() -> None:
     numbers[3, 7], numbers[5, 9], numbers[6, 1] = float("inf"), float("nan"), torch.finfo(torch.float32).max
     _, scales = tiles_of(numbers, 8, 1)
     assert np.flatnonzero(np.isnan(scales)).tolist() == [3, 5, 6]  # the last one is infinite in bfloat16
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("element", "group"), [("int4", 32), ("int4", 24), ("int8", 48), ("e2m1", 32), ("e4m3", 64)])
+def test_codes_become_what_their_numbers_become(element: str, group: int, bits: int, nodes: int) -> None:
+    """Codes of every kind, scales that float32 holds and others, columns of a row that no vector divides."""
+    rng = np.random.default_rng([group, bits, nodes])
+    n, k = 40, 192
+    width = 4 if element in ("int4", "e2m1") else 8
+    codes = rng.integers(0, 1 << 32, (n, k * width // 32), dtype=np.uint32)
+    if element == "e4m3":
+        codes &= np.uint32(0xBFBFBFBF)  # no NaN
+    scales = rng.standard_normal((n, k // group)) * np.exp(2 * rng.standard_normal((n, 1)))
+    scales[::2], scales[4] = scales[::2].astype(np.float16), 0
+    zeros = rng.integers(0, 1 << width, scales.shape).astype(np.uint8) * (element[0] == "i")
+    matrix = floats.Coded(element, codes, zeros.astype(np.uint8), scales, np.arange(k, dtype=np.int32) // group, group)
+    numbers = np.empty((n, k), np.float32)
+    floats.write(matrix, numbers.view(np.uint32), binary16=False)
+    found, wanted = (np.empty((n, k * bits // 8), np.uint8) for _ in range(2))
+    steps, wanted_steps = (np.empty((n, nodes), np.float32) for _ in range(2))
+    kt_amx.quantize_codes(matrix, bits, found, steps)
+    kt_amx.quantize(numbers, bits, wanted, wanted_steps)
+    assert np.array_equal(found, wanted)
+    assert np.array_equal(steps, wanted_steps, equal_nan=True)

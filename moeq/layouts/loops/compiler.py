@@ -25,8 +25,8 @@ from moeq.layouts.loops.target import Kind, target_machine
 _OPTIONS = {"boundscheck": False, "forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 loop = njit(**_OPTIONS)
 
-#: Declares a loop of floats that may be added in any order, several at once, and of which none is NaN.
-loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "nnan", "nsz"})
+#: Declares a loop of floats that may be added in any order, several at once, and products without being rounded first.
+loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})
 
 #: Functions that compiled loops may call: LLVM turns copies and fills into these.
 _C_LIBRARY = {"memcpy", "memmove", "memset"}

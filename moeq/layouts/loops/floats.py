@@ -35,6 +35,12 @@ class Coded:
     index: Array  #: int32 `[K]`, the group of each column
     run: int  #: columns from each multiple of this number on that have one group
 
+    def __post_init__(self) -> None:
+        """Check the index. Raises MoeqError `source.bad-data`."""
+        index, groups = self.index, self.scales.shape[1]
+        if index.dtype != np.int32 or int(index.view(np.uint32).max(initial=0)) >= groups:
+            check_indices(index, groups, "group index")
+
     def rows(self, rows: slice) -> Coded:
         """Return some rows."""
         return replace(self, codes=self.codes[rows], zeros=self.zeros[rows], scales=self.scales[rows])
@@ -91,7 +97,7 @@ def write(matrix: Coded, out: Array, *, binary16: bool) -> None:
         binary16: floats of 16 bits are binary16, not bfloat16.
     """
     numbers = np.empty((1, len(matrix.index)), np.float32)
-    _loops.round_rows(*_by_table(matrix), _kind(out, binary16), numbers, numbers.view(np.uint32), out)
+    _loops.round_rows(*by_table(matrix), _kind(out, binary16), numbers, numbers.view(np.uint32), out)
 
 
 def write_numbers(numbers: Array, out: Array, *, binary16: bool) -> None:
@@ -113,7 +119,7 @@ def write_fp8_blocks(matrix: Coded, out: Array) -> Array | None:
     """
     powers = np.zeros([-(-size // BLOCK) for size in out.shape], np.int64)
     numbers = np.empty((BLOCK, BLOCK), np.float32)
-    finite = _loops.round_blocks(*_by_table(matrix), numbers, numbers.view(np.uint32), out, powers)
+    finite = _loops.round_blocks(*by_table(matrix), numbers, numbers.view(np.uint32), out, powers)
     return powers if finite else None
 
 
@@ -132,12 +138,15 @@ def measure(matrix: Coded, found: Array, block: tuple[int, int], *, binary16: bo
 
     Returns the change, with 0 numbers where all are equal (0.0 equals -0.0); None where a number is not finite.
     """
-    return _measured(_loops.measure_rows, (*_by_bits(matrix), _kind(found, binary16), found), len(matrix.index), block)
+    numbers = np.empty((2, len(matrix.index)), np.float32)
+    sides = *_by_bits(matrix), _kind(found, binary16), found
+    return _measured(_loops.measure_rows, sides, (numbers, numbers.view(np.uint32)), block)
 
 
 def measure_codes(matrix: Coded, found: Coded, block: tuple[int, int]) -> Measured | None:
     """Compare with a matrix of other codes that should mean the same numbers, as `measure` does."""
-    return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), len(matrix.index), block)
+    numbers = np.empty((2, len(matrix.index)), np.float32)
+    return _measured(_loops.measure_codes, (*_by_bits(matrix), *_by_bits(found)), (numbers,), block)
 
 
 def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, block: tuple[int, int]) -> Measured | None:
@@ -149,19 +158,16 @@ def measure_numbers(rows: Iterable[tuple[int, Array, Array]], columns: int, bloc
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
     touched = np.zeros(-(-columns // block[1]), np.uint8)
     for first, before, found in rows:
-        bits = before.view(np.uint32), found.view(np.uint32)
-        if not _loops.measure_numbers(before, found, first, np.array(block), *bits, sums, counts, touched):
+        if not _loops.measure_numbers(before, found, first, np.array(block), sums, counts, touched):
             return None
     return _of_counts(sums, counts)
 
 
-def _measured(loop: Loop, sides: Sequence[Any], columns: int, block: tuple[int, int]) -> Measured | None:
-    numbers = np.empty((2, columns), np.float32)
+def _measured(loop: Loop, sides: Sequence[Any], rows: Sequence[Array], block: tuple[int, int]) -> Measured | None:
+    """Run a loop that compares two matrices; `rows` are views of the memory for a row of each."""
     sums, counts = np.zeros(5), np.zeros(4, np.int64)
-    touched = np.zeros(-(-columns // block[1]), np.uint8)
-    if not loop(*sides, np.array(block), numbers, numbers.view(np.uint32), sums, counts, touched):
-        return None
-    return _of_counts(sums, counts)
+    touched = np.zeros(-(-rows[0].shape[1] // block[1]), np.uint8)
+    return _of_counts(sums, counts) if loop(*sides, np.array(block), *rows, sums, counts, touched) else None
 
 
 def _of_counts(sums: Array, counts: Array) -> Measured:
@@ -170,9 +176,8 @@ def _of_counts(sums: Array, counts: Array) -> Measured:
     return Measured(count, blocks, largest, squares, norm, (row, column), before, after)
 
 
-def _by_table(matrix: Coded) -> tuple[Any, ...]:
-    """Return the arguments of a matrix for the loops that write, with a table of codes."""
-    check_indices(matrix.index, matrix.scales.shape[1], "group index")
+def by_table(matrix: Coded) -> tuple[Any, ...]:
+    """Return the arguments of a matrix for the loops that write, with a table of codes, up to `scales`."""
     table = _table(matrix.element)
     codes, bits = matrix.codes.view(np.uint8), 4 if len(table) == 16 else 8
     ends = (np.arange(len(matrix.index)) // matrix.run + 1) * matrix.run
@@ -181,7 +186,6 @@ def _by_table(matrix: Coded) -> tuple[Any, ...]:
 
 def _by_bits(matrix: Coded) -> tuple[Any, ...]:
     """Return the arguments of a matrix for the loops that compare."""
-    check_indices(matrix.index, matrix.scales.shape[1], "group index")
     return matrix.codes.view(np.uint8), ELEMENTS[matrix.element], matrix.zeros, matrix.index, matrix.run, matrix.scales
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from moeq.layouts.loops.compiler import loop, loop_of_sums, scratch
 from moeq.layouts.loops.recode import BLOCK
+from moeq.layouts.loops.vectors import load, look_up, store
 
 _1, _16, _13 = np.uint32(1), np.uint32(16), np.uint32(13)
 _SIGN, _REST, _REST64 = np.uint32(0x80000000), np.uint32(0x7FFFFFFF), np.uint64(0x7FFFFFFFFFFFFFFF)
@@ -37,7 +38,7 @@ def round_rows(codes, bits, table, zeros, index, ends, scales, kind, numbers, bi
     the same memory as uint32.
     """
     for n in range(out.shape[0]):
-        _look_up(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
+        look_up_row(codes[n], bits, table, zeros[n], index, ends, scales[n], 0, numbers[0])
         _round(bits_of[0], kind, out[n])
 
 
@@ -49,7 +50,7 @@ def round_numbers(bits_of, kind, out):  # type: ignore[no-untyped-def]
 
 
 @loop
-def _look_up(codes, bits, table, zeros, index, ends, scales, first, values):  # type: ignore[no-untyped-def]
+def look_up_row(codes, bits, table, zeros, index, ends, scales, first, values):  # type: ignore[no-untyped-def]
     """Fill `values` with the float32 values of a row from column `first` on."""
     start, end = first, first + len(values)
     meanings = _meanings()
@@ -75,7 +76,11 @@ def _look_up_nibbles(codes, meanings, start, values):  # type: ignore[no-untyped
     if odd:
         values[0] = meanings[codes[start >> 1] >> np.uint8(4)]
     octets, rest = codes[(start + 1) >> 1 :], values[odd:]
-    for byte in range(len(rest) >> 1):
+    whole = len(rest) >> 4 << 3
+    table = load(meanings, 0)
+    for byte in range(0, whole, 8):
+        store(rest, 2 * byte, look_up(table, octets, byte))
+    for byte in range(whole, len(rest) >> 1):
         rest[2 * byte] = meanings[octets[byte] & np.uint8(15)]
         rest[2 * byte + 1] = meanings[octets[byte] >> np.uint8(4)]
     if len(rest) & 1:
@@ -96,7 +101,7 @@ def round_blocks(codes, bits, table, zeros, index, ends, scales, numbers, bits_o
         for column in range(0, out.shape[1], BLOCK):
             width = min(BLOCK, out.shape[1] - column)
             for n in range(height):
-                _look_up(
+                look_up_row(
                     codes[row + n],
                     bits,
                     table,
@@ -201,7 +206,7 @@ def measure_rows(  # type: ignore[no-untyped-def]
         kind: 0 for bfloat16, 1 for binary16, 2 for float32.
         block: int64 `[2]`, rows and columns of a block.
         numbers: float32 `[2, K]`, room for a row of each side.
-        bits_of: the same as uint32.
+        bits_of: the same memory as uint32.
         sums: float64 `[5]`, of zeros: squares of changes, squares of values, the largest change, and both numbers of
             the first one.
         counts: int64 `[4]`, of zeros: numbers and blocks that changed, row and column of the first number.
@@ -210,16 +215,15 @@ def measure_rows(  # type: ignore[no-untyped-def]
     Returns:
         Whether every number is finite, on both sides.
     """
-    top = np.uint32(0)
     start = 0
     while start < found.shape[0]:
         touched[:] = 0
         for n in range(start, min(start + block[0], found.shape[0])):
             _decode(codes[n], element, zeros[n], index, run, scales[n], numbers[0])
             _widen(found[n], kind, bits_of[1], numbers[1])
-            top = max(top, _compare_row(n, block[1], numbers, bits_of, sums, counts, touched))
+            _compare_numbers(n, block[1], numbers[0], numbers[1], sums, counts, touched)
         start += block[0]
-    return top < _NOT_FINITE
+    return np.isfinite(sums[0]) and np.isfinite(sums[1])
 
 
 @loop
@@ -238,55 +242,40 @@ def measure_codes(  # type: ignore[no-untyped-def]
     factors,
     block,
     numbers,
-    bits_of,
     sums,
     counts,
     touched,
 ):
     """Compare with a matrix of other codes, whose arguments are `found` to `factors`."""
-    top = np.uint32(0)
     start = 0
     while start < found.shape[0]:
         touched[:] = 0
         for n in range(start, min(start + block[0], found.shape[0])):
             _decode(codes[n], element, zeros[n], index, run, scales[n], numbers[0])
             _decode(found[n], kind, offsets[n], groups, length, factors[n], numbers[1])
-            top = max(top, _compare_row(n, block[1], numbers, bits_of, sums, counts, touched))
+            _compare_numbers(n, block[1], numbers[0], numbers[1], sums, counts, touched)
         start += block[0]
-    return top < _NOT_FINITE
+    return np.isfinite(sums[0]) and np.isfinite(sums[1])
 
 
 @loop
-def measure_numbers(before, found, first, block, bits_of_before, bits_of_found, sums, counts, touched):  # type: ignore[no-untyped-def]
+def measure_numbers(before, found, first, block, sums, counts, touched):  # type: ignore[no-untyped-def]
     """Compare float32 rows, of which the first one is row `first` of a matrix and begins a block.
 
     Other arguments, and the result, are those of `measure_rows`.
     """
-    top = np.uint32(0)
     start = 0
     while start < found.shape[0]:
         touched[:] = 0
         for n in range(start, min(start + block[0], found.shape[0])):
-            row = _compare_numbers(
-                first + n, block[1], before[n], found[n], bits_of_before[n], bits_of_found[n], sums, counts, touched
-            )
-            top = max(top, row)
+            _compare_numbers(first + n, block[1], before[n], found[n], sums, counts, touched)
         start += block[0]
-    return top < _NOT_FINITE
+    return np.isfinite(sums[0]) and np.isfinite(sums[1])
 
 
 @loop
-def _compare_row(n, width, numbers, bits_of, sums, counts, touched):  # type: ignore[no-untyped-def]
-    """Add the changes in row n; return the largest magnitude of both sides as bits."""
-    return _compare_numbers(n, width, numbers[0], numbers[1], bits_of[0], bits_of[1], sums, counts, touched)
-
-
-@loop
-def _compare_numbers(n, width, values, read, bits_of_values, bits_of_read, sums, counts, touched):  # type: ignore[no-untyped-def]
-    top = np.uint32(0)
-    for k in range(len(values)):
-        top = max(top, np.uint32(bits_of_values[k] & _REST))
-        top = max(top, np.uint32(bits_of_read[k] & _REST))
+def _compare_numbers(n, width, values, read, sums, counts, touched):  # type: ignore[no-untyped-def]
+    """Add the changes in row n. Sums become infinite or NaN where a number of either side is."""
     _add_squares(values, read, sums)
     for place in range(len(touched)):
         start = place * width
@@ -303,7 +292,6 @@ def _compare_numbers(n, width, values, read, bits_of_values, bits_of_read, sums,
         counts[0] += changed
         counts[1] += np.int64(changed > 0 and touched[place] == 0)
         touched[place] |= np.uint8(changed > 0)
-    return top
 
 
 @loop_of_sums
@@ -329,38 +317,56 @@ def _decode(codes, element, zeros, index, run, scales, values):  # type: ignore[
     start = 0
     while start < len(index):
         scale, stop = scales[index[start]], min(start + run, len(index))
-        offset, filled = np.float64(zeros[index[start]]) * scale, values[start:stop]
+        zero, filled = zeros[index[start]], values[start:stop]
         if element == 8 or element == 43:
-            _decode_octets(codes[start:stop], element, scale, offset, filled)
+            _decode_octets(codes[start:stop], element, scale, zero, filled)
         elif (start | stop) & 1:
             for k in range(start, stop):
                 code = codes[k >> 1] >> np.uint8(4 * (k & 1)) & np.uint8(15)
-                values[k] = np.float32(np.float64(code) * scale - offset) if element == 4 else _e2m1(code, scale)
+                values[k] = _integer(code, zero, scale) if element == 4 else _e2m1(code, scale)
         else:
-            _decode_nibbles(codes[start >> 1 : stop >> 1], element, scale, offset, filled)
+            _decode_nibbles(codes[start >> 1 : stop >> 1], element, scale, zero, filled)
         start += run
 
 
 @loop
-def _decode_octets(octets, element, scale, offset, filled):  # type: ignore[no-untyped-def]
-    if element == 8:
-        for k in range(len(filled)):
-            filled[k] = np.float32(np.float64(octets[k]) * scale - offset)
-    else:
+def _decode_octets(octets, element, scale, zero, filled):  # type: ignore[no-untyped-def]
+    if element == 43:
         for k in range(len(filled)):
             filled[k] = _e4m3(octets[k], scale)
+    elif np.float32(scale) == scale:
+        for k in range(len(filled)):
+            filled[k] = _short_product(octets[k], zero, np.float32(scale))
+    else:
+        for k in range(len(filled)):
+            filled[k] = _integer(octets[k], zero, scale)
 
 
 @loop
-def _decode_nibbles(octets, element, scale, offset, filled):  # type: ignore[no-untyped-def]
-    if element == 4:
-        for k in range(len(octets)):
-            filled[2 * k] = np.float32(np.float64(octets[k] & np.uint8(15)) * scale - offset)
-            filled[2 * k + 1] = np.float32(np.float64(octets[k] >> np.uint8(4)) * scale - offset)
-    else:
+def _decode_nibbles(octets, element, scale, zero, filled):  # type: ignore[no-untyped-def]
+    if element == 21:
         for k in range(len(octets)):
             filled[2 * k] = _e2m1(octets[k] & np.uint8(15), scale)
             filled[2 * k + 1] = _e2m1(octets[k] >> np.uint8(4), scale)
+    elif np.float32(scale) == scale:
+        for k in range(len(octets)):
+            filled[2 * k] = _short_product(octets[k] & np.uint8(15), zero, np.float32(scale))
+            filled[2 * k + 1] = _short_product(octets[k] >> np.uint8(4), zero, np.float32(scale))
+    else:
+        for k in range(len(octets)):
+            filled[2 * k] = _integer(octets[k] & np.uint8(15), zero, scale)
+            filled[2 * k + 1] = _integer(octets[k] >> np.uint8(4), zero, scale)
+
+
+@loop
+def _integer(code, zero, scale):  # type: ignore[no-untyped-def]
+    return np.float32(np.float64(code) * scale - np.float64(zero) * scale)
+
+
+@loop
+def _short_product(code, zero, scale):  # type: ignore[no-untyped-def]
+    """Return what `_integer` does for a scale of float32, of which the product in float32 is rounded once as well."""
+    return np.float32(np.float32(np.float32(np.int32(code)) - np.float32(np.int32(zero))) * scale)
 
 
 @loop

@@ -6,6 +6,7 @@ import numpy as np
 from numba import uint64
 
 from moeq.layouts.loops.compiler import loop, scratch
+from moeq.layouts.loops.floats_loops import look_up_row
 from moeq.layouts.loops.transpose_loops import SIDE, load_transposed
 from moeq.layouts.loops.vectors import LANES, load, pick_bytes, store, store_each
 
@@ -27,16 +28,46 @@ _square = scratch(np.uint32, SIDE, SIDE)
 
 
 @loop
-def round_bfloat16(bits_of, largest):  # type: ignore[no-untyped-def]
-    """Round runs of float32 numbers `[N, G, width]` to bfloat16 in place; fill their largest magnitudes, as bits."""
-    for n in range(largest.shape[0]):
-        for g in range(largest.shape[1]):
-            run, top = bits_of[n, g], np.uint32(0)
-            for k in range(len(run)):
-                rounded = np.uint32((run[k] + np.uint32(0x7FFF) + (run[k] >> _16 & _1)) & np.uint32(0xFFFF0000))
-                run[k] = rounded
-                top = max(top, np.uint32(rounded & _MAGNITUDE))
-            largest[n, g] = top
+def quantize(numbers, bits_of, bits, codes, scales):  # type: ignore[no-untyped-def]
+    """Fill rows of codes and scales from runs of float32 numbers `[N, G, width]`, which change."""
+    for n in range(scales.shape[0]):
+        _quantize_row(numbers[n], bits_of[n], bits, codes[n], scales[n])
+
+
+@loop
+def quantize_codes(  # type: ignore[no-untyped-def]
+    stored, width, table, zeros, index, ends, factors, row, numbers, bits_of, bits, codes, scales
+):
+    """Fill rows from codes: arguments up to `factors` are those of `look_up_row`, and `row` holds one, as numbers."""
+    for n in range(scales.shape[0]):
+        look_up_row(stored[n], width, table, zeros[n], index, ends, factors[n], 0, row)
+        _quantize_row(numbers, bits_of, bits, codes[n], scales[n])
+
+
+@loop
+def _quantize_row(numbers, bits_of, bits, codes, scales):  # type: ignore[no-untyped-def]
+    for g in range(len(scales)):
+        top = np.uint32(_round_bfloat16(bits_of[g])).view(np.float32)
+        step = np.float32(np.float64(top) / 112) if bits == 4 else top / np.float32(127)
+        inverse = np.float32(1) / step if step > 0 else np.float32(0)
+        if not np.isfinite(inverse):
+            inverse = np.float32(0)  # a row of numbers too small
+        if bits == 4:
+            _code_nibbles(numbers[g], inverse, codes[g])
+        else:
+            _code_bytes(numbers[g], inverse, codes[g])
+        scales[g] = step * np.float32(16 if bits == 4 else 1) if np.isfinite(top) else np.float32(np.nan)
+
+
+@loop
+def _round_bfloat16(bits_of):  # type: ignore[no-untyped-def]
+    """Round float32 numbers to bfloat16 in place; return the largest magnitude. All are given as bits."""
+    top = np.uint32(0)
+    for k in range(len(bits_of)):
+        rounded = np.uint32((bits_of[k] + np.uint32(0x7FFF) + (bits_of[k] >> _16 & _1)) & np.uint32(0xFFFF0000))
+        bits_of[k] = rounded
+        top = max(top, np.uint32(rounded & _MAGNITUDE))
+    return top
 
 
 @loop
@@ -55,37 +86,38 @@ def _high_half(number):  # type: ignore[no-untyped-def]
 
 
 @loop
-def code_bytes(numbers, inverse, codes):  # type: ignore[no-untyped-def]
-    for n in range(inverse.shape[0]):
-        for g in range(inverse.shape[1]):
-            factor, run, filled = inverse[n, g], numbers[n, g], codes[n, g]
-            for k in range(len(filled)):
-                filled[k] = np.uint8(_nearest(np.float32(run[k] * factor)) + np.int32(128))
+def _code_bytes(numbers, factor, codes):  # type: ignore[no-untyped-def]
+    for k in range(len(codes)):
+        codes[k] = np.uint8(_nearest(np.float32(numbers[k] * factor)) + np.int32(128))
 
 
 @loop
-def code_nibbles(numbers, inverse, codes):  # type: ignore[no-untyped-def]
-    for n in range(inverse.shape[0]):
-        for g in range(inverse.shape[1]):
-            factor, run, filled = inverse[n, g], numbers[n, g], codes[n, g]
-            for k in range(len(filled)):
-                first, second = np.float32(run[2 * k] * factor), np.float32(run[2 * k + 1] * factor)
-                filled[k] = _high_half(first) | _high_half(second) << np.uint8(4)
+def _code_nibbles(numbers, factor, codes):  # type: ignore[no-untyped-def]
+    for k in range(len(codes)):
+        first, second = np.float32(numbers[2 * k] * factor), np.float32(numbers[2 * k + 1] * factor)
+        codes[k] = _high_half(first) | _high_half(second) << np.uint8(4)
 
 
 @loop
-def tile(codes, bits, tiles):  # type: ignore[no-untyped-def]
-    """Fill a block of tiles, steps of 32 rows and of 64 bytes: in each two squares of words, transposed."""
-    square = _square()
-    for i in range(tiles.shape[0]):
-        for j in range(tiles.shape[1]):
-            for half in range(2):
-                for row in range(SIDE):
-                    octets = load(codes[2 * SIDE * i + SIDE * half + row], SIDE * j)
-                    store(square[row], 0, _far_pairs(octets) if bits == 4 else octets ^ _SIGNS_8)
-                low, high = load_transposed(square, 0, 0)
-                store_each(tiles[i, j, half], 0, 0, low)
-                store_each(tiles[i, j, half], LANES, 0, high)
+def tile(codes, bits, row_block, column_block, squares):  # type: ignore[no-untyped-def]
+    """Fill squares of words, each transposed: in every block, steps of 32 rows and of 64 bytes, and two in each."""
+    square, place, row = _square(), 0, 0
+    while row < codes.shape[0]:
+        column, rows = 0, codes[row : row + row_block]
+        while column < codes.shape[1]:
+            block = rows[:, column : column + column_block]
+            for n in range(0, block.shape[0], 2 * SIDE):
+                for k in range(0, block.shape[1], SIDE):
+                    for start in range(n, n + 2 * SIDE, SIDE):
+                        for i in range(SIDE):
+                            octets = load(block[start + i], k)
+                            store(square[i], 0, _far_pairs(octets) if bits == 4 else octets ^ _SIGNS_8)
+                        low, high = load_transposed(square, 0, 0)
+                        store_each(squares[place], 0, 0, low)
+                        store_each(squares[place], LANES, 0, high)
+                        place += 1
+            column += column_block
+        row += row_block
 
 
 @loop
@@ -96,19 +128,26 @@ def _far_pairs(octets):  # type: ignore[no-untyped-def]
 
 
 @loop
-def untile(tiles, bits, codes):  # type: ignore[no-untyped-def]
-    """Fill a block of rows, 16 rows and 64 bytes at a time."""
-    square = _square()
-    for i in range(tiles.shape[0]):
-        for half in range(2):
-            for j in range(tiles.shape[1]):
-                low, high = load_transposed(tiles[i, j, half], 0, 0)
-                store_each(square, 0, 0, low)
-                store_each(square, LANES, 0, high)
-                for row in range(SIDE):
-                    octets = load(square[row], 0)
-                    found = _near_pairs(octets) if bits == 4 else octets ^ _SIGNS_8
-                    store(codes[2 * SIDE * i + SIDE * half + row], SIDE * j, found)
+def untile(squares, bits, row_block, column_block, codes):  # type: ignore[no-untyped-def]
+    """Fill rows of codes from squares, which inverts `tile`."""
+    square, place, row = _square(), 0, 0
+    while row < codes.shape[0]:
+        column, rows = 0, codes[row : row + row_block]
+        while column < codes.shape[1]:
+            block = rows[:, column : column + column_block]
+            for n in range(0, block.shape[0], 2 * SIDE):
+                for k in range(0, block.shape[1], SIDE):
+                    for start in range(n, n + 2 * SIDE, SIDE):
+                        low, high = load_transposed(squares[place], 0, 0)
+                        store_each(square, 0, 0, low)
+                        store_each(square, LANES, 0, high)
+                        place += 1
+                        for i in range(SIDE):
+                            octets = load(square[i], 0)
+                            found = _near_pairs(octets) if bits == 4 else octets ^ _SIGNS_8
+                            store(block[start + i], k, found)
+            column += column_block
+        row += row_block
 
 
 @loop

@@ -103,6 +103,31 @@ def store_two(typing, first, second, index, vector):  # type: ignore[no-untyped-
 
 
 @intrinsic
+def look_up(typing, table, octets, index):  # type: ignore[no-untyped-def]
+    """Return sixteen 32-bit words of a table of sixteen, by the 4-bit codes in eight bytes from `octets[index]` on.
+
+    One instruction where a processor permutes words by a register: LLVM knows it by lanes taken one by one.
+    """
+
+    def generate(context, builder, signature, values):  # type: ignore[no-untyped-def]
+        narrow, lane = ir.VectorType(ir.IntType(8), LANES), ir.IntType(32)
+        octet = builder.load(_pointer(context, builder, signature.args[1:], values[1:], narrow), align=1)
+        low = builder.zext(octet, ir.VectorType(lane, LANES))
+        high = builder.lshr(low, ir.Constant(low.type, [4] * LANES))
+        both = builder.shuffle_vector(
+            low, high, _indices(tuple(n + LANES * odd for n in range(LANES) for odd in (0, 1)))
+        )
+        codes = builder.and_(both, ir.Constant(both.type, [15] * 2 * LANES))
+        words, found = builder.bitcast(values[0], _HALVES), ir.Constant(_HALVES, ir.Undefined)
+        for n in range(2 * LANES):
+            word = builder.extract_element(words, builder.extract_element(codes, lane(n)))
+            found = builder.insert_element(found, word, lane(n))
+        return builder.bitcast(found, _WORDS)
+
+    return _vector(table, octets, index), generate
+
+
+@intrinsic
 def zeros(typing):  # type: ignore[no-untyped-def]
     """Return eight zeros."""
     return _vector(), lambda context, builder, signature, values: ir.Constant(_WORDS, [0] * LANES)
