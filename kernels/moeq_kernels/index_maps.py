@@ -100,3 +100,10 @@ class Reading:
     half: int = 0  #: stored row of the matrix from which on `above` is added to find the packed row
     below: int = 0  #: added to stored rows before `half`
     above: int = 0  #: added to stored rows from `half` on
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # a cache is asked for it in every read
+        return hash((self.rows, self.columns, self.bits, self.fields, self.flip, self.steps, self.shared, self.half))

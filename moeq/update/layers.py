@@ -243,7 +243,5 @@ def snapshot_digest(layer: int, digests: Iterator[tuple[int, str, str]]) -> str:
     """Return the digest of a layer: hex BLAKE3 over a line `expert projection digest` for each projection."""
     from blake3 import blake3
 
-    found = blake3(f"moeq-layer-1 {layer}\n".encode())
-    for expert, projection, digest in digests:
-        found.update(f"{expert} {projection} {digest}\n".encode())
-    return found.hexdigest()
+    lines = "".join(f"{expert} {projection} {digest}\n" for expert, projection, digest in digests)
+    return blake3(f"moeq-layer-1 {layer}\n{lines}".encode()).hexdigest()

@@ -6,25 +6,31 @@ there; only digests come to the host. Other layouts, and tensors on a CPU, are u
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
 from moeq.digest import field_header, header_of, logical_digest
-from moeq.layouts.arranged import ArrangedLayout, Part, torch_dtype
+from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.words import word_dtype
-from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec, split_projections
+from moeq.matrix import MatrixSpec, QuantizedMatrix, split_projections
 from moeq.model.regroup import ungroup
+from moeq.model.shards import halves
 from moeq.update.layers import WritableLayer, snapshot_digest
 from moeq.update.placing import reading_of
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from moeq_kernels.placement import Elements
 
 #: Upper bound of the bytes that are gathered at a time on a GPU, unless one expert has more.
 SCRATCH_BYTES = 1 << 27
+
+#: Upper bound of the readers that are kept, two for each layer.
+KEPT_READERS = 256
 
 #: Digest of a projection, by expert and projection.
 Digests = dict[tuple[int, str], str]
@@ -50,16 +56,24 @@ def read_digests(layer: WritableLayer, known: Container[tuple[int, str]], *, gat
     """
     wanted = layer.device.type == "cuda" if gather is None else gather
     found: Digests = {}
+    keys: list[tuple[int, str]] = []
+    hashed: list[Tensor] = []
     for role in STACKED_ROLES:
         names = layer.names(role)
         rows = [row for row, expert in enumerate(layer.experts) if any((expert, name) not in known for name in names)]
         if wanted and is_gathered(layer):
             for run in runs_of(rows, layer, role):
-                found |= _gathered(layer, role, names, run)
+                keys += [(expert, name) for expert in layer.experts[run] for name in names]
+                hashed.append(_hashed(layer, role, run))
             continue
         for row in rows:
             for name, digest in digests_of(layer, role, read_matrix(layer, role, row)):
                 found[layer.experts[row], name] = digest
+    if hashed:
+        import torch
+
+        text = torch.cat(hashed).cpu().numpy().tobytes().hex()  # the only wait for the device
+        found |= {key: text[64 * i : 64 * i + 64] for i, key in enumerate(keys)}
     return found
 
 
@@ -103,111 +117,129 @@ def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Ite
             start = i
 
 
-def _gathered(layer: WritableLayer, role: StackedRole, names: Sequence[Projection], rows: slice) -> Digests:
-    """Read and hash the projections of some rows on the device of the tensors."""
+def _hashed(layer: WritableLayer, role: StackedRole, rows: slice) -> Tensor:
+    """Queue the hashes of some rows: uint8 `[rows * projections, 32]` on the device of the tensors."""
     from moeq_kernels.blake3 import digests
 
-    found: Digests = {}
-    for name in names:
-        messages, length = messages_of(layer, role, name, rows)
-        for expert, digest in zip(layer.experts[rows], digests(messages, length).cpu().numpy(), strict=True):
-            found[expert, name] = digest.tobytes().hex()
-    return found
+    messages, length = messages_of(layer, role, rows)
+    return digests(messages.flatten(0, 1), length)
 
 
-def messages_of(layer: WritableLayer, role: StackedRole, name: Projection, rows: slice) -> tuple[Tensor, int]:
-    """Gather what `logical_digest` hashes of a projection of some rows, `[rows, bytes]`, and return its length."""
-    import torch
-
-    from moeq_kernels.blake3 import BLOCK
-
-    reader = _Reader(layer, role, name, rows)
-    numbers, spec = reader.numbers()
-    pairs = spec.bits == 4 and spec.k % 2 == 0
-    width = spec.k // 2 if pairs else spec.k
-    sizes = {"codes": spec.n * width} | {field: one.shape[1] for field, one in numbers.items()}
-    texts = [header_of(spec), *(field_header(field, size) for field, size in sizes.items())]
-    length = sum(map(len, texts)) + sum(sizes.values())
-    count = rows.stop - rows.start
-    messages = torch.empty(count, -(-length // BLOCK) * BLOCK, dtype=torch.uint8, device=layer.device)
-    constants = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8).to(layer.device)
-    at = taken = len(texts[0])
-    messages[:, :at] = constants[:at]
-    for text, (field, size) in zip(texts[1:], sizes.items(), strict=True):
-        messages[:, at : at + len(text)] = constants[taken : taken + len(text)]
-        at, taken = at + len(text), taken + len(text)
-        if field == "codes":
-            reader.codes(messages, at, width, pairs)
-        else:
-            messages[:, at : at + size] = numbers[field]
-        at += size
-    messages[:, at:] = 0
-    return messages, length
+def messages_of(layer: WritableLayer, role: StackedRole, rows: slice) -> tuple[Tensor, int]:
+    """Gather what `logical_digest` hashes of some rows, `[rows, projections, bytes]`, and return its length."""
+    group, written = layer.specs[role].group_size, layer.written[role].group_size
+    reader = _reader(layer.layout, layer.padded(role), layer.own(role), None if group == written else group)
+    return reader.messages({name: tensor[rows] for name, tensor in layer.tensors[role].items()})
 
 
 class _Reader:
-    """Reader of one projection of some rows of the stacked tensors.
+    """Reader of the stacked tensors of a layout, of some rows at a time.
 
     Args:
-        layer: the layer.
-        role: stacked matrix.
-        name: projection.
-        rows: rows of the stacked tensors.
+        layout: layout of the tensors.
+        spec: matrix of one row as it is packed.
+        own: the same without padding.
+        group: group size of the source if that of the packed matrix is another, else None.
     """
 
-    def __init__(self, layer: WritableLayer, role: StackedRole, name: Projection, rows: slice) -> None:
-        self._layer, self._role, self._name = layer, role, name
-        self._layout, self._spec, self._own = layer.layout, layer.padded(role), layer.own(role)
-        self._n = projection_spec(self._own, name).n
-        self._first = self._spec.n // 2 if name == "up" and self._spec.gated else 0
-        wanted = layer.layout.tensors(self._spec)
-        self._parts = self._layout.parts(self._spec)
-        self._words = {
-            name: layer.tensors[role][name][rows].to(torch_dtype(wanted[name].dtype)) for name in self._parts
+    def __init__(self, layout: ArrangedLayout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> None:
+        self._layout, self._spec, self._own, self._group = layout, spec, own, group
+        self._projections = halves(spec)
+        self._n, self._step = own.n // self._projections, spec.n // self._projections
+        stored = layout.tensors(spec)
+        self._parts = {
+            name: (part, torch_dtype(stored[name].dtype), reading_of(part, layout.element_shape(part, spec)))
+            for name, part in layout.parts(spec).items()
         }
+        self._headers: dict[torch.device, list[tuple[int, Tensor]]] = {}  #: by device: place and bytes of each
 
-    def codes(self, messages: Tensor, at: int, width: int, pairs: bool) -> None:
-        """Write codes into messages from byte `at` on, `width` bytes a row."""
+    def messages(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        """Gather the messages of all projections of the given rows, and return their length."""
+        import torch
+
+        from moeq_kernels.blake3 import BLOCK
         from moeq_kernels.placement import Elements
 
-        name = next(name for name, part in self._parts.items() if part.field == "codes")
-        self._read(name, messages, Elements(self._n, width, at, messages.shape[1]), pairs)
+        words = {name: tensors[name].to(dtype) for name, (_, dtype, _) in self._parts.items()}
+        numbers, spec = self._numbers(words)
+        pairs = spec.bits == 4 and spec.k % 2 == 0
+        width = spec.k // 2 if pairs else spec.k
+        sizes = {"codes": self._n * width} | {field: one.shape[2] for field, one in numbers.items()}
+        texts = [field_header(field, size) for field, size in sizes.items()]
+        texts[0] = header_of(spec) + texts[0]
+        length = sum(map(len, texts)) + sum(sizes.values())
+        codes = next(name for name, (part, *_) in self._parts.items() if part.field == "codes")
+        count, device = len(words[codes]), words[codes].device
+        stride = -(-length // BLOCK) * BLOCK
+        messages = torch.empty(count, self._projections, stride, dtype=torch.uint8, device=device)
+        at, places = 0, []
+        for text, (field, size) in zip(texts, sizes.items(), strict=True):
+            places.append((at, text))
+            at += len(text)
+            if field != "codes":
+                messages[:, :, at : at + size] = numbers[field]
+            else:
+                for half in range(self._projections):
+                    into = Elements(self._n, width, half * stride + at, self._projections * stride)
+                    self._read(words, codes, messages, half * self._step, into, pairs)
+            at += size
+        places.append((at, bytes(stride - at)))
+        if device not in self._headers:
+            self._headers[device] = [
+                (place, torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device))
+                for place, text in places
+                if text
+            ]
+        for place, header in self._headers[device]:
+            messages[:, :, place : place + len(header)] = header
+        return messages, length
 
-    def numbers(self) -> tuple[dict[str, Tensor], MatrixSpec]:
-        """Return the bytes of scales, zero points and bias, `[rows, bytes]`, in the order in which they are hashed.
+    def _numbers(self, words: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], MatrixSpec]:
+        """Return the bytes of scales, zero points and bias, in the order in which they are hashed.
 
-        The spec is that of the projection in the groups of the source.
+        Returns:
+            `[rows, projections, bytes]` each, and the spec of a projection in the groups of the source.
         """
         import torch
 
-        found = {part.field: self._decoded(name, part) for name, part in self._parts.items() if part.field != "codes"}
+        found = {
+            part.field: self._decoded(words, name) for name, (part, *_) in self._parts.items() if part.field != "codes"
+        }
         tall = QuantizedMatrix(self._own, codes=found["scales"], scales=found["scales"], zeros=found.get("zeros"))
-        matrix = as_source(self._layer, self._role, tall)  # does not look at codes
+        matrix = tall if self._group is None else ungroup(tall, self._group)  # does not look at codes
         numbers = {"scales": matrix.scales, "zeros": matrix.zeros, "bias": found.get("bias")}
-        rows = len(matrix.scales) // self._n
+        shape = len(matrix.scales) // self._own.n, self._projections, -1
         data = {
-            field: one.contiguous().view(-1).view(torch.uint8).view(rows, -1)
+            field: one.contiguous().view(-1).view(torch.uint8).view(shape)
             for field, one in numbers.items()
             if one is not None
         }
-        return data, projection_spec(matrix.spec, self._name)
+        return data, matrix.spec.with_sizes(n=self._n)
 
-    def _decoded(self, name: str, part: Part) -> Tensor:
+    def _decoded(self, words: Mapping[str, Tensor], name: str) -> Tensor:
         """Return the numbers of a part, `[rows * N, columns]`."""
         import torch
 
         from moeq_kernels.placement import Elements
 
-        columns = 1 if part.field == "bias" else self._own.num_groups
+        part, _, _ = self._parts[name]
+        count, n, columns = len(words[name]), self._n, 1 if part.field == "bias" else self._own.num_groups
         dtype = torch.uint8 if part.arrangement.fields_per_word > 1 else word_dtype(part.bits)
-        words = self._words[name]
-        found = torch.empty(len(words) * self._n, columns, dtype=dtype, device=words.device)
-        self._read(name, found, Elements(self._n, columns, 0, self._n * columns))
+        found = torch.empty(count * self._own.n, columns, dtype=dtype, device=words[name].device)
+        for half in range(self._projections):
+            into = Elements(n, columns, half * n * columns, self._projections * n * columns)
+            self._read(words, name, found, half * self._step, into)
         return self._layout.decode(name, found, self._spec)
 
-    def _read(self, name: str, into: Tensor, elements: Elements, pairs: bool = False) -> None:
+    def _read(
+        self, words: Mapping[str, Tensor], name: str, into: Tensor, first: int, elements: Elements, pairs: bool = False
+    ) -> None:
         from moeq_kernels.placement import read
 
-        part = self._parts[name]
-        reading = reading_of(part, self._layout.element_shape(part, self._spec))
-        read(self._words[name], into, reading, self._first, elements, pairs=pairs)
+        read(words[name], into, self._parts[name][2], first, elements, pairs=pairs)
+
+
+@lru_cache(maxsize=KEPT_READERS)
+def _reader(layout: ArrangedLayout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> _Reader:
+    """Plan the reading of a stacked matrix; layers of a model have a layout object each."""
+    return _Reader(layout, spec, own, group)
