@@ -95,6 +95,16 @@ def test_text_says_everything_and_ends_with_the_verdict() -> None:
         text.splitlines()[-1] == "ok  6 of 6 products within tolerance, 2 of 2 repeated runs equal bit for bit, 1.5 s"
     )
     assert "4 of 6 layers were not run" in text
+    heads = {one.split()[0]: one.split(maxsplit=1)[1] for one in text.splitlines() if len(one.split()) > 1}
+    assert text.startswith("out & <more> against source\n")
+    assert heads["what"] == "gptq int4 g32 sym, layout marlin-wna16/1, for MARLIN"
+    assert heads["kernels"] == "cpu (Triton interpreter), bf16 activations, seed 0"
+    assert heads["digests"] == "24 of 24 projections hold the values recorded in moeq.json"
+    assert heads["sample"].startswith("layer 5: sampled experts 0, 2; top 2; 1 token")
+    assert heads["note"] == "a note"
+    alone = text_of(check_text.render, replace(report(), source=None, digests_checked=0))
+    assert "out & <more> against its own logical values" in alone
+    assert "not checked (" in alone
     assert "up: another | rule" in text
     assert re.search(r"0 \|=\+\|", text), "the heat map of down"
 
@@ -238,6 +248,11 @@ def test_colours_and_labels_of_the_tile_picture() -> None:
     texts = {(text.kind, text.words): (float(text.x), float(text.y)) for text in drawing.texts}
     matrix = {place for path in drawing.paths for place in sorted(squares(path.d), key=lambda at: at[1])[:16]}
     columns, rows = sorted({x for x, _ in matrix}), sorted({y for _, y in matrix})
+    memory = {place for path in drawing.paths for place in squares(path.d)} - matrix
+    assert len(memory) == 1024, "no two squares lie upon each other"
+    assert (
+        min(columns) == min(x for x, _ in memory) == {x for (kind, _), (x, _) in texts.items() if kind == "axis"}.pop()
+    )
     assert (len(columns), len(rows)) == (64, 16)
     side = columns[1] - columns[0]
     for number in range(0, 64, 8):
