@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,9 +18,10 @@ import numpy as np
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.digest import default_workers
 from moeq.layouts.arranged import torch_dtype
+from moeq.model.shards import Range
 from moeq.model.tensor_bytes import flat_bytes, one_torch_thread
-from moeq.pipeline.pack.experts import BatchResult, Packer
-from moeq.pipeline.pack.inputs import aligned_memory
+from moeq.pipeline.pack.experts import BatchResult, ExpertResult, PackedParts, Packer, StoredExperts
+from moeq.pipeline.pack.inputs import Buffers, aligned_memory
 from moeq.pipeline.plan.conversion_plan import FilePlan, Plan
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer_on_rank
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq.layouts.base import TensorSpec
+    from moeq.layouts.loops.tape import Player, Tape
     from moeq.model import Checkpoint
     from moeq.pipeline.pack.fast.formats import Fields
     from moeq.pipeline.pack.fast.path import Digests, FastPath, Outputs
@@ -62,13 +64,53 @@ class SampledPacker(Packer):
     def __init__(self, work: RankWork, *given: Any) -> None:
         super().__init__(work, *given)
         self._prove = work.prove
+        self._tapes: list[Tape | None] = []
+        self._players: dict[int, Player] = {}
+
+    def _is_proven(self, expert: int) -> bool:
+        return self._prove == "all" or (expert - self._unit.experts.start) % SAMPLE_STEP == 0
+
+    def _on_fast_path(
+        self, path: FastPath, item: Range, data: StoredExperts, packed: PackedParts, scratch: Bytes, buffers: Buffers
+    ) -> Iterator[ExpertResult | None]:
+        player = self._player(path, data, packed, scratch, buffers)
+        if player is None:
+            yield from super()._on_fast_path(path, item, data, packed, scratch, buffers)
+            return
+        spare = np.full((item.size, 1), scratch.ctypes.data, np.int64)
+        done = player.play(np.concatenate([data.addresses, packed.addresses(item.size), spare], axis=1))
+        for number, is_packed in enumerate(done):
+            expert = item.start + number
+            if is_packed and not self._is_proven(expert):
+                yield self._unproven
+            else:
+                given = data[number], packed[number], scratch
+                yield self._expert_on_fast_path(path, expert, *given, packed=is_packed)
+
+    def _player(
+        self, path: FastPath, data: StoredExperts, packed: PackedParts, scratch: Bytes, buffers: Buffers
+    ) -> Player | None:
+        """Return what packs several experts at once, for one worker's buffers; None if they are packed one by one."""
+        from moeq.layouts.loops.tape import Player
+        from moeq.pipeline.pack.fast.at_once import record
+
+        with self._lock:
+            if not self._tapes:
+                self._tapes.append(record(path, data[0], packed[0], scratch))
+        tape, player = self._tapes[0], self._players.get(id(buffers))
+        if tape is not None and player is None:
+            player = self._players[id(buffers)] = Player(tape, self.items[0].size)
+        return player
 
     def _proven(
         self, fast_path: FastPath, expert: int, read: list[Fields], outputs: Outputs, scratch: Bytes
     ) -> Digests:
-        if self._prove == "sample" and (expert - self._unit.experts.start) % SAMPLE_STEP:
-            return ()
-        return super()._proven(fast_path, expert, read, outputs, scratch)
+        return super()._proven(fast_path, expert, read, outputs, scratch) if self._is_proven(expert) else ()
+
+    @cached_property
+    def _unproven(self) -> ExpertResult:
+        """Result of an expert that is packed and not proven."""
+        return ExpertResult(sum(size for slots in self._slots for _, size in slots.values()), (), frozenset(), 0, ())
 
     def record(self, results: Sequence[BatchResult]) -> UnitRecord:
         return UnitRecord(self._unit.id, sum(result.written for result in results), {})
@@ -170,8 +212,8 @@ class TensorSink:
     def __init__(self, targets: Mapping[tuple[int, int], tuple[Tensor, TensorSpec]]) -> None:
         import torch
 
-        self._targets = sorted(targets.items(), key=lambda item: item[0])
-        self._starts = [start for (start, _), _ in self._targets]
+        self._stacks = [_Stack(*span, *targets[span]) for span in sorted(targets)]
+        self._starts = [stack.start for stack in self._stacks]
         device = next(iter(targets.values()))[0].device
         # The caller's stream: memory that it has just freed may still be in use there.
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -180,19 +222,12 @@ class TensorSink:
         """Put the parts of consecutive experts, which begin at a place of the file, into their tensor."""
         import torch
 
-        (start, stop), (tensor, spec) = self._targets[bisect(self._starts, position) - 1]
-        size = (stop - start) // len(tensor)
-        row = (position - start) // size
-        rows, dtype = tensor[row : row + len(data) // size], torch_dtype(spec.dtype)
-        packed = torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows.shape)
+        stack = self._stacks[bisect(self._starts, position) - 1]
         if self._stream is None:
-            _copy_on_cpu(packed, rows)
+            stack.fill(data, position)
             return
         with torch.cuda.stream(self._stream):
-            if tensor.dtype == dtype:
-                rows.copy_(packed, non_blocking=True)
-            else:
-                rows.copy_(packed.to(tensor.device, non_blocking=True))
+            stack.fill(data, position)
             self._stream.record_event().synchronize()
 
     def sync(self) -> None:
@@ -202,13 +237,40 @@ class TensorSink:
         """Do nothing: the tensors are the caller's."""
 
 
-def _copy_on_cpu(packed: Tensor, rows: Tensor) -> None:
-    """Copy without the threads that torch would start for each of the threads that write."""
-    if packed.dtype == rows.dtype and rows.is_contiguous():
-        np.copyto(flat_bytes(rows).numpy(), flat_bytes(packed).numpy())
-    else:
-        one_torch_thread()
-        rows.copy_(packed)
+class _Stack:
+    """A stacked tensor that is filled, and the bytes of the planned file that it stands for."""
+
+    def __init__(self, start: int, stop: int, tensor: Tensor, spec: TensorSpec) -> None:
+        import torch
+
+        self.start = start
+        self._size = (stop - start) // len(tensor)
+        self._tensor = tensor
+        self._dtype = torch_dtype(spec.dtype)
+        self._bytes = flat_bytes(tensor) if tensor.dtype == self._dtype and tensor.is_contiguous() else None
+        # torch would start threads of its own for each of the threads that write.
+        on_cpu = self._bytes is not None and self._bytes.device == torch.device("cpu")
+        self._array = self._bytes.numpy() if self._bytes is not None and on_cpu else None
+
+    def fill(self, data: memoryview, position: int) -> None:
+        """Put in the bytes from a place of the file on; a GPU may still be copying them."""
+        import torch
+
+        first = position - self.start
+        if self._array is not None:
+            np.copyto(self._array[first : first + len(data)], np.frombuffer(data, np.uint8))
+            return
+        packed = torch.frombuffer(data, dtype=torch.uint8)
+        if self._bytes is not None:
+            self._bytes[first : first + len(data)].copy_(packed, non_blocking=True)
+            return
+        rows = self._tensor[first // self._size : (first + len(data)) // self._size]
+        found = packed.view(self._dtype).view(rows.shape)
+        if rows.device.type == "cpu":
+            one_torch_thread()
+            rows.copy_(found)
+        else:  # rounding on the GPU takes no processor
+            rows.copy_(found.to(rows.device, non_blocking=True))
 
 
 def pinned_memory(size: int) -> Bytes:

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bench_scripts import make_checkpoint
 from load.deployments import LAYOUTS, convert
+from safetensors.torch import load_file, save_file
 
 import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
+from moeq.layouts import words
 from moeq.layouts.arranged import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
 from moeq.pipeline import in_memory
 from moeq.pipeline.in_memory import RankPacker
 from moeq.pipeline.plan.options import Ranks
+
+pytest.importorskip("numba")
+
+from moeq.layouts.loops.tape import Player
 
 #: Deployments by name: `(tp, ep)`.
 WHERE = {"whole": (1, 1), "tp": (2, 1), "ep": (1, 2)}
@@ -96,6 +105,84 @@ def test_bytes_do_not_depend_on_how_many_experts_are_packed_at_once(name, expert
         assert torch.equal(tensor.view(torch.uint8), parted[part].view(torch.uint8)), part
 
 
+#: Checkpoint and layout to whether several experts are packed with one call, which numbers read by Python prevent.
+AT_ONCE = {
+    ("gptq-int4-g32-qwen3moe", "marlin-wna16/1"): True,
+    ("awq-int4-g32-qwen3moe", "marlin-wna16/1"): True,
+    ("ct-int4-asym-g32-mixtral", "marlin-wna16/1"): True,
+    ("ct-int4-g128-qwen3moe", "marlin-wna16/1"): True,
+    ("ct-w8a8-qwen3moe", "int8-w8a8/1"): True,
+    ("ct-fp8-block-qwen3moe", "marlin-fp8/1"): True,
+    ("ct-fp8-channel-qwen3moe", "marlin-fp8/1"): True,
+    ("mxfp4-gptoss", "moeq-mxfp4/1"): True,
+    ("modelopt-nvfp4-qwen3moe", "marlin-nvfp4/1"): False,
+}
+
+
+@pytest.mark.cover(every=3)
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("name", "layout"), AT_ONCE)
+def test_experts_packed_at_once_are_those_packed_one_by_one(name, layout, tp, checkpoints, monkeypatch) -> None:
+    """With one call for all of them, one by one on the fast path, and on the reference path."""
+    players, player_of = [], in_memory.SampledPacker._player
+
+    def kept(*given: Any) -> Any:
+        players.append(player_of(*given))
+        return players[-1]
+
+    def packed() -> dict[str, torch.Tensor]:
+        packer = RankPacker(moeq.open(checkpoints / name), {1: layout}, Ranks(tp), 0, prove="all")
+        return filled(packer, packer.layer(1).shards[0].shard.experts.size)
+
+    wanted = packed()
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)  # matrices this small take the reference path otherwise
+    monkeypatch.setattr(in_memory.SampledPacker, "_player", kept)
+    at_once = packed()
+    assert players
+    assert {player is not None for player in players} == {AT_ONCE[name, layout]}
+    monkeypatch.setattr(in_memory.SampledPacker, "_player", lambda *given: None)
+    for found in (at_once, packed()):
+        assert found.keys() == wanted.keys()
+        for part, tensor in wanted.items():
+            assert torch.equal(tensor.view(torch.uint8), found[part].view(torch.uint8)), part
+
+
+def test_an_unusual_expert_among_those_packed_at_once_is_packed_like_any(checkpoints, tmp_path, monkeypatch) -> None:
+    """Expert 2 has a placeholder for its group index, which takes another branch than those that were recorded."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
+    (path,) = source.glob("*.safetensors")
+    tensors = load_file(path)
+    changed = [name for name in tensors if ".1.mlp.experts.2." in name and name.endswith("g_idx")]
+    assert len(changed) == 3
+    save_file({name: torch.zeros_like(one) if name in changed else one for name, one in tensors.items()}, path)
+    wanted = filled(RankPacker(moeq.open(source), {1: "marlin-wna16/1"}, Ranks(), 0), 4)
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    done, play = [], Player.play
+    monkeypatch.setattr(Player, "play", lambda *given: done.append(play(*given)) or done[-1])
+    found = filled(RankPacker(moeq.open(source), {1: "marlin-wna16/1"}, Ranks(), 0), 4)
+    assert done == [[True, True, False, True]] * 2
+    assert all(torch.equal(tensor.view(torch.uint8), found[part].view(torch.uint8)) for part, tensor in wanted.items())
+
+
+def test_what_is_packed_at_once_is_proven(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong byte of a sampled expert ends the start."""
+    monkeypatch.setattr(words, "COMPILED_FROM", 0)
+    play = Player.play
+
+    def damaging(player: Player, addresses: Any) -> list[bool]:
+        done = play(player, addresses)
+        packed = int(addresses[0, -2])  # the last part before scratch
+        ctypes.memset(packed, ctypes.c_ubyte.from_address(packed).value ^ 1, 1)
+        return done
+
+    monkeypatch.setattr(Player, "play", damaging)
+    packer = RankPacker(moeq.open(checkpoints / "gptq-int4-g32-qwen3moe"), {1: "marlin-wna16/1"}, Ranks(), 0)
+    with pytest.raises(MoeqError) as caught:
+        filled(packer, 4)
+    assert caught.value.code == "bug.round-trip"
+
+
 @pytest.mark.slow
 def test_the_memory_for_packing_is_bounded(tmp_path: Path) -> None:
     """The process that packs Mixtral's experts, of 60 MB each, holds less than its ceiling beyond the tensors."""
@@ -123,8 +210,6 @@ def test_scales_are_rounded_to_the_dtype_of_the_tensors(checkpoints: Path) -> No
 
 
 def test_damage_is_found_and_nothing_is_written(checkpoints: Path, tmp_path: Path) -> None:
-    import shutil
-
     source = tmp_path / "source"
     shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
     before = sorted(path.name for path in tmp_path.rglob("*"))

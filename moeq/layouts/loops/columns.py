@@ -60,8 +60,13 @@ def look_up(table: Array, source: Array, out: Array) -> None:
     _loops.look_up(table, source, out)
 
 
+def look_up_rows(table: Array, source: Array, times: int, out: Array) -> None:
+    """Set `out[n, k] = table[source[n // times, k]]`; the table has a number for every element there can be."""
+    _loops.look_up_rows(table, source, times, out)
+
+
 def all_in(table: Array, source: Array) -> bool:
-    """Return whether the table (uint8 `[256]`, 0 or 1) has a 1 for every byte of a matrix."""
+    """Return whether the table (uint8, 0 or 1, of every element there can be) has a 1 for each of a matrix."""
     return bool(_loops.all_in(table, source))
 
 

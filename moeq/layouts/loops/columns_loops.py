@@ -35,6 +35,14 @@ def look_up(table, source, out):  # type: ignore[no-untyped-def]
 
 
 @loop
+def look_up_rows(table, source, times, out):  # type: ignore[no-untyped-def]
+    for n in range(source.shape[0]):
+        for row in range(n * times, (n + 1) * times):
+            for k in range(source.shape[1]):
+                out[row, k] = table[source[n, k]]
+
+
+@loop
 def without(byte, source, out):  # type: ignore[no-untyped-def]
     for n in range(source.shape[0]):
         row, filled = source[n], out[n]

@@ -40,6 +40,6 @@ def any_all_ones(words: Array, mask: int) -> bool:
 
 
 def all_between(words: Array, low: int, high: int) -> bool:
-    """Return whether each of the contiguous unsigned words is 0 or lies in `low .. high`."""
-    kind = words.dtype.type
-    return not _loops.outside(words.reshape(-1), kind(low), kind(high))
+    """Return whether each of the unsigned words, `[rows, columns]` of any strides, is 0 or lies in `low .. high`."""
+    kind, rows = words.dtype.type, words.reshape(1, -1) if words.flags.c_contiguous else words
+    return not _loops.outside(rows, kind(low), kind(high))

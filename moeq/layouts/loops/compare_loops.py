@@ -83,6 +83,7 @@ def all_ones(words, mask):  # type: ignore[no-untyped-def]
 @loop
 def outside(words, low, high):  # type: ignore[no-untyped-def]
     found = 0
-    for i in range(len(words)):
-        found += (words[i] > high) | ((words[i] < low) & (words[i] != 0))
+    for n in range(words.shape[0]):
+        for k in range(words.shape[1]):
+            found += (words[n, k] > high) | ((words[n, k] < low) & (words[n, k] != 0))
     return found != 0

@@ -18,7 +18,7 @@ from numba import cfunc, from_dtype, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from moeq.layouts.loops.target import Kind, target_machine
+from moeq.layouts.loops.target import INTERFACE_WORDS, Kind, target_machine
 
 #: Declares a loop, and a function that loops call. Everything is inlined into what calls it: only then LLVM sees that
 #: nothing raises and that no array is kept, and leaves out the calls of numba's runtime that this would need.
@@ -32,9 +32,6 @@ loop_of_sums = njit(**_OPTIONS, fastmath={"reassoc", "contract", "nsz"})
 _C_LIBRARY = {"memcpy", "memmove", "memset"}
 
 _WORD = ir.IntType(64)
-
-#: Words of numpy's `PyArrayInterface` up to shape, strides and data, three addresses; five smaller fields are before.
-_INTERFACE_WORDS = 6
 
 
 class Compiled(NamedTuple):
@@ -105,7 +102,7 @@ def _arguments(kinds: Sequence[Any]) -> Any:
                 if not isinstance(kind, types.Array):
                     made.append(context.cast(builder, word, types.int64, kind))
                     continue
-                shape, strides, data = _load(builder, word, _INTERFACE_WORDS)[-3:]
+                shape, strides, data = _load(builder, word, INTERFACE_WORDS)[-3:]
                 sizes = [_load(builder, place, kind.ndim) for place in (shape, strides)]
                 made.append(_view(context, builder, kind, data, *sizes))
             return context.make_tuple(builder, together, made)

@@ -12,7 +12,7 @@ import ctypes
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
@@ -48,8 +48,19 @@ _SHORT_BYTES = 128 * 1024
 #: Machine code called with and without the interpreter's lock.
 _Functions = tuple[Callable[[bytes], int], Callable[[bytes], int]]
 
+#: Is told of a loop that was run: its machine code without the lock, its arguments, its result.
+Watcher = Callable[[Callable[[bytes], int], Sequence[Any], int], None]
+
+
+class _Here(local):
+    """What the current thread may do, and who watches it."""
+
+    only_cached = False
+    watcher: Watcher | None = None
+
+
 _lock = RLock()
-_here = local()  # what the current thread may do
+_here = _Here()
 
 _address = ctypes.pythonapi.PyCapsule_GetPointer
 _address.argtypes, _address.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
@@ -67,6 +78,16 @@ def only_cached() -> Iterator[None]:
         yield
     finally:
         _here.only_cached = False
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Tell of every loop that this thread runs in this block."""
+    _here.watcher = watcher
+    try:
+        yield
+    finally:
+        _here.watcher = None
 
 
 class Loop:
@@ -96,7 +117,10 @@ class Loop:
                 words.append(argument)
                 key.append(_INTEGER if isinstance(argument, int) else argument.dtype)
         functions = self._compiled.get(tuple(key)) or self._prepare(tuple(key), [_kind(item) for item in arguments])
-        return functions[size > _SHORT_BYTES](pack(f"{len(words)}q", *words))
+        result = functions[size > _SHORT_BYTES](pack(f"{len(words)}q", *words))
+        if _here.watcher is not None:
+            _here.watcher(functions[1], arguments, result)
+        return result
 
     def _prepare(self, key: tuple[Any, ...], kinds: list[Kind]) -> _Functions:
         with _lock:
@@ -155,7 +179,7 @@ def load(module: str, name: str, kinds: list[Kind]) -> _Functions:
     file = f"{module.rpartition('.')[2]}.{name}.{symbol}.{_environment_digest()}.o"
     code = None if folder is None else _opened(folder.read(file), about)
     if not code:
-        if getattr(_here, "only_cached", False):
+        if _here.only_cached:
             raise NotCachedError(f"{module}.{name}")
         from moeq.layouts.loops.compiler import compile_loop
 
@@ -167,8 +191,8 @@ def load(module: str, name: str, kinds: list[Kind]) -> _Functions:
         elif folder is not None:
             folder.write(file, _seal(about, code) + code)
         return function, function
-    _engine().add_object_file(llvm.ObjectFileRef.from_data(code))
-    address, signature = _engine().get_function_address(symbol), (ctypes.c_int64, ctypes.c_void_p)
+    engine().add_object_file(llvm.ObjectFileRef.from_data(code))
+    address, signature = engine().get_function_address(symbol), (ctypes.c_int64, ctypes.c_void_p)
     return ctypes.PYFUNCTYPE(*signature)(address), ctypes.CFUNCTYPE(*signature)(address)
 
 
@@ -235,5 +259,6 @@ def _add_sources(module: str, sources: dict[Path, bytes]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _engine() -> Any:
+def engine() -> Any:
+    """Return what holds machine code in this process."""
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())

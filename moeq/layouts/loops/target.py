@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 
+#: Words of numpy's `PyArrayInterface` up to shape, strides and data, three addresses; five smaller fields are before.
+INTERFACE_WORDS = 6
+
 
 class Kind(NamedTuple):
     """Facts about an argument that machine code depends on."""

@@ -14,6 +14,8 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import FUSED, StoredName
@@ -30,8 +32,10 @@ from moeq.pipeline.pack.inputs import (
     Buffers,
     InputFile,
     Place,
+    Reads,
     Writes,
     bytes_for,
+    plan_reads,
     read_places,
 )
 from moeq.pipeline.pack.memory import Need, SpareMemory, Way, fast_path_of, reference_bytes
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from moeq.model.expert_kinds import Experts
     from moeq.pipeline.pack.fast.formats import Fields
     from moeq.pipeline.pack.fast.path import Digests, FastPath, Inputs, Outputs
+
+    Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,62 @@ class BatchResult:
     def hashes(self) -> Iterator[bytes]:
         """BLAKE3 of every piece, in order (`Plan.pieces`)."""
         return (value for result in self.experts for value in result.hashes)
+
+
+class StoredExperts:
+    """Stored parts of consecutive experts, in memory.
+
+    Args:
+        keys: parts of an expert.
+        reads: how they were read.
+        memory: into what.
+    """
+
+    def __init__(self, keys: Sequence[tuple[StoredName, str]], reads: Reads, memory: Bytes) -> None:
+        self._keys = keys
+        self._memory = memory
+        self._offsets, self._sizes = (row.reshape(-1, len(keys)) for row in (reads.offsets, reads.sizes))
+
+    def __getitem__(self, number: int) -> Inputs:
+        rows = self._offsets[number].tolist(), self._sizes[number].tolist()
+        return {key: self._memory[start : start + size] for key, start, size in zip(self._keys, *rows, strict=True)}
+
+    @property
+    def addresses(self) -> Array:
+        """Addresses of all parts, int64 `[experts, parts]`."""
+        found: Array = self._memory.ctypes.data + self._offsets
+        return found
+
+
+class PackedParts:
+    """Memory for the packed parts of consecutive experts.
+
+    Args:
+        shards: number of shards.
+        stacks: shard, part, bytes of one expert, and memory of all experts: in one piece or in one for each.
+        writes: the memory, with its places in the output.
+    """
+
+    def __init__(self, shards: int, stacks: Sequence[tuple[int, str, int, Sequence[Bytes]]], writes: Writes) -> None:
+        self._shards = shards
+        self._stacks = stacks
+        self.writes = writes
+
+    def __getitem__(self, number: int) -> Outputs:
+        found: list[dict[str, Bytes]] = [{} for _ in range(self._shards)]
+        for shard, part, size, (first, *others) in self._stacks:
+            whole = first[number * size : (number + 1) * size]
+            found[shard][part] = (first, *others)[number] if others else whole
+        return found
+
+    def addresses(self, count: int) -> Array:
+        """Return the addresses of all parts of the first experts, int64 `[experts, parts]`."""
+        columns = [
+            [one.ctypes.data for one in pieces[:count]] if len(pieces) > 1 else pieces[0].ctypes.data + rows * size
+            for rows in (np.arange(count),)
+            for _, _, size, pieces in self._stacks
+        ]
+        return np.array(columns, np.int64).T
 
 
 class Packer(UnitWorker[PackUnit, Range]):
@@ -142,28 +204,35 @@ class Packer(UnitWorker[PackUnit, Range]):
         numbers = f"expert {item.start}" if item.size == 1 else f"experts {item.start} to {item.stop - 1}"
         return f"layer {self._unit.layer} {self._unit.role} {numbers}"
 
-    def read(self, item: Range, buffers: Buffers, slot: int) -> list[Inputs] | None:
+    def read(self, item: Range, buffers: Buffers, slot: int) -> StoredExperts | None:
         if self._fast_path is None:
             return None
-        keys, experts = self._fast_path.reads, range(item.start, item.stop)
-        places = [place for expert in experts for place in self._places(keys, expert)]
-        data = iter(read_places(self._inputs, places, buffers, slot))
-        return [{key: next(data) for key in keys} for _ in experts]
+        reads = self._reads[item.start]
+        return StoredExperts(self._fast_path.reads, reads, reads.read(self._inputs, buffers, slot))
 
-    def pack(self, item: Range, data: list[Inputs] | None, buffers: Buffers, slot: int) -> tuple[BatchResult, Writes]:
+    @cached_property
+    def _reads(self) -> dict[int, Reads]:
+        """How every item is read, by its first expert."""
+        assert self._fast_path is not None  # otherwise nothing is read here
+        keys = self._fast_path.reads
+        places = [self._places(keys, range(item.start, item.stop)) for item in self.items]
+        plans = plan_reads([place for one in places for place in one], [len(one) for one in places])
+        return {item.start: plan for item, plan in zip(self.items, plans, strict=True)}
+
+    def pack(self, item: Range, data: StoredExperts | None, buffers: Buffers, slot: int) -> tuple[BatchResult, Writes]:
         path, experts = self._calibrated_path(), range(item.start, item.stop)
         if path is None or data is None:
             return BatchResult(tuple(map(self._on_reference_path, experts))), ()
         scratch = buffers.take("scratch", path.scratch_bytes)
-        packed, writes = self._outputs(item, buffers, slot)
+        packed = self._outputs(item, buffers, slot)
         results = []
-        for expert, inputs, outputs in zip(experts, data, packed, strict=True):
-            result = self._on_fast_path(path, expert, inputs, outputs, scratch)
+        for number, result in enumerate(self._on_fast_path(path, item, data, packed, scratch, buffers)):
             if result is None:
+                expert = item.start + number
                 with self._spare.take(reference_bytes(self._layer, self._unit), self.label(Range(expert, expert + 1))):
-                    result = self._on_reference_path(expert, outputs)
+                    result = self._on_reference_path(expert, packed[number])
             results.append(result)
-        return BatchResult(tuple(results)), writes
+        return BatchResult(tuple(results)), packed.writes
 
     def _findings(self, results: Sequence[BatchResult]) -> dict[str, Any]:
         experts = [result for batch in results for result in batch.experts]
@@ -179,8 +248,8 @@ class Packer(UnitWorker[PackUnit, Range]):
 
     # The fast path.
 
-    def _outputs(self, item: Range, buffers: Buffers, slot: int) -> tuple[list[Outputs], Writes]:
-        """Return memory for the packed parts of every expert, and how it is written.
+    def _outputs(self, item: Range, buffers: Buffers, slot: int) -> PackedParts:
+        """Return memory for the packed parts of every expert.
 
         Experts of a part lie together as in the file and are written at once, unless words would not be aligned.
         """
@@ -190,30 +259,43 @@ class Packer(UnitWorker[PackUnit, Range]):
             sizes += count * [each]
             places += [start + row * size + number * each for number in range(count)]
         memory = buffers.take_many(f"output {slot}", sizes, places)
-        found: list[list[dict[str, Bytes]]] = [[{} for _ in self._slots] for _ in range(item.size)]
-        left = iter(memory)
+        stacks, first = [], 0
         for index, slots in enumerate(self._slots):
             for part, (_, size) in slots.items():
-                whole = next(left) if size % WORD == 0 else None
-                for number, expert in enumerate(found):
-                    own = next(left) if whole is None else whole[number * size : (number + 1) * size]
-                    expert[index][part] = own
-        return list(found), tuple(zip(memory, places, strict=True))
+                count = 1 if size % WORD == 0 else item.size
+                stacks.append((index, part, size, memory[first : first + count]))
+                first += count
+        return PackedParts(len(self._slots), stacks, tuple(zip(memory, places, strict=True)))
 
     def _on_fast_path(
-        self, fast_path: FastPath, expert: int, inputs: Inputs, outputs: Outputs, scratch: Bytes
+        self, path: FastPath, item: Range, data: StoredExperts, packed: PackedParts, scratch: Bytes, buffers: Buffers
+    ) -> Iterator[ExpertResult | None]:
+        """Pack and prove experts; yield None for those that the fast path declines and the reference path packs."""
+        for number, expert in enumerate(range(item.start, item.stop)):
+            yield self._expert_on_fast_path(path, expert, data[number], packed[number], scratch)
+
+    def _expert_on_fast_path(
+        self,
+        fast_path: FastPath,
+        expert: int,
+        inputs: Inputs,
+        outputs: Outputs,
+        scratch: Bytes,
+        *,
+        packed: bool = False,
     ) -> ExpertResult | None:
-        """Pack and prove an expert; return None if the fast path declines it, which leaves it to the reference path."""
+        """Pack an expert, unless it is `packed`, and prove it; return None if the fast path declines it."""
         read = fast_path.read(inputs, scratch)
         if read is None:
             return None
-        fast_path.pack(read, outputs, scratch)
+        if not packed:
+            fast_path.pack(read, outputs, scratch)
         digests = self._proven(fast_path, expert, read, outputs, scratch)
-        packed = [data for parts in outputs for data in parts.values()]
-        hashes = tuple(map(piece_digest, packed)) if self._records else ()
+        parts = [data for shard in outputs for data in shard.values()]
+        hashes = tuple(map(piece_digest, parts)) if self._records else ()
         kept = fast_path.kept(inputs, scratch) if self._records else ()
         names = frozenset(self._entry(key, expert).name for key in kept)
-        written = sum(data.nbytes for data in packed)
+        written = sum(data.nbytes for data in parts)
         return ExpertResult(written, digests, names, fast_path.losses(read), hashes)
 
     def _proven(
@@ -225,13 +307,12 @@ class Packer(UnitWorker[PackUnit, Range]):
             raise self._round_trip(expert)
         return digests
 
-    def _places(self, keys: Sequence[tuple[StoredName, str]], expert: int) -> list[Place]:
-        """Return the places of these parts of an expert."""
-        entries = [self._entry(key, expert) for key in keys]
+    def _places(self, keys: Sequence[tuple[StoredName, str]], experts: range) -> list[Place]:
+        """Return the places of these parts of experts, one expert after the other."""
+        entries = [(self._entry(key, expert), key[1], expert) for expert in experts for key in keys]
         if not self._fused:
-            return [(entry.file, entry.start, entry.end) for entry in entries]
-        spans = [place_of(entry, key[1], self._experts, expert) for entry, key in zip(entries, keys, strict=True)]
-        return [(entry.file, *span) for entry, span in zip(entries, spans, strict=True)]
+            return [(entry.file, entry.start, entry.end) for entry, _, _ in entries]
+        return [(entry.file, *place_of(entry, part, self._experts, expert)) for entry, part, expert in entries]
 
     def _entry(self, key: tuple[StoredName, str], expert: int) -> TensorEntry:
         """Return the tensor that holds a part of an expert."""
@@ -251,7 +332,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _calibrate(self, path: FastPath) -> FastPath | None:
         buffers, largest = Buffers(), [0.0] * len(self._shards)
         for expert in range(self._unit.experts.start, self._unit.experts.stop):
-            data = read_places(self._inputs, self._places(path.calibrates, expert), buffers, 0)
+            data = read_places(self._inputs, self._places(path.calibrates, range(expert, expert + 1)), buffers, 0)
             scratch = buffers.take("scratch", path.scratch_bytes)
             found = path.largest(dict(zip(path.calibrates, data, strict=True)), scratch)
             if found is None:

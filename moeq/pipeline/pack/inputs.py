@@ -11,7 +11,8 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -92,6 +93,8 @@ _NOTHING, _EVERYTHING = 0.02, 0.98
 #: `cachestat(2)` of Linux 6.5; new system calls have one number on all architectures.
 _CACHESTAT = 451
 
+
+Array = np.ndarray[Any, Any]
 
 #: Name of a file, first byte, byte after the last.
 Place = tuple[str, int, int]
@@ -177,6 +180,55 @@ class InputFile:
         return MoeqError("source.unreadable", f"{self.name}: {error.strerror or error}")
 
 
+@dataclass(frozen=True)
+class Reads:
+    """How the places of one item are read: neighbours at once, each to a multiple of `WORD` in memory."""
+
+    runs: Sequence[tuple[str, int, int, int, int]]  #: file, first byte, byte after the last; start and stop in memory
+    offsets: Array  #: where each place begins in memory, int64
+    sizes: Array  #: bytes of each place, int64
+
+    def read(self, inputs: Mapping[str, InputFile], buffers: Buffers, slot: int) -> Bytes:
+        """Read everything into one of a worker's input buffers. Raises MoeqError as `read_places`."""
+        memory = buffers.take(f"input {slot}", self.runs[-1][4])
+        for file, first, last, start, stop in self.runs:
+            inputs[file].read(memory[start:stop], first, last)
+        return memory
+
+
+def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
+    """Plan how places are read.
+
+    Args:
+        places: those of all items, one item after the other.
+        items: how many places each item has.
+    """
+    names = {file: number for number, file in enumerate(dict.fromkeys(file for file, _, _ in places))}
+    spelled = list(names)
+    rows = np.array([(names[file], start, stop) for file, start, stop in places], np.int64)
+    item = np.repeat(np.arange(len(items)), items)
+    order = np.lexsort((rows[:, 1], rows[:, 0], item))
+    (file, start, stop), owner = rows[order].T, item[order]
+    apart = (owner[1:] != owner[:-1]) | (file[1:] != file[:-1]) | (start[1:] != stop[:-1])
+    heads = np.flatnonzero(np.concatenate([[True], apart | ((start[1:] - start[:-1]) % WORD != 0)]))
+    run = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
+    first, last = start[heads], stop[np.append(heads[1:], len(order)) - 1]
+    sizes = -(-last // BLOCK) * BLOCK - first // BLOCK * BLOCK  # as `blocks_of`
+    ends = np.cumsum(sizes)
+    before = (ends - sizes)[np.searchsorted(owner[heads], owner[heads])]  # what earlier items have
+    memory = np.array([ends - sizes - before, ends - before])
+    offsets = np.empty(len(order), np.int64)
+    offsets[order] = (memory[0] + np.where(first % WORD, 0, first % BLOCK) - first)[run] + start
+    firsts, found, parted = np.searchsorted(owner[heads], np.arange(len(items) + 1)), [], 0
+    columns = file[heads], first, last, *memory
+    table = [(spelled[name], *row) for name, *row in zip(*(column.tolist() for column in columns), strict=True)]
+    for number, count in enumerate(items):
+        mine = slice(parted, parted := parted + count)
+        runs = table[firsts[number] : firsts[number + 1]]
+        found.append(Reads(runs, offsets[mine], rows[mine, 2] - rows[mine, 1]))
+    return found
+
+
 def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffers: Buffers, slot: int) -> list[Bytes]:
     """Read the bytes at these places, each to a multiple of `WORD` in memory.
 
@@ -188,23 +240,11 @@ def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffer
 
     Raises MoeqError `source.truncated`, `source.unreadable`.
     """
-    order = sorted(range(len(places)), key=places.__getitem__)
-    runs = [[order[0]]]
-    for one, two in pairwise(order):
-        together = places[one][0] == places[two][0] and places[one][2] == places[two][1]
-        if together and (places[two][1] - places[runs[-1][0]][1]) % WORD == 0:
-            runs[-1].append(two)
-        else:
-            runs.append([two])
-    spans = [(places[run[0]][0], places[run[0]][1], places[run[-1]][2]) for run in runs]
-    memory = buffers.take_many(f"input {slot}", [blocks_of(start, stop) for _, start, stop in spans])
-    found: dict[int, Bytes] = {}
-    for run, target, (file, first, last) in zip(runs, memory, spans, strict=True):
-        data = inputs[file].read(target, first, last)
-        for index in run:
-            _, start, stop = places[index]
-            found[index] = data[start - first : stop - first]
-    return [found[index] for index in range(len(places))]
+    (reads,) = plan_reads(places, [len(places)])
+    memory = reads.read(inputs, buffers, slot)
+    return [
+        memory[start : start + size] for start, size in zip(reads.offsets.tolist(), reads.sizes.tolist(), strict=True)
+    ]
 
 
 def blocks_of(start: int, stop: int) -> int:

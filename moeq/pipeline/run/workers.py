@@ -265,7 +265,7 @@ class _Run:
                 slot, opened = queues.free.get(), work.opened
                 if opened.in_page_cache:
                     data = opened.worker.read(work.payload, queues.buffers, place)
-                with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
+                with disk_errors(opened.path, opened.unit.bytes_out):
                     result, writes = opened.worker.pack(work.payload, data, queues.buffers, slot)
                 queues.empty.put(place)
                 queues.packed.put((work, result, writes, slot))
@@ -282,7 +282,7 @@ class _Run:
             while (packed := queues.packed.get()) is not None:
                 work, result, writes, slot = packed
                 try:
-                    with disk_errors(self._path / work.opened.unit.file, work.opened.unit.bytes_out):
+                    with disk_errors(work.opened.path, work.opened.unit.bytes_out):
                         for data, place in writes:
                             work.opened.output.write(data.data, place)
                 except BaseException:
@@ -320,7 +320,8 @@ class _Run:
             for name, spans in unit.inputs.items():
                 fd = source.open(name)
                 inputs[name] = InputFile(fd, name, spans, reread=source.reread, direct=self._executor.direct)
-            with disk_errors(self._path / unit.file):
+            path = self._path / unit.file
+            with disk_errors(path):
                 output = self._executor.sink(unit) if self._folder is None else OutputFile(self._folder, unit.file)
             worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._executor.spare)
         except BaseException:
@@ -329,7 +330,7 @@ class _Run:
             if output is not None:
                 output.close()
             raise
-        opened = OpenUnit(unit, worker, tuple(inputs.values()), output, begun)
+        opened = OpenUnit(unit, path, worker, tuple(inputs.values()), output, begun)
         self._open[unit.id] = opened
         self._events.put(UnitStarted(unit.id))
         return opened
@@ -357,7 +358,7 @@ class _Run:
     def _finish(self, ready: list[OpenUnit]) -> None:
         try:
             for opened in ready:
-                with disk_errors(self._path / opened.unit.file, opened.unit.bytes_out):
+                with disk_errors(opened.path, opened.unit.bytes_out):
                     opened.output.sync()
             for opened in ready:
                 record = opened.worker.record(opened.results)
@@ -393,6 +394,7 @@ class OpenUnit:
     """A unit being executed, with its open files."""
 
     unit: Unit
+    path: Path
     worker: UnitWorker[Any, Any]
     inputs: Sequence[InputFile]
     output: Sink

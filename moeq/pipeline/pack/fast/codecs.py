@@ -25,6 +25,7 @@ from moeq.layouts.loops.columns import (
     are_negative_zeros,
     lacks_negative_zeros,
     look_up,
+    look_up_rows,
     negative_zeros,
     without,
 )
@@ -89,10 +90,16 @@ class WidenedBf16(Codec):
     """Stores bfloat16 as float32."""
 
     def widen(self, logical: Array, out: Array) -> None:
-        np.left_shift(logical, 16, out=out, dtype=np.uint32)
+        look_up_rows(_widened_bf16(), logical, 1, out)
 
     def narrow(self, stored: Array, out: Array) -> None:
         np.right_shift(stored, 16, out=out, casting="unsafe")
+
+
+@lru_cache(maxsize=1)
+def _widened_bf16() -> Array:
+    """Return the float32 of every bfloat16."""
+    return np.arange(1 << 16, dtype=np.uint32) << 16
 
 
 class WidenedF16(Codec):
@@ -183,16 +190,16 @@ class Shifted(Rounding):
         once = logical if len(logical) % self.repeats else logical[:: self.repeats]
         if once.itemsize > 2:
             return super().exact(once)
-        return bool(_shifted(self.logical, self.params, self.exponent)[1][once].all())
+        return all_in(_shifted(self.logical, self.params, self.exponent)[1], once)
 
     def widen(self, logical: Array, out: Array) -> None:
         repeats = 1 if len(logical) % self.repeats else self.repeats
         once = logical[::repeats]
-        if once.itemsize > 2:
-            stored = np.empty(once.shape, self.stored)
-            self._compute(once, stored)
-        else:
-            stored = _shifted(self.logical, self.params, self.exponent)[0][once]
+        if once.itemsize <= 2:
+            look_up_rows(_shifted(self.logical, self.params, self.exponent)[0], once, repeats, out)
+            return
+        stored = np.empty(once.shape, self.stored)
+        self._compute(once, stored)
         np.copyto(out.reshape(len(once), repeats, -1), stored[:, None])
 
     def _compute(self, logical: Array, out: Array) -> None:
@@ -214,13 +221,14 @@ class Shifted(Rounding):
 
 @lru_cache(maxsize=8)
 def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
-    """Return the stored form of every logical number of 8 or 16 bits, and whether it comes back as it was."""
+    """Return the stored form of every logical number of 8 or 16 bits, and 1 where it comes back as it was."""
     numbers = np.arange(1 << (8 if logical == "e8m0" else 16), dtype=np.uint8 if logical == "e8m0" else np.uint16)
     codec, stored, again = Shifted(logical, params, exponent), np.empty(len(numbers), np.uint16), np.empty_like(numbers)
     with np.errstate(invalid="ignore"):
         codec._compute(numbers, stored)
         codec.narrow(stored, again)
-    return stored, (again == numbers) & (stored & codec.infinite != codec.infinite)
+    kept: Array = (again == numbers) & (stored & codec.infinite != codec.infinite)
+    return stored, kept.view(np.uint8)
 
 
 @dataclass(frozen=True)

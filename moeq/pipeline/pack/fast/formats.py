@@ -20,13 +20,14 @@ the matrix, and `finish` writes what lies elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.loops.compare import any_all_ones
+from moeq.layouts.loops.compare import any_all_ones, is_zero, same
 from moeq.layouts.loops.native import Loops
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
@@ -219,16 +220,15 @@ class StoredProjection:
 
     def _sides_are_plain(self, stored: Stored) -> bool:
         """Return whether stored shape and group index say what the spec says; an index of zeros is a placeholder."""
-        if "shape" in self.names:
-            name = self.names["shape"]
-            if stored[name].view(_INTEGER[self.sigs[name].dtype]).tolist() != [self.spec.n, self.spec.k]:
-                return False
+        if "shape" in self.names and not same(self._plain_shape, stored[self.names["shape"]].reshape(1, -1)):
+            return False
         if "index" not in self.names:
             return True
         index = stored[self.names["index"]].view(np.int32)
         if self.spec.act_order:
             return self._is_order(index)
-        return not index.any() or bool((index == self._plain_group_index).all())
+        rows = index.view(np.uint32).reshape(1, -1)
+        return same(self._plain_group_index.view(np.uint32)[None], rows) or is_zero(rows)
 
     def _is_order(self, index: Array) -> bool:
         """Return whether an index gives every group its columns, as `moeq.schemes.gptq.impossible_groups` asks."""
@@ -262,7 +262,7 @@ class StoredProjection:
         """Unpack zero points from words along N; return no field if they are the constant of a symmetric matrix."""
         spec, words, minus = self.spec, self._zero_words(stored), self._minus
         if spec.symmetric:
-            return {} if bool((words == (spec.symmetric_zero - minus) * _ONES[spec.bits]).all()) else None
+            return {} if same(self._symmetric_words, words if self.view.transposed else words.T) else None
         # AutoGPTQ turned a zero point of 0 into ones from its field upwards.
         if minus and any_all_ones(words, (1 << 32) - (1 << (32 - 3 * spec.bits))):
             return None
@@ -291,6 +291,18 @@ class StoredProjection:
     def _zero_shifts(self) -> Array:
         fields = self.view.nibble_of_column or range(32 // self.spec.bits)
         return np.array([self.spec.bits * field for field in fields], np.uint32)
+
+    @cached_property
+    def _symmetric_words(self) -> Array:
+        """What a symmetric matrix stores as zero points, in rows as they are stored."""
+        sig = self.sigs[self.names["zeros"]]
+        word = (self.spec.symmetric_zero - self._minus) * _ONES[self.spec.bits]
+        return np.full((*sig.shape[:1], math.prod(sig.shape[1:])), word, np.uint32)
+
+    @cached_property
+    def _plain_shape(self) -> Array:
+        """The matrix's shape as it is stored: bytes."""
+        return np.array([[self.spec.n, self.spec.k]], _INTEGER[self.sigs[self.names["shape"]].dtype]).view(np.uint8)
 
     def _by_rows(self, matrix: Array) -> Array:
         """View a stored matrix with its rows along N."""

@@ -234,7 +234,8 @@ class FastPart:
         if block.filling or any(views[r.projection] is None for r in block.rows):
             elements.fill(0)
         columns = self.filled[1]
-        elements[:, columns:] = 0
+        if columns < elements.shape[1]:
+            elements[:, columns:] = 0
         for r in block.rows:
             view, target = views[r.projection], elements[r.elements, :columns]
             if view is not None and self.widen is None:
