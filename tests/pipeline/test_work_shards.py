@@ -133,6 +133,13 @@ def test_shards_are_a_balanced_partition(sizes: list[int], count: int, files: in
     assert used == min(count, len(groups)), "nobody is idle while there is something to do"
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [([1, 2, 1], [2, 1]), ([2, 2, 1], [1, 2]), ([1, 2, 2], [2, 1])])
+def test_a_group_is_taken_if_half_of_it_fits(sizes: list[int], expected: list[int]) -> None:
+    """Of two shards the first takes a group in the middle if no more comes before it than after it."""
+    shards = [WorkShard(index, 2).select(copies(sizes, files=3), remote=False) for index in range(2)]
+    assert [len(shard) for shard in shards] == expected
+
+
 def test_a_file_is_written_by_one_shard_unless_its_parts_are_fetched() -> None:
     units = copies([10] * 24, files=4)
     shards = [WorkShard(index, 4).select(units, remote=False) for index in range(4)]

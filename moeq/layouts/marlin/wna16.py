@@ -286,8 +286,7 @@ class MarlinFp8Act(_MarlinA8):
             words = parts["weight"] ^ _TOP_BITS
             return super().unpack({**parts, "weight": _around_midpoint_(words).bitwise_xor_(_TOP_BITS)}, spec)
         matrix = super().unpack(parts, spec)
-        if matrix.zeros is None:
-            raise MoeqError("source.missing-part", f"{self.id}: zero points are missing")
+        assert matrix.zeros is not None
         grouped = matrix.codes.view(spec.n, spec.num_groups, spec.group_size)
         codes = _back(grouped, matrix.zeros.to(grouped.dtype).unsqueeze(2)).view(spec.n, spec.k)
         return replace(matrix, codes=codes)
