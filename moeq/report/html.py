@@ -23,7 +23,7 @@ MOST_LINES = 200
 
 @dataclass(frozen=True)
 class Provenance:
-    """When, by what and from what a report was made."""
+    """Origin of a report: its time, versions and checkpoint."""
 
     date: str
     command: str

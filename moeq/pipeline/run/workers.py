@@ -168,7 +168,7 @@ FREEZING: ContextVar[bool] = ContextVar("freezing", default=False)
 
 @contextmanager
 def headers_frozen() -> Iterator[None]:
-    """Freeze headers for the garbage collector: they are millions of objects that live on."""
+    """Hide headers from the garbage collector: they are millions of objects that live on."""
     # Counting takes longer the more is frozen: not again if the block around this one has frozen everything.
     frozen = FREEZING.get() or gc.get_freeze_count()
     gc.freeze()

@@ -94,7 +94,7 @@ def ranked_plans(problem: Problem, tokens: int) -> tuple[tuple[float, Int8Plan],
 
 
 def plan_for(problem: Problem, tokens: int) -> Int8Plan:
-    """Choose kernels and sizes for a number of tokens: those that the cost model says take least time."""
+    """Choose the kernels and sizes that the cost model predicts to be fastest for a number of tokens."""
     return ranked_plans(problem, rounded(tokens))[0][1]
 
 
