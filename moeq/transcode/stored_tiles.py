@@ -66,11 +66,10 @@ class StoredTiles:
         """Yield every node's codes and scales in scratch, and its stored parts."""
         fields = self.blank(stored, scratch)
         by_columns = self.spec.role in ("down", "w2")
-        found = [fields["codes"], fields["scales"].view(np.float32)]
         for node in range(self.nodes):
-            cut = [_share(matrix, node, self.nodes, by_columns) for matrix in found]
-            tiles, scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)].view(np.float32)
-            yield *cut, tiles, scales.reshape(-1, 1)
+            codes, scales = (_share(fields[name], node, self.nodes, by_columns) for name in ("codes", "scales"))
+            tiles, stored_scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)]
+            yield codes, scales.view(np.float32), tiles, stored_scales.view(np.float32).reshape(-1, 1)
 
 
 def _share(matrix: Array, node: int, nodes: int, by_columns: bool) -> Array:
