@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ from moeq.model import open as open_checkpoint
 from moeq.schemes.dequantize import dequantize
 from moeq.transcode import transcode_plan
 from moeq.transcode.transcode import check, transcode
+
+#: Sizes and types of some models are drawn: more seeds find more.
+SEEDS = range(int(os.environ.get("MOEQ_RANDOM", "4")))
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -90,22 +94,31 @@ def test_rotary_rows_of_floats_are_turned_back(tmp_path: Path) -> None:
     assert np.array_equal(model.reshape(4, 2, -1, 256).swapaxes(1, 2).reshape(-1, 256), stored)
 
 
-def test_rotary_rows_are_turned_back(tmp_path: Path) -> None:
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_rotary_rows_are_turned_back(seed: int, tmp_path: Path) -> None:
     """Mixtral's queries and keys get their two halves per head back, blocks and all."""
-    rng = np.random.default_rng(6)
-    tensors = moe_tensors(rng, layers=1, other_type="q8_0")
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng([6, seed])
+    queries = int(rng.choice([2, 4, 8]))
+    heads = {"attn_q": queries, "attn_k": int(rng.choice([1, 2, queries]))}
+    tensors = moe_tensors(rng, layers=1)
+    for name, count in heads.items():
+        kind = str(rng.choice(["q8_0", "q4_k", "q6_k", "iq4_xs", "f16", "f32"]))
+        tensors[f"blk.0.{name}.weight"] = random_tensor(rng, kind, (256 // queries * count, 256))
+    counts = {"attention.head_count": queries, "attention.head_count_kv": heads["attn_k"]}
     source = tmp_path / "m.gguf"
-    source.write_bytes(gguf_bytes(moe_metadata("llama", layers=1, hidden=256, inner=256, experts=4), tensors))
+    metadata = moe_metadata("llama", layers=1, hidden=256, inner=256, experts=4, **counts)
+    source.write_bytes(gguf_bytes(metadata, tensors))
     assert transcode(source, tmp_path / "out", "fp32").exact
     written = loaded(tmp_path / "out")
-    for name, spelled, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
-        blocks = np.frombuffer(tensors[f"blk.0.{name}.weight"][2], np.uint8).reshape(-1, 8, 34)
-        stored = (blocks[..., :2].copy().view(np.float16).astype(np.float32) * blocks[..., 2:].view(np.int8)).reshape(
-            -1, 256
-        )
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
+    for name, spelled in (("attn_q", "q_proj"), ("attn_k", "k_proj")):
+        tensor = theirs[f"blk.0.{name}.weight"]
+        stored = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(-1, 256)
         # llama.cpp: w.reshape(heads, 2, rows / heads / 2, K).swapaxes(1, 2)
-        model = written[f"model.layers.0.self_attn.{spelled}.weight"].numpy()
-        permuted = model.reshape(heads, 2, -1, 256).swapaxes(1, 2).reshape(-1, 256)
+        model = written[f"model.layers.0.self_attn.{spelled}.weight"].float().numpy()
+        permuted = model.reshape(heads[name], 2, -1, 256).swapaxes(1, 2).reshape(-1, 256)
         assert np.array_equal(permuted, stored)
     assert "model.layers.0.block_sparse_moe.experts.3.w2.weight" in written
 
@@ -227,21 +240,26 @@ def test_decoded_once(tmp_path: Path) -> None:
     assert bool(dequantize(matrix).any())
 
 
-def test_halves_of_a_latent_projection(tmp_path: Path) -> None:
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_halves_of_a_latent_projection(seed: int, tmp_path: Path) -> None:
     """`kv_b_proj` is, head by head, the transposed keys and then the values."""
-    rng = np.random.default_rng(8)
+    rng = np.random.default_rng([8, seed])
+    heads, rank, rows, more = (int(rng.choice(some)) for some in ((1, 2, 4), (32, 96), (32, 64), (32, 48)))
     tensors = moe_tensors(rng, layers=1)
     for name in ("attn_q", "attn_k", "attn_v"):
         del tensors[f"blk.0.{name}.weight"]
-    keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in ((4, 32, 64), (4, 48, 32)))
+    shapes = (heads, rank, rows), (heads, more, rank)
+    keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     tensors["blk.0.attn_k_b.weight"] = ("f32", keys.shape, keys.tobytes())
     tensors["blk.0.attn_v_b.weight"] = ("f32", values.shape, values.tobytes())
     metadata = moe_metadata("deepseek2", layers=1, hidden=256, inner=256, experts=4, expert_gating_func=2)
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(metadata, tensors))
     assert transcode(tmp_path / "m.gguf", tmp_path / "out", "fp32").exact
-    found = loaded(tmp_path / "out")["model.layers.0.self_attn.kv_b_proj.weight"].numpy().reshape(4, 112, 32)
-    assert np.array_equal(found[:, :64], keys.swapaxes(1, 2))
-    assert np.array_equal(found[:, 64:], values)
+    found = loaded(tmp_path / "out")["model.layers.0.self_attn.kv_b_proj.weight"].numpy()
+    found = found.reshape(heads, rows + more, rank)
+    assert np.array_equal(found[:, :rows], keys.swapaxes(1, 2))
+    assert np.array_equal(found[:, rows:], values)
 
 
 def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
@@ -254,11 +272,14 @@ def test_the_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
     assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
-def test_linear_attention_of_qwen35(tmp_path: Path) -> None:
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_linear_attention_of_qwen35(seed: int, tmp_path: Path) -> None:
     """Value heads, norms and the decay are what transformers' own conversion makes of the same tensors."""
     theirs = pytest.importorskip("transformers.integrations.gguf.gguf_conversion_mapping")
-    rng = np.random.default_rng(9)
-    keys, per_key, size, key_size = 2, 3, 16, 32
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng([9, seed])
+    keys, per_key, size, key_size = (int(rng.choice(some)) for some in ((1, 2, 4), (1, 2, 3), (8, 16), (16, 32)))
     heads, tail = keys * per_key, keys * per_key * size
     fused = 2 * keys * key_size + tail
     tensors = moe_tensors(rng, layers=2)
@@ -280,6 +301,14 @@ def test_linear_attention_of_qwen35(tmp_path: Path) -> None:
     stored = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     stored["ssm_a"] = -np.exp(stored["ssm_a"])
     tensors |= {f"blk.0.{name}": ("f32", values.shape, values.tobytes()) for name, values in stored.items()}
+    for name in ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta", "ssm_out"):
+        kind, shape = str(rng.choice(["f32", "bf16", "q8_0", "q5_1"])), shapes[f"{name}.weight"]
+        if kind not in ("q8_0", "q5_1") or shape[1] % 32 == 0:
+            raw = random_tensor(rng, kind, shape)
+            tensors[f"blk.0.{name}.weight"] = raw
+            octets = np.frombuffer(raw[2], np.uint8).reshape(shape[0], -1)
+            numbers = gguf.quants.dequantize(octets, gguf.GGMLQuantizationType[kind.upper()])
+            stored[f"{name}.weight"] = numbers.view(np.float32).reshape(shape)
     more = {
         "ssm.conv_kernel": 4,
         "ssm.state_size": key_size,

@@ -5,6 +5,7 @@ The converter's rules are those of `convert_hf_to_gguf.py` for Qwen3-Next, Jamba
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,15 +103,37 @@ def assert_loads(kind: type, folder: Path, state: State) -> None:
             assert torch.equal(tensor, state[name]), name
 
 
-SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 64, "num_attention_heads": 4, "num_experts": 4}
+#: Sizes of the models are drawn: more seeds find more.
+SEEDS = range(int(os.environ.get("MOEQ_RANDOM", "4")))
 
 
-def test_qwen3_next(tmp_path: Path) -> None:
-    keys, per_key, key_size, size = 2, 3, 16, 8
+def one_of(draw: np.random.Generator, *values: int) -> int:
+    return int(draw.choice(values))
+
+
+def sizes_of(draw: np.random.Generator) -> tuple[dict[str, int], dict[str, int]]:
+    """Sizes as configs call them, and as `moe_metadata` does. Heads divide the hidden size, and their halves too."""
+    hidden, heads = one_of(draw, 64, 128, 192), one_of(draw, 2, 4, 8)
+    kv_heads, experts, inner = one_of(draw, 1, 2, heads), one_of(draw, 2, 3, 5), one_of(draw, 32, 64, 96)
+    config = {"num_hidden_layers": 4, "hidden_size": hidden, "vocab_size": 64, "num_attention_heads": heads}
+    metadata = {"layers": 4, "hidden": hidden, "inner": inner, "experts": experts, "attention.head_count": heads}
+    metadata |= {"attention.head_count_kv": kv_heads, "attention.key_length": hidden // heads}
+    return config | {"num_key_value_heads": kv_heads}, metadata
+
+
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_qwen3_next(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng([1, seed])
+    sizes, known = sizes_of(draw)
+    hidden, inner_size, experts = (known[key] for key in ("hidden", "inner", "experts"))
+    keys, per_key, key_size, size = (one_of(draw, *some) for some in ((1, 2, 3), (1, 2, 3), (8, 16), (8, 16)))
+    kernel, head_size = one_of(draw, 2, 4), one_of(draw, 16, 32)
     linear = {"linear_num_key_heads": keys, "linear_num_value_heads": keys * per_key}
-    heads = {"linear_key_head_dim": key_size, "linear_value_head_dim": size, "head_dim": 16, "num_key_value_heads": 2}
-    inner = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
-    config = transformers.Qwen3NextConfig(**SIZES, **linear, **heads, **inner)
+    heads = {"linear_key_head_dim": key_size, "linear_value_head_dim": size, "head_dim": head_size}
+    inner = {"moe_intermediate_size": inner_size, "shared_expert_intermediate_size": 32, "num_experts_per_tok": 2}
+    more_sizes = {"num_experts": experts, "linear_conv_kernel_dim": kernel}
+    config = transformers.Qwen3NextConfig(**sizes, **linear, **heads, **inner, **more_sizes)
     state = random_model(transformers.Qwen3NextForCausalLM(config))
 
     def special(inner: str, values: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
@@ -120,18 +143,18 @@ def test_qwen3_next(tmp_path: Path) -> None:
             return [("ssm_dt.bias", values)]
         if inner == "linear_attn.in_proj_qkvz.weight":
             runs = [key_size, key_size, per_key * size, per_key * size]
-            q, k, v, z = (run.reshape(-1, 64) for run in values.reshape(keys, -1, 64).split(runs, dim=1))
+            q, k, v, z = (run.reshape(-1, hidden) for run in values.reshape(keys, -1, hidden).split(runs, dim=1))
             return [("attn_qkv.weight", torch.cat([q, k, v])), ("attn_gate.weight", z)]
         if "norm" in inner and "linear_attn" not in inner:
             leaf = LEAVES.get(inner.removesuffix(".weight"), "")
             return [(f"{'post_attention_norm' if leaf == 'ffn_norm' else leaf}.weight", values + 1)]
         return None
 
-    ssm = {"ssm.conv_kernel": 4, "ssm.state_size": key_size, "ssm.group_count": keys}
+    ssm = {"ssm.conv_kernel": kernel, "ssm.state_size": key_size, "ssm.group_count": keys}
     more = {**ssm, "ssm.time_step_rank": keys * per_key, "ssm.inner_size": keys * per_key * size}
     more |= {"full_attention_interval": 4, "rope.dimension_count": 4, "expert_shared_feed_forward_length": 32}
-    more |= {"attention.key_length": 16, "rope.freq_base": 1e4}
-    metadata = moe_metadata("qwen3next", layers=4, hidden=64, inner=32, experts=4, **more)
+    more |= {"attention.key_length": head_size, "rope.freq_base": 1e4}
+    metadata = moe_metadata("qwen3next", **{**known, **more})
     tensors = dict(stored_names(state, special))
     source = write(tmp_path / "m.gguf", metadata, iter(tensors.items()))
     transcode(source, tmp_path / "out", "fp32")
@@ -153,10 +176,16 @@ def test_qwen3_next(tmp_path: Path) -> None:
         assert not check(tmp_path / "m.gguf", "fp32", workers=1).losses
 
 
-def test_jamba(tmp_path: Path) -> None:
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_jamba(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng([2, seed])
+    sizes, known = sizes_of(draw)
+    state_size, kernel, expand, rank = one_of(draw, 8, 16), one_of(draw, 2, 4), one_of(draw, 1, 2), one_of(draw, 4, 8)
     layers = {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
-    mamba = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8}
-    config = transformers.JambaConfig(**SIZES, **layers, **mamba, intermediate_size=32, num_key_value_heads=2)
+    mamba = {"mamba_d_state": state_size, "mamba_d_conv": kernel, "mamba_expand": expand, "mamba_dt_rank": rank}
+    inner = {"intermediate_size": known["inner"], "num_experts": known["experts"]}
+    config = transformers.JambaConfig(**sizes, **layers, **mamba, **inner)
     state = random_model(transformers.JambaForCausalLM(config))
 
     def special(inner: str, values: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
@@ -164,18 +193,23 @@ def test_jamba(tmp_path: Path) -> None:
             return [("ssm_a", -torch.exp(values))]
         return [("ssm_d", values)] if inner == "mamba.D" else None
 
-    ssm = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.time_step_rank": 8, "ssm.inner_size": 128}
-    more = {**ssm, "attention.head_count_kv": [0, 0, 2, 0]}
-    metadata = moe_metadata("jamba", layers=4, hidden=64, inner=32, experts=4, **more)
+    ssm = {"ssm.conv_kernel": kernel, "ssm.state_size": state_size, "ssm.time_step_rank": rank}
+    more = {**ssm, "ssm.inner_size": expand * known["hidden"]}
+    heads = {"attention.head_count_kv": [0, 0, sizes["num_key_value_heads"], 0]}
+    metadata = moe_metadata("jamba", **{**known, **more, **heads})
     source = write(tmp_path / "m.gguf", metadata, stored_names(state, special))
     assert transcode(source, tmp_path / "out", "fp32").exact
     assert_loads(transformers.JambaForCausalLM, tmp_path / "out", state)
 
 
-def test_shared_experts_of_granite(tmp_path: Path) -> None:
-    sizes = {key: value for key, value in SIZES.items() if key != "num_experts"} | {"num_local_experts": 4}
-    heads = {"num_key_value_heads": 2, "intermediate_size": 32, "shared_intermediate_size": 64}
-    config = transformers.GraniteMoeSharedConfig(**sizes, **heads)
+@pytest.mark.cover("seed", every=4)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shared_experts_of_granite(seed: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng([3, seed])
+    sizes, known = sizes_of(draw)
+    hidden, shared = known["hidden"], one_of(draw, 32, 64, 160)
+    inner = {"intermediate_size": known["inner"], "shared_intermediate_size": shared}
+    config = transformers.GraniteMoeSharedConfig(**sizes, **inner, num_local_experts=known["experts"])
     state = random_model(transformers.GraniteMoeSharedForCausalLM(config))
 
     def special(inner: str, values: torch.Tensor) -> list[tuple[str, torch.Tensor]] | None:
@@ -183,16 +217,16 @@ def test_shared_experts_of_granite(tmp_path: Path) -> None:
             gate, up = values.chunk(2)
             return [("ffn_gate_shexp.weight", gate), ("ffn_up_shexp.weight", up)]
         if inner in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
-            count = 4 if "q_proj" in inner else 2
-            halves = values.reshape(count, 2, -1, 64).swapaxes(1, 2).reshape(values.shape)
+            count = sizes["num_attention_heads" if "q_proj" in inner else "num_key_value_heads"]
+            halves = values.reshape(count, 2, -1, hidden).swapaxes(1, 2).reshape(values.shape)
             return [(f"attn_{inner[10]}.weight", halves)]
         return None
 
-    more = {"expert_shared_feed_forward_length": 64, "attention.scale": 0.25, "logit_scale": 8.0}
+    more = {"expert_shared_feed_forward_length": shared, "attention.scale": 0.25, "logit_scale": 8.0}
     more |= {"embedding_scale": 12.0, "residual_scale": 0.5}
-    metadata = moe_metadata("granitemoe", layers=4, hidden=64, inner=32, experts=4, **more)
+    metadata = moe_metadata("granitemoe", **known, **more)
     source = write(tmp_path / "m.gguf", metadata, stored_names(state, special))
     assert transcode(source, tmp_path / "out", "fp32").exact
     assert_loads(transformers.GraniteMoeSharedForCausalLM, tmp_path / "out", state)
     written = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert (written.shared_intermediate_size, written.logits_scaling, written.residual_multiplier) == (64, 8.0, 0.5)
+    assert (written.shared_intermediate_size, written.logits_scaling, written.residual_multiplier) == (shared, 8.0, 0.5)
