@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,26 @@ def test_the_same_job_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert state(out) == before
     assert not convert(source, out, A100, force=True).already_done
     assert state(out) != before
+
+
+def differing(source: Path, out: Path, where: Deployment, **options: object) -> list[str]:
+    """The differences that are named where the finished output is another job's."""
+    with pytest.raises(MoeqError, match="already holds a conversion, which is not what this would give") as caught:
+        convert(source, out, where, **options)  # type: ignore[arg-type]
+    assert caught.value.code == "usage.destination-exists"
+    return caught.value.message.partition("would give: ")[2].split(", ")
+
+
+def test_what_is_different_is_named(source: Path, tmp_path: Path) -> None:
+    """Another GPU is told by its name alone."""
+    convert(source, tmp_path / "out", A100)
+    other = parse_gpu("H100")
+    gpu = "deployment.gpu.name 'A100' there"
+    assert [text for text in differing(source, tmp_path / "out", Deployment(other)) if ".gpu." in text] == [gpu]
+    more = replace(A100.gpu, memory_gib=A100.gpu.memory_gib + 1)
+    assert [text for text in differing(source, tmp_path / "out", Deployment(more)) if ".gpu." in text] == [
+        f"deployment.gpu.memory_gib {A100.gpu.memory_gib} there"
+    ]
 
 
 def test_a_copy_of_the_source_is_the_same_source(source: Path, tmp_path: Path) -> None:
