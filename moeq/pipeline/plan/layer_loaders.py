@@ -148,7 +148,8 @@ def _own_kernel(checkpoint: Checkpoint, deployment: Deployment, layer: int, sche
     return found is not None and found.supported
 
 
-#: Backends whose layout keeps sizes that some of the engine's methods round up (MXFP4 to multiples of 64).
+#: Backends whose layout keeps sizes that some of the engine's methods round up (MXFP4 to multiples of 64). Their ranks
+#: cut one file: none of these layouts is written rank by rank where the engine takes the ranks.
 _PADDED_BY_ENGINE = ("XPU",)
 
 
@@ -158,7 +159,7 @@ def _vllm_versions(question: Question, plan: LayerPlan, verdicts: EngineVerdicts
     A version without rules of its own counts if the versions before and after it do, of those that read the layout.
     """
     layout = plan.entry.layout
-    padded = plan.shards[0].padding.w2.k // (1 if plan.entry.ranks else question.ranks.tp)
+    padded = plan.shards[0].padding.w2.k // question.ranks.tp
     readers = layout_class(layout).vllm_readers()
     options = dict.fromkeys(reader.option for reader in readers)
     versions = [version for version in VLLM_VERSIONS if any(version in reader.versions for reader in readers)]
