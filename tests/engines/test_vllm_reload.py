@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from engines import trainer_examples  # noqa: F401 - lets the next lines find the scripts
+from engines.test_reload import faulty
 from engines.test_vllm_models import NoAttention
 from engines.vllm_engine import set_current_vllm_config
 from load.deployments import convert
 from update.updates import Experts
 
 import moeq
+from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
+from moeq.load import refill
 from moeq.load.rank_reading import holds
 
 reload = pytest.importorskip("vllm.model_executor.model_loader.reload", reason="this vLLM has no layerwise reload")
@@ -208,3 +211,49 @@ def test_folders_that_do_not_fit_are_refused_before_a_byte_is_written(running, f
     with pytest.raises(MoeqError, match="come together"):
         engine.reload({stacked["weight"]: foreign["weight"]}.items())
     assert all(torch.equal(before[key], one.data) for key, one in engine.parameters(1).items())
+
+
+@pytest.mark.parametrize("running", ["ct-int4-g128-qwen3moe"], indirect=True)
+def test_a_folder_that_breaks_off_leaves_whole_experts_and_a_retry_completes(
+    running, folders, checkpoints, tmp_path, monkeypatch
+) -> None:
+    """By the engine's own `reload_weights`, which does not tidy up after an error."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    name, engine = running
+    source = Experts.read(checkpoints / name)
+    changed = {
+        key: tensor.flip(0).contiguous() for key, tensor in source.tensors.items() if not key.endswith("weight_shape")
+    }
+    source.tensors |= changed
+    new = convert(
+        source.save(tmp_path / "source"), tmp_path / "new", moeq.open(folders[name]).manifest.layers[0].layout
+    )
+    addresses = {key: one.data_ptr() for key, one in engine.parameters(1).items()}
+
+    def run() -> None:
+        with set_current_vllm_config(engine.vllm_config):
+            reload_weights(engine.vllm_config, engine.model, None, str(new), True)
+
+    before, wanted = ({n: moeq.load_tensors(one, n) for n in (0, 1)} for one in (folders[name], new))
+    monkeypatch.setattr(refill, "GROUP_BYTES", 1)
+    for number, told in ((6, "expert 0 of layer 0, old"), (25, "layer 0 and experts 0 to 1 of layer 1, old")):
+        with monkeypatch.context() as context:
+            faulty(context, number)
+            with pytest.raises(MoeqError, match=f"new weights are in {told} ones in all other experts") as caught:
+                run()
+        assert caught.value.code == "source.unreadable"
+    for layer, count in ((0, 4), (1, 2)):
+        served = engine.experts[layer].quant_method.served(engine.experts[layer])
+        for role in STACKED_ROLES:
+            for part, tensor in served[role].items():
+                assert torch.equal(tensor[:count], getattr(wanted[layer], role)[part][:count]), (layer, role, part)
+                assert torch.equal(tensor[count:], getattr(before[layer], role)[part][count:]), (layer, role, part)
+    run()
+    for layer in (0, 1):
+        for role in STACKED_ROLES:
+            for part, tensor in getattr(wanted[layer], role).items():
+                assert torch.equal(engine.parameters(layer)[f"{role}_{part}"].data, tensor), (layer, role, part)
+    assert addresses == {key: one.data_ptr() for key, one in engine.parameters(1).items()}
+    norm = source.tensors["model.norm.weight"]
+    assert torch.equal(engine.model.model.norm.weight.data, norm.to(engine.model.model.norm.weight.dtype))
