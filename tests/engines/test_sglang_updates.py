@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines.test_reload import faulty
 from engines.test_sglang_models import GROUPS, engine  # noqa: F401 - a fixture
 from engines.trainer_examples import printed_digests
 from load.deployments import convert
@@ -17,8 +18,10 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from update.updates import Experts
 
 import moeq
+from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.engines.sglang import config as sglang_config
 from moeq.engines.sglang.config import MoeqMoEMethod
+from moeq.load import refill
 
 slime_sync = import_module("slime_sync")  # from the folder that `trainer_examples` has put on the path
 
@@ -128,6 +131,43 @@ def test_experts_are_the_new_checkpoints(served, way, checkpoints: Path, tmp_pat
         assert any(not torch.equal(found[key], one) for key, one in before[layer].items())
     assert addresses == [one.data_ptr() for layer in (0, 1) for one in server.bytes(layer).values()]
     assert bool((server.model.model.norm.weight == 1).all())
+
+
+@pytest.mark.parametrize("served", ["ct-int4-g128-qwen3moe"], indirect=True)
+@pytest.mark.parametrize("lasts", [False, True], ids=["one read fails", "both passes fail"])
+def test_a_folder_that_breaks_off(served, lasts, checkpoints: Path, tmp_path: Path, monkeypatch) -> None:
+    """The engine reads the folder a second time after an error: it says so, and experts are whole in any case."""
+    name, server = served
+    source = Experts.read(checkpoints / name)
+    source.tensors |= {key: tensor.clone() for key, tensor in swapped(source).items()}
+    layout = server.experts[0].quant_method.entry.layout
+    new = convert(source.save(tmp_path / "source"), tmp_path / "new", layout)
+    before = {layer: {key: one.clone() for key, one in server.bytes(layer).items()} for layer in (0, 1)}
+    monkeypatch.setattr(refill, "GROUP_BYTES", 1)
+
+    def is_new(layer: int, row: int) -> bool:
+        read = moeq.load_tensors(new, layer)
+        wanted = {f"{role}_{part}": one for role in STACKED_ROLES for part, one in getattr(read, role).items()}
+        rows = {key: one[row] for key, one in server.bytes(layer).items()}
+        found = {torch.equal(rows[key], one[row].view(torch.uint8)) for key, one in wanted.items()}
+        assert len(found) == 1, "each expert is old or new as a whole"
+        assert found == {True} or all(torch.equal(rows[key], before[layer][key][row]) for key in rows)
+        return found == {True}
+
+    with monkeypatch.context() as context:
+        for number in (22, 22 + 22) if lasts else (22,):  # the second counts what the first did not fail
+            faulty(context, number)
+        done, said = server.updater.update_weights_from_disk(str(new), "auto")
+    assert not done
+    new_ones = [(layer, row) for layer in (0, 1) for row in range(4) if is_new(layer, row)]
+    if lasts:
+        assert "new weights are in layer 0 and expert 0 of layer 1, old ones in all other experts" in said
+        assert new_ones == [(0, row) for row in range(4)] + [(1, 0)]
+    else:
+        assert "again to its end, and all weights are the new ones" in said
+        assert len(new_ones) == 8
+    assert server.updater.update_weights_from_disk(str(new), "auto")[0]
+    assert all(is_new(layer, row) for layer in (0, 1) for row in range(4))
 
 
 def test_example_of_slime(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,17 @@ if TYPE_CHECKING:
     Load = Callable[..., Any]
     Outcome = tuple[bool, str]
 
-#: Folder of the update that runs; None for updates that come as tensors.
-_folder: ContextVar[str | None] = ContextVar("folder", default=None)
+
+@dataclass
+class _Reading:
+    """Update from a disk that runs."""
+
+    folder: str
+    complete: bool = False  #: whether the last pass over the folder came to its end
+
+
+#: None for updates that come as tensors.
+_reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
 
 
 def register_hooks() -> None:
@@ -80,28 +90,40 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
     layers = _packed_layers(model)
     stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
     configs = _configs(model)
+    reading = _reading.get()
     if any(layer.quant_method.info is not None for layer in layers):
-        folder = _folder.get()
-        path = folder or layers[0].quant_method.experts.checkpoint.source.name
-        weights = divert(weights, ExpertReload(layers, path, from_path=folder is not None))
+        path = reading.folder if reading else layers[0].quant_method.experts.checkpoint.source.name
+        weights = divert(weights, ExpertReload(layers, path, from_path=reading is not None))
     elif layers:
         weights = ((name, tensor) for name, tensor in weights if name not in stacked)
     for module, config in configs:
         module.quant_config = config.inner
+    if reading:
+        reading.complete = False
     try:
-        return load(weights, *given, **named)
+        loaded = load(weights, *given, **named)
     finally:
         for module, config in configs:
             module.quant_config = config
+    if reading:
+        reading.complete = True
+    return loaded
 
 
 def update_from_disk(update: Load, updater: Any, model_path: str, *given: Any, **named: Any) -> Outcome:
-    """Wrap `update_weights_from_disk`: the folder is a source or a converted one, and refusals stop no server."""
-    token = _folder.set(model_path)
+    """Wrap `update_weights_from_disk`: the folder is a source or a converted one, and refusals stop no server.
+
+    After an error the engine says that it goes back to the former weights, but reads the same folder again.
+    """
+    reading = _Reading(model_path)
+    token = _reading.set(reading)
     try:
-        return _told(update, updater, model_path, *given, **named)
+        done, said = _told(update, updater, model_path, *given, **named)
     finally:
-        _folder.reset(token)
+        _reading.reset(token)
+    if not done and reading.complete:
+        said += f"\nmoeq: the engine then read {model_path} again to its end, and all weights are the new ones"
+    return done, said
 
 
 def update_from_tensor(
