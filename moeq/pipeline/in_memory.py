@@ -6,11 +6,9 @@ rank would read from the converted checkpoint.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -50,10 +48,6 @@ SAMPLE_STEP = 16
 
 #: Most threads that pack: more of them wait longer for the interpreter's lock than they save.
 MAX_WORKERS = 4
-
-#: Seconds that a thread keeps the interpreter's lock while others want it. Kernels are compiled in Python meanwhile,
-#: and a thread that packs waits so long whenever it comes back from a loop or a read.
-SWITCH_SECONDS = 5e-4
 
 #: Host memory up to which threads are added, of the 2 GiB that a start may take beyond the engine's own.
 USUAL_CEILING = 7 * 2**28
@@ -169,8 +163,7 @@ class RankPacker:
         }
         units = [unit for unit in self._work.plan.units if isinstance(unit, PackUnit) and unit.layer == number]
         try:
-            with _quick_switches():
-                self._executor.run(units, lambda outcome: None)
+            self._executor.run(units, lambda outcome: None)
         finally:
             self._targets = {}
 
@@ -193,17 +186,6 @@ class RankPacker:
         shard = self._layers[unit.layer].shards[0]
         specs = {name: shard.parts[unit.role][part] for part, name in shard.matrices[unit.role].tensors.items()}
         return TensorSink({file.form.ranges[name]: (self._targets[name], spec) for name, spec in specs.items()})
-
-
-@contextmanager
-def _quick_switches() -> Iterator[None]:
-    """Let threads wait for the interpreter's lock no longer than `SWITCH_SECONDS`."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, SWITCH_SECONDS))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _plan(checkpoint: Checkpoint, layers: Mapping[int, LayerPlan]) -> Plan:

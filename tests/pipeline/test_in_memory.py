@@ -209,27 +209,6 @@ def test_scales_are_rounded_to_the_dtype_of_the_tensors(checkpoints: Path) -> No
         assert torch.equal(made[torch.bfloat16][name], exact.to(made[torch.bfloat16][name].dtype))
 
 
-def test_threads_wait_less_for_the_interpreter_only_while_a_layer_is_packed(checkpoints, monkeypatch) -> None:
-    packer = RankPacker(moeq.open(checkpoints / "ct-w8a8-qwen3moe"), {1: "int8-w8a8/1"}, Ranks(), 0)
-    before, seen = 3e-3, list[float]()
-    record = in_memory.SampledPacker.record
-    monkeypatch.setattr(
-        in_memory.SampledPacker, "record", lambda *given: seen.append(sys.getswitchinterval()) or record(*given)
-    )
-    usual = sys.getswitchinterval()
-    try:
-        sys.setswitchinterval(before)
-        filled(packer, 4)
-        assert sys.getswitchinterval() == pytest.approx(before)
-        monkeypatch.setattr(in_memory.SampledPacker, "record", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            filled(packer, 4)
-        assert sys.getswitchinterval() == pytest.approx(before)
-    finally:
-        sys.setswitchinterval(usual)
-    assert seen == [pytest.approx(in_memory.SWITCH_SECONDS)] * 2
-
-
 def test_damage_is_found_and_nothing_is_written(checkpoints: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", source)
