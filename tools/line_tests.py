@@ -25,6 +25,9 @@ FOLDER = "MOEQ_LINES"
 #: The test that runs, for coverage of the processes that it starts.
 _TEST = "MOEQ_LINES_TEST"
 
+#: Arguments of pytest that run slow tests as well.
+SLOW = ("-m", "slow or not slow")
+
 #: Folders whose lines are recorded.
 _SOURCES = ("moeq", "kernels/moeq_kernels")
 
@@ -70,8 +73,13 @@ class Record:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(vars(self)))
 
-    def update(self, root: Path, tree: Path, jobs: int, test_files: Sequence[Path]) -> Iterator[list[str]]:
+    def update(
+        self, root: Path, tree: Path, jobs: int, test_files: Sequence[Path], slow: bool = False
+    ) -> Iterator[list[str]]:
         """Record test files that are new or changed, in a copy of the repository, and yield after every folder.
+
+        Args:
+            slow: whether their slow tests run as well.
 
         Yields:
             tests of the folder that fail there.
@@ -82,7 +90,7 @@ class Record:
         changed = sorted(file for file in now if file not in self.test_files)
         for _, files in groupby(changed, lambda file: Path(file).parent):
             found = list(files)
-            failed = self._record(tree, found, jobs)
+            failed = self._record(tree, found, jobs, slow)
             self.test_files |= {file: now[file] for file in found}
             yield failed
 
@@ -116,7 +124,7 @@ class Record:
             for file, of in self.lines.items()
         }
 
-    def _record(self, tree: Path, test_files: list[str], jobs: int) -> list[str]:
+    def _record(self, tree: Path, test_files: list[str], jobs: int, slow: bool) -> list[str]:
         import coverage
 
         with tempfile.TemporaryDirectory(prefix="lines-") as name:
@@ -131,7 +139,7 @@ class Record:
             }
             command = ["-m", "pytest", "-q", "-p", "line_tests", "-p", "no:cacheprovider", "-n", str(jobs)]
             with (folder / "pytest.log").open("w") as log:
-                command = [sys.executable, *command, "--dist", "worksteal", *test_files]
+                command = [sys.executable, *command, "--dist", "worksteal", *SLOW[: 2 * slow], *test_files]
                 subprocess.run(command, cwd=tree, env={**os.environ, **variables}, stdout=log, stderr=log)
             outcomes: dict[str, list[Any]] = {}
             for path in folder.glob("*.outcomes"):

@@ -410,6 +410,9 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=ROOT / ".mutate" / "lines.json", help="file of recorded lines")
     parser.add_argument("--only", nargs="*", help="mutants of these places alone, such as moeq/prove/diff.py:247")
     parser.add_argument("--tests", nargs="*", type=Path, default=[ROOT / "tests"], help="tests to record, else all")
+    parser.add_argument(
+        "--slow", action="store_true", help="record slow tests as well: most of the kernels' device code"
+    )
     parser.add_argument("--mirrored", action="store_true", help="record nothing, run the mirroring test files alone")
     parser.add_argument("--list", action="store_true", help="only list the mutants that are drawn")
     asked = parser.parse_args()
@@ -429,7 +432,7 @@ def main() -> int:
         if record is not None:
             tree = Path(folder) / "recorded"
             copied_tree(tree)
-            for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests)):
+            for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests), asked.slow):
                 print(*(f"{one} fails without a mutant, and judges none" for one in failed), sep="\n", file=sys.stderr)
                 record.write(asked.record)
         os.environ["TRITON_INTERPRET"] = "1"

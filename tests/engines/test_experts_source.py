@@ -97,3 +97,10 @@ def test_a_folder_is_opened_as_what_it_is(checkpoints: Path, tmp_path: Path) -> 
     with pytest.raises(MoeqError, match="this GPU is sm90"):
         opened.require_arch("sm90")
     assert not opened.is_filling
+    assert opened.backend == "MARLIN"
+    assert opened.names == moeq.open(folder).source.expert_names
+    last = max(moeq.open(folder).info.moe_layers)
+    found = opened.entry(last)
+    assert found is not None
+    assert found.layer == last
+    assert opened.entry(last + 1) is None

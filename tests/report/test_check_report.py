@@ -316,6 +316,15 @@ def test_selftest_report_counts_levels_apart() -> None:
     assert "2 damages: 2 caught by digest, 1 by the kernels' numbers alone; 1 of 1 swapped calls refused" in text
     assert "below the bound (0.02 of it)" in text
     assert text.splitlines()[-1].startswith("ok")
+    table = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    assert ["flip a code", "expert 0 up", "a bit", "caught", "expert 0: output feature 3"] in table
+    assert ["sign of a zero", "expert 1 up", "a bit", "caught", "below the bound (0.02 of it)"] in table
+    assert ["swap topk arguments", "the call", "ids", "refused: topk_weights is int64"] in table
+    missed = (replace(results[0], digest=None), replace(results[2], numeric=None))
+    text = text_of(check_text.render_selftest, [replace(one, results=missed)])
+    table = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    assert ["flip a code", "expert 0 up", "a bit", "missed", "expert 0: output feature 3"] in table
+    assert ["swap topk arguments", "the call", "ids", "accepted"] in table
     alarmed = replace(one, false_alarms=("layer 0 expert 3 gate: not the values recorded",))
     assert not alarmed.ok
     assert "false alarm: layer 0 expert 3" in text_of(check_text.render_selftest, [alarmed])

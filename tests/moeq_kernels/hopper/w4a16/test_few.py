@@ -117,6 +117,16 @@ def test_the_code_as_it_is_gives_the_layer(recipe: Recipe, kernel: Kernel, share
     assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
 
 
+@pytest.mark.parametrize("recipe", [replace(INT4, hidden=256), replace(NVFP4, hidden=256, bias=True)])
+def test_a_ring_of_few_stages_is_filled_again(recipe: Recipe) -> None:
+    """With more steps than stages, weights and tokens of later steps go where earlier ones were."""
+    if not interpreter.active():
+        pytest.skip("the kernels that sort run in Triton's interpreter here")
+    for kernel in (replace(NARROW8, stages=2, step=64), replace(DIRECT, stages=2, step=64)):
+        y, truth, rounded = run(recipe, kernel, (1, 1), 3, mapped=False)
+        assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
+
+
 @pytest.mark.cover(every=6)
 @pytest.mark.parametrize("kernel", [QUEUE32, QUEUE64])
 @pytest.mark.parametrize("tokens", [40, 70, 130])  # 27, 47, 87 for an expert on average
