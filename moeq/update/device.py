@@ -97,6 +97,19 @@ class Gather:
         layout.fill_extra(padded, extra)
         return [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows], found
 
+    def encoded_layer(self, tall: QuantizedMatrix) -> list[Write]:
+        """Return the writes of all experts of a rank, given as one matrix `[experts * N, K]`, where `places_all`."""
+        from moeq_kernels.placement import Write
+
+        layout, targets = self._layer.layout, self._layer.tensors[self._role]
+        layout.check_values(tall)
+        found = []
+        for name, placement in self._placements.items():
+            rows = layout.encode(name, tall)
+            elements = rows.view(len(self._layer.experts), -1, rows.shape[1])
+            found.append(Write(elements, targets[name], placement, _shape(elements[0])))
+        return found
+
     def stored(self, given: Mapping[str, Parts], rows: Sequence[int]) -> list[Write] | None:
         """Return the writes of a whole matrix that the kernel reads as the checkpoint stores it, without decoding.
 
@@ -169,7 +182,7 @@ class Gather:
         plain = view is not None and not view.transposed and view.nibble_of_column is None
         if not (alike and plain and bits_move and checked and len(parts) == 2 and fields.keys() == {"codes", "scales"}):
             return {}
-        scale, height = parts[fields["scales"]], wanted_spec(layer, layer.projections[1 if role == "w13" else -1]).n
+        scale, height = parts[fields["scales"]], self._specs[layer.names(role)[0]].n
         shared = scheme.weight.scale.group_shape[0]
         if not spec.symmetric or spec.bits not in (4, 8) or scheme.weight.scale2 is not None or spec.act_order:
             return {}
@@ -198,31 +211,16 @@ def places_all(layer: WritableLayer, role: StackedRole) -> bool:
     """
     spec, weight = layer.specs[role], layer.scheme.weight
     shared_rows = weight.scale.group_shape[0]
-    height = spec.n // (2 if role == "w13" and spec.gated else 1)
     return (
         obstacle(layer, role) is None
         and layer.padded(role) == layer.written[role]
         and spec.bias_dtype is None
         and weight.scale2 is None
         and shared_rows > 0
-        and height % shared_rows == 0
+        and wanted_spec(layer, layer.names(role)[0]).n % shared_rows == 0
         and not layer.layout.extra_tensors(layer.padded(role))
         and list(layer.experts) == sorted(set(layer.experts))
     )
-
-
-def place_all(layer: WritableLayer, role: StackedRole, tall: QuantizedMatrix) -> None:
-    """Queue the writes of all experts of a rank, given as one matrix `[experts * N, K]`."""
-    from moeq_kernels.placement import Write, place_together
-
-    layer.layout.check_values(tall)
-    writes = []
-    for name, placement in placements(layer, role).items():
-        assert placement is not None
-        rows = layer.layout.encode(name, tall)
-        elements = rows.view(len(layer.experts), -1, rows.shape[1])
-        writes.append(Write(elements, layer.tensors[role][name], placement, _shape(elements[0])))
-    place_together(writes)
 
 
 def _shape(elements: Tensor) -> tuple[int, int]:

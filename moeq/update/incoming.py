@@ -204,8 +204,7 @@ def read_layer(
     wanted = [projection] if fused or len(names) == 1 else names
     if given.keys() != set(wanted):
         raise _unfit(layer, projection, f"pass the weights of {' and '.join(wanted)}")
-    both, held = layer.specs["w2" if names == ["down"] else "w13"], len(set(layer.experts))
-    spec = both if fused else projection_spec(both, names[0])
+    spec, held = wanted_spec(layer, "gate_up" if fused else names[0]), len(set(layer.experts))
     for name, tensor in given.items():
         shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         if shape != [held, spec.n, spec.k] or tensor.dtype not in _float_dtypes():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
@@ -13,7 +13,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model.shards import Range
-from moeq.update.device import Gather, obstacle, place_all, places_all
+from moeq.update.device import Gather, obstacle, places_all
 from moeq.update.incoming import (
     PROJECTIONS,
     Incoming,
@@ -25,6 +25,8 @@ from moeq.update.incoming import (
     quantize_layer,
     read_layer,
     read_update,
+    wanted_spec,
+    whole_block,
 )
 from moeq.update.layers import WritableLayer
 from moeq.update.loss import RoundingLoss, measure
@@ -198,25 +200,25 @@ class Writer:
         names, floats = read_layer(found, projection, weights)
         role: StackedRole = "w2" if "down" in names else "w13"
         experts = sorted(set(found.experts))
-        if self._gather_of(found, role) and tuple(names) == found.names(role) and places_all(found, role):
+        gather = self._gather_of(found, role)
+        if gather is not None and tuple(names) == found.names(role) and places_all(found, role):
             with found.device:
                 tall = quantize_layer(found, role, floats.to(found.device), self._rule_of(found))
-                place_all(found, role, regrouped(found, role, tall))
-            for expert in experts:
-                for name in names:
-                    self._digests[layer].pop((expert, name), None)
-            written = sum(tensor.nbytes for tensor in found.tensors[role].values())
-            return Update(None, {}, tuple(range(len(found.experts))), written, 0, {})
+                write_all((), gather.encoded_layer(regrouped(found, role, tall)))
+            for key in itertools.product(experts, names):
+                self._digests[layer].pop(key, None)
+            rows = tuple(range(len(found.experts)))
+            return Update(None, {}, rows, len(rows) * found.row_bytes(role), 0, {})
         done = []
         with Progress() as progress:
             for expert, weight in zip(experts, floats, strict=True):
                 tensors = dict(zip(names, weight.tensor_split(len(names)), strict=True))
                 done.append(self.update_expert(layer, expert, tensors))
                 progress.wrote(layer, [expert])
-        rows = sorted(row for one in done for row in one.rows)
+        rows = tuple(sorted(row for one in done for row in one.rows))
         written, losses = (sum(getattr(one, name) for one in done) for name in ("written_bytes", "losses"))
         digest = None if any(one.digest is None for one in done) else self.digest(layer)
-        return Update(digest, {}, tuple(rows), written, losses, {})
+        return Update(digest, {}, rows, written, losses, {})
 
     def digest(self, layer: int) -> str:
         """Return the digest of a layer as it was last written; unlike `snapshot` it reads no weights after the first.
@@ -384,11 +386,10 @@ def _block(
         raise MoeqError(
             "usage.illegal-slice", f"rows and columns are those of one projection, not {projection!r}", "gate, up, down"
         )
-    spec = layer.specs["w2" if names[0] == "down" else "w13"]
-    n = spec.n // (2 if names[0] != "down" and spec.gated else 1)
-    block = ProjectionBlock(Range(*(rows or (0, n))), Range(*(columns or (0, spec.k))))
+    spec = wanted_spec(layer, names[0])
+    block = ProjectionBlock(Range(*(rows or (0, spec.n))), Range(*(columns or (0, spec.k))))
     check_block(layer, names[0], block)
-    return None if block == ProjectionBlock(Range(0, n), Range(0, spec.k)) else block
+    return None if block == whole_block(spec) else block
 
 
 def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> None:
@@ -409,7 +410,7 @@ def _check_shared_memory(layers: Iterable[WritableLayer]) -> None:
         for tensor in parts.values()
         if tensor.device.type != "meta" and tensor.nbytes
     )
-    for (_, stop, one), (start, _, other) in pairwise(spans):
+    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
         if start < stop:
             raise MoeqError(
                 "usage.update-target", f"layers {one} and {other} share memory", "give every layer tensors of its own"

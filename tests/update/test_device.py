@@ -115,6 +115,7 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
             "marlin-wna16/1",
             [
                 ("down", torch.zeros(3, 256, 128), "float weights [4, 256, 128] are needed, not [3, 256, 128]"),
+                ("w2", torch.zeros(4, 128, 256), "float weights [4, 256, 128] are needed, not [4, 128, 256]"),
                 ("down", torch.zeros(4, 256, 128, dtype=torch.int32), "float weights [4, 256, 128] are needed"),
                 ("w13", torch.zeros(4, 256, 256), "pass the weights of gate and up"),
                 ("w13", {"gate": torch.zeros(4, 128, 256), "up": None}, "not NoneType"),

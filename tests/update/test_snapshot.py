@@ -43,12 +43,16 @@ def test_gathered_messages_are_what_the_cpu_hashes(name, layout, checkpoints, tm
 
 
 @pytest.mark.slow
-def test_a_snapshot_by_kernels_is_that_of_the_cpu(checkpoints, tmp_path) -> None:
+def test_a_snapshot_by_kernels_is_that_of_the_cpu(checkpoints, tmp_path, monkeypatch) -> None:
     layer = layers_of(pack(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", "marlin-wna16/1"))[0]
     before = snapshot.read_digests(layer, ())
     layer.tensors["w2"]["weight"][1].view(torch.uint8).view(-1)[5] ^= 1
     known = {key for key in before if key[1] != "down" or key[0] > 2}
+    copies: list[int] = []
+    whole = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: copies.append(tensor.numel()) or whole(tensor))
     found = snapshot.read_digests(layer, known, gather=True)
+    assert copies == [3 * 32], "one copy back for all digests of a layer"
     assert found == {(expert, "down"): snapshot.read_digests(layer, ())[expert, "down"] for expert in range(3)}
     assert {key for key in found if found[key] != before[key]} == {(1, "down")}
 
