@@ -115,8 +115,7 @@ class Plan(Shown):
     def layer_of(self, unit: PackUnit) -> LayerPlan:
         """Return the layer whose stack a unit is."""
         layer = self._files[unit.file].layer
-        if layer is None:
-            raise ValueError(f"{unit.id} writes to a file of copies")  # a bug, not input
+        assert layer is not None  # only copies are written to files of no layer
         return layer
 
 

@@ -111,8 +111,7 @@ class PackUnit(Unit):
         return self.experts.size
 
     def pieces(self, form: FileForm, layer: LayerPlan | None) -> Iterator[Piece]:
-        if layer is None:
-            raise ValueError(f"{self.id} writes to a file of copies")  # a bug, not input
+        assert layer is not None  # only copies are written to files of no layer
         stacks = [
             (name, *form.ranges[name])
             for index in self.shards
