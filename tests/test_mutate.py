@@ -71,6 +71,13 @@ def test_a_failure_names_the_test_or_the_file_that_cannot_be_collected(tmp_path:
     assert found == [None, "test_wrong.py::test", "test_broken.py"]
 
 
+def test_tests_that_wait_forever_are_ended(tmp_path: Path, monkeypatch) -> None:
+    """As threads do that a mutant lets wait for each other, which takes no processor time."""
+    monkeypatch.setattr(mutate, "WAIT", 0.01)
+    (tmp_path / "test_wait.py").write_text("import threading\n\n\ndef test() -> None:\n    threading.Event().wait()\n")
+    assert mutate.first_failure(tmp_path, {"test_wait.py": 1.0}) == ""
+
+
 def test_lines_move_with_their_tests(tmp_path: Path) -> None:
     for folder in ("moeq", "tests"):
         (tmp_path / folder).mkdir()

@@ -26,8 +26,10 @@ import random
 import re
 import resource
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -44,6 +46,9 @@ COPIED = ("moeq", "kernels", "tools", "docs", "examples")
 
 #: Processor seconds of tests that a mutant has to outlive.
 BUDGET = 60.0
+
+#: Seconds that tests may take for each that their processor time is limited to.
+WAIT = 10.0
 
 #: What most tests import, and no mutant changes.
 IMPORTED = ("numpy", "torch", "pytest", "hypothesis", "safetensors.torch", "huggingface_hub", "typer", "rich", "yaml")
@@ -314,9 +319,9 @@ def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or no
     """Run tests in a fork, in a tree, and return the first that fails: "" if none can be named, None if all pass."""
     named = tree / ".first-failure"
     named.write_text("")
+    limit = 60 + int(10 * sum(tests.values()))  # beyond: an endless loop
     child = os.fork()
     if child == 0:
-        limit = 60 + int(10 * sum(tests.values()))  # beyond: an endless loop
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         os.chdir(tree)
         silent = os.open(os.devnull, os.O_RDWR)
@@ -331,7 +336,17 @@ def first_failure(tree: Path, tests: dict[str, float], marker: str = "slow or no
         status = pytest.main([*settings, *tests], [plugin])
         named.write_text("".join(plugin.found[:1]))
         os._exit(int(status != pytest.ExitCode.OK))
-    return named.read_text() if os.waitpid(child, 0)[1] else None
+    return named.read_text() if _status(child, time.monotonic() + WAIT * limit) else None
+
+
+def _status(child: int, until: float) -> int:
+    """Return the exit status of a process, which is killed at that time: threads that wait for each other never end."""
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > until:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        time.sleep(0.02)
+    return ended[1]
 
 
 def _is_elsewhere(entry: str) -> bool:
