@@ -206,8 +206,10 @@ def _names(draft: Draft) -> None:
 
 def _sizes(draft: Draft) -> None:
     """config.json names other sizes than the tensors have."""
-    rng, inter = draft.rng, draft.inter
-    if rng.random() < 0.8:
+    rng, inter, roll = draft.rng, draft.inter, draft.rng.random()
+    if roll < 0.3 and draft.model.linears:
+        draft.declared[rng.choice(("num_attention_heads", "num_key_value_heads"))] = rng.choice((2, 4, 16))
+    elif roll < 0.8:
         # Where a config has both keys, transformers' class of DeepSeek-V4 takes the other one.
         key = draft.model.inter_key
         key = rng.choice((key, "intermediate_size")) if draft.model is DEEPSEEK_V4 else key
@@ -371,7 +373,7 @@ def _blocks(draft: Draft) -> None:
 TWISTS: dict[str, tuple[Callable[[Draft], None], int]] = {
     "drop": (_drop, 5), "retype": (_retype, 5), "reshape": (_reshape, 5), "rename": (_rename, 4), "mixed": (_mixed, 6),
     "wrong-config": (_wrong_config, 5), "side-file": (_side_file, 3), "bias": (_bias, 4), "count": (_count, 3),
-    "excluded": (_excluded, 8), "dynamic": (_dynamic, 12), "names": (_names, 6), "sizes": (_sizes, 4),
+    "excluded": (_excluded, 8), "dynamic": (_dynamic, 12), "names": (_names, 6), "sizes": (_sizes, 8),
     "router": (_router, 5), "scales": (_scales, 25), "overlay": (_overlay, 3), "order": (_order, 20),
     "shared": (_shared, 6), "rules": (_rules, 30),
     "further-layer": (_further_layer, 6), "modules": (_modules, 45), "table": (_table, 30), "blocks": (_blocks, 15),
