@@ -25,6 +25,7 @@ _READ = ("gptq", "awq", "compressed-tensors")
 _READ_FLOATS = ("fp8", "mxfp8", "mxfp4", "w4afp8", "modelopt", "modelopt_fp8", "modelopt_fp4")
 #: Values of `--quantization` that quantise a checkpoint again while it loads.
 _AGAIN = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
+_UNCHECKED = "not checked: attention, shared experts and other modules beside the experts, with tp whether it cuts groups"
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
 
 
@@ -74,7 +75,7 @@ def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
         no_convert=selected.no_layout if selected and not layout else None,
         runs_as=_runs_as(config, made, deployment.gpu.capability) if made else None,
         sizes=sizes if selected else None,
-        notes=(f"launch flags: {launch_flags(deployment)}",),
+        notes=(f"launch flags: {launch_flags(deployment)}", _UNCHECKED),
     )
 
 
