@@ -11,16 +11,14 @@ from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.activation_scales import has_static_scale
-from moeq.oracle.engines.vllm.expert_names import EXPERT, StoredName
-from moeq.oracle.judge import judge
 from moeq.oracle.records import Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.pipeline.plan.calibration import with_scales
-from moeq.pipeline.plan.expert_names import known_class, order_of
-from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, judge_checkpoint, moe_shape
+from moeq.pipeline.plan.expert_names import known_class, with_names
+from moeq.pipeline.plan.layer_verdict import first_layer, heads_problem, judge_checkpoint
 from moeq.transcode.naming import NamesOption
 from moeq.transcode.planned_result import planned_result
-from moeq.transcode.survey import LayerSurvey, Projected, TranscodeRequest
+from moeq.transcode.survey import Projected, TranscodeRequest
 from moeq.transcode.target_formats import ENGINE_TARGETS, TARGETS, kind_of
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
@@ -29,6 +27,8 @@ _GROUPS = (64, 32, 16)
 
 #: Spellings in the order in which they are tried.
 _NAMES: tuple[NamesOption, ...] = ("source", "per-expert", "mlp", "block-sparse-moe", "stacked")
+#: Gate of names that the engine's class does not load.
+_NAMES_GATE = "G12"
 
 #: Fate of the values: all stay; the file is written only if all stay; values that do not fit are rounded.
 Proof = Literal["exact", "checked", "rounded"]
@@ -66,19 +66,24 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
     if deployment.engine == BUILTIN or heads_problem(checkpoint, deployment) is not None:
         return None
     found: dict[Proof, Advice] = {}
+    stored = checkpoint.experts(first_layer(checkpoint)).layer
+    # The loader of a class that is not known may look for what the source has.
+    stacked = stored.fused and known_class(checkpoint.info.architecture, deployment.engine) is None
     for request in _requests(src or checkpoint.source.name, checkpoint, deployment):
         for names in _NAMES:
             try:
                 plan = make_transcode_plan(checkpoint, replace(request, names=names))
             except MoeqError:
                 continue
+            if stacked and not any(layer.naming.stacked for layer in plan.survey.layers):
+                continue
             proof = _proof(plan)
-            verdict = _judged(checkpoint, plan, deployment) if proof and proof not in found else None
-            if proof is None or verdict is None or verdict.chosen is None:
+            if proof is None or proof in found:
                 break  # names do not change that
-            if _is_loaded(checkpoint, plan, verdict.engine):
-                if _runs_whole(checkpoint, plan, deployment):
-                    found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
+            verdict = _judged(checkpoint, plan, deployment)
+            if verdict.ok and verdict.chosen is not None:
+                found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
+            if {gate.code for gate in verdict.gates if not gate.passed} != {_NAMES_GATE}:
                 break
         if "exact" in found:
             break
@@ -147,47 +152,11 @@ def _own_format(checkpoint: Checkpoint) -> str | None:
     return method if method in TARGETS else None
 
 
-def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> Verdict | None:
-    """Judge the first layer as it would be written; None if it is not transcoded."""
-    layer = first_layer(checkpoint)
-    written = plan.layers_by_number.get(layer)
-    if written is None:
-        return None
-    projection, projected = next(iter(written.kinds[0].items()))
-    scheme = plan.described[projected, projection].scheme
-    shape, prefix = moe_shape(checkpoint, layer), written.naming.prefix
-    verdict = judge(scheme, shape, deployment, config=plan.config, prefix=prefix, explain=False)
-    if not has_static_scale(scheme):
+def _judged(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> Verdict:
+    """Judge what would be written, with the names of its experts and its modules that are no experts."""
+    result, layer = planned_result(checkpoint, plan), first_layer(checkpoint)
+    verdict = with_names(result, judge_checkpoint(result, deployment, layer, explain=False), layer)
+    if not has_static_scale(result.scheme_of(layer)):
         return verdict
     faulty = next((number for number in plan.layers_by_number if checkpoint.scale_faults(number)), layer)
     return with_scales(checkpoint, verdict, faulty)  # scales are carried over, with what is wrong about them
-
-
-def _is_loaded(checkpoint: Checkpoint, plan: TranscodePlan, engine: str) -> bool:
-    """Return whether the engine's model class loads the first layer under the names that it would have."""
-    layer = first_layer(checkpoint)
-    written, stored = plan.layers_by_number[layer], checkpoint.experts(layer).layer
-    known = known_class(checkpoint.info.architecture, engine)
-    if known is None:  # its loader may look for what the source has
-        return not stored.fused or written.naming.stacked
-    return known.problem(written_names(written, f"{stored.stack}.{stored.layer}.")) is None
-
-
-def _runs_whole(checkpoint: Checkpoint, plan: TranscodePlan, deployment: Deployment) -> bool:
-    """Return whether the engine takes everything that would be written, modules that are no experts included."""
-    result = planned_result(checkpoint, plan)
-    return judge_checkpoint(result, deployment, first_layer(checkpoint), explain=False).ok
-
-
-def written_names(written: LayerSurvey, layer: str) -> Iterator[StoredName]:
-    """Yield names and forms under which a layer is written. `layer`: path of the layer, with a dot at its end."""
-    naming = written.naming
-    for projection, projected in written.kinds[0].items():
-        if not naming.stacked:
-            yield StoredName(f"{naming.prefix}.{EXPERT}.{naming.spelled[projection]}".removeprefix(layer))
-            continue
-        for part in projected.signatures:
-            alternate = naming.interleaved and projection == "gate_up"
-            known = projected.spec.bits > 8 or "weight" not in projected.signatures
-            order = order_of(alternate=alternate, transposed=naming.transposed, known=known)
-            yield StoredName(naming.tensor(projection, 0, part).removeprefix(layer), order)
