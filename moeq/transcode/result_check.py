@@ -14,7 +14,8 @@ from moeq.oracle.records import Verdict
 from moeq.pipeline.plan.calibration import shown
 from moeq.pipeline.plan.decide import group_alike_layers
 from moeq.pipeline.plan.expert_names import with_names
-from moeq.pipeline.plan.layer_verdict import judge_checkpoint
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint, moe_shape
+from moeq.pipeline.plan.linear_modules import unfit_modules
 from moeq.spelling import option, together
 from moeq.transcode.naming import family_naming
 from moeq.transcode.planned_result import planned_result
@@ -51,6 +52,25 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
             found.append(f"experts are called {names}{own.tensor('down', 0, 'weight')}: leave out {option('names')}")
             break
     return tuple(found)
+
+
+def fitted(checkpoint: Checkpoint, plan: TranscodePlan) -> TranscodePlan:
+    """Return the plan with modules as floats that are no experts and that vLLM cannot load in the target's format.
+
+    They keep every value. The plan stays as it is where a GPU's vLLM runs it, and where none runs the other.
+    """
+    if plan.target.experts_only or plan.target.element is not None:
+        return plan
+    layer, verdicts = _refused_layer(checkpoint, plan)
+    verdict = next((one for one in verdicts if {gate.code for gate in one.gates if not gate.passed} == {"G14"}), None)
+    if layer is None or verdict is None:
+        return plan
+    result = planned_result(checkpoint, plan)
+    shape = moe_shape(result, result.info.moe_layers[0])
+    unfit = unfit_modules(result, verdict.engine, verdict.deployment, shape)
+    names = tuple(one.source.name for one in plan.survey.modules if one.written in unfit)
+    other = make_transcode_plan(checkpoint, replace(plan.request, floats=names))
+    return plan if _refused_layer(checkpoint, other)[1] else other
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class TranscodeRequest:
     #: order, in all three projections.
     sort_act_order: bool = False
     numa: int = 2  #: NUMA nodes that ktransformers' experts are cut for
+    floats: tuple[str, ...] = ()  #: modules that are no experts and become floats, whatever the target does
 
 
 class TranscodeKeywords(TypedDict, total=False):
@@ -234,7 +235,7 @@ class _Surveyor:
         """Yield quantised modules among the tensors that are no routed experts."""
         for module in quantized_modules(rest, self.checkpoint.declaration):
             signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
-            plain = _stays_float(module, self.target)
+            plain = _stays_float(module, self.target) or module.name in self.request.floats
             projected = self.project(module.described, signatures, module.name, plain=plain)
             # What belongs to no format (scales of a KV cache) is not part of the matrix.
             known = get_format(module.described.scheme.format).parts

@@ -399,7 +399,8 @@ def _unit(
 
 def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: TranscodeRequest) -> str:
     """Compute the digest that names the job: source, request, and every output tensor."""
-    options = {key: value for key, value in asdict(request).items() if key != "src"}
+    # Which modules are floats, the files say.
+    options = {key: value for key, value in asdict(request).items() if key not in ("src", "floats")}
     job = {
         "version": ["transcode", PLAN_VERSION],
         "source": checkpoint.source.identity(),

@@ -131,3 +131,20 @@ def test_a_command_has_what_was_asked_for() -> None:
     assert _command(more, "rounded") == (
         "moeq transcode a DST --to gptq --revision 'main x' --regroup 64 --names mlp --allow-lossy"
     )
+
+
+def test_modules_that_the_engine_cannot_load_become_floats(checkpoints: Path, tmp_path: Path, capsys) -> None:
+    """Attention of 64 features has no whole FP8 blocks in vLLM's fused module; its output projection of 128 has."""
+    source, out = checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out"
+    code, document = said(capsys, "transcode", source, out, "--to", "fp8", "--allow-lossy")
+    assert code == 0
+    assert any("q_proj and 5 more in this format: written as floats" in note for note in document["notes"])
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    left = {f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkv"}
+    assert left < set(config["modules_to_not_convert"])
+    made = open_checkpoint(out)
+    assert {made.source.tensors[f"{name}.weight"].dtype for name in left} == {"F32"}
+    assert made.source.tensors["model.layers.0.self_attn.o_proj.weight"].dtype == "F8_E4M3"
+    assert judge_checkpoint(made, Deployment(parse_gpu("H100")), explain=False).ok
+    resumed, document = said(capsys, "transcode", source, out, "--to", "fp8", "--allow-lossy")
+    assert (resumed, document["already_done"]) == (0, True)

@@ -85,6 +85,13 @@ def linear_problem(checkpoint: Checkpoint, engine: str, where: Deployment, shape
     return known[key]
 
 
+def unfit_modules(checkpoint: Checkpoint, engine: str, where: Deployment, shape: MoeShape) -> frozenset[str]:
+    """Return the modules that are no experts and that vLLM cannot load as they are stored, with all parts of each."""
+    loading = _Loading(checkpoint, load_policy(choose_engine(engine).policy), where, shape)
+    unfit = ((one, above) for one, above in loading.places() if next(loading.of_linear(one, above), None) is not None)
+    return frozenset(above + _in_file(path) for one, above in unfit for path in one.shards)
+
+
 def _in_file(path: str) -> str:
     """Return the path of a module in the file: the routers of two sets are one module there."""
     return path.replace(_ROUTER_OF_SETS, "gate")
@@ -116,19 +123,25 @@ class _Loading:
 
     def problems(self) -> Iterator[_Problem]:
         """Yield what is wrong with the linear modules."""
+        info = self.checkpoint.info
+        linears = linears_of(self.policy.version, info.architecture)
+        for linear, above in self.places():
+            yield from self.of_linear(linear, above)
+        stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
+        for number in sorted({*info.moe_layers, *info.dense_layers}):
+            yield from self._of_floats(f"{stack}.{number}." if stack else f"{number}.", linears)
+
+    def places(self) -> Iterator[tuple[LinearModule, str]]:
+        """Yield the linear modules of the class with the path of each one's layer, the output head at last."""
         info, tensors = self.checkpoint.info, self.checkpoint.source.tensors
         linears = linears_of(self.policy.version, info.architecture)
         stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
         heads = [name.rpartition(".")[0] for name in tensors if f"{HEAD}." in name]
         for number in sorted({*info.moe_layers, *info.dense_layers}):
             above = f"{stack}.{number}." if stack else f"{number}."
-            for linear in linears:
-                if linear.path != HEAD:
-                    yield from self._of_linear(linear, above)
-            yield from self._of_floats(above, linears)
-        for linear in linears:
-            if linear.path == HEAD and heads and not self.checkpoint.source.config.get("tie_word_embeddings"):
-                yield from self._of_linear(linear, heads[0].removesuffix(HEAD))
+            yield from ((linear, above) for linear in linears if linear.path != HEAD)
+        if heads and not self.checkpoint.source.config.get("tie_word_embeddings"):
+            yield from ((linear, heads[0].removesuffix(HEAD)) for linear in linears if linear.path == HEAD)
 
     def _of_floats(self, above: str, linears: tuple[LinearModule, ...]) -> Iterator[_Problem]:
         """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
@@ -143,7 +156,7 @@ class _Loading:
                 text = f"{above}{path} is quantised ({leaf}), and the engine creates it as float numbers"
                 yield text, "a checkpoint in which it is not quantised"
 
-    def _of_linear(self, linear: LinearModule, above: str) -> Iterator[_Problem]:
+    def of_linear(self, linear: LinearModule, above: str) -> Iterator[_Problem]:
         """Yield what is wrong with one linear module of the class."""
         shards = list(self._shards(linear, above))
         for shard in shards:
