@@ -16,7 +16,7 @@ import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.oracle.judge import judge_config
-from moeq.oracle.records import Verdict
+from moeq.oracle.records import MoeShape, Verdict
 from moeq.pipeline.plan.decide import answer
 from moeq.pipeline.plan.layer_verdict import judge_checkpoint, moe_shape, stored_tensors
 from moeq.pipeline.plan.options import Question
@@ -275,6 +275,26 @@ def test_zero_points_of_moe_wna16_with_expert_parallelism(tmp_path: Path) -> Non
     folder = qwen(tmp_path / "made", {**asymmetric, "dynamic": {r"-:.*\.gate$": {}}}, *layers)
     assert refusal(folder, quantization="moe_wna16", tp=2) == ""
     assert "global expert numbers" in refusal(folder, quantization="moe_wna16", tp=2, ep=2)
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.31.0", "zero points of 8 bits as if they had 4"), ("0.32.0", "")])
+def test_zero_points_of_8_bits_in_moe_wna16(version: str, said: str, tmp_path: Path) -> None:
+    """Seen by loading a checkpoint with vLLM 0.26.0; 0.32.0 cuts them in units of the packing."""
+    config = {**stored.GPTQ, "bits": 8, "sym": False}
+    make = lambda e, p, n, k: stored.gptq(n, k, bits=8)  # noqa: E731
+    verdict = judged(qwen(tmp_path / "made", config, make, make), version=version, quantization="moe_wna16")
+    assert said in str(verdict.refusal)
+    assert verdict.ok is not bool(said)
+
+
+@pytest.mark.parametrize(("version", "ok"), [("0.26.0", False), ("0.27.1", True)])
+def test_marlin_and_router_weights_on_the_input(version: str, ok: bool) -> None:
+    """vLLM 0.26.0 hands Llama-4 to a kernel without zero points, since Marlin multiplied the output only."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": False}
+    groups = {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    shape = MoeShape(2048, 768, 128, 1, router_weight_on_input=True)
+    assert judge_config(config, shape, Deployment(parse_gpu("A100"), engine=f"vllm@{version}"), explain=False).ok is ok
 
 
 def test_a_size_in_the_config_that_tensors_do_not_have(tmp_path: Path) -> None:

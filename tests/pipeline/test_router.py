@@ -287,7 +287,7 @@ COUNT, WIDTH = "n_shared_experts", "shared_expert_intermediate_size"
         ("AriaText", "aria_text", "mlp.shared_experts", {"moe_num_shared_experts": 2}, True),
         ("DeepseekV3", "deepseek_v3", "mlp.shared_experts", {"num_shared_experts": 2}, False),
         ("Qwen2Moe", "qwen2_moe", "mlp.shared_expert", {COUNT: 2}, False),
-        ("Llama4", "llama4_text", "feed_forward.shared_expert", {COUNT: 2}, False),
+        ("Llama4", "llama4_text", "feed_forward.shared_expert", {COUNT: 2, "num_experts_per_tok": 1}, False),
         ("HunYuanMoEV1", "hunyuan_v1_moe", "mlp.shared_mlp", {"num_shared_expert": [2]}, False),
         ("HYV3", "hy_v3", "mlp.shared_mlp", {"num_shared_experts": 2, "expert_hidden_dim": 128}, False),
         ("MiniMaxM3Sparse", "minimax_m3", "block_sparse_moe.shared_experts", {COUNT: 2}, False),

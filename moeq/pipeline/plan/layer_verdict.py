@@ -413,6 +413,7 @@ def moe_shape(checkpoint: Checkpoint, layer: int | None = None, experts: range |
         routed_scaling_factor=info.routing.scaling_factor,
         model_type=info.model_type,
         architecture=info.architecture,
+        router_weight_on_input=info.architecture.startswith("Llama4"),  # vLLM 0.26.0 to 0.33.0, `Llama4MoE`
         expert_dtype=Facts(checkpoint.source.config).text(EXPERT_DTYPE) or "",
     )
 

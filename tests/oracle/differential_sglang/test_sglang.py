@@ -151,7 +151,7 @@ def test_methods_need_a_capability(method: str, gpu: str) -> None:
 
 def test_flags_to_launch_it_with() -> None:
     note, unchecked = verdict(AWQ, tp=4, ep=4, dtype="fp16", quantization="moe_wna16", backend="triton").notes
-    assert unchecked.startswith("not checked: attention, shared experts")
+    assert unchecked.startswith("not checked: modules beside the experts")
     assert note == (
         "launch flags: --tp-size 4 --ep-size 4 --dtype float16 --quantization moe_wna16 --moe-runner-backend triton"
     )

@@ -196,7 +196,7 @@ MODELS: dict[str, Model] = {
     "llama4": Model(
         {
             "model_type": "llama4_text", "interleave_moe_layer_step": 1, "intermediate_size_mlp": 256,
-            "use_qk_norm": False, "no_rope_layers": [1, 1], "attention_chunk_size": 128,
+            "use_qk_norm": False, "no_rope_layers": [1, 1], "attention_chunk_size": 128, "num_experts_per_tok": 1,
         },
         "feed_forward.experts",
         router="feed_forward.router",

@@ -25,7 +25,7 @@ _READ = ("gptq", "awq", "compressed-tensors")
 _READ_FLOATS = ("fp8", "mxfp8", "mxfp4", "w4afp8", "modelopt", "modelopt_fp8", "modelopt_fp4")
 #: Values of `--quantization` that quantise a checkpoint again while it loads.
 _AGAIN = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
-_UNCHECKED = "not checked: attention, shared experts and other modules beside the experts, with tp whether it cuts groups"
+_UNCHECKED = "not checked: modules beside the experts (attention, shared experts), and whether tp cuts their groups"
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
 
 

@@ -101,6 +101,8 @@ def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) ->
         yield f"hidden size {hidden} is not a multiple of 128 (remainder {hidden % 128})", None
     if group not in (-1, 32, 64, 128):
         yield f"group size {group or 'unset'} is not one of -1, 32, 64, 128", None
+    if case.shape.router_weight_on_input and not case.policy.since("0.27.0"):
+        yield "router weights multiply the input", "vLLM 0.27 and newer"
     multiple = (group if group > 0 else 1) if tile_padding else max(64, group)
     if inner % multiple:
         text = f"intermediate size per rank {inner} is not a multiple of {multiple} (remainder {inner % multiple})"

@@ -196,9 +196,18 @@ def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]
     return tuple(sorted(missing))
 
 
-def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:
-    if case.method.name == "MoeWNA16Method" and case.method.zero_points and case.deployment.ep > 1:
+def _zero_points(case: Case) -> Iterator[str]:
+    """Yield why MoeWNA16's loader does not store zero points."""
+    if case.method.name != "MoeWNA16Method" or not case.method.zero_points:
+        return
+    if case.deployment.ep > 1:
         yield "its loader stores zero points by global expert numbers, which a rank of expert parallelism does not have"
+    if case.method.bits == 8 and not case.policy.since("0.32.0"):
+        yield "this version's loader cuts zero points of 8 bits as if they had 4"
+
+
+def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:
+    yield from _zero_points(case)
     loaded: set[str] = set()
     for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # what is wrong with the weights says most
         head = "w2" if tensor.projection == "down" else "w13"
