@@ -44,6 +44,9 @@ EQUIVALENT = ROOT / "tools" / "equivalent_mutants.txt"
 #: Folders that a tree of its own has whole; tests as well, with links to their data.
 COPIED = ("moeq", "kernels", "tools", "docs", "examples")
 
+#: Folder of the tree in which tests are recorded, and of which each judge has a copy.
+RECORDED = "recorded"
+
 #: Processor seconds of tests that a mutant has to outlive.
 BUDGET = 60.0
 
@@ -214,19 +217,19 @@ def draw(folder: Path, count: int, seed: int) -> list[Mutant]:
     return random.Random(f"{seed} {folder.relative_to(ROOT)}").sample(found, min(count, len(found)))
 
 
-def copied_tree(target: Path) -> None:
+def copied_tree(target: Path, root: Path = ROOT) -> None:
     """Copy what is imported and tested to a folder, which gets links to large data."""
     for name in COPIED:
-        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     (target / "tests").mkdir()
-    for path in (ROOT / "tests").iterdir():
+    for path in (root / "tests").iterdir():
         if path.name == "data":
             (target / "tests" / "data").symlink_to(path)
         elif path.is_dir():
             shutil.copytree(path, target / "tests" / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(path, target / "tests")
-    for path in ROOT.iterdir():
+    for path in root.iterdir():
         if path.is_file():
             shutil.copy(path, target)
 
@@ -362,8 +365,8 @@ class Judge:
         self.record = record
         self.marker = "not slow" if record is None else "slow or not slow"
         self.sound: dict[str, bool] = {}
-        self.tree = Path(tempfile.mkdtemp(dir=folder))
-        copied_tree(self.tree)
+        self.tree, recorded = Path(tempfile.mkdtemp(dir=folder)), Path(folder) / RECORDED
+        copied_tree(self.tree, recorded if recorded.exists() else ROOT)  # the repository may have changed since
         self.writes = 0
 
     def killer(self, mutant: Mutant) -> str | None:
@@ -445,7 +448,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         record = None if asked.mirrored else Record.read(asked.record)
         if record is not None:
-            tree = Path(folder) / "recorded"
+            tree = Path(folder) / RECORDED
             copied_tree(tree)
             for failed in record.update(ROOT, tree, asked.jobs, found_tests(asked.tests), asked.slow):
                 print(*(f"{one} fails without a mutant, and judges none" for one in failed), sep="\n", file=sys.stderr)

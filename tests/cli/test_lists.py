@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from load.deployments import convert
 from rich.console import Console
 
-from moeq.cli import app, backends, explanations
+import moeq
+from moeq.cli import app, backends, explanations, push
 from moeq.cli.app import run
+from moeq.errors import MoeqError
+from moeq.report import publishing
+from moeq.report.inspect_text import checkpoint_facts
 
 
 @pytest.fixture
@@ -60,3 +66,26 @@ def test_a_refusal_of_the_parser_without_a_command() -> None:
 
 def test_values_are_said_once_in_their_order() -> None:
     assert explanations._distinct(["b", "a", "b"]) == ["b", "a"]
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",), ("--json",)])
+def test_progress_of_a_push_is_for_people(options, checkpoints: Path, tmp_path: Path, monkeypatch) -> None:
+    """The folder is real; nothing is sent."""
+    folder = convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out")
+    asked: list[bool] = []
+
+    def push_conversion(*given: Any, quiet: bool) -> None:
+        asked.append(quiet)
+        raise MoeqError("usage.push-name", "nothing is sent")
+
+    monkeypatch.setattr(publishing, "open_push", lambda *given, **named: None)
+    monkeypatch.setattr(push, "push_conversion", push_conversion)
+    assert run(["push", str(folder), "org/name", *options]) == 2
+    assert asked == [bool(options)]
+
+
+def test_inspect_prints_every_fact(said, checkpoints: Path) -> None:
+    source = checkpoints / "ct-w8a8-qwen3moe"
+    printed = "".join(said("inspect", str(source), "--gpu", "A100", "--verbose").split())
+    for label, text in checkpoint_facts(moeq.open(source).info, True):
+        assert "".join(f"{label}{text}".split()) in printed, label
