@@ -254,10 +254,17 @@ def compare_rest(a: Checkpoint, b: Checkpoint) -> tuple[int, list[str]]:
 
 
 def _renamed(a: Checkpoint, b: Checkpoint) -> dict[str, str]:
-    """Map names of containers of experts in the second checkpoint to names in the first, where they differ."""
+    """Map names of containers of experts in the second checkpoint to names in the first, where they differ.
+
+    A container within the other, such as Granite's beside a layer, is none that was renamed.
+    """
     pairs = [(b.expert_prefix(n), a.expert_prefix(n)) for n in a.info.moe_layers if n in b.info.moe_layers]
     containers = [(theirs.rpartition(".")[0], ours.rpartition(".")[0]) for theirs, ours in pairs]
-    return {theirs: ours for theirs, ours in containers if theirs != ours}
+    return {
+        theirs: ours
+        for theirs, ours in containers
+        if not f"{theirs}.".startswith(f"{ours}.") and not f"{ours}.".startswith(f"{theirs}.")
+    }
 
 
 def _rest(checkpoint: Checkpoint, renamed: Mapping[str, str]) -> dict[str, TensorEntry]:

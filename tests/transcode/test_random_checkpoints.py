@@ -29,11 +29,15 @@ SEEDS = range(int(os.environ.get("MOEQ_RANDOM", "10")))
 REFUSED = {"usage.target", "usage.names", "usage.regroup", "answer.zero-points"}
 
 
-def written_module(made: Checkpoint, module: str, names: str, *, stays_stacked: bool) -> tuple[str, int | None]:
+def written_module(
+    made: Checkpoint, module: str, names: str, *, stays_stacked: bool, floats: bool
+) -> tuple[str, int | None]:
     """What a module is called in the result, and its row where it is in a stack (by `docs/how-to/transcode.md`)."""
     drawn = made.drawn
     prefix, expert, name = module.rpartition(".")[0].rpartition(".")[0], *module.split(".")[-2:]
     role = list(reversed(drawn.projections)).index(name)  # down, up, gate
+    if names == "source" and floats and drawn.family.projections[0] == "input_linear":
+        return f"{prefix.removesuffix('.experts')}.{drawn.family.projections[2 - role]}", int(expert)
     if names == "stacked" or (names == "source" and stays_stacked):
         return f"{prefix}.{('down_proj', 'gate_up_proj', 'gate_up_proj')[role]}", int(expert)
     if names in ("mlp", "block-sparse-moe"):
@@ -49,16 +53,19 @@ def found_values(made: Checkpoint, tensors: Tensors, target: str, names: str) ->
     """Values of every projection in the result, by the source's module."""
     drawn, found = made.drawn, {}
     three = len(drawn.projections) == 3
-    stays = drawn.stacked and three and target in ("compressed-tensors", "bf16", "fp16", "fp32")
+    floats = target in ("bf16", "fp16", "fp32")  # which have the family's own names, where experts are called so
+    stays = three and drawn.stacked and (floats or target == "compressed-tensors")
+    if floats and three and drawn.family.experts.endswith("experts"):
+        stays = drawn.family.stacking != "per-expert" and drawn.family.projections == tuple(drawn.projections)
     for module, (n, k) in made.sizes.items():
-        written, row = written_module(made, module, names, stays_stacked=stays)
+        written, row = written_module(made, module, names, stays_stacked=stays, floats=floats)
         if row is None:
             found[module] = decoded(parts_of(tensors, written), n, k, target, drawn.bits)
             continue
         # Gate and up, two halves or alternating, are one matrix, which has blocks and zero points of its own.
-        both = written.endswith("gate_up_proj")
+        both = written.endswith(("gate_up_proj", "input_linear"))
         parts = rows_of(tensors, written, row)
-        if drawn.family.transposed and target in ("bf16", "fp16", "fp32"):
+        if drawn.family.transposed and floats:
             parts["weight"] = parts["weight"].T
         matrix = decoded(parts, 2 * n if both else n, k, target, drawn.bits)
         half = list(drawn.projections).index(module.rpartition(".")[2])
@@ -69,7 +76,8 @@ def found_values(made: Checkpoint, tensors: Tensors, target: str, names: str) ->
 
 def rows_of(tensors: Tensors, stack: str, row: int) -> Tensors:
     """The tensors of one expert from those of all."""
-    parts = {key[len(stack) :].removeprefix("_"): tensor for key, tensor in tensors.items() if key.startswith(stack)}
+    found = {key[len(stack) :]: tensor for key, tensor in tensors.items() if key.startswith(stack)}
+    parts = {key.removeprefix(".weight").removeprefix("_"): tensor for key, tensor in found.items()}
     return {
         f"weight_{part}" if part else "weight": tensor[row].contiguous()
         for part, tensor in parts.items()
@@ -139,6 +147,17 @@ def test_what_is_said_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest
             assert error.value.code == "answer.not-exact"
             assert not (tmp_path / "exact-only").exists()
     assert wrote or drawn.odd in ("inf", "nan")
+
+
+def test_a_layer_is_no_other_name_of_its_container(tmp_path: Path) -> None:
+    """Experts of Granite become two modules of their container: what lies beside it is found, and equal."""
+    drawn = next(one for one in map(Drawn.of, range(10_000)) if one.family.title == "Granite-MoE" and not one.odd)
+    write(tmp_path / "source", drawn)
+    found = transcode(tmp_path / "source", tmp_path / "out", "fp32")
+    assert "model.layers.0.block_sparse_moe.input_linear.weight" in read(tmp_path / "out")
+    compared = diff(tmp_path / "source", tmp_path / "out")
+    assert found.exact
+    assert compared.equal, compared.other
 
 
 def assert_beside(made: Checkpoint, tensors: Tensors, out: Path) -> None:
