@@ -233,3 +233,11 @@ def test_words_are_rewritten_after_they_are_packed() -> None:
     packed = layout.pack(matrix)["weight"]
     assert torch.equal(packed.flatten(), part.rewrite.apply_(plain.flatten().clone(), compiled=False))
     assert not torch.equal(packed, plain)
+
+
+def test_layouts_whose_readers_take_few_ranks_alone() -> None:
+    """vLLM takes CDNA4's order of scales for two ranks at most."""
+    readers = [(name, one) for name in LAYOUT_IDS for one in get_layout(name).vllm_readers()]
+    assert {(name, one.backend, one.only.max_tp) for name, one in readers if one.only.max_tp is not None} == {
+        ("triton-kernels-cdna4/1", backend, 2) for backend in ("TRITON", "TRITON_UNFUSED", "AITER_TRITON_MXFP4_BF16")
+    }

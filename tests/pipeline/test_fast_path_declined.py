@@ -12,6 +12,8 @@ from pipeline.fast_path_cases import OnFastPath, Sizes, fast_paths, on_reference
 from torch import Tensor
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.layouts import words
 
@@ -108,6 +110,22 @@ def test_a_group_index_that_means_nothing_is_left_to_the_reference_path(tmp_path
     plan, on = fast_paths(checkpoint, "triton-wna16/1")
     assert not OnFastPath(checkpoint, plan, "w2", 0, on["w2"]).pack()
     assert on_reference_path(checkpoint, plan, "w2", 0).kept == {"model.layers.0.mlp.experts.0.down_proj.g_idx"}
+
+
+def test_a_declined_expert_is_written_among_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes go where those of the fast path go: the folder is the one that the reference path writes."""
+
+    def one_group(tensors: dict[str, Tensor]) -> None:
+        tensors["model.layers.0.mlp.experts.0.down_proj.g_idx"][3] = 7
+
+    write_checkpoint(tmp_path / "source", "gptq-int4", Sizes(64, 32), one_group)
+    written = []
+    for name, least in (("mixed", 0), ("reference", 1 << 40)):
+        monkeypatch.setattr(words, "COMPILED_FROM", least)
+        where, layout = Deployment(gpu=parse_gpu("A100")), "triton-wna16/1"
+        moeq.convert(tmp_path / "source", tmp_path / name, where, layout=layout, force_layout=True)
+        written.append({path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")})
+    assert written[0] == written[1]
 
 
 def test_what_headers_do_not_promise_has_no_fast_path(tmp_path: Path) -> None:

@@ -171,6 +171,9 @@ def test_a_damaged_first_line(folder: OutputFolder) -> None:
     """It is recognised by the job that is asked for, and mended by the next that writes."""
     path = noted(folder, ONE)
     whole = path.read_bytes()
+    end = whole.index(b"\n") - 3
+    path.write_bytes(whole[:end] + (b"1" if whole[end : end + 1] == b"0" else b"0") + whole[end + 1 :])
+    assert read_journals(folder, expected=STAMP).records == {"unit 1": ONE}
     path.write_bytes(whole.replace(b'"here"', b'"hexe"', 1))
     assert read_journals(folder).damaged == (path.name,)
     assert read_journals(folder, expected=replace(STAMP, job="b")).damaged == (path.name,)

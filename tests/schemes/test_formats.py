@@ -287,19 +287,42 @@ TOLD = {
 }
 
 
+def scale_text(scale: ScaleKey) -> str:
+    return f"{scale.dtype} {scale.group_shape[0]}x{scale.group_shape[1]}"
+
+
+#: The same of the weights of checkpoints that quantisers wrote.
+WRITTEN = {
+    "awq-int4-g32-qwen3moe": "int4 in i32-packed, f16 1x32, stored",
+    "ct-int4-g128-qwen3moe": "int4 in i32-packed, bf16 1x128, none",
+    "ct-int4-asym-g32-mixtral": "int4 in i32-packed, bf16 1x32, stored",
+    "gptq-int4-g32-actorder-qwen3moe": "int4 in i32-packed, f16 1x32, stored-minus-one",
+    "gptq-int8-g64-qwen3moe": "int8 in i32-packed, f16 1x64, stored-minus-one",
+    "mxfp4-gptoss": "e2m1 in u8-packed, e8m0 1x32, none",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_the_scheme_of_a_written_checkpoint_says(name: str, checkpoints: Path) -> None:
+    scheme = moeq.open(checkpoints / name).scheme_of(1)
+    weight = scheme.weight
+    assert f"{weight.dtype} in {weight.storage}, {scale_text(weight.scale)}, {scheme.zero_point}" == WRITTEN[name]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_scheme_says_of_its_scales(name: str, tmp_path: Path) -> None:
     make, table, *_ = CASES[name]
     scheme = moeq.open(write(tmp_path, experts(make=make), config(quantization_config=table))).scheme_of(0)
     weight, activation = scheme.weight, scheme.activation
 
-    def shape(scale: ScaleKey) -> str:
-        return f"{scale.dtype} {scale.group_shape[0]}x{scale.group_shape[1]}"
-
     runtime = ""
     if activation is not None:
-        runtime = f"{activation.dtype} {shape(activation.scale)} {'dynamic' if activation.scale.dynamic else 'static'}"
-    assert (f"{weight.dtype} in {weight.storage}, {shape(weight.scale)}, {scheme.zero_point}", runtime) == TOLD[name]
+        runtime = (
+            f"{activation.dtype} {scale_text(activation.scale)} {'dynamic' if activation.scale.dynamic else 'static'}"
+        )
+    assert (f"{weight.dtype} in {weight.storage}, {scale_text(weight.scale)}, {scheme.zero_point}", runtime) == TOLD[
+        name
+    ]
     assert weight.symmetric is (scheme.zero_point == "none")
     assert (weight.scale.dynamic, scheme.act_order, scheme.has_bias) == (False, False, False)
     second = ScaleKey("f32", "tensor", (-1, -1)) if scheme.format == "nvfp4" else None
