@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from oracle.asking import POLICY, ask, gptq, gpu
 from oracle.examples import scheme
 
+from moeq.oracle.engines.moeq import builtin_sizes
 from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
-from moeq.oracle.records import MoeShape
+from moeq.oracle.records import MoeShape, Sizes
 
 SHAPE = MoeShape(4096, 1408, 64, 8, model_type="qwen3_moe")
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
@@ -116,3 +118,18 @@ def test_moeqs_own_kernels_run_experts_that_the_engine_can_balance(options, text
         reasons = [reason for report in verdict.candidates for reason in report.reasons if text in reason.text]
         assert len(reasons) == len(verdict.candidates)
         assert all(remedy in str(reason.remedy) for reason in reasons)
+
+
+@pytest.mark.parametrize(("ep", "local"), [(1, 10), (2, 5), (3, 4), (4, 3), (10, 1)])
+def test_sizes_that_moeqs_layouts_store(ep: int, local: int) -> None:
+    """Padding is to what the layout needs along each axis, along k to whole groups; the fullest rank counts."""
+    request: Any = SimpleNamespace(
+        shape=SimpleNamespace(hidden_size=100, num_experts=10),
+        intermediate=90,
+        group=48,
+        deployment=SimpleNamespace(ep=ep),
+    )
+    row: Any = SimpleNamespace(k_multiple=32, n_multiple=20)
+    assert builtin_sizes(request, row) == Sizes(100, 90, 160, 480, local)
+    request.group = 0
+    assert builtin_sizes(request, row) == Sizes(100, 90, 160, 160, local)
