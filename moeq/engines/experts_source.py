@@ -56,6 +56,11 @@ class ExpertsSource(ABC):
         """Whether filling takes long and layers are left: kernels can be compiled meanwhile."""
         return False
 
+    @property
+    def begins_filling(self) -> bool:
+        """Whether the next layer is the first of those."""
+        return False
+
     @abstractmethod
     def entry(self, layer: int) -> LayerEntry | None:
         """Return how a layer is packed; None for layers that stay as the source has them."""
@@ -167,6 +172,10 @@ class PackingExpertsSource(ExpertsSource):
     @property
     def is_filling(self) -> bool:
         return self._packer is not None
+
+    @property
+    def begins_filling(self) -> bool:
+        return self._packer is None and bool(self._unfilled)
 
     def entry(self, layer: int) -> LayerEntry | None:
         layout = self.answer.layouts.get(layer)

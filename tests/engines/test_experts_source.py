@@ -16,6 +16,7 @@ from moeq.engines.experts_source import ConvertedExpertsSource, PackingExpertsSo
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
+from moeq.pipeline.in_memory import RankPacker
 from moeq.pipeline.plan.layer_plan import plan_layer
 from moeq.pipeline.plan.options import Ranks
 
@@ -84,6 +85,21 @@ def test_layouts_are_decided_once_for_a_deployment(checkpoints: Path) -> None:
     assert source.names == moeq.open(checkpoints / SOURCES[0]).source.expert_names
 
 
+def test_filling_begins_with_the_first_layer_alone(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = PackingExpertsSource(moeq.open(checkpoints / SOURCES[0]), logging.getLogger("test"))
+    source.decide(Deployment(gpu=moeq.gpu("A100")), "sample")
+    assert not source.begins_filling, "no layer was asked for"
+    entries = [source.entry(layer) for layer in source.answer.layouts]
+    assert len(entries) > 1
+    monkeypatch.setattr(RankPacker, "pack", lambda *given: None)
+    for number, entry in enumerate(entries):
+        assert entry is not None
+        assert (source.begins_filling, source.is_filling) == (number == 0, number > 0)
+        source.fill(entry, [], Rank(0, 1), {})
+    assert not source.begins_filling
+    assert not source.is_filling
+
+
 def test_a_folder_is_opened_as_what_it_is(checkpoints: Path, tmp_path: Path) -> None:
     log, source = logging.getLogger("test"), checkpoints / SOURCES[0]
     folder = convert(source, tmp_path / "out")
@@ -104,3 +120,4 @@ def test_a_folder_is_opened_as_what_it_is(checkpoints: Path, tmp_path: Path) -> 
     assert found is not None
     assert found.layer == last
     assert opened.entry(last + 1) is None
+    assert not opened.begins_filling

@@ -6,6 +6,7 @@ import json
 import logging
 import pickle
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from vllm.model_executor.model_loader.weight_utils import get_quant_config
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.engines.experts_source import PackingExpertsSource
 from moeq.engines.vllm import config as plugin_config
+from moeq.engines.vllm import own_experts
 from moeq.engines.vllm.engine_experts import RELEASE
 from moeq.errors import MoeqError
 from moeq.pipeline.convert import convert  # its errors have the hints of the command line
@@ -66,6 +69,24 @@ def test_tensors_are_those_of_the_converted_folder(name, where, checkpoints, tmp
         assert found[key].dtype == tensor.dtype
         bits = [one.data.contiguous().view(-1).view(torch.uint8) for one in (found[key], tensor)]
         assert torch.equal(*bits), key
+
+
+def test_kernels_are_compiled_from_before_the_first_layer_is_filled(checkpoints, monkeypatch) -> None:
+    """Unless preparing them looks at values, as folding the scales of MXFP4 does."""
+    seen, fill = [], PackingExpertsSource.fill
+
+    def filled(*given: Any) -> None:
+        seen.append("fill")
+        fill(*given)
+
+    monkeypatch.setattr(PackingExpertsSource, "fill", filled)
+    monkeypatch.setattr(own_experts, "make_ready", lambda *given, wait: seen.append(wait))
+    method = loaded_layer(checkpoints / "ct-mxfp4-qwen3moe", kernels="moeq").quant_method
+    assert method.choice.own
+    assert seen == [False, "fill", True]
+    assert method._prepares_unfilled
+    method.options = replace(method.options, activations="fp8")
+    assert not method._prepares_unfilled
 
 
 def test_ranks_that_convert_refuses_are_refused_with_its_words(checkpoints, tmp_path) -> None:

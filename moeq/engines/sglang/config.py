@@ -307,10 +307,17 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if get_server_args().load_format == "dummy":
             dummy_parts(flat)
         else:
+            if self.experts.begins_filling and self._prepares_unfilled:
+                make_ready(self.prepared(tensors), logger, wait=False)
             self.experts.fill(self.entry, self.parts, self.rank, flat)
         prepared = self.prepared(tensors)
         make_ready(prepared, logger, wait=not self.experts.is_filling)
         self.info = MoeqQuantInfo(prepared)
+
+    @property
+    def _prepares_unfilled(self) -> bool:
+        """Whether kernels are prepared without a look at values: at no indices, and folding no scales."""
+        return engine_options(None).activations != "fp8" and not any(spec.act_order for spec in self.specs.values())
 
     def served(self, layer: Any) -> RankTensors:
         """Return the packed tensors that kernels read."""

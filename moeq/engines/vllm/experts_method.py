@@ -27,6 +27,7 @@ from moeq.engines.vllm.own_experts import (
     activation_format,
     check_own,
     clamp_arguments,
+    compile_early,
     logger,
     own_kernel,
     runs_alone,
@@ -126,6 +127,11 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return self.options.activations == "fp8" and self.weights.w13.element == "e2m1"
 
     @property
+    def _prepares_unfilled(self) -> bool:
+        """Whether moeq's kernels are prepared without a look at values: at no indices, and folding no scales."""
+        return self.options.activations != "fp8" and not any(one.spec.act_order for one in self.part.matrices.values())
+
+    @property
     def supports_eplb(self) -> bool:
         """Whether the engine may move experts between ranks: if moeq's kernels run them and fold no scales.
 
@@ -207,6 +213,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.dummy:
             dummy_parts(tensors)
         elif not is_weights_pre_processed():
+            if self.choice.own and self.experts.begins_filling and self._prepares_unfilled:
+                compile_early(self.moe, self.packed(dict(layer.named_parameters())), layer)
             self.experts.fill(self.entry, self.parts, self.rank, tensors)
         if self.choice.own:
             self.moe_quant_config = self.get_fused_moe_quant_config(layer)

@@ -307,9 +307,20 @@ def own_kernel(moe: Any, packed: PackedExperts, layer: Any, *, wait: bool) -> mo
         batches = {"max_num_tokens": prepare.max_num_tokens_per_rank(), "num_dispatchers": prepare.num_dispatchers()}
         prepared = _prepare_batches(moe, packed, **batches)  # the engine's profiling run compiles its one plan
         return modular_kernel.FusedMoEKernel(prepare, MoeqBatchedExperts(moe, prepared, packed, **batches))
-    prepared = _prepare(moe, packed, None if layer.expert_map is None else layer.global_num_experts)
+    prepared = _prepare(moe, packed, _experts_of_all_ranks(layer))
     make_ready(prepared, logger, wait=wait)
     return modular_kernel.FusedMoEKernel(prepare, MoeqExperts(moe, prepared, packed))
+
+
+def compile_early(moe: Any, packed: PackedExperts, layer: Any) -> None:
+    """Begin to compile the kernels of experts that are not filled yet, whose values do not matter for that."""
+    if experts_class(moe) is not MoeqBatchedExperts:
+        make_ready(_prepare(moe, packed, _experts_of_all_ranks(layer)), logger, wait=False)
+
+
+def _experts_of_all_ranks(layer: Any) -> int | None:
+    """Return the number of experts if ranks hold some each; None if each holds all."""
+    return None if layer.expert_map is None else layer.global_num_experts
 
 
 def _prepare_batches(moe: Any, packed: PackedExperts, max_num_tokens: int, num_dispatchers: int) -> PreparedLayer:
