@@ -326,3 +326,13 @@ class TestGitHub:
     ) -> None:
         assert run(["convert", str(checkpoints / INT4), str(tmp_path / "out"), "--gpu", "a100"]) == ExitCode.OK
         assert "::" not in capsys.readouterr().err
+
+
+def test_what_people_are_told_of_a_conversion(checkpoints: Path, tmp_path: Path, capsys: Any) -> None:
+    source = str(checkpoints / "gptq-int4-g32-qwen3moe")
+    for options, told in (((), True), (("--quiet",), False), (("--json",), False)):
+        capsys.readouterr()
+        assert run(["convert", source, str(tmp_path / f"out{options}"), "--gpu", "A100", *options]) == 0
+        said = capsys.readouterr().err
+        assert (" to write in " in said) is told
+        assert ("convert: finished in " in said) is told

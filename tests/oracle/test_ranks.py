@@ -10,6 +10,7 @@ import pytest
 from oracle.asking import POLICY, ask, gptq, gpu
 from oracle.examples import scheme
 
+from moeq.oracle.engines import moeq as builtin_engine
 from moeq.oracle.engines.moeq import builtin_sizes
 from moeq.oracle.engines.vllm.outcome import Outcome, resolve
 from moeq.oracle.engines.vllm.policy import EnginePolicy, load_policy
@@ -133,3 +134,21 @@ def test_sizes_that_moeqs_layouts_store(ep: int, local: int) -> None:
     assert builtin_sizes(request, row) == Sizes(100, 90, 160, 480, local)
     request.group = 0
     assert builtin_sizes(request, row) == Sizes(100, 90, 160, 160, local)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "takes", "tp", "said"),
+    [
+        (True, True, 1, []),
+        (False, False, 2, []),
+        (True, True, 2, [("act-order with tp 2: any row may use any group", "ep 2")]),
+        (True, False, 1, [("columns are reordered by activation order, this kernel does not permute x", None)]),
+        (False, True, 1, [("only for checkpoints with act-order", None)]),
+    ],
+)
+def test_act_order_in_moeqs_kernels(ordered: bool, takes: bool, tp: int, said: list[tuple[str, str | None]]) -> None:
+    request: Any = SimpleNamespace(scheme=SimpleNamespace(act_order=ordered), tp=tp)
+    row: Any = SimpleNamespace(act_order=takes)
+    found = list(builtin_engine._act_order(request, row))
+    assert {one.code for one in found} <= {"K07_ACT_ORDER"}
+    assert [(one.text, one.remedy) for one in found] == said
