@@ -214,6 +214,26 @@ def test_values_that_are_refused_leave_the_whole_expert_old(name, part, number, 
         assert told[0][0] == code, told
 
 
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("name", ["ct-int4-g128-qwen3moe", "gptq-int4-g32-qwen3moe", "ct-mxfp4-qwen3moe"])
+def test_float_weights_that_are_refused_leave_the_whole_expert_old(name, gather, checkpoints, tmp_path) -> None:
+    folder = pack(checkpoints / name, tmp_path / "out", CASES.get(name, "marlin-wna16/1"))
+    layers, kept = layers_of(folder), layers_of(folder)
+    w13, w2 = (layers[0].specs[role] for role in ("w13", "w2"))
+    made = torch.Generator().manual_seed(0)
+    gate, up, down = (
+        torch.randn(n, w.k, generator=made).bfloat16() for n, w in ((w13.n // 2, w13), (w13.n // 2, w13), (w2.n, w2))
+    )
+    writer = moeq.Writer(layers.values(), gather=gather)
+    down[3, 5] = float("nan")
+    with pytest.raises(MoeqError, match=re.escape("weight [3, 5] is nan")):
+        writer.update_expert(0, 1, {"gate": gate, "up": up, "down": down})
+    assert same_bytes(layers[0], kept[0]) == []
+    down[3, 5] = 0
+    writer.update_expert(0, 1, {"gate": gate, "up": up, "down": down})
+    assert writer.digest(0) == moeq.snapshot(layers[0]) != moeq.snapshot(kept[0])
+
+
 def test_zero_points_that_a_layout_cannot_hold_are_refused_by_the_gather_kernel(checkpoints, tmp_path) -> None:
     """GPTQ's first form stores a zero point less one, so that 16 can be said."""
     name = "gptq-int4-g32-qwen3moe"

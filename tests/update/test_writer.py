@@ -210,20 +210,22 @@ def test_scales_that_are_no_numbers_are_refused_and_write_nothing(number, gptq) 
     assert writer.digest(0) == before
 
 
-def test_a_copy_that_fails_leaves_the_old_expert(gptq, monkeypatch) -> None:
+@pytest.mark.parametrize("names", [["down"], ["gate", "up", "down"]], ids=["projection", "expert"])
+def test_a_copy_that_fails_leaves_the_old_expert(names, gptq, monkeypatch) -> None:
+    """The last copy of all fails, after those of other parts and of the other matrix."""
     experts, folder = gptq
     layers, kept = layers_of(folder), layers_of(folder)
     writer = moeq.Writer(layers.values())
 
-    def last_part_cut(*args: object) -> tuple[dict[str, torch.Tensor], object, int]:
-        packed, held, losses = pack_matrix(*args)
+    def last_part_cut(layer: object, layout: object, role: str, matrix: object) -> tuple[object, object, int]:
+        packed, held, losses = pack_matrix(layer, layout, role, matrix)
         *_, last = packed
-        return {**packed, last: packed[last][:-1]}, held, losses
+        return packed | ({last: packed[last][:-1]} if role == "w2" else {}), held, losses
 
     before = writer.digest(0)
     monkeypatch.setattr("moeq.update.writer.pack", last_part_cut)
     with pytest.raises(RuntimeError, match="size"):
-        writer.update(0, 0, "down", experts.parts(0, 1, "down"))
+        writer.update_expert(0, 0, {name: experts.parts(0, 1, name) for name in names})
     assert same_bytes(layers[0], kept[0]) == []
     assert writer.digest(0) == before
 
