@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
+from queue import SimpleQueue
+from threading import Event
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import LayerEntry, StackedRole
 from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.base import check_index_parts
 from moeq.layouts.registry import get_layout
+from moeq.load.rank_reading import READERS, STAGE
 from moeq.load.ranks import RankPart
 from moeq.load.torch_loader import read_parts
 
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 
     Tensors = dict[StackedRole, dict[str, Tensor]]
 
-#: Upper bound of the bytes of experts that are read before they are written, unless one expert has more.
-GROUP_BYTES = 64 << 20
+#: Upper bound of the bytes of experts that are read and not yet written, unless one expert has more.
+SCRATCH_BYTES = 64 << 20
 
 
 def refill_experts(
@@ -30,36 +34,64 @@ def refill_experts(
     part: RankPart,
     targets: Mapping[StackedRole, Mapping[str, Tensor]],
 ) -> Iterator[range]:
-    """Write the experts of `part` into its tensors, some at a time, and yield those that are written.
+    """Write the experts of `part` into its tensors, by a few threads, and yield those that are written.
 
-    All bytes of an expert are read and checked before one is written, so that an error leaves it as it was.
+    All bytes of an expert are read and checked before one is written, so that an error leaves it as it was. The error
+    comes after all experts that were written.
 
     Raises MoeqError `source.bad-data` for indices that are out of range, `source.*` for files that cannot be read.
     """
     import torch
 
-    first, count = part.rows[0], part.rows[1] - part.rows[0]
+    count = part.rows[1] - part.rows[0]
     device = next(iter(targets["w2"].values())).device
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    size = sum(tensor.nbytes for parts in targets.values() for tensor in parts.values()) // max(count, 1)
-    step = max(1, min(count, GROUP_BYTES // max(size, 1)))
-    # On a GPU one set of buffers is read into while the other is copied.
-    buffers = [_buffers(entry, part, step, pinned=stream is not None) for _ in range(1 if stream is None else 2)]
-    for number, start in enumerate(range(0, count, step)):
-        stop = min(start + step, count)
-        cut, read = replace(part, rows=(first + start, first + stop)), {}
-        for role, matrix in part.matrices.items():
-            into = {name: one[: stop - start] for name, one in buffers[number % len(buffers)][role].items()}
-            read[role] = read_parts(checkpoint, entry, cut, matrix, torch.device("cpu"), into)
-            check_index_parts(read[role], matrix.spec, f"layer {entry.layer}: {role}")
-        if stream is not None:
-            stream.synchronize()  # the other buffers are free then
-        for role, parts in read.items():
-            for name, tensor in parts.items():
-                targets[role][name][start:stop].copy_(tensor, non_blocking=True)
-        yield range(part.experts[0] + start, part.experts[0] + stop)
-    if stream is not None:
-        stream.synchronize()
+    size = max(1, sum(tensor.nbytes for parts in targets.values() for tensor in parts.values()) // max(count, 1))
+    step = max(1, min(STAGE, SCRATCH_BYTES) // size)
+    readers = max(1, min(READERS, SCRATCH_BYTES // (step * size), -(-count // step)))
+    free: SimpleQueue[Tensors] = SimpleQueue()
+    for _ in range(readers):
+        free.put(_buffers(entry, part, min(step, count), pinned=stream is not None))
+
+    failed = Event()
+
+    def carry(start: int) -> range:
+        if failed.is_set():
+            return range(0)
+        stop, buffers = min(start + step, count), free.get()
+        cut, read = replace(part, rows=(part.rows[0] + start, part.rows[0] + stop)), {}
+        try:
+            for role, matrix in part.matrices.items():
+                into = {name: one[: stop - start] for name, one in buffers[role].items()}
+                read[role] = read_parts(checkpoint, entry, cut, matrix, torch.device("cpu"), into)
+                check_index_parts(read[role], matrix.spec, f"layer {entry.layer}: {role}")
+            with torch.cuda.stream(stream):  # the caller's, in whose order kernels read the tensors
+                for role, parts in read.items():
+                    for name, tensor in parts.items():
+                        targets[role][name][start:stop].copy_(tensor, non_blocking=True)
+                if stream is not None:
+                    stream.record_event().synchronize()
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            free.put(buffers)
+        return range(part.experts[0] + start, part.experts[0] + stop)
+
+    with ThreadPoolExecutor(readers) as pool:
+        yield from _results([pool.submit(carry, start) for start in range(0, count, step)])
+
+
+def _results(futures: list[Future[range]]) -> Iterator[range]:
+    """Yield results as they come, and raise the first failure when all have ended."""
+    error: BaseException | None = None
+    for future in as_completed(futures):
+        if future.exception() is not None:
+            error = error or future.exception()
+        elif future.result():
+            yield future.result()
+    if error is not None:
+        raise error
 
 
 def _buffers(entry: LayerEntry, part: RankPart, count: int, *, pinned: bool) -> Tensors:

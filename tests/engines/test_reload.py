@@ -144,7 +144,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch, number: int | None, fault: ReadFault
 )
 def test_every_read_of_a_folder_may_fail(rank, folders, monkeypatch) -> None:
     old, new = (bytes_of(Served.layers(folder, **rank)) for folder in folders)
-    monkeypatch.setattr(refill, "GROUP_BYTES", 100_000)  # some experts of a layer, not all
+    monkeypatch.setattr(refill, "SCRATCH_BYTES", 1)  # one expert at a time
     layers = Served.layers(folders[0], **rank)
     tensors = list(stacked(folders[1]))
 
@@ -172,6 +172,23 @@ def test_every_read_of_a_folder_may_fail(rank, folders, monkeypatch) -> None:
         assert bytes_of(layers) == new
     held = sum(len(one) for one in old.values())
     assert {0, 1, held - 1} <= seen or (0 in seen and len(seen) > 3), "ends between two experts, and between two layers"
+
+
+@pytest.mark.parametrize("number", [1, 6, 14, 27])
+def test_a_read_may_fail_while_other_threads_read(number, folders, monkeypatch) -> None:
+    old, new = (bytes_of(Served.layers(folder)) for folder in folders)
+    layers, tensors = Served.layers(folders[0]), list(stacked(folders[1]))
+    monkeypatch.setattr(refill, "STAGE", 1)  # one expert for each thread
+    with monkeypatch.context() as context:
+        faulty(context, number)
+        with pytest.raises(MoeqError) as caught:
+            list(divert(tensors, ExpertReload(layers, str(folders[1]), from_path=True)))
+    written = new_experts(bytes_of(layers), old, new)
+    assert told(caught.value.message, old) == written
+    assert {layer for layer, _ in written} >= ({0} if number >= 16 else set())
+    assert len(written) < 8
+    list(divert(tensors, ExpertReload(layers, str(folders[1]), from_path=True)))
+    assert bytes_of(layers) == new
 
 
 def given(folders: tuple[Path, Path]) -> dict[str, torch.Tensor]:

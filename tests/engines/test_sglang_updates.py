@@ -143,7 +143,7 @@ def test_a_folder_that_breaks_off(served, lasts, checkpoints: Path, tmp_path: Pa
     layout = server.experts[0].quant_method.entry.layout
     new = convert(source.save(tmp_path / "source"), tmp_path / "new", layout)
     before = {layer: {key: one.clone() for key, one in server.bytes(layer).items()} for layer in (0, 1)}
-    monkeypatch.setattr(refill, "GROUP_BYTES", 1)
+    monkeypatch.setattr(refill, "SCRATCH_BYTES", 1)  # one expert at a time
 
     def is_new(layer: int, row: int) -> bool:
         read = moeq.load_tensors(new, layer)

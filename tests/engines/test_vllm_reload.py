@@ -236,7 +236,7 @@ def test_a_folder_that_breaks_off_leaves_whole_experts_and_a_retry_completes(
             reload_weights(engine.vllm_config, engine.model, None, str(new), True)
 
     before, wanted = ({n: moeq.load_tensors(one, n) for n in (0, 1)} for one in (folders[name], new))
-    monkeypatch.setattr(refill, "GROUP_BYTES", 1)
+    monkeypatch.setattr(refill, "SCRATCH_BYTES", 1)  # one expert at a time
     for number, told in ((6, "expert 0 of layer 0, old"), (25, "layer 0 and experts 0 to 1 of layer 1, old")):
         with monkeypatch.context() as context:
             faulty(context, number)
