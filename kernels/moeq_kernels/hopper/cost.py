@@ -167,7 +167,7 @@ def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: b
     least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * bits * step))  # see `queue.cut`
     decoded = columns * step * resident / 16384
 
-    def flag(values: Array) -> NDArray[np.bool_] | None:
+    def flag(values: Array) -> Array | None:
         return values > 0 if values.any() else None
 
     slots = gpu.multiprocessors * resident
