@@ -27,28 +27,13 @@ from moeq_kernels.hopper.cost import inputs, rounded, uncorrected
 
 #: Day from which on cells are those of today's kernels.
 SINCE = "2026-11-24"
-#: Hidden units, steps, rate of learning, and decay: of the correction, and of coefficients towards what is expected,
-#: which another GPU needs more than this one. Logarithm of regret from which on it costs more.
-UNITS, STEPS, RATE, DECAY, OWN_DECAY = 16, 700, 0.02, 2.0, 10.0
+#: Hidden units, steps, rate of learning, and decay of weights. Logarithm of regret from which on it costs more.
+UNITS, STEPS, RATE, DECAY = 16, 350, 0.02, 0.5
 TAIL, TAIL_COST = 0.07, 8.0
-#: What errors of times cost beside regret.
-TIMES = 2.0
-#: Microseconds of a multiprocessor for 16,384 weights: decoding them at 128 lanes and 1.755 GHz, with 9 instructions
-#: for eight codes of int4, 12 of e2m1 and 8 of bytes; and multiplying a row at 790 TFLOP/s in bfloat16 of all.
-DECODE = {"int4": 0.082, "e2m1": 0.11, "8": 0.07}
-MULTIPLY = 0.0055
+#: Coefficients of `cost.uncorrected` where cells say nothing: by data sheets and rates of instructions.
+EXPECTED = (4.0, 1.05, 1.0, 0.1, 0.0055)
 #: Logarithms of times over the best beyond which plans are left out of the fit.
 FAR = 0.5
-
-
-def expected(kernel: str) -> tuple[float, ...]:
-    """Return the coefficients of `cost.uncorrected` where cells say nothing: by data sheets and rates of instructions.
-
-    `mma.sync` multiplies at half the rate of wgmma, bytes at twice its rate; bytes beside bytes need no decoding.
-    """
-    codes, bytes_each = kernel.rpartition(" ")[2], kernel.startswith("w4a8") or kernel.endswith(("int8", "e4m3"))
-    multiply = MULTIPLY / 2 if bytes_each else MULTIPLY * 2 if kernel.startswith("mma") else MULTIPLY
-    return 4.0, 1.05, 1.0, DECODE.get(codes, 0.02), multiply
 
 
 class Data:
@@ -110,8 +95,7 @@ class Model(nn.Module):
         self.kinds = nn.Parameter(0.3 * torch.randn(kinds, UNITS))
         self.output = nn.Parameter(torch.zeros(UNITS))
         self.slopes = nn.Parameter(torch.zeros(families, width))
-        self.expected = torch.tensor([expected(name) for name in data.names[1]])
-        self.physical = nn.Parameter(torch.zeros_like(self.expected))
+        self.physical = nn.Parameter(torch.zeros(kernels, len(EXPECTED)))
         self.power = nn.Parameter(torch.zeros(()))
 
     def forward(self, data: Data, some: Tensor) -> Tensor:
@@ -125,7 +109,7 @@ class Model(nn.Module):
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """Return the coefficients of `cost.uncorrected` of all kernels, and its power."""
-        return torch.exp(self.physical) * self.expected, 2.0 * torch.exp(self.power)
+        return torch.exp(self.physical) * torch.tensor(EXPECTED), 2.0 * torch.exp(self.power)
 
 
 def fit(data: Data, fitted: Tensor) -> Model:
@@ -137,9 +121,7 @@ def fit(data: Data, fitted: Tensor) -> Model:
     count = int(fitted.sum())
     cost = ratio + TAIL_COST * (ratio - TAIL).clamp(min=0.0)
     model = Model(data)
-    others = [one for one in model.parameters() if one is not model.physical]
-    groups = [{"params": others, "weight_decay": DECAY}, {"params": [model.physical], "weight_decay": OWN_DECAY}]
-    optimiser = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.98))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, RATE, total_steps=STEPS, pct_start=0.1)
     for step in range(STEPS):
         softness = 0.04 * (1 - step / STEPS) + 0.02
@@ -151,7 +133,7 @@ def fit(data: Data, fitted: Tensor) -> Model:
         chance = torch.exp(-found / softness - top[cell])
         regret = (data.sums(chance * cost, cell) / data.sums(chance, cell).clamp(min=1e-30)).sum() / count
         optimiser.zero_grad()
-        (regret + TIMES * huber).backward()  # type: ignore[no-untyped-call]
+        (regret + 0.5 * huber).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         schedule.step()
     return model

@@ -156,9 +156,8 @@ class Tiling:
 def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: bool, bits: int, gpu: Gpu) -> Any:
     """Return what does not depend on the number of tokens, for each kernel and product.
 
-    `Tiling.row`; which kernels are the queue and the direct one, None where none is; programs that the GPU holds;
-    blocks of columns, steps, most shares of a tile that the queue kernel makes, and weights that a multiprocessor
-    decodes in a step.
+    `Tiling.row`; whether the kernel is the queue or the direct one; programs that the GPU holds; blocks of columns,
+    steps, most shares of a tile that the queue kernel makes, and weights that a multiprocessor decodes in a step.
     """
     rows = np.array([one.row for one in kernels])
     _, _, columns, step, resident, is_queue, is_direct = rows.T[:_FIRST_EIGHT, :, None]
@@ -166,12 +165,8 @@ def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: b
     steps = np.ceil(k / step)
     least = _LEAST_STEPS * np.maximum(1.0, _STEP_BYTES // (32 * bits * step))  # see `queue.cut`
     decoded = columns * step * resident / 16384
-
-    def flag(values: Array) -> Array | None:
-        return values > 0 if values.any() else None
-
     slots = gpu.multiprocessors * resident
-    return rows, flag(is_queue), flag(is_direct), slots, np.ceil(features / columns), steps, steps // least, decoded
+    return rows, is_queue > 0, is_direct > 0, slots, np.ceil(features / columns), steps, steps // least, decoded
 
 
 @cache
@@ -227,10 +222,10 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     sizes, is_queue, is_direct, slots, blocks, steps, most, decoded = _sizes(tuple(kernels), *layer)
     number, rows = (one[:, None] for one in tiles(max(1, work.pairs // work.top_k), work.share, sizes))
     number, height = number * work.experts, rows / number
-    if is_direct is not None:  # every pair is a tile
+    if is_direct.any():  # every pair is a tile
         number, height = np.where(is_direct, work.pairs, number), np.where(is_direct, 8.0, height)
     items, each = number * blocks, np.array(shares, dtype=float)
-    if is_queue is not None:
+    if is_queue.any():
         cut = np.minimum(each * slots // np.maximum(1.0, items), most)
         each = np.where(is_queue, np.maximum(1.0, cut), each)
     waves = items * each / slots
@@ -240,8 +235,7 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     found[:, 2:8:4], found[:, 3:8:4] = each, share_steps
     found[:, 8:9], found[:, 9:10], found[:, 10] = height, np.minimum(1.0, work.hit / number), work.mean / sizes[:, 0]
     found[:, 11:] = work.pairs, work.hidden, work.intermediate, work.hit
-    resident = sizes[:, 4:5]  # programs share a multiprocessor, so its last items take less time where they are fewer
-    turns = np.maximum(1.0, np.ceil(waves * resident) / resident)
+    turns = 0.5 * (turns + whole)  # some programs end earlier, and take the next item
     parts[:, :, 0] = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
     parts[:, :, 1], parts[:, :, 2] = turns, turns * share_steps * decoded
     parts[:, :, 3] = parts[:, :, 2] * height

@@ -226,8 +226,7 @@ def candidates(work: Work, mma: bool = False) -> Iterator[Plan | MmaPlan]:
                 items = pairs / mean * max(1.0, mean / one.tokens) * -(-hidden // (128 * one.warpgroups))
                 most = max(1, min(MAX_WIDE_SHARES, -(-intermediate // 64) // 2))  # each has two steps at least
                 shares = max(1, min(most, int(gpu.multiprocessors / max(1.0, items))))
-                several = dict.fromkeys((1, min(2, shares), shares, min(most, 2 * shares)))
-                yield from (Plan(one, 1, splits) for splits in several)
+                yield from (Plan(one, 1, splits) for splits in dict.fromkeys((1, shares, min(most, 2 * shares))))
         elif isinstance(one, Direct):
             if work.gated and mean <= MAX_DIRECT_MEAN and pairs <= MAX_DIRECT_PAIRS:
                 up = shares_for(pairs * -(-intermediate // 128), -(-hidden // one.step), 16, gpu)
