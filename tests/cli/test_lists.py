@@ -12,7 +12,7 @@ from load.deployments import convert
 from rich.console import Console
 
 import moeq
-from moeq.cli import app, backends, explanations, push
+from moeq.cli import app, backends, explanations, push, run_check
 from moeq.cli.app import run
 from moeq.errors import MoeqError
 from moeq.report import publishing
@@ -89,3 +89,11 @@ def test_inspect_prints_every_fact(said, checkpoints: Path) -> None:
     printed = "".join(said("inspect", str(source), "--gpu", "A100", "--verbose").split())
     for label, text in checkpoint_facts(moeq.open(source).info, True):
         assert "".join(f"{label}{text}".split()) in printed, label
+
+
+def test_pages_of_a_check_have_a_picture_of_the_layout(checkpoints: Path, tmp_path: Path) -> None:
+    folder = convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out")
+    matrix, picture = run_check._illustrations(str(folder))
+    assert matrix is not None
+    assert picture is not None
+    assert picture.layout == "marlin-wna16/1"
