@@ -43,7 +43,7 @@ def written_module(
     if names in ("mlp", "block-sparse-moe"):
         container = names.replace("-", "_")
         prefix = ".".join([*prefix.split(".")[:-2], container, "experts"])
-    elif names == "source" and not drawn.stacked:
+    elif names == "source" and (not drawn.stacked or drawn.family.stacking == "per-expert"):
         return module, None
     short = any(part in ("block_sparse_moe", "ffn") for part in prefix.split("."))
     return f"{prefix}.{expert}.{(('w2', 'w3', 'w1') if short else ('down_proj', 'up_proj', 'gate_proj'))[role]}", None
@@ -146,7 +146,7 @@ def test_what_is_said_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest
                 transcode(source, tmp_path / "exact-only", target, names=names)
             assert error.value.code == "answer.not-exact"
             assert not (tmp_path / "exact-only").exists()
-    assert wrote or drawn.odd in ("inf", "nan")
+    assert wrote or drawn.biased or drawn.odd in ("inf", "nan")  # no engine of other families loads biases
 
 
 def test_a_layer_is_no_other_name_of_its_container(tmp_path: Path) -> None:

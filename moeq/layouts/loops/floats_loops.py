@@ -63,7 +63,7 @@ def look_up_row(codes, bits, table, zeros, index, ends, scales, first, values): 
             for k in range(len(filled)):
                 filled[k] = np.float32((np.float64(table[octets[k]]) - zero) * scale)
         else:
-            for code in range(16):
+            for code in range(len(table)):  # not 16, for which no vectors are made
                 meanings[code] = np.float32((np.float64(table[code]) - zero) * scale)
             _look_up_nibbles(codes, meanings, start, filled)
         start = stop
