@@ -76,8 +76,8 @@ def is_serving(run: Run) -> bool:
 
 
 def is_load(run: Run) -> bool:
-    """Say whether a run of `serve.py` was made for the seconds until weights are ready: it has one user only."""
-    return run.get("arguments", {}).get("users") == "1"
+    """Say whether a run of `serve.py` was made for the seconds until weights are ready: it has one round only."""
+    return run.get("arguments", {}).get("rounds") == "1"
 
 
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
@@ -97,7 +97,8 @@ def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
         figures = {row["name"]: _medians(row["figures"]) for row in run["rows"] if row.get("figures")}
         peers = _engine_rows(figures)
         for name in [name for name in OURS if name in figures][: 1 if brief else None]:
-            key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]), layout, name)
+            compiled = str(asked.get("default_graphs"))
+            key = (asked["model"], asked["format"], run["gpu"], str(asked["server"]), layout, compiled, name)
             cells = [_beside(figures[name], list(peers.values()), column) for column in columns]
             title = _served(run) + (", the source as it is" if name.startswith("direct") else "")
             kept.setdefault(key, (title, _version(run), ", ".join(peers), *cells, f"`{serve_command(run)}`"))
@@ -109,7 +110,7 @@ def steps() -> str:
     """Return the table of where a decoding step's time goes, in microseconds, from runs of `serve.py --profile`."""
     lines = []
     for _, run in runs():
-        for row in run["rows"] if is_serving(run) else []:
+        for row in run["rows"] if is_serving(run) or is_load(run) else []:
             for users, step in row.get("profiles", {}).items():
                 parts = {name: value for name, value in step.items() if name != "kernels"}
                 lines.append((_served(run), row["name"], users, *(f"{value:,.0f}" for value in parts.values())))
@@ -163,7 +164,9 @@ def _served(run: Run) -> str:
     gpu = run["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
     layout = [f"`{_asked_layout(run)}`"] if _asked_layout(run) else []
     layers = [] if asked.get("layers") in (None, "None") else [f"{asked['layers']} layers"]
-    return ", ".join([f"{name} {FORMATS.get(asked['format'], asked['format'])}", gpu, *layers, *parallel, *layout])
+    compiled = ["default compilation"] if asked.get("default_graphs") == "True" else []
+    what = f"{name} {FORMATS.get(asked['format'], asked['format'])}"
+    return ", ".join([what, gpu, *layers, *parallel, *layout, *compiled])
 
 
 def _server(run: Run) -> str:
