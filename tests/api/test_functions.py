@@ -200,3 +200,15 @@ def test_a_deployment_from_a_file(checkpoints: Path, tmp_path: Path) -> None:
     (tmp_path / "deploy.toml").write_text('gpu = "a100"\ntp = 2\n')
     verdict = moeq.decide(checkpoints / NAME, deploy=tmp_path / "deploy.toml")
     assert (verdict.deployment.gpu.name, verdict.deployment.tp) == ("A100", 2)
+
+
+@pytest.mark.parametrize("sign", [None, "key.minisign"])
+def test_a_push_is_signed_with_the_key_that_is_named(sign: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent: the key is what reaches the function that signs."""
+    from moeq.report import publishing
+
+    seen: list[Any] = []
+    monkeypatch.setattr(publishing, "open_push", lambda repo, base_model, public: (repo, public))
+    monkeypatch.setattr(publishing, "push_with_card", lambda *given, progress: seen.extend(given))
+    moeq.push("folder", "org/name", base_model="org/base", sign=sign)
+    assert seen == [Path("folder"), ("org/name", False), "org/base", sign and Path(sign)]
