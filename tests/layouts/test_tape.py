@@ -87,6 +87,7 @@ def test_constants_are_read_where_they_are() -> None:
         lambda one: np.bitwise_xor(one[:4].view(np.uint16), np.uint16(0x1234), out=one[:4].view(np.uint16)),
         lambda one: np.bitwise_xor(one[:4], one[4:8], out=one[:4]),
         lambda one: compare.is_zero(one[:64].reshape(8, 8)[:, :4].reshape(1, -1)),  # a copy
+        lambda one: compare.is_zero(np.asarray(one)[8:64].reshape(1, -1)),  # the same memory, no longer traced
         lambda one: one[:64].reshape(2, 2, 4, 4)[:, :, ::2].fill(0),
     ],
 )

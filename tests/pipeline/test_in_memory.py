@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bench_scripts import make_checkpoint
@@ -124,10 +125,11 @@ AT_ONCE = {
 @pytest.mark.parametrize(("name", "layout"), AT_ONCE)
 def test_experts_packed_at_once_are_those_packed_one_by_one(name, layout, tp, checkpoints, monkeypatch) -> None:
     """With one call for all of them, one by one on the fast path, and on the reference path."""
-    players, player_of = [], in_memory.SampledPacker._player
+    players, constants, player_of = [], [], in_memory.SampledPacker._player
 
     def kept(*given: Any) -> Any:
         players.append(player_of(*given))
+        constants.extend((one, one.copy()) for one in (players[-1]._tape.constants if players[-1] else ()))
         return players[-1]
 
     def packed() -> dict[str, torch.Tensor]:
@@ -140,6 +142,7 @@ def test_experts_packed_at_once_are_those_packed_one_by_one(name, layout, tp, ch
     at_once = packed()
     assert players
     assert {player is not None for player in players} == {AT_ONCE[name, layout]}
+    assert all(np.array_equal(one, before) for one, before in constants), "threads share what is not traced"
     monkeypatch.setattr(in_memory.SampledPacker, "_player", lambda *given: None)
     for found in (at_once, packed()):
         assert found.keys() == wanted.keys()

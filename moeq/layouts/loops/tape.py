@@ -119,7 +119,7 @@ class Tape:
     """Loops that were run, in order."""
 
     def __init__(self) -> None:
-        self.bases = 0  #: pieces of memory
+        self.bases: list[range] = []  #: addresses of each piece of memory
         self.functions: list[Callable[[bytes], int]] = []  #: machine code of every loop
         self.results: list[int] = []  #: what every loop returned
         self.firsts: list[int] = []  #: number of the first word of every loop's arguments
@@ -133,8 +133,8 @@ class Tape:
     def trace(self, memory: Array) -> Array:
         """Return one more piece of memory, flat and contiguous, for the work that is recorded."""
         traced = memory.view(Traced)
-        traced.base_number, traced.base_address, traced.base_bytes = self.bases, memory.ctypes.data, memory.nbytes
-        self.bases += 1
+        traced.base_number, traced.base_address, traced.base_bytes = len(self.bases), memory.ctypes.data, memory.nbytes
+        self.bases.append(range(memory.ctypes.data, memory.ctypes.data + memory.nbytes))
         return traced
 
     @contextmanager
@@ -159,6 +159,8 @@ class Tape:
         """Return which memory holds an array, and where it begins there."""
         address = array.ctypes.data
         if not isinstance(array, Traced) or array.base_number is None:
+            if any(address in memory for memory in self.bases):
+                raise UnrecordedError("traced memory as a plain array, which would be the first one's in every run")
             self.constants.append(array)
             return -1, address
         reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
