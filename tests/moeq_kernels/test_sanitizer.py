@@ -41,7 +41,9 @@ def test_triton_may_name_the_condition_around_the_specialisation() -> None:
     assert (found["hand_overs"], found["errors"]) == (1, 0)
 
 
-@pytest.mark.parametrize("text", ["def _multiply(", "if GROUP:", "if DEPENDENT and not EARLY:", "mbarrier.init(ready"])
+@pytest.mark.parametrize(
+    "text", ["def _multiply(", "if GROUP:", "if DEPENDENT and not EARLY:", "gl.allocate_shared_memory("]
+)
 def test_other_definitions_conditions_and_statements_are_not_a_hand_over(text: str) -> None:
     kernel = line_of("def expert_product_wide(")
     assert summary("racecheck", output(race(kernel, line_of(text))), 0)["errors"] == 1
