@@ -213,6 +213,11 @@ class Verdict(Shown):
         return self.chosen is not None
 
     @property
+    def failed_gates(self) -> frozenset[str]:
+        """Codes of the gates that failed."""
+        return frozenset(gate.code for gate in self.gates if not gate.passed)
+
+    @property
     def known(self) -> bool:
         """Whether moeq knows what the engine decides: an unknown answer is neither yes nor no."""
         return self.error is None or self.error.kind != "NOT_FOLLOWED"

@@ -83,8 +83,7 @@ def render_candidates(console: Console, verdict: Verdict, *, verbose: bool = Fal
     shown = [one for one in others if not near or (one not in elsewhere and one not in far)]
     shared = _shared_reasons(shown)
     rows = [("all of these", "; ".join(shared))] if shared else []
-    unnamed = any(gate.code == "G12" and not gate.passed for gate in verdict.gates)
-    texts = {one.backend: reasons_text(one, verbose, shared, converted=unnamed) for one in shown}
+    texts = {one.backend: reasons_text(one, verbose, shared, converted="G12" in verdict.failed_gates) for one in shown}
     rows += [(name, text) for name, text in texts.items() if text]
     bare = [name for name, text in texts.items() if not text]
     rows += [("only that", ", ".join(bare))] if bare else []

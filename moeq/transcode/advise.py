@@ -83,7 +83,7 @@ def advise(checkpoint: Checkpoint, deployment: Deployment, src: str | None = Non
             verdict = _judged(checkpoint, plan, deployment)
             if verdict.ok and verdict.chosen is not None:
                 found[proof] = Advice(_command(plan.request, proof), verdict.chosen.backend, proof)
-            if {gate.code for gate in verdict.gates if not gate.passed} != {_NAMES_GATE}:
+            if verdict.failed_gates != {_NAMES_GATE}:
                 break
         if "exact" in found:
             break

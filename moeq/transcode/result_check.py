@@ -54,23 +54,23 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def fitted(checkpoint: Checkpoint, plan: TranscodePlan) -> TranscodePlan:
-    """Return the plan with modules as floats that are no experts and that vLLM cannot load in the target's format.
+def with_loadable_modules(checkpoint: Checkpoint, plan: TranscodePlan) -> TranscodePlan:
+    """Return the plan with those modules beside the experts as floats that vLLM cannot load in the target's format.
 
-    They keep every value. The plan stays as it is where a GPU's vLLM runs it, and where none runs the other.
+    Floats keep every value. The plan is returned unchanged if one of the GPUs runs it, or if floats do not help.
     """
     if plan.target.experts_only or plan.target.element is not None:
         return plan
     layer, verdicts = _refused_layer(checkpoint, plan)
-    verdict = next((one for one in verdicts if {gate.code for gate in one.gates if not gate.passed} == {"G14"}), None)
+    verdict = next((one for one in verdicts if one.failed_gates == {"G14"}), None)
     if layer is None or verdict is None:
         return plan
     result = planned_result(checkpoint, plan)
     shape = moe_shape(result, result.info.moe_layers[0])
     unfit = unfit_modules(result, verdict.engine, verdict.deployment, shape)
     names = tuple(one.source.name for one in plan.survey.modules if one.written in unfit)
-    other = make_transcode_plan(checkpoint, replace(plan.request, floats=names))
-    return plan if _refused_layer(checkpoint, other)[1] else other
+    loadable = make_transcode_plan(checkpoint, plan.request, names)
+    return plan if _refused_layer(checkpoint, loadable)[1] else loadable
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict
@@ -46,7 +46,6 @@ class TranscodeRequest:
     #: order, in all three projections.
     sort_act_order: bool = False
     numa: int = 2  #: NUMA nodes that ktransformers' experts are cut for
-    floats: tuple[str, ...] = ()  #: modules that are no experts and become floats, whatever the target does
 
 
 class TranscodeKeywords(TypedDict, total=False):
@@ -128,8 +127,12 @@ class Survey:
         return _renamed(self.layers)
 
 
-def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeRequest) -> Survey:
+def survey(
+    checkpoint: Checkpoint, target: TargetFormat, request: TranscodeRequest, floats: Container[str] = ()
+) -> Survey:
     """Look at every tensor's header and say what becomes of it.
+
+    `floats` names modules that become floats, whatever the target makes of others.
 
     Raises MoeqError `usage.target`, `usage.regroup`, `usage.names`, `usage.act-order` if something does not fit, with
     the module; `source.not-quantized` if nothing is to be transcoded.
@@ -144,7 +147,7 @@ def survey(checkpoint: Checkpoint, target: TargetFormat, request: TranscodeReque
             f"{option('to', target.id)} is read by {', '.join(target.model_types)} only; {info.name} is {found}",
             option("to", "compressed-tensors"),
         )
-    return _Surveyor(checkpoint, target, request, find_family(found)).survey()
+    return _Surveyor(checkpoint, target, request, find_family(found), floats).survey()
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,7 @@ class _Surveyor:
     target: TargetFormat
     request: TranscodeRequest
     family: ModelFamily | None
+    floats: Container[str]  #: names of modules that become floats
 
     def survey(self) -> Survey:
         info, target = self.checkpoint.info, self.target
@@ -235,7 +239,7 @@ class _Surveyor:
         """Yield quantised modules among the tensors that are no routed experts."""
         for module in quantized_modules(rest, self.checkpoint.declaration):
             signatures = {part: PartSig(entry.dtype, entry.shape) for part, entry in module.parts.items()}
-            plain = _stays_float(module, self.target) or module.name in self.request.floats
+            plain = _stays_float(module, self.target) or module.name in self.floats
             projected = self.project(module.described, signatures, module.name, plain=plain)
             # What belongs to no format (scales of a KV cache) is not part of the matrix.
             known = get_format(module.described.scheme.format).parts

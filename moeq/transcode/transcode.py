@@ -48,7 +48,7 @@ from moeq.spelling import option
 from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.planned_result import written_config
-from moeq.transcode.result_check import fitted, warnings
+from moeq.transcode.result_check import warnings, with_loadable_modules
 from moeq.transcode.survey import Projected, TranscodeKeywords, TranscodeRequest
 from moeq.transcode.transcode_plan import ModuleItem, TranscodePlan, TranscodeUnit, make_transcode_plan
 from moeq.transcode.transcoder import Transcoder
@@ -250,7 +250,7 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
     checkpoint = open_checkpoint(request.src, revision=request.revision)
     checkpoint.require_source()
     side_files = plan_side_files(checkpoint.source, no_code=False)
-    plan = fitted(checkpoint, make_transcode_plan(checkpoint, request))
+    plan = with_loadable_modules(checkpoint, make_transcode_plan(checkpoint, request))
     of_source = (warning.message for warning in checkpoint.source.warnings if warning.code.startswith("gguf."))
     told = (*warnings(checkpoint, plan), *of_source)
     return TranscodeJob(checkpoint, plan, request=request, side_files=side_files, warnings=told)
@@ -258,8 +258,7 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
     """Make the stamp of a transcoding."""
-    request = {key: value for key, value in asdict(job.request).items() if key != "floats"}  # follows from the others
-    return work_stamp(job, {**request, "revision": job.checkpoint.source.revision}, job.outputs)
+    return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision}, job.outputs)
 
 
 def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | None:
@@ -338,9 +337,9 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
     found: list[str] = []
     if plan.target.pack:
         found.append(f"SGLang takes the rest of the model from a GGUF file: put one beside the pack as {GGUF_NAME}")
-    if plan.request.floats:
-        more = f" and {len(plan.request.floats) - 1} more" if plan.request.floats[1:] else ""
-        found.append(f"vLLM cannot load {plan.request.floats[0]}{more} in this format: written as floats")
+    if plan.floats:
+        more = f" and {len(plan.floats) - 1} more" if plan.floats[1:] else ""
+        found.append(f"vLLM cannot load {plan.floats[0]}{more} in this format: written as floats")
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     before = {old.dtype for old, new in kinds if old is not None and new is None}

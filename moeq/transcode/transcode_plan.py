@@ -111,6 +111,7 @@ class TranscodePlan(Plan):
     layers_by_number: Mapping[int, LayerSurvey] = field(repr=False)
     modules_by_name: Mapping[str, ModuleSurvey] = field(repr=False)
     described: Mapping[tuple[Projected, str], Described] = field(repr=False)
+    floats: tuple[str, ...] = ()  #: modules that become floats because vLLM cannot load them in the target's format
 
     def outputs(self, item: Item, form: FileForm) -> dict[StoredName, WrittenProjection]:
         """Describe what is written for an item."""
@@ -137,13 +138,15 @@ class TranscodePlan(Plan):
         return found
 
 
-def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> TranscodePlan:
-    """Plan a transcoding.
+def make_transcode_plan(
+    checkpoint: Checkpoint, request: TranscodeRequest, floats: tuple[str, ...] = ()
+) -> TranscodePlan:
+    """Plan a transcoding in which the modules named by `floats` become floats.
 
     Raises MoeqError as `survey` does; `bug.config` if the written config would not be understood as meant.
     """
     target = get_target(request.to)
-    found = survey(checkpoint, target, request)
+    found = survey(checkpoint, target, request, floats)
     config = None if target.config is None else target.config(found.contents)
     before = checkpoint.declaration
     if config and before and before.method == config["quant_method"] == "compressed-tensors":
@@ -164,6 +167,7 @@ def make_transcode_plan(checkpoint: Checkpoint, request: TranscodeRequest) -> Tr
         layers_by_number={layer.layer: layer for layer in found.layers},
         modules_by_name={module.source.name: module for module in found.modules},
         described=described,
+        floats=floats,
     )
     return replace(plan, units=tuple(_units(checkpoint, plan, homes)))
 
@@ -399,8 +403,7 @@ def _unit(
 
 def _digest(checkpoint: Checkpoint, files: Sequence[FilePlan], request: TranscodeRequest) -> str:
     """Compute the digest that names the job: source, request, and every output tensor."""
-    # Which modules are floats, the files say.
-    options = {key: value for key, value in asdict(request).items() if key not in ("src", "floats")}
+    options = {key: value for key, value in asdict(request).items() if key != "src"}
     job = {
         "version": ["transcode", PLAN_VERSION],
         "source": checkpoint.source.identity(),

@@ -121,34 +121,43 @@ class _Loading:
         """The checkpoint's quantisation config."""
         return self.checkpoint.checked_config or {}
 
+    @cached_property
+    def _linears(self) -> tuple[LinearModule, ...]:
+        """Linear modules of the model's class."""
+        return linears_of(self.policy.version, self.checkpoint.info.architecture)
+
+    @cached_property
+    def _layers(self) -> tuple[str, ...]:
+        """Paths of the layers, with a dot at the end."""
+        info = self.checkpoint.info
+        stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
+        numbers = sorted({*info.moe_layers, *info.dense_layers})
+        return tuple(f"{stack}.{number}." if stack else f"{number}." for number in numbers)
+
     def problems(self) -> Iterator[_Problem]:
         """Yield what is wrong with the linear modules."""
-        info = self.checkpoint.info
-        linears = linears_of(self.policy.version, info.architecture)
         for linear, above in self.places():
             yield from self.of_linear(linear, above)
-        stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
-        for number in sorted({*info.moe_layers, *info.dense_layers}):
-            yield from self._of_floats(f"{stack}.{number}." if stack else f"{number}.", linears)
+        for above in self._layers:
+            yield from self._of_floats(above)
 
     def places(self) -> Iterator[tuple[LinearModule, str]]:
-        """Yield the linear modules of the class with the path of each one's layer, the output head at last."""
-        info, tensors = self.checkpoint.info, self.checkpoint.source.tensors
-        linears = linears_of(self.policy.version, info.architecture)
-        stack = self.checkpoint.experts(info.moe_layers[0]).layer.stack
-        heads = [name.rpartition(".")[0] for name in tensors if f"{HEAD}." in name]
-        for number in sorted({*info.moe_layers, *info.dense_layers}):
-            above = f"{stack}.{number}." if stack else f"{number}."
-            yield from ((linear, above) for linear in linears if linear.path != HEAD)
-        if heads and not self.checkpoint.source.config.get("tie_word_embeddings"):
-            yield from ((linear, heads[0].removesuffix(HEAD)) for linear in linears if linear.path == HEAD)
+        """Yield the linear modules of every layer with the layer's path, then the output head."""
+        for above in self._layers:
+            yield from ((linear, above) for linear in self._linears if linear.path != HEAD)
+        source = self.checkpoint.source
+        heads = [name.rpartition(".")[0] for name in source.tensors if f"{HEAD}." in name]
+        if heads and not source.config.get("tie_word_embeddings"):
+            yield from ((linear, heads[0].removesuffix(HEAD)) for linear in self._linears if linear.path == HEAD)
 
-    def _of_floats(self, above: str, linears: tuple[LinearModule, ...]) -> Iterator[_Problem]:
+    def _of_floats(self, above: str) -> Iterator[_Problem]:
         """Yield a quantised router or gate of shared experts of a class that makes it of float numbers in any case."""
         info = self.checkpoint.info
         family, architecture = find_family(info.model_type), info.architecture
-        known = linears or names_of_class(self.policy.version, architecture) or architecture.startswith("DeepseekV4")
-        asked = {_in_file(path) for one in linears for path in one.shards}
+        known = (
+            self._linears or names_of_class(self.policy.version, architecture) or architecture.startswith("DeepseekV4")
+        )
+        asked = {_in_file(path) for one in self._linears for path in one.shards}
         for path in (family.router, _SHARED_GATE) if family is not None and known else ():
             parts = parts_of_module(self.checkpoint.source.tensors, above + path)
             if path not in asked and is_quantized_module(parts):
