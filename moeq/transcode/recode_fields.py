@@ -258,7 +258,7 @@ class ByNumbers(Rounded):
     type: str | None  #: name of the source's type if it is GGUF blocks or floats
 
     def fill_one(self, one: Fields, other: Fields) -> None:
-        if "codes" in one and "codes" in other:  # of AMX tiles: codes have recoders of their own for anything else
+        if "codes" in one and "codes" in other:  # AMX tiles: other pairs of codes have recoders of their own
             scales = other["scales"].view(np.float32)
             kt_amx.quantize_codes(coded(one, self.before), self.after.bits, _bytes(other), scales)
             return
@@ -305,12 +305,15 @@ def _strips(fields: Fields, spec: MatrixSpec, kind: str | None = None) -> Iterat
 
 
 def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
-    """Return a projection in the form that the loops over numbers take."""
+    """Return a projection in the form that the loops over numbers take.
+
+    Strided codes are replaced by contiguous ones in `fields`, so that filling and comparing copy them once.
+    """
     codes = fields["codes"]
     if codes.strides[1] != codes.itemsize:
         contiguous = np.empty(codes.shape, codes.dtype)
         transpose.copy_any(codes, contiguous)
-        fields["codes"] = codes = contiguous  # which filling and comparing both need
+        fields["codes"] = codes = contiguous
     scales = numbers_of(fields["scales"], spec.scale_dtype).astype(np.float64)
     if "global_scale" in fields:
         scales = scales * fields["global_scale"].view(np.float32)

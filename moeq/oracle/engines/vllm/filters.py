@@ -88,6 +88,10 @@ def _f_megakernel(case: Case) -> Iterator[Failure]:
         yield "expert load balancing", "no expert load balancing"
 
 
+#: Group sizes of Marlin; -1 is one group per channel.
+MARLIN_GROUPS = (-1, 32, 64, 128)
+
+
 def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) -> Iterator[Failure]:
     """Run Marlin's shape test and yield each cause (vLLM has one text for all of them).
 
@@ -99,8 +103,8 @@ def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) ->
         yield "Marlin has no ROCm build", "a CUDA device"
     if hidden % 128:
         yield f"hidden size {hidden} is not a multiple of 128 (remainder {hidden % 128})", None
-    if group not in (-1, 32, 64, 128):
-        yield f"group size {group or 'unset'} is not one of -1, 32, 64, 128", None
+    if group not in MARLIN_GROUPS:
+        yield f"group size {group or 'unset'} is not one of {', '.join(map(str, MARLIN_GROUPS))}", None
     if case.shape.router_weight_on_input and not case.policy.since("0.27.0"):
         yield "router weights multiply the input", "vLLM 0.27 and newer"
     multiple = (group if group > 0 else 1) if tile_padding else max(64, group)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Method
@@ -29,11 +29,10 @@ from moeq.oracle.engines.vllm.configs.question import (
     required,
     unquantized,
 )
+from moeq.oracle.engines.vllm.filters import MARLIN_GROUPS
 
 _GPTQ, _AWQ, _FP8, _MX = "auto_round:auto_gptq", "auto_round:auto_awq", "auto_round:fp8", "auto_round:llm_compressor"
 _BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
-#: Group sizes of Marlin.
-_MARLIN_GROUPS = (-1, 32, 64, 128)
 #: Fields about activations that MX and FP8 checkpoints may have, with the only value that the engine takes.
 _MX8_INPUTS = {"act_bits": 8, "act_data_type": "mx_fp", "act_group_size": 32, "act_sym": True, "act_dynamic": True}
 _FP8_INPUTS = {
@@ -71,8 +70,8 @@ def read_inc(question: ConfigQuestion) -> Method:
         return unquantized()
     if type_ == "int":
         backend = str(config.get("backend") or config.get("vllm_backend") or "")
-        make = _inc_int if question.fused is None else _inc_linear
-        return make(question, weights, packing + backend)
+        make = _integer_experts if question.fused is None else _integer_linear
+        return make(question, weights, _one_size(weights.group), packing + backend)
     if mx and weights.bits == 8 and policy.since("0.29.0"):
         return Method("INCMxfp8MoEMethod", "mxfp8", "inc", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
     if mx and weights.bits == 4:
@@ -80,7 +79,8 @@ def read_inc(question: ConfigQuestion) -> Method:
     if question.fused is not None and weights.bits == 8:
         block = weights.group if isinstance(weights.group, tuple) else None
         return Method("INCLinearMethod", "fp8", "inc", "none", block=block)
-    text = f"AutoRound {type_} with {weights.bits} bits has no method for experts"
+    modules = "for experts" if question.fused is None else "outside experts"
+    text = f"AutoRound {type_} with {weights.bits} bits has no method {modules}"
     raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
 
 
@@ -194,34 +194,35 @@ def _overridden(question: ConfigQuestion, base: _Weights, row: Config) -> _Weigh
     return _Weights(row.get("bits", base.bits), group, bool(row.get("sym", base.sym)))
 
 
-def _inc_linear(question: ConfigQuestion, weights: _Weights, packing: str) -> Method:
-    """Return the method of integers outside experts, where no fallback takes what Marlin refuses."""
-    bits, sym, group, gpu = weights.bits, weights.sym, weights.group, question.probe.gpu
+def _one_size(group: int | tuple[int, int]) -> int:
+    """Return the group size of integers, and refuse a block."""
     if isinstance(group, tuple):
-        raise ConfigRefusal("AssertionError", "CONFIG", f"AutoRound integers with group_size {list(group)}", code="G0")
+        text = f"AutoRound integers with group_size {list(group)}, not one number"
+        raise ConfigRefusal("AssertionError", "CONFIG", text, code="G0")
+    return group
+
+
+def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
+    """Return the method of integers outside experts, where no fallback takes what Marlin refuses."""
+    bits, sym, gpu = weights.bits, weights.sym, question.probe.gpu
     if question.platform == "cuda" and bits not in (4, 8) and question.policy.since("0.30.0"):
         return humming_method(question.probe, "inc", bits, group, sym)
     if "gptq" not in packing:
         check_awq_bits(bits)
         return auto_awq(group, not sym)
     backend = question.config.get("backend", question.config.get("vllm_backend", "auto"))
-    marlin = (backend == "auto" or "marlin" in backend) and group in _MARLIN_GROUPS
+    marlin = (backend == "auto" or "marlin" in backend) and group in MARLIN_GROUPS
     old = question.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5)
     if bits not in (4, 8) or not sym or not marlin or old:
-        text = (
-            f"AutoRound with {bits} bits, sym {str(sym).lower()} and group_size {group} has no method outside experts"
-        )
+        what = f"{bits} bits, sym {str(sym).lower()} and group_size {group}"
+        text = f"AutoRound with {what} has no method outside experts"
         raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
     return auto_gptq(bits, group)
 
 
-def _inc_int(question: ConfigQuestion, weights: _Weights, packing: str) -> Method:
+def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
     """Return the method of integers; `packing` is the packing format and the backend, of which either names GPTQ."""
-    policy, bits, sym, group = question.policy, weights.bits, weights.sym, weights.group
-    if isinstance(group, tuple):
-        raise ConfigRefusal(
-            "AssertionError", "CONFIG", "AutoRound integers with a two-dimensional group_size", code="G0"
-        )
+    policy, bits, sym = question.policy, weights.bits, weights.sym
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, "inc", bits, group, sym)
     if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
@@ -235,7 +236,7 @@ def _inc_int(question: ConfigQuestion, weights: _Weights, packing: str) -> Metho
     if awq:
         if bits in (4, 8) and not fails:
             check_awq_bits(bits)
-            return replace(auto_awq(group, not sym))
+            return auto_awq(group, not sym)
         check_awq_fallback(question)
         return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
     if bits in (4, 8) and sym and not fails:
