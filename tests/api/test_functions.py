@@ -212,3 +212,14 @@ def test_a_push_is_signed_with_the_key_that_is_named(sign: str | None, monkeypat
     monkeypatch.setattr(publishing, "push_with_card", lambda *given, progress: seen.extend(given))
     moeq.push("folder", "org/name", base_model="org/base", sign=sign)
     assert seen == [Path("folder"), ("org/name", False), "org/base", sign and Path(sign)]
+
+
+@pytest.mark.parametrize("sign", [None, "key.minisign"])
+def test_a_conversion_is_signed_with_the_key_that_is_named(sign: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is converted: the key is what reaches the pipeline."""
+    from moeq.pipeline import convert
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(convert, "convert", lambda *given, **options: seen.update(options))
+    moeq.convert("folder", "out", gpu="H100", sign=sign)
+    assert seen["sign"] == (sign and Path(sign))

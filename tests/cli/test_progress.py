@@ -246,6 +246,18 @@ class TestEvents:
         assert [line["exit_code"] for line in lines if line["event"] == "ended"] == [0, 130]
         assert [line["code"] for line in lines if line["event"] == "failed"] == ["interrupted.signal"]
 
+    def test_nothing_is_said_of_progress_after_the_end(
+        self, tmp_path: Path, fast: None, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        log = tmp_path / "events.jsonl"
+        with ConversionReport(Output("moeq.convert/1"), "convert", tmp_path / "out", log=log) as report:
+            report(events.Started("ab" * 32, 3, 90, 100, 0, 0))
+            wait_for(log, "job abababababab", 0)
+            report(events.Finished(100 * MIB, 4.0, 0))
+            time.sleep(0.1)  # of five heartbeats
+        assert [line["event"] for line in read(log)][-2:] == ["finished", "ended"]
+        assert capsys.readouterr().err.splitlines()[-1] == "convert: finished in 4.0 s, 25.0 MiB/s"
+
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
     def test_a_full_disk_stops_the_events_and_not_the_work(self) -> None:
         told: list[str] = []

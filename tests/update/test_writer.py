@@ -21,6 +21,9 @@ from moeq.update.writer import pack as pack_matrix
 
 REFUSALS = ("usage.shared-tensor", "usage.scales-not-shared", "answer.lossy")
 
+#: Weights of an expert's gate or up.
+ONES = torch.ones(128, 256, dtype=torch.float16)
+
 
 def layers_of(folder: Path) -> dict[int, WritableLayer]:
     checkpoint = moeq.open(folder)
@@ -163,6 +166,13 @@ def test_slices_that_share_numbers_with_the_rest_are_refused(
         ({"columns": (16, 64)}, "usage.illegal-slice", "16 % 32 = 16"),
         ({"rows": (0, 1 << 20)}, "usage.illegal-slice", "0 .. 1048576"),
         ({"projection": "w13", "rows": (0, 32)}, "usage.illegal-slice", "one projection, not 'w13'"),
+        ({"projection": "w13", "tensors": torch.ones(2)}, "usage.update-tensors", "the tensors of gate and up"),
+        ({"projection": "w13", "tensors": {"gate": ONES}}, "usage.update-tensors", "the tensors of gate and up"),
+        (
+            {"projection": "w13", "tensors": {"gate": ONES, "up": ONES, "down": ONES}},
+            "usage.update-tensors",
+            "the tensors of gate and up",
+        ),
         ({"rows": (0, 12)}, "usage.update-tensors", "[256, 128]"),
         ({"rows": (64, 32)}, "usage.illegal-slice", "64 .. 32"),
         ({"tensors": {}}, "usage.update-tensors", "these tensors are nothing"),
