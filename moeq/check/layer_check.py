@@ -16,7 +16,7 @@ from moeq.check.kernel_calls import activations_of, down_products, first_product
 from moeq.check.results import LayerReport, ProjectionResult, Sample
 from moeq.check.timing import time_runs
 from moeq.check.whole_layer import LayerComparison, Passage, pass_16bit, pass_fp8, pass_int8
-from moeq.checkpoint.manifest import LayerEntry, Projection
+from moeq.checkpoint.manifest import LayerEntry, Projection, stacked_role
 from moeq.errors import MoeqError
 from moeq.load.packed_sample import PackedPart, load_packed
 from moeq.model import Checkpoint
@@ -60,16 +60,16 @@ class LayerCheck:
 
     def k_of(self, name: Projection) -> int:
         """Return the input features of a projection."""
-        return self.entry.matrices["w2" if name == "down" else "w13"].spec.k
+        return self.entry.matrices[stacked_role(name)].spec.k
 
     def activations(self, name: Projection) -> str:
         """Return what the kernels quantise the activations of a product to: `int8`, `fp8` or an empty text."""
-        matrix = self.entry.matrices["w2" if name == "down" else "w13"]
+        matrix = self.entry.matrices[stacked_role(name)]
         return activations_of(self.entry.layout, matrix.spec.element, self.activation_dtype)
 
     def group_of(self, name: Projection) -> int:
         """Return the number of input features that share a scale, of weights and of e4m3 activations."""
-        return self.entry.matrices["w2" if name == "down" else "w13"].spec.group_size
+        return self.entry.matrices[stacked_role(name)].spec.group_size
 
     def e4m3_groups(self) -> tuple[int, int]:
         """Return the features of w13's and w2's rows that share a scale in e4m3: all, unless kernels say otherwise."""

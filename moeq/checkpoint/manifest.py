@@ -42,6 +42,11 @@ StackedRole = Literal["w13", "w2"]
 STACKED_ROLES: tuple[StackedRole, ...] = ("w13", "w2")
 
 
+def stacked_role(projection: str) -> StackedRole:
+    """Return the stacked matrix that holds a projection, which may be `gate_up`."""
+    return "w2" if projection == "down" else "w13"
+
+
 @dataclass(frozen=True)
 class MatrixEntry:
     """One stacked matrix (`w13` or `w2`) of one layer."""

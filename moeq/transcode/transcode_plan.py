@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from moeq.checkpoint.header import TensorEntry
-from moeq.checkpoint.manifest import StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole, stacked_role
 from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import FileForm, tensor_bytes
 from moeq.errors import MoeqError
@@ -205,7 +205,7 @@ def _some_rows(whole: WrittenProjection, rows: Span) -> WrittenProjection:
 
 def _of_role(layer: LayerSurvey, expert: int, role: StackedRole) -> list[StoredName]:
     """Return the written projections that a stacked matrix holds."""
-    return [name for name in layer.kinds[expert] if (name == "down") == (role == "w2")]
+    return [name for name in layer.kinds[expert] if stacked_role(name) == role]
 
 
 def _place(layer: LayerSurvey, projection: StoredName, expert: int, part: str, form: FileForm) -> Span:
@@ -336,13 +336,12 @@ def _layer_units(
     checkpoint: Checkpoint, plan: TranscodePlan, layer: LayerSurvey, file: FilePlan
 ) -> Iterator[TranscodeUnit]:
     parts = checkpoint.experts(layer.layer).layer.parts
-    roles: tuple[StackedRole, ...] = ("w13", "w2")
-    for role in roles:
+    for role in STACKED_ROLES:
         items = tuple(ExpertItem(layer.layer, expert, role) for expert in layer.kinds)
         entries = [
             entry
             for (projection, _), found in parts.items()
-            if (projection == "down") == (role == "w2")
+            if stacked_role(projection) == role
             for entry in ([found[FUSED]] if FUSED in found else found.values())
         ]
         yield _unit(f"layer-{layer.layer}/{role}", plan, file, items, entries)

@@ -73,6 +73,25 @@ class Gather:
         return sum(self._specs[name].n for name in given) == self._layer.specs[self._role].n
 
     @cached_property
+    def has_tall_layer(self) -> bool:
+        """Whether the experts of a rank are quantised and written together, one launch for each part.
+
+        Their rows then follow each other as those of one tall matrix: nothing is padded, cut, or common to an expert.
+        """
+        layer, role = self._layer, self._role
+        weight = layer.scheme.weight
+        shared_rows = weight.scale.group_shape[0]
+        return (
+            layer.padded(role) == layer.written[role]
+            and layer.specs[role].bias_dtype is None
+            and weight.scale2 is None
+            and shared_rows > 0
+            and self._specs[layer.names(role)[0]].n % shared_rows == 0
+            and not layer.layout.extra_tensors(layer.padded(role))
+            and list(layer.experts) == sorted(set(layer.experts))
+        )
+
+    @cached_property
     def _placements(self) -> dict[str, Placement]:
         return {name: one for name, one in placements(self._layer, self._role).items() if one is not None}
 
@@ -98,7 +117,7 @@ class Gather:
         return [(targets[name][row], tensor) for name, tensor in extra.items() for row in rows], found
 
     def encoded_layer(self, tall: QuantizedMatrix) -> list[Write]:
-        """Return the writes of all experts of a rank, given as one matrix `[experts * N, K]`, where `places_all`."""
+        """Return the writes of all experts of a rank, given as one matrix `[experts * N, K]` (`has_tall_layer`)."""
         from moeq_kernels.placement import Write
 
         layout, targets = self._layer.layout, self._layer.tensors[self._role]
@@ -133,10 +152,7 @@ class Gather:
         found: dict[str, list[Tensor]] = {"codes": [], "scale": []}
         for name in sorted(given):  # gate rows come before up rows
             spec = self._specs[name]
-            form = (name, *((part, tensor.dtype, tensor.shape) for part, tensor in given[name].items()))
-            if form not in self._forms:
-                check_form(layer, name, given[name], spec)
-                self._forms.add(form)
+            self._check_form(name, given[name])
             for part, tensor in given[name].items():
                 role = roles.get(part)
                 if role in found:
@@ -157,16 +173,22 @@ class Gather:
             "codes": (codes.flatten(1), Packing(8 * codes.itemsize // layer.scheme.bits, sign=0x80 if signed else 0)),
             "scales": (scales.reshape(scale_shape), UNPACKED),
         }
-        return [
-            Write(source, targets[name][row], placement, shape, packing)
-            for field, (source, packing) in sources.items()
-            for name, shape, placement in [parts[field]]
-            for row in rows
-        ]
+        writes = []
+        for field, (source, packing) in sources.items():
+            name, shape, placement = parts[field]
+            writes += [Write(source, targets[name][row], placement, shape, packing) for row in rows]
+        return writes
+
+    def _check_form(self, name: str, tensors: Parts) -> None:
+        """Check stored tensors as `check_form` does, once for all with the same dtypes and shapes."""
+        form = (name, *((part, tensor.dtype, tensor.shape) for part, tensor in tensors.items()))
+        if form not in self._forms:
+            check_form(self._layer, name, tensors, self._specs[name])
+            self._forms.add(form)
 
     @cached_property
     def _stored_parts(self) -> dict[str, tuple[str, tuple[int, int], Placement]]:
-        """Name, shape and words of the parts that hold codes and scales, in this order.
+        """Name, shape and words of the parts that hold `codes` and `scales`.
 
         Empty unless stored codes and scales are all of the matrix, in its rows and with the bits that the layout moves.
         """
@@ -190,8 +212,7 @@ class Gather:
             return {}
         return {
             field: (name, layout.element_shape(parts[name], spec), self._placements[name])
-            for field in ("codes", "scales")
-            for name in [fields[field]]
+            for field, name in fields.items()
         }
 
     def _holds(self, scales: Tensor) -> bool:
@@ -202,25 +223,6 @@ class Gather:
             least, greatest = self._layer.layout.exact_scales or (0, 254)
             return least == 0 and int(scales.amax()) <= greatest
         return math.isfinite(float(torch.linalg.vector_norm(scales, math.inf)))
-
-
-def places_all(layer: WritableLayer, role: StackedRole) -> bool:
-    """Return whether the experts of a rank can be quantised and written together, one launch for each part.
-
-    Their rows then follow each other as those of one tall matrix: nothing is padded, cut, or common to an expert.
-    """
-    spec, weight = layer.specs[role], layer.scheme.weight
-    shared_rows = weight.scale.group_shape[0]
-    return (
-        obstacle(layer, role) is None
-        and layer.padded(role) == layer.written[role]
-        and spec.bias_dtype is None
-        and weight.scale2 is None
-        and shared_rows > 0
-        and wanted_spec(layer, layer.names(role)[0]).n % shared_rows == 0
-        and not layer.layout.extra_tensors(layer.padded(role))
-        and list(layer.experts) == sorted(set(layer.experts))
-    )
 
 
 def _shape(elements: Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moeq.checkpoint.manifest import Projection, StackedRole
+from moeq.checkpoint.manifest import Projection, StackedRole, stacked_role
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, Role, projection_spec
 from moeq.model.quantized_modules import decode
@@ -163,7 +163,7 @@ def read_update(
         given: tensors as `named_tensors` returns them.
         block: part of the projection that the tensors hold; None: all of it.
         rule: how float weights are quantised.
-        device: device that does it.
+        device: device that does it, which the caller has made torch's default.
 
     Returns:
         New weights by projection, each with the role of its projection.
@@ -173,11 +173,10 @@ def read_update(
             no checkpoint has.
     """
     here = {name: {part: one.to(device) for part, one in parts.items()} for name, parts in given.items()}
-    with device:
-        if "gate_up" in here:
-            return _fused(layer, here["gate_up"], rule)
-        shared = _common_global_scale(layer, here, rule) if len(here) > 1 else None
-        return {name: _matrix(layer, name, parts, block, rule, shared) for name, parts in here.items()}  # type: ignore[misc]
+    if "gate_up" in here:
+        return _fused(layer, here["gate_up"], rule)
+    shared = _common_global_scale(layer, here, rule) if len(here) > 1 else None
+    return {name: _matrix(layer, name, parts, block, rule, shared) for name, parts in here.items()}  # type: ignore[misc]
 
 
 def read_layer(
@@ -199,12 +198,12 @@ def read_layer(
     import torch
 
     names = _names(layer, projection)
-    given = dict(weights) if isinstance(weights, Mapping) else {projection: weights}
     fused = projection == "gate_up" and len(names) == 2
-    wanted = [projection] if fused or len(names) == 1 else names
+    wanted: list[str] = ["gate_up"] if fused else [*names]
+    given = dict(weights) if isinstance(weights, Mapping) else {wanted[0]: weights}
     if given.keys() != set(wanted):
         raise _unfit(layer, projection, f"pass the weights of {' and '.join(wanted)}")
-    spec, held = wanted_spec(layer, "gate_up" if fused else names[0]), len(set(layer.experts))
+    spec, held = wanted_spec(layer, wanted[0]), len(set(layer.experts))
     for name, tensor in given.items():
         shape = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         if shape != [held, spec.n, spec.k] or tensor.dtype not in _float_dtypes():
@@ -270,7 +269,7 @@ def _unordered(layer: WritableLayer) -> MoeqError:
 def wanted_spec(layer: WritableLayer, name: str) -> MatrixSpec:
     """Return the spec of `gate`, `up`, `down` or `gate_up` of a whole expert."""
     role: Role = "w13" if name == "gate_up" else name  # type: ignore[assignment]
-    return projection_spec(layer.specs["w2" if name == "down" else "w13"], role)
+    return projection_spec(layer.specs[stacked_role(name)], role)
 
 
 def _matrix(

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
-from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Projection, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Projection, StackedRole, stacked_role
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.ranks import Rank, RankPart
@@ -97,7 +97,7 @@ class WritableLayer:
 
     def names(self, role: StackedRole) -> tuple[Projection, ...]:
         """Return the projections that a stacked matrix holds."""
-        return tuple(name for name in self.projections if (name == "down") == (role == "w2"))
+        return tuple(name for name in self.projections if stacked_role(name) == role)
 
     def row_bytes(self, role: StackedRole) -> int:
         """Return the bytes of one row of a stacked matrix's tensors."""
@@ -122,8 +122,6 @@ class WritableLayer:
         )
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: str) -> None:
-        from moeq.layouts.arranged import torch_dtype
-
         want = torch_dtype(dtype)
         is_float = tensor.dtype.is_floating_point and want.is_floating_point
         same_kind = tensor.dtype == want or (is_float and min(tensor.element_size(), want.itemsize) > 1)

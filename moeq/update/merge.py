@@ -23,8 +23,7 @@ def whole_matrix(
     layer: WritableLayer, role: StackedRole, given: Mapping[Projection, Incoming]
 ) -> QuantizedMatrix | None:
     """Return the rank's part of a stacked matrix if the update holds all of it, else None."""
-    names: list[Projection] = [name for name in layer.projections if (name == "down") == (role == "w2")]
-    spec = layer.specs[role]
+    names, spec = layer.names(role), layer.specs[role]
     if given.keys() != set(names):
         return None
     parts = [given[name].matrix for name in names]

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
+from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole, stacked_role
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model.shards import Range
-from moeq.update.device import Gather, obstacle, places_all
+from moeq.update.device import Gather, obstacle
 from moeq.update.incoming import (
     PROJECTIONS,
     Incoming,
@@ -198,15 +198,14 @@ class Writer:
         found = self._layer(layer)
         self._check_digest(layer, expected)
         names, floats = read_layer(found, projection, weights)
-        role: StackedRole = "w2" if "down" in names else "w13"
+        role = stacked_role(names[0])
         experts = sorted(set(found.experts))
         gather = self._gather_of(found, role)
-        if gather is not None and tuple(names) == found.names(role) and places_all(found, role):
+        if gather is not None and gather.has_tall_layer and tuple(names) == found.names(role):
             with found.device:
                 tall = quantize_layer(found, role, floats.to(found.device), self._rule_of(found))
                 write_all((), gather.encoded_layer(regrouped(found, role, tall)))
-            for key in itertools.product(experts, names):
-                self._digests[layer].pop(key, None)
+            self._forget(found, experts, names)
             rows = tuple(range(len(found.experts)))
             return Update(None, {}, rows, len(rows) * found.row_bytes(role), 0, {})
         done = []
@@ -230,6 +229,11 @@ class Writer:
         held.update(read_digests(found, held))
         return layer_digest(found, held)
 
+    def _forget(self, layer: WritableLayer, experts: Iterable[int], names: Iterable[Projection]) -> None:
+        """Forget the digests of projections that were written."""
+        for key in itertools.product(experts, names):
+            self._digests[layer.layer].pop(key, None)
+
     def _gather_of(self, layer: WritableLayer, role: StackedRole) -> Gather | None:
         """Return what the gather kernel writes of a stacked matrix; None if it is not asked, or cannot."""
         key = (layer.layer, role)
@@ -247,12 +251,12 @@ class Writer:
         places, cpu = layer.rows(expert), torch.device("cpu")
         prepared = []
         for role in STACKED_ROLES:
-            tensors = {name: parts for name, parts in given.items() if (name == "down") == (role == "w2")}
+            tensors = {name: parts for name, parts in given.items() if stacked_role(name) == role}
             if not tensors:
                 continue
             found = self._gathered(layer, role, places, tensors) if places and block is None else None
             if found is None:
-                with cpu:  # also keeps a bias that an update leaves out
+                with cpu:  # the only way that keeps a bias which the update leaves out
                     new = read_update(layer, tensors, block, self._rule_of(layer), cpu)
                     found = self._packed(layer, role, places, new, block) if places else None
             if found is not None:
@@ -266,9 +270,8 @@ class Writer:
         for one in prepared:
             if one.calibrations is not None:
                 self._calibrations[layer.layer, one.role] = one.calibrations
-            for name in one.names:
-                known.pop((expert, name), None)
             digests |= one.digests or {}
+            self._forget(layer, [expert], one.names)
         known |= {(expert, name): digest for name, digest in digests.items()}
         return Update(
             digest=None if queued else self.digest(layer.layer),

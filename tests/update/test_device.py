@@ -11,7 +11,7 @@ from update.updates import Experts
 
 import moeq
 from moeq.errors import MoeqError
-from moeq.update.device import obstacle, places_all
+from moeq.update.device import Gather, obstacle
 from moeq.update.incoming import _fused
 from moeq.update.packing import write_all
 from moeq_kernels.errors import KernelArgumentError
@@ -104,7 +104,7 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
                     cpu.update(0, expert, projection, one["down"] if projection == "down" else one)
             assert same_bytes(layer, wanted[0]) == []
             assert writer.digest(0) == cpu.digest(0)
-            assert places_all(layer, "w2") == (name not in APART)
+            assert Gather(layer, "w2").has_tall_layer == (name not in APART)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,7 @@ def test_all_experts_of_a_rank_are_written_together(name, checkpoints, tmp_path,
                 ("w13", torch.zeros(4, 256, 256), "pass the weights of gate and up"),
                 ("w13", {"gate": torch.zeros(4, 128, 256), "up": None}, "not NoneType"),
                 ("gate", {"up": torch.zeros(4, 128, 256)}, "pass the weights of gate"),
+                ("w2", {"w2": torch.zeros(4, 256, 128)}, "pass the weights of down"),
                 ("down", torch.full((4, 256, 128), float("nan")), "is nan"),
             ],
         ),
