@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 import moeq
 from moeq.check.synthetic import RECIPES
 from moeq.layouts.registry import get_layout
@@ -42,3 +44,17 @@ def test_seeds(tmp_path: Path) -> None:
         RECIPES[0].write(tmp_path / str(number), seed)
     first, again, other = ((tmp_path / str(number) / "model.safetensors").read_bytes() for number in range(3))
     assert first == again != other
+
+
+def test_nvfp4_has_a_scale_of_down_that_is_not_that_of_gate_and_up(tmp_path: Path) -> None:
+    """A kernel that takes the one for the other is seen."""
+    (recipe,) = (one for one in RECIPES if one.name == "nvfp4")
+    recipe.write(tmp_path / "made")
+    stored = load_file(tmp_path / "made" / "model.safetensors")
+    scales: dict[str, set[float]] = {}
+    for name, tensor in stored.items():
+        if name.endswith(".weight_scale_2"):
+            scales.setdefault(name.split(".")[-2], set()).add(float(tensor))
+    gate, up, down = (scales[f"{name}_proj"] for name in ("gate", "up", "down"))
+    assert gate == up
+    assert len(gate) == len(down) == len(gate | down) - 1 == 1

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from moeq.cli.app import run
 from moeq.errors import ExitCode
+from moeq.prove.parity import Parity, PartParity
 
 INT4, OSS = "gptq-int4-g32-qwen3moe", "mxfp4-gptoss"
 
@@ -179,3 +182,36 @@ def test_inspect_ends_as_convert_would(call, checkpoints, name, where, expected)
 def test_inspect_is_content_where_nothing_needs_converting(call, checkpoints) -> None:
     code, document = call("inspect", checkpoints / "ct-fp8-block-qwen3moe", "--gpu", "h100")
     assert (code, document["converts"], document["verdict"]["ok"]) == (ExitCode.OK, False, True)
+
+
+@pytest.mark.parametrize("differing", [(), (3, 5)])
+def test_the_answer_of_parity(differing: tuple[int, ...]) -> None:
+    from moeq.cli.parity import render
+
+    same = PartParity(0, None, "w13", "weight", (0, 3, 5), ())
+    other = PartParity(1, 2, "w2", "scale", (0, 3, 5), differing, "the engine's are right" if differing else None)
+    found = Parity("here", "vLLM 0.33.0", ("marlin-wna16/1",), (same, other), ("an operation was replaced",))
+    console = Console(file=StringIO(), width=120)
+    render(console, found)
+    wanted = [
+        f"{'different' if differing else 'bit-equal'}: here and vLLM 0.33.0",
+        "  layout    marlin-wna16/1",
+        f"  parts     {1 if differing else 2} of 2 equal",
+        *(["  layer 1 rank 2 w2 scale, experts 3, 5: the engine's are right"] if differing else []),
+        "  note      an operation was replaced",
+    ]
+    assert console.file.getvalue().splitlines() == wanted  # type: ignore[attr-defined]
+
+
+def test_verify_puts_differences_on_the_page_of_a_job(text, checkpoints, tmp_path, monkeypatch) -> None:
+    out = tmp_path / "out"
+    assert text("convert", checkpoints / INT4, out, "--gpu", "a100")[0] == ExitCode.OK
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    assert "::error" not in text("verify", out)[2]
+    path = max(out.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    code, _, said = text("verify", out)
+    assert code == ExitCode.NO
+    assert "::error title=moeq verify 1 mismatches::layer 1 expert 3 down no longer holds" in said

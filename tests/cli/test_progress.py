@@ -176,7 +176,7 @@ class TestHeartbeats:
         assert (beat.rate, beat.seconds_left) == pytest.approx((200.0, 15.0))
 
     def test_spans(self) -> None:
-        spans = (0.04, 9.94, 9.96, 59.4, 59.6, 3599, 3600, 7500)
+        spans = (0.04, 9.94, 9.95, 59.4, 59.6, 3599, 3600, 7500)
         shown = ["0.0 s", "9.9 s", "10 s", "59 s", "1 min 00 s", "59 min 59 s", "1 h 00 min", "2 h 05 min"]
         assert [human_seconds(seconds) for seconds in spans] == shown
 
@@ -245,6 +245,15 @@ class TestEvents:
         assert [line["message"] for line in lines if line["event"] == "warned"] == ["the disk is slow"] * 2
         assert [line["exit_code"] for line in lines if line["event"] == "ended"] == [0, 130]
         assert [line["code"] for line in lines if line["event"] == "failed"] == ["interrupted.signal"]
+
+    def test_numbers_of_a_heartbeat_are_rounded(self, tmp_path: Path) -> None:
+        log = tmp_path / "events.jsonl"
+        report = ConversionReport(Output("moeq.convert/1"), "convert", tmp_path / "out", quiet=True, log=log)
+        report._on_beat(Beat(1, 3, "layer 0", 2.6, 7.77))
+        report._on_beat(Beat(0, 0, "preparing", 0.0, None))
+        first, second = read(log)
+        assert (first["percent"], first["bytes_per_second"], first["seconds_left"]) == (33.33, 3, 7.8)
+        assert (second["percent"], second["bytes_per_second"], second["seconds_left"]) == (100.0, 0, None)
 
     def test_nothing_is_said_of_progress_after_the_end(
         self, tmp_path: Path, fast: None, capsys: pytest.CaptureFixture[str]

@@ -20,7 +20,8 @@ def source(checkpoints: Path) -> str:
 def test_exact_is_exit_0(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["transcode", source, str(tmp_path / "out"), "--to", "gptq_v2", "-q"]) == ExitCode.OK
     text = capsys.readouterr().out
-    assert "exact: 24 of 24 projections equal in every value" in text
+    assert "  content   experts of 2 layers, 0 other quantised modules; " in text
+    assert "  proof     exact: 24 of 24 projections equal in every value" in text
     assert (tmp_path / "out" / "quantize_config.json").is_file()
 
 
@@ -37,7 +38,9 @@ def test_allowed_losses_are_exit_0_and_told(source: str, tmp_path: Path, capsys:
     assert run(["transcode", source, out, "--to", "bf16", "-q"]) == ExitCode.NO
     assert "--allow-lossy" in capsys.readouterr().err
     assert run(["transcode", source, out, "--to", "bf16", "--allow-lossy", "-q"]) == ExitCode.OK
-    assert "not exact: 0 of 24 projections" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "  proof     not exact: 0 of 24 projections equal in every value" in text
+    assert "... and 4 more: --json lists them" in text
 
 
 @pytest.mark.parametrize("options", [[], ["--check-only"]])
