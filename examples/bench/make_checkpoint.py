@@ -109,6 +109,14 @@ _QWEN = Model(
     layers=48,
     vocab=151936,
 )
+
+
+def _small(model: Model, heads: int, hidden: int) -> Model:
+    """Give a model few heads, of 64 numbers each; two of them have keys and values."""
+    config = model.config | {"num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": 64}
+    return replace(model, config=config, attention=_attention(hidden, heads, 2, 64), hidden=hidden)
+
+
 _TINY = {"layers": 4, "vocab": 512}
 MODELS = {
     "qwen3-30b-a3b": _QWEN,
@@ -154,11 +162,9 @@ MODELS = {
     ),
     # No real models: small enough for tests, every size a multiple of what layouts want. The experts of `small` are
     # just large enough for the compiled packing loops.
-    "tiny": replace(_QWEN, attention=_attention(256, 4, 2, 64), hidden=256, intermediate=128, num_experts=8, **_TINY),
-    "tiny-oss": replace(
-        _OSS, attention=_attention(256, 4, 2, 64), hidden=256, intermediate=256, num_experts=4, **_TINY
-    ),
-    "small": replace(_QWEN, attention=_attention(512, 8, 2, 64), hidden=512, intermediate=512, num_experts=4, **_TINY),
+    "tiny": replace(_small(_QWEN, 4, 256), intermediate=128, num_experts=8, **_TINY),
+    "tiny-oss": replace(_small(_OSS, 4, 256), intermediate=256, num_experts=4, **_TINY),
+    "small": replace(_small(_QWEN, 8, 512), intermediate=512, num_experts=4, **_TINY),
 }
 
 

@@ -75,7 +75,7 @@ class _Prepared:
     digests: Mapping[str, str] | None = None  #: digest of every projection; None where the gather kernel writes
     losses: int = 0
     loss: Mapping[Projection, RoundingLoss] = field(default_factory=dict)
-    calibrations: list[float] | None = None  #: of all rows, where the layout has a common factor
+    calibrations: list[float] | None = None  #: calibrations of all rows, where the layout has a common factor
 
 
 class Writer:

@@ -200,7 +200,7 @@ def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
     """Plan how places are read.
 
     Args:
-        places: those of all items, one item after the other.
+        places: places of all items, one item after the other.
         items: how many places each item has.
     """
     names = {file: number for number, file in enumerate(dict.fromkeys(file for file, _, _ in places))}
