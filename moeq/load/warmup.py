@@ -73,7 +73,7 @@ def warm_up(
     ranks = [Rank(i, tp, j, ep) for i in range(tp) for j in range(ep)]
     try:
         found = list(_prepared(checkpoint, gpu, ranks, dtype, max_tokens))
-        here = found[0][1].problem.gpu if found else None
+        here = next((layer.problem.gpu for _, layer in found), None)
         if here is not None and here.backend != "cuda":
             raise MoeqError(
                 "environment.kernels",

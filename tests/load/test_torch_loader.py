@@ -22,7 +22,7 @@ from moeq.load import rank_reading
 from moeq.load.packed_sample import load_packed
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import expert_map, fill_parts, open_converted, read_parts, require_arch
+from moeq.load.torch_loader import check_groups, expert_map, fill_parts, open_converted, read_parts, require_arch
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
 
@@ -258,6 +258,22 @@ class TestRefusals:
         error = self.refused(folder, 0, tp_rank=1, tp_size=2)
         assert error.code == "answer.no-kernel"
         assert "--ep" in (error.hint or "")
+
+    def test_groups_that_a_shard_does_not_have(self, converted) -> None:
+        entry = open_converted(converted[self.name]).manifest.layer(0)
+        part = plan_rank(entry, Rank())
+        matrix = part.matrices["w2"]
+        own = matrix.spec.k // matrix.spec.group_size
+
+        def check(all_groups: int | None) -> None:
+            changed = replace(matrix, spec=replace(matrix.spec, all_groups=all_groups))
+            check_groups(entry, replace(part, matrices={**part.matrices, "w2": changed}))
+
+        check(None)
+        check(own)
+        with pytest.raises(MoeqError, match=f"shard of w2 with act-order keeps all {own + 1} groups") as caught:
+            check(own + 1)
+        assert caught.value.code == "answer.no-kernel"
 
     def test_a_layer_that_is_not_there(self, converted) -> None:
         assert self.refused(converted[self.name], 7).code == "usage.no-such-layer"

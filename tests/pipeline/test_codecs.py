@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moeq.layouts.float_bits import bits_of, numbers_of
-from moeq.pipeline.pack.fast.codecs import Shifted
+from moeq.pipeline.pack.fast.codecs import Shifted, _shifted
 
 WIDTHS = {"f32": np.uint32, "bf16": np.uint16, "f16": np.uint16, "e8m0": np.uint8}
 
@@ -47,3 +47,11 @@ def test_one_inexact_or_infinite_scale_among_many_is_found(dtype: str) -> None:
     for number in bad:
         scales[128 * 77 : 128 * 78, 2] = bits_of(np.float32([number]), dtype)[0]
         assert not codec.exact(scales)
+
+
+@pytest.mark.parametrize(("logical", "bits"), [("e8m0", 8), ("bf16", 16), ("f16", 16)])
+def test_tables_have_every_number_once(logical: str, bits: int) -> None:
+    stored, kept = _shifted(logical, "BF16", 120)
+    assert (stored.shape, kept.shape) == ((1 << bits,), (1 << bits,))
+    one = int(bits_of(np.float32([1.0]), logical)[0])
+    assert (int(kept[one]), int(kept[-1])) == (1, 0)  # the last is no number

@@ -189,8 +189,8 @@ def _changed_files(job: Job, destination: Path, manifest: Manifest) -> Iterator[
                 yield f"the source's {name} is not what it was"
 
 
-def _size(path: Path) -> int:
+def _size(path: Path) -> int | None:
     try:
         return path.lstat().st_size
     except OSError:
-        return -1
+        return None

@@ -222,7 +222,7 @@ class Shifted(Rounding):
 @lru_cache(maxsize=8)
 def _shifted(logical: str, params: str, exponent: int) -> tuple[Array, Array]:
     """Return the stored form of every logical number of 8 or 16 bits, and 1 where it comes back as it was."""
-    numbers = np.arange(1 << (8 if logical == "e8m0" else 16), dtype=np.uint8 if logical == "e8m0" else np.uint16)
+    numbers = np.arange(1 << (8 if logical == "e8m0" else 16), dtype=np.uint16)
     codec, stored, again = Shifted(logical, params, exponent), np.empty(len(numbers), np.uint16), np.empty_like(numbers)
     with np.errstate(invalid="ignore"):
         codec._compute(numbers, stored)

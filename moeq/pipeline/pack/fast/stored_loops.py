@@ -80,8 +80,8 @@ def transpose_awq(words, out):  # type: ignore[no-untyped-def]
             _transpose_block(block, w, line[8 * w :])
         if whole < words.shape[1]:
             for j in range(8):
-                for w in range(_LINE_WORDS):
-                    rest[j, w] = block[j, whole + w] if whole + w < words.shape[1] else uint32(0)
+                for w in range(words.shape[1] - whole):
+                    rest[j, w] = block[j, whole + w]
             _transpose_block(rest, 0, transposed_words)
             for w in range(8 * whole, len(line)):
                 line[w] = transposed_words[w - 8 * whole]
