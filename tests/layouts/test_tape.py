@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import numpy as np
 import pytest
 
 pytest.importorskip("numba")
 
 from moeq.layouts.loops import compare, transpose
+from moeq.layouts.loops.native import code_lock
 from moeq.layouts.loops.tape import Player, Tape, Traced, UnrecordedError
 
 
@@ -83,9 +86,11 @@ def test_constants_are_read_where_they_are() -> None:
         lambda one: list(one),
         lambda one: np.copyto(one[:4], np.zeros(4, np.uint8)),
         lambda one: np.copyto(one[:4], one[4:8].view(np.int8)),
+        lambda one: np.copyto(np.empty((2, 4), np.uint8)[:, ::2], one[:4].reshape(2, 2)),  # all runs would share it
         lambda one: one.fill(3),
         lambda one: np.bitwise_xor(one[:4].view(np.uint16), np.uint16(0x1234), out=one[:4].view(np.uint16)),
         lambda one: np.bitwise_xor(one[:4], one[4:8], out=one[:4]),
+        lambda one: np.bitwise_xor(one[:4], np.uint16(0x1111), out=one[:8].view(np.uint16)),
         lambda one: compare.is_zero(one[:64].reshape(8, 8)[:, :4].reshape(1, -1)),  # a copy
         lambda one: compare.is_zero(np.asarray(one)[8:64].reshape(1, -1)),  # the same memory, no longer traced
         lambda one: one[:64].reshape(2, 2, 4, 4)[:, :, ::2].fill(0),
@@ -96,6 +101,20 @@ def test_what_no_tape_repeats_is_refused(work) -> None:
     with pytest.raises(UnrecordedError), tape.recording():
         work(tape.trace(memory(1, 0)[0]))
     assert not isinstance(memory(1, 0)[0], Traced)
+
+
+def test_one_thread_at_a_time_adds_machine_code() -> None:
+    """Two threads that begin at once would make two engines, and free the code of one."""
+    tape, (one,) = Tape(), memory(1, 0)
+    with tape.recording():
+        compare.is_zero(tape.trace(one).reshape(1, -1))
+    thread = Thread(target=Player, args=(tape, 1))
+    with code_lock:
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_nothing_is_recorded_outside() -> None:

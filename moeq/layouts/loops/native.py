@@ -59,7 +59,8 @@ class _Here(local):
     watcher: Watcher | None = None
 
 
-_lock = RLock()
+#: Held while machine code is compiled or added to `engine()`, which only one thread may do at a time.
+code_lock = RLock()
 _here = _Here()
 
 _address = ctypes.pythonapi.PyCapsule_GetPointer
@@ -123,7 +124,7 @@ class Loop:
         return result
 
     def _prepare(self, key: tuple[Any, ...], kinds: list[Kind]) -> _Functions:
-        with _lock:
+        with code_lock:
             if key not in self._compiled:
                 self._compiled[key] = load(self.module, self.name, kinds)
             return self._compiled[key]
@@ -260,5 +261,5 @@ def _add_sources(module: str, sources: dict[Path, bytes]) -> None:
 
 @lru_cache(maxsize=1)
 def engine() -> Any:
-    """Return what holds machine code in this process."""
+    """Return what holds machine code in this process. The caller holds `code_lock`."""
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())

@@ -22,7 +22,7 @@ import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 
-from moeq.layouts.loops.native import Array, Loops, engine, watched
+from moeq.layouts.loops.native import Array, Loops, code_lock, engine, watched
 from moeq.layouts.loops.target import INTERFACE_WORDS
 
 _loops = Loops("moeq.layouts.loops.tape_loops")
@@ -54,8 +54,10 @@ class Traced(np.ndarray[Any, Any]):
         if ufunc is not np.bitwise_xor or method != "__call__" or more or len(out) != 1 or len(inputs) != 2:
             raise UnrecordedError(f"{ufunc.__name__} of an array")
         source, word = inputs
-        octets = set(np.asarray(word, out[0].dtype).tobytes())
-        if isinstance(word, np.ndarray) or len(octets) != 1:
+        if isinstance(word, np.ndarray) or source.dtype != out[0].dtype:
+            raise UnrecordedError("exclusive or of two arrays, or into another dtype")
+        octets = set(np.asarray(word, source.dtype).tobytes())
+        if len(octets) != 1:
             raise UnrecordedError("exclusive or with anything but a repeated byte")
         _loops.flip(*_octets(source, out[0]), np.uint8(octets.pop()))
         return out[0]
@@ -64,8 +66,8 @@ class Traced(np.ndarray[Any, Any]):
         if function is not np.copyto or named or len(given) != 2:
             raise UnrecordedError(f"{function.__name__} of an array")
         out, source = given
-        if not isinstance(source, Traced) or source.dtype != out.dtype:
-            raise UnrecordedError("a copy of what is no traced array of that dtype")
+        if not isinstance(source, Traced) or not isinstance(out, Traced) or source.dtype != out.dtype:
+            raise UnrecordedError("a copy other than between traced arrays of one dtype")
         if any(array.strides[-1:] != (array.itemsize,) for array in (source, out)):
             _loops.copy_elements(*(_cube(one, out.shape).view(f"u{out.itemsize}") for one in (source, out)))
         else:
@@ -95,10 +97,10 @@ class Traced(np.ndarray[Any, Any]):
 
 
 def _cube(array: Array, shape: tuple[int, ...]) -> Array:
-    """Broadcast to a shape, and to three dimensions."""
+    """Broadcast a traced array to a shape of up to three dimensions, and view it in three."""
     if array.shape != shape:
         wide = np.broadcast_to(array.view(np.ndarray), shape).view(type(array))
-        wide.__array_finalize__(array)
+        wide.__array_finalize__(array)  # a view of a plain array does not know its memory
         array = wide
     if array.ndim > _NDIM:
         raise UnrecordedError(f"{array.ndim} dimensions")
@@ -192,6 +194,8 @@ class Player:
         self._program[:, :, 1] = _addresses(self._words, len(tape.words))[:, tape.firsts]
         self._results = np.empty((count, calls), np.int64)
         self._expected = np.array(tape.results, np.int64)
+        with code_lock:
+            self._run = _runner()
 
     def play(self, addresses: Array) -> list[bool]:
         """Run the tape for several pieces of work, one after the other.
@@ -207,7 +211,7 @@ class Player:
         self._interfaces[:count, :, 5] = memory[:, self._bases] + self._first
         results = self._results[:count]
         given = np.array([self._program.ctypes.data, results.size, results.ctypes.data], np.int64)
-        _runner()(given.tobytes())
+        self._run(given.tobytes())
         found: list[bool] = (results == self._expected).all(axis=1).tolist()
         return found
 
@@ -221,7 +225,11 @@ def _addresses(rows: Array, count: int) -> Array:
 
 @lru_cache(maxsize=1)
 def _runner() -> Callable[[bytes], int]:
-    """Compile what runs loops: `words` are the address of functions and arguments, their number, that of results."""
+    """Compile a function that calls loops one after the other. The caller holds `code_lock`.
+
+    The function takes three words: the address of `[calls, 2]` words, each loop's machine code and its arguments; the
+    number of calls; and the address of the `[calls]` words that it fills with results.
+    """
     module = ir.Module()
     kind = ir.FunctionType(_WORD, [_WORD.as_pointer()])
     function = ir.Function(module, kind, "moeq_play")

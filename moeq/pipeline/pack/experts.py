@@ -133,9 +133,9 @@ class PackedParts:
 
     def addresses(self, count: int) -> Array:
         """Return the addresses of all parts of the first experts, int64 `[experts, parts]`."""
+        rows = np.arange(count)
         columns = [
             [one.ctypes.data for one in pieces[:count]] if len(pieces) > 1 else pieces[0].ctypes.data + rows * size
-            for rows in (np.arange(count),)
             for _, _, size, pieces in self._stacks
         ]
         return np.array(columns, np.int64).T
