@@ -33,6 +33,10 @@ _KINDS: dict[str, Any] = {
     "modules_to_not_convert": _NAMES,
     "exclude": _NAMES,
     "exclude_modules": _NAMES,
+    "block_name_to_quantize": _NAMES | str,
+    "to_quant_block_names": _NAMES | str,
+    "modules_in_block_to_quantize": list[str | list[str]] | None,
+    "export": _TABLE,
 }
 
 #: Names of compressed-tensors' tables of arguments.

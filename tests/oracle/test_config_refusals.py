@@ -55,6 +55,36 @@ def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> N
     assert said in verdict.refusal
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": []}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        ({**AUTO_ROUND, "extra_config": {EXPERTS: {"bits": "4"}}}, {}, "bits is '4', not an integer"),
+        ({**MODELOPT, "group_size": "x"}, {}, "ModelOpt's group_size is 'x', not an integer"),
+        ({**MODELOPT, "group_size": [16]}, {}, "ModelOpt's group_size is [16], not an integer"),
+        ({**MODELOPT, "config_groups": {"a": {}}}, {"quantization": "humming"}, "lacks targets"),
+        ({**AUTO_ROUND, "act_bits": "8"}, {"quantization": "humming"}, "act_bits is '8', not an integer"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": 128},
+            {"quantization": "humming"},
+            "weight_block_size 128 is not two sizes",
+        ),
+    ],
+)
+def test_values_of_another_type_are_refused(config: dict[str, Any], options: dict[str, str], said: str) -> None:
+    verdict = judged(config, **options)
+    assert not verdict.ok
+    assert said in verdict.refusal
+
+
+def test_a_group_size_of_modelopt_may_be_text() -> None:
+    assert judged({**MODELOPT, "group_size": "16"}).ok
+
+
 def test_blocks_that_autoround_left_out_are_floats() -> None:
     assert judged({**AUTO_ROUND_FP8, "block_name_to_quantize": "nowhere"}).method == "UnquantizedFusedMoEMethod"
 

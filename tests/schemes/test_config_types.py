@@ -20,6 +20,8 @@ from moeq.schemes.config_types import checked
         ),
         ({"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}, {"weight": [{"dtype": "fp4"}, {"dtype": "fp8"}]}),
         ({"a": {"ignore": None, "b": 1}}, {"a": {"b": 1}}),
+        ({"block_name_to_quantize": "a,b"}, {"block_name_to_quantize": "a,b"}),
+        ({"modules_in_block_to_quantize": [["a"], "b"]}, {"modules_in_block_to_quantize": [["a"], "b"]}),
     ],
 )
 def test_what_is_dropped_and_kept(config: dict[str, object], expected: dict[str, object]) -> None:
@@ -39,6 +41,10 @@ def test_what_is_dropped_and_kept(config: dict[str, object], expected: dict[str,
         ({"input_activations": {"symmetric": "yes"}}, "input_activations.symmetric"),
         ({"quantization": {"exclude_modules": {}}}, "quantization.exclude_modules"),
         ({"weight": 7}, "quantization_config.weight"),
+        ({"export": 7}, "quantization_config.export"),
+        ({"block_name_to_quantize": 7}, "quantization_config.block_name_to_quantize"),
+        ({"to_quant_block_names": ["a", 7]}, r"quantization_config.to_quant_block_names"),
+        ({"modules_in_block_to_quantize": [["a"], [7]]}, r"quantization_config.modules_in_block_to_quantize"),
     ],
 )
 def test_wrong_types_are_named(config: dict[str, object], place: str) -> None:

@@ -153,7 +153,7 @@ def _of_module(question: ConfigQuestion, base: _Weights) -> _Weights | None:
     config = question.config
     name = question.engine_path(question.renamed(question.fused or question.prefix))
     extra: dict[str, Config] = {question.renamed(key): row for key, row in (config.get("extra_config") or {}).items()}
-    if any(extra[key].get("bits", 16) >= 16 for key in (name, f"model.{name}") if key in extra):
+    if any(_bits(extra[key], 16) >= 16 for key in (name, f"model.{name}") if key in extra):
         return None
     if name in extra:
         return _overridden(question, base, extra[name])
@@ -191,7 +191,11 @@ def _searched(pattern: str, name: str) -> bool:
 
 def _overridden(question: ConfigQuestion, base: _Weights, row: Config) -> _Weights:
     group = _group(question, row["group_size"]) if "group_size" in row else base.group
-    return _Weights(row.get("bits", base.bits), group, bool(row.get("sym", base.sym)))
+    return _Weights(_bits(row, base.bits), group, bool(row.get("sym", base.sym)))
+
+
+def _bits(row: Config, default: int) -> int:
+    return integer(row, "bits") if "bits" in row else default
 
 
 def _one_size(group: int | tuple[int, int]) -> int:

@@ -253,6 +253,10 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
         activation = None
     bits = 4 if family == "nvfp4" else 8
     stated = source.get("group_size")
+    try:
+        stated = None if stated is None else int(stated)  # the engine takes a number that is written as text
+    except (TypeError, ValueError):
+        refuse(f"ModelOpt's group_size is {stated!r}, not an integer")
     group = stated if family == "nvfp4" and stated not in (None, NVFP4_GROUP) else None
     return Method(name, family, "modelopt", weight, activation, bits, group, vllm_cutlass=False)
 

@@ -120,7 +120,7 @@ def _layer(question: ConfigQuestion, part: str) -> Config | None:
         if groups is None:
             text = f"{option('quantization', 'humming')} reads config_groups, which this config does not have"
             raise ConfigRefusal("KeyError", "CONFIG", text, f"drop {option('quantization')}", "G0")
-        row: Config = next((row for row in groups.values() if "Linear" in row["targets"]), {})
+        row: Config = next((row for row in groups.values() if "Linear" in required(row, "targets")), {})
         if row.get("weights", {}) is None or "weights" not in row or row.get(part) is None:
             return None
         names = {"compressed-tensors": "format", "modelopt": "quant_algo"}
@@ -192,7 +192,10 @@ def _auto_round(question: ConfigQuestion, layer: Config) -> HummingWeights:
     packing = str(layer.get("packing_format", "auto_round:auto_gptq"))
     floats = any(word in packing for word in ("fp8", "nvfp", "mxfp", "nv_fp", "mx_fp"))
     _assert(layer.get("data_type", "int") == "int" and not floats, "AutoRound's float formats are not supported")
-    _assert(layer.get("act_bits", 16) >= 16, "AutoRound with quantised activations is not supported")
+    _assert(
+        "act_bits" not in layer or integer(layer, "act_bits") >= 16,
+        "AutoRound with quantised activations is not supported",
+    )
     if not question.policy.since("0.31.0"):
         raise ConfigRefusal("TypeError", "CONFIG", "Humming reads no AutoRound weights", "vLLM 0.31 and newer", "G0")
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), bool(layer.get("sym", True)))
@@ -203,7 +206,9 @@ def _fp8(question: ConfigQuestion, layer: Config) -> HummingWeights:
     if block is None:
         newer = question.policy.since("0.31.0")
         return HummingWeights("fp8", 8, 0, "kFp8StaticTensorSym" if newer else "kFp8StaticChannelSym")
-    return HummingWeights("fp8", 8, block[1], "kFp8Static128BlockSym" if list(block) == [128, 128] else _NO_KEY)
+    if not isinstance(block, list) or len(block) != 2:
+        refuse(f"weight_block_size {block} is not two sizes")
+    return HummingWeights("fp8", 8, block[1], "kFp8Static128BlockSym" if block == [128, 128] else _NO_KEY)
 
 
 def _mxfp4(question: ConfigQuestion, layer: Config) -> HummingWeights:
