@@ -198,7 +198,7 @@ def _run_fused(
 
 def _run_products(check: LayerCheck, packed: Sequence[PackedPart], inputs: Inputs) -> Products:
     """Compute every product: run by run on a GPU, at once in the interpreter, whose cost is per launch."""
-    parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, inputs.x.shape[0])]
+    parts = [part for _, part in inputs.runs] if check.device.type == "cuda" else [slice(0, len(inputs.x))]
     first = [first_products(packed, inputs.x[part], inputs.ids[part], check.widths["up"]) for part in parts]
     actual: dict[Projection, Tensor] = {
         name: torch.cat([one[name] for one in first]) for name in check.widths if name != "down"

@@ -16,7 +16,8 @@ import moeq
 from moeq.check import layer_check
 from moeq.check import run_check as run_check_module
 from moeq.check.kernel_calls import fused_layer
-from moeq.check.run_check import CheckOptions, run_check
+from moeq.check.run_check import CheckOptions, Opened, run_check
+from moeq.check.run_check import _changed as changed
 from moeq.check.sampling import choose_samples
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -265,6 +266,16 @@ def test_numbers_that_were_changed_on_purpose_are_no_failure(checkpoints, tmp_pa
     assert report.ok, [result for result in report.results if not result.passed]
     (note,) = report.notes
     assert f"allow_lossy=True changed {conversion.manifest.layer(0).losses} stored numbers" in note
+
+
+def test_a_note_says_which_reference_layers_have_whose_numbers_were_changed(converted, checkpoints) -> None:
+    checkpoint, source = moeq.open(converted[INT4]), moeq.open(checkpoints / INT4)
+    first, second = checkpoint.manifest.layers
+    manifest = replace(checkpoint.manifest, layers=(replace(first, losses=5), second))
+    (note,) = changed(Opened(checkpoint, source, manifest), [0, 1])
+    assert note.startswith("allow_lossy=True changed 5 stored numbers")
+    assert changed(Opened(checkpoint, source, manifest), [1]) == ()
+    assert changed(Opened(checkpoint, checkpoint, manifest), [0]) == (), "what is stored is the reference anyway"
 
 
 @pytest.mark.slow

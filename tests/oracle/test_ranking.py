@@ -9,15 +9,17 @@ from importlib.resources import files
 
 import pytest
 from oracle.asking import gpu
-from oracle.examples import CHECKPOINTS, GPT_OSS, SHAPE
+from oracle.examples import CHECKPOINTS, GPT_OSS, SHAPE, scheme
 
 import measured_times
 import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.oracle import ranking
+from moeq.oracle.engines.moeq import is_fastest
 from moeq.oracle.judge import judge
 from moeq.oracle.ranking import Ranking
 from moeq.oracle.records import MoeShape
+from moeq.schemes.base import Scheme
 
 INT4 = "ct-int4-g128-qwen3moe"
 
@@ -118,3 +120,21 @@ def test_an_order_that_was_measured_is_told_from_another() -> None:
     assert [found.fastest("decode")[0].layout for found in (own, marlin)] == ["moeq-mxfp4", "marlin-mxfp4"]
     assert own.fastest("decode")[0].microseconds[8] < marlin.fastest("decode")[0].microseconds[8]
     assert ranked(gpu("H200"), "mxfp4-gptoss", replace(shape, activation="silu")).notes
+
+
+@pytest.mark.parametrize(
+    ("where", "asked", "layout", "fastest"),
+    [
+        ("H100", scheme("gptq"), "marlin-wna16/1", True),
+        ("H200", scheme("gptq"), "marlin-wna16/1", True),
+        ("A100", scheme("gptq"), "marlin-wna16/1", False),
+        ("B200", scheme("gptq"), "marlin-wna16/1", False),
+        ("MI300X", scheme("gptq"), "marlin-wna16/1", False),
+        ("H100", scheme("gptq", activation="int8"), "marlin-wna16/1", False),
+        ("H100", scheme("gptq", "int3"), "marlin-wna16/1", False),
+        ("H100", scheme("gptq", act_order=True), "marlin-act-order/1", False),
+        ("H100", scheme("gptq"), "no-layout/1", False),
+    ],
+)
+def test_own_kernels_are_ahead_on_hopper_alone(where: str, asked: Scheme, layout: str, fastest: bool) -> None:
+    assert is_fastest(asked, gpu(where), layout) is fastest

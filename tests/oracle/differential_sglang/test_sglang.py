@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from oracle.differential_sglang import cases, compare, samples
 
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
-from moeq.deploy.gpus import parse_gpu
+from moeq.deploy.gpus import Gpu, parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.engines.sglang.decision import decide_sglang
 from moeq.oracle.engines.sglang.layer import Refused, SglangLayer
@@ -178,6 +179,13 @@ def test_refusals_say_why_and_what_helps(config: Any, fields: Any, words: str, h
     assert not found.ok
     assert words in found.refusal
     assert hint in str(found.nearest)
+
+
+@pytest.mark.parametrize("where", [parse_gpu("MI300X"), replace(parse_gpu("H100"), capability=None)], ids=str)
+def test_devices_that_are_not_followed(where: Gpu) -> None:
+    found = judge_config(GPTQ, SHAPE, Deployment(where, engine="sglang"))
+    assert (found.ok, found.known) == (False, False)
+    assert f"what SGLang does on {where.name} is not known to moeq: only CUDA is followed" in found.refusal
 
 
 def test_suggested_changes_get_the_engines_yes() -> None:
