@@ -118,6 +118,23 @@ def test_headers_that_all_experts_of_a_set_have_name_none(checkpoints: Path) -> 
     assert {row.experts for row in rows} == {()}
 
 
+@pytest.mark.parametrize(
+    ("scoring", "names"),  # without renormalisation and with, each without a bias and with
+    [
+        ("softmax", ("Default", "Unspecified", "RenormalizeNaive", "Unspecified")),
+        ("topk-softmax", ("Custom", "Custom", "RenormalizeNaive", "Custom")),
+        ("sigmoid", ("Sigmoid", "Custom", "SigmoidRenorm", "DeepSeekV3")),
+        ("topk-sigmoid", ("Llama4", "Custom", "Custom", "Custom")),
+        ("sqrtsoftplus", ("Custom", "Custom", "DeepseekV4", "DeepseekV4")),
+        ("another", ("Custom", "Custom", "Custom", "Custom")),
+    ],
+)
+def test_names_of_routing(scoring: str, names: tuple[str, ...]) -> None:
+    pairs = [(renormalize, bias) for renormalize in (False, True) for bias in (False, True)]
+    rules = [RoutingInfo(scoring, renormalize=one, correction_bias=bias) for one, bias in pairs]
+    assert tuple(routing_name(rule, grouped=True) for rule in rules) == names
+
+
 @pytest.mark.parametrize(("grouped", "name"), [(True, "DeepSeekV3"), (False, "MiniMax2")])
 def test_routing_with_a_bias_is_named_by_its_groups(grouped: bool, name: str) -> None:
     rule = RoutingInfo("sigmoid", renormalize=True, correction_bias=True)

@@ -45,6 +45,12 @@ def refused(path: Path, entry: RestoreEntry | None = ENTRY) -> tuple[str, str]:
     return caught.value.code, caught.value.message
 
 
+def test_a_header_with_bytes_after_it(tmp_path: Path) -> None:
+    path = written(tmp_path, **{"header/model.safetensors": PARTS["header/model.safetensors"] + b" "})
+    expected = "moeq-restore.data: header of model.safetensors: has other bytes after it"
+    assert refused(path) == ("source.bad-header", expected)
+
+
 def test_what_it_holds(tmp_path: Path) -> None:
     found = RestoreData(written(tmp_path), ENTRY)
     assert found.texts == {"config.json": CONFIG}
