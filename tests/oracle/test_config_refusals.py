@@ -17,7 +17,7 @@ from moeq.oracle.records import MoeShape, Verdict
 
 SHAPE = MoeShape(2048, 768, 128, 8)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-MXFP4 = {
+MXFP4: dict[str, Any] = {
     "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "ignore": [],
     "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
         "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}}},
@@ -79,6 +79,15 @@ def test_values_of_another_type_are_refused(config: dict[str, Any], options: dic
     verdict = judged(config, **options)
     assert not verdict.ok
     assert said in verdict.refusal
+
+
+@pytest.mark.parametrize("block", [1.5, "", "x", "1x", [128], [128, "128"], [], {}])
+def test_blocks_of_compressed_tensors_have_two_sizes(block: object) -> None:
+    group = MXFP4["config_groups"]["group_0"]
+    inputs = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": block}
+    verdict = judged({**MXFP4, "config_groups": {"group_0": {**group, "input_activations": inputs}}})
+    assert not verdict.ok
+    assert f"block_structure {block!r} is not two sizes" in verdict.refusal
 
 
 def test_a_group_size_of_modelopt_may_be_text() -> None:

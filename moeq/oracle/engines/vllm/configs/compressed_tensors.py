@@ -67,8 +67,6 @@ def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
     if strategy is None:
         strategy = "tensor" if group is None else "group" if group > 0 else "channel"
     order = ("group" if order else None) if isinstance(order, bool) else order
-    shape = block.get("block_structure")
-    shape = [int(size) for size in shape.split("x")] if isinstance(shape, str) else shape
     made = Arguments(
         bits=block.get("num_bits", 8),
         type=str(block.get("type", "int")),
@@ -79,10 +77,22 @@ def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
         group=group,
         actorder=order,
         scale_dtype=str(block["scale_dtype"]).removeprefix("torch.") if block.get("scale_dtype") else None,
-        block=tuple(shape) if shape else None,
+        block=_block(block.get("block_structure")),
     )
     _validate(made)
     return made
+
+
+def _block(shape: Any) -> tuple[int, ...] | None:
+    """Read the sizes of a block: a list of two, or text such as `128x128`."""
+    try:
+        sizes = [int(size) for size in shape.split("x")] if isinstance(shape, str) else shape
+    except ValueError:
+        sizes = ()
+    if sizes is not None and not (isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]):
+        text = f"compressed-tensors refuses it: block_structure {shape!r} is not two sizes"
+        raise ConfigRefusal("ValidationError", "CONFIG", text, code="G0")
+    return None if sizes is None else tuple(sizes)
 
 
 def _validate(row: Arguments) -> None:
