@@ -42,6 +42,16 @@ def test_code_is_named_and_written_unless_it_is_not_wanted(no_code: bool, writte
     assert plan.no_code == no_code
 
 
+def test_what_names_no_code_and_what_no_system_can_hold(source: Path) -> None:
+    (source / "notes.txt").write_text(json.dumps({"auto_map": {"A": "modeling.A"}}))
+    (source / "tokenizer_config.json").write_text("no JSON with an auto_map in it")
+    (source / "generation_config.json").write_text(json.dumps({"eos": "auto_map"}))
+    (source / "CON").write_text("x")
+    plan = plan_side_files(LocalSource(source, ""), no_code=True)
+    assert (plan.code, plan.stripped, plan.unusable) == ((), (), ("CON",))
+    assert {"notes.txt", "tokenizer_config.json", "generation_config.json"} <= plan.sizes.keys()
+
+
 def test_code_is_left_out_wherever_it_is_named() -> None:
     document = [{"auto_map": {}, "a": [{"auto_map": {}, "b": 1}, "auto_map"]}]
     assert without_code(document) == [{"a": [{"b": 1}, "auto_map"]}]

@@ -71,6 +71,19 @@ def test_every_step_is_counted_once(clean, checkpoints) -> None:
         assert [step[0] for step in told].count(of) == 1
 
 
+def test_configs_without_the_code_that_they_named(checkpoints, tmp_path) -> None:
+    source = Path(shutil.copytree(checkpoints / NAME, tmp_path / "source"))
+    config = {"auto_map": {"AutoTokenizer": "code.T"}, "eos_token": "."}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    out = tmp_path / "out"
+    convert(source, out, Deployment(gpu=parse_gpu("A100")), no_code=True)
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"eos_token": "."}
+    assert verify(out, source).ok
+    (source / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "!"}))
+    found = verify(out, source)
+    assert "tokenizer_config.json differs from the source's" in [one.text for one in found.mismatches]
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_flipped_byte_names_its_expert(out, workers) -> None:
     path, start, size = place(out, f"{PREFIX}.w2_weight")
