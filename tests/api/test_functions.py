@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from moeq.check.run_check import CheckOptions
 from moeq.cli import options
 from moeq.cli.app import COMMANDS
 from moeq.pipeline.events import Finished
+from moeq.pipeline.plan_document import PLAN_SCHEMA
 from moeq.transcode.survey import TranscodeKeywords
 
 NAME = "gptq-int4-g32-qwen3moe"
@@ -67,9 +69,13 @@ def test_a_plan_is_carried_out(checkpoints: Path, tmp_path: Path) -> None:
     assert done.manifest.job is not None
     assert done.manifest.job.options["no_code"]
     assert isinstance(events[-1], Finished)
-    with pytest.raises(moeq.MoeqError) as caught:
-        moeq.convert(source, tmp_path / "other", plan=job, gpu="A100", layout="triton-wna16/1", force_layout=True)
-    assert caught.value.code == "usage.other-plan"
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": PLAN_SCHEMA, "digest": job.plan.digest}))
+    for plan in (job, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        again = moeq.convert(source, tmp_path / "again", gpu="A100", plan=plan, no_code=True, dry_run=True)
+        assert again.plan.digest == job.plan.digest
+        with pytest.raises(moeq.MoeqError) as caught:
+            moeq.convert(source, tmp_path / "other", plan=plan, gpu="A100", layout="triton-wna16/1", force_layout=True)
+        assert caught.value.code == "usage.other-plan"
 
 
 def test_sizes_are_texts_or_bytes() -> None:

@@ -111,3 +111,18 @@ def test_a_strategy_that_is_left_out(group: int | None, strategy: str) -> None:
             other.convert,
             other.error,
         )
+
+
+@pytest.mark.parametrize(
+    ("where", "group", "fields", "method"),
+    [
+        ("gfx950", 32, {"backend": "flydsl"}, "CompressedTensorsW4A16FlydslMoEMethod"),
+        ("gfx950", 32, {"backend": "flydsl", "lora": True}, "CompressedTensorsWNA16MoEMethod"),
+        ("gfx950", 32, {}, "CompressedTensorsWNA16MoEMethod"),
+        ("gfx950", 64, {"backend": "flydsl"}, "CompressedTensorsWNA16MoEMethod"),
+        ("gfx942", 32, {"backend": "flydsl"}, "CompressedTensorsWNA16MoEMethod"),
+        ("gfx1100", 32, {}, "CompressedTensorsWNA16RDNA3MoEMethod"),
+    ],
+)
+def test_kernels_inside_the_method_of_old_versions(where: str, group: int, fields: Any, method: str) -> None:
+    assert judge_config(ct(group), SHAPE, gpu(where, engine="vllm@0.26.0", **fields)).method == method

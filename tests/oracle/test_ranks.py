@@ -36,6 +36,7 @@ def test_context_parallel_ranks_share_experts_as_data_parallel_ones_do() -> None
     assert (spread.case.local_experts, spread.case.all2all) == (16, "allgather_reducescatter")
     assert not failed(spread)
     assert "tp x dp x pcp = 2 x 1 x 2 = 4, not 2" in failed(outcome(pcp=2, tp=2, ep=2))["G5"]
+    assert "ep is tp x dp = 2 x 1 = 2, not 4" in failed(outcome(tp=2, ep=4))["G5"]
 
 
 @pytest.mark.parametrize(("version", "works"), [("0.29.0", False), ("0.30.0", True)])

@@ -6,13 +6,16 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
+from oracle.asking import ct, gptq
 from oracle.differential import cases
 from oracle.differential.compare import Row, question_of
 
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.oracle.engines.vllm.counterfactuals import _configs as configs
 from moeq.oracle.engines.vllm.counterfactuals import changes, with_env, with_package
 from moeq.oracle.engines.vllm.outcome import derive_dp, resolve
 from moeq.oracle.engines.vllm.policy import load_policy
@@ -109,3 +112,22 @@ def test_a_device_is_named_only_where_the_backend_runs_there() -> None:
     assert aiter.unlock is not None
     assert "install aiter and set VLLM_ROCM_USE_AITER=1" in aiter.unlock
     assert parse_gpu("V100").arch not in aiter.unlock
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        (ct(64), ["group size 128", "group size 32"]),
+        (ct(64, symmetric=False), ["group size 128", "group size 32", "a symmetric checkpoint"]),
+        (gptq(), ["group size 64", "group size 32"]),
+        (gptq(sym=False), ["group size 64", "group size 32", "a symmetric checkpoint"]),
+        (gptq(desc_act=True), ["group size 64", "group size 32", "a checkpoint without act-order"]),
+        (gptq(quant_method="awq", zero_point=True),
+         ["group size 64", "group size 32", "a checkpoint without zero points"]),
+        ({"quant_method": "fp8"}, []),
+    ],
+)  # fmt: skip
+def test_other_checkpoints_that_are_tried(config: dict[str, Any], texts: list[str]) -> None:
+    tried = list(configs(config))
+    assert [text for text, _ in tried] == texts
+    assert all(changed != config for _, changed in tried)

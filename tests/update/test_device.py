@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from update.updates import Experts
 import moeq
 from moeq.errors import MoeqError
 from moeq.update.device import Gather, obstacle
-from moeq.update.incoming import _fused
+from moeq.update.incoming import _fused, read_layer
 from moeq.update.packing import write_all
 from moeq_kernels.errors import KernelArgumentError
 from moeq_kernels.index_maps import Digit, Placement
@@ -271,3 +272,16 @@ def test_rows_of_interleaved_gate_and_up_are_told_apart(checkpoints, tmp_path) -
     found = _fused(layer, {"weight": weight}, "compressed-tensors")
     for start, name in enumerate(("gate", "up")):
         assert torch.equal(found[name].weight, weight[start::2])  # type: ignore[index, arg-type]
+
+
+def test_weights_of_fused_gate_and_up_are_put_in_the_rows_of_the_stacked_matrix(checkpoints, tmp_path) -> None:
+    layer = layers_of(pack(checkpoints / "mxfp4-gptoss", tmp_path / "out", "marlin-mxfp4-interleaved/1"))[0]
+    spec, held = layer.specs["w13"], len(layer.experts)
+    weights = torch.arange(held * spec.n * spec.k).reshape(held, spec.n, spec.k).float()
+    names, found = read_layer(layer, "gate_up", weights)
+    assert names == ["gate", "up"]
+    assert torch.equal(found, torch.cat([weights[:, ::2], weights[:, 1::2]], dim=1))
+    assert torch.equal(read_layer(replace(layer, interleaved=False), "gate_up", weights)[1], weights)
+    with pytest.raises(MoeqError) as caught:
+        read_layer(replace(layer, interleaved=None), "gate_up", weights)
+    assert caught.value.code == "usage.update-tensors"
