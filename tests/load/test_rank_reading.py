@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import moeq
 from moeq.checkpoint.source import LocalSource
-from moeq.load.rank_reading import _by_pieces, holds
+from moeq.load import rank_reading
+from moeq.load.rank_reading import Span, _by_pieces, _spans, _units, holds
 
 
 def test_memory_of_a_device_is_filled_from_a_buffer(checkpoints: Path) -> None:
@@ -33,3 +35,32 @@ def test_a_tensor_is_compared_with_a_stored_one(checkpoints: Path, monkeypatch: 
     assert not holds(source, name, tensor.T)
     tensor[-1, -1] += 1
     assert not holds(source, name, tensor)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_chosen_bytes_are_copied_in_the_largest_units(width: int) -> None:
+    whole = np.array([1, 3, 4, 9])
+    chosen = (whole[:, None] * width + np.arange(width)).reshape(-1)
+    units, found = _units(chosen)
+    assert (units.tolist(), found) == (whole.tolist(), width)
+
+
+@pytest.mark.parametrize("chosen", [[1, 2, 5, 6], [0, 1, 2, 4], [0, 2, 3, 5], [0, 1, 2]])
+def test_bytes_that_are_no_units_are_copied_one_by_one(chosen: list[int]) -> None:
+    units, width = _units(np.array(chosen))
+    assert (units.tolist(), width) == (chosen, 1)
+
+
+def test_spans_end_at_gaps_of_more_than_a_page() -> None:
+    page = rank_reading.PAGE
+    near, far = _spans(torch.tensor([0, page]), 9999), _spans(torch.tensor([0, page + 1]), 9999)
+    assert near is not None
+    (one,) = near
+    assert (one.start, one.stop, one.kept) == (0, page + 1, 2)
+    assert far == (Span(0, 1, None, 1), Span(page + 1, page + 2, None, 1))
+    assert _spans(torch.tensor([3, 4, 5]), 6) == (Span(3, 6, None, 3),)
+
+
+@pytest.mark.parametrize("index", [[], [0, 0], [1, 0], [0, 6]])
+def test_positions_that_select_no_stored_bytes(index: list[int]) -> None:
+    assert _spans(torch.tensor(index, dtype=torch.int64), 6) is None

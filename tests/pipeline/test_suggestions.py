@@ -134,3 +134,17 @@ def test_a_refusal_ends_with_what_works(name: str, layout: str | None, hint: str
     error = advised(moeq.open(checkpoints / name), question(ConvertOptions(layout=layout))).error
     assert error is not None
     assert error.hint == hint
+
+
+def test_every_backend_is_tried_and_none_explained_unless_asked(checkpoints: Path) -> None:
+    checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
+
+    def candidates(asked: Question, **options: bool) -> Any:
+        verdict = advised(checkpoint, asked, **options).verdict
+        assert verdict is not None
+        return verdict.candidates
+
+    usual, other, cut = question(), question(backend="flashinfer_trtllm"), question(tp=4)
+    for asked in (usual, other):
+        assert candidates(asked) == candidates(asked, explain=False) != candidates(asked, explain=True)
+    assert candidates(cut) == candidates(cut, brief=False) != candidates(cut, brief=True)
