@@ -47,6 +47,21 @@ def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
     assert len(mutate.draw(path, 100, 7)) == 9
 
 
+def test_which_tests_are_tried(tmp_path: Path, monkeypatch) -> None:
+    """Those of the line first; all of the mirroring folder for what runs at import, which they may only look at."""
+    monkeypatch.setattr(mutate, "ROOT", tmp_path)
+    path = tmp_path / "moeq" / "part" / "a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SOURCE)
+    names = ("tests/part/test_a.py::line", "tests/part/test_a.py::file", "tests/part/test_b.py::looks", "tests/x.py::x")
+    record = Record(tests=dict.fromkeys(names, 1.0), lines={"moeq/part/a.py": {8: [0], 13: [1]}})
+    found = {one.lines[0]: [*mutate.rounds_of_tests(record, one)] for one in mutate.mutants(path)}
+    tried = {line: [name for tests in rounds for name in tests] for line, rounds in found.items()}
+    assert tried[8] == [names[0], names[1]]
+    assert tried[13] == [names[1], names[0]]
+    assert tried[5] == tried[2] == [names[0], names[1], names[2]]
+
+
 def test_an_engine_stays_on_the_path_of_a_tree(tmp_path: Path, monkeypatch) -> None:
     """Also one that lies in the repository, as `make engines` has it; the repository's own folders do not."""
     monkeypatch.setenv("PYTHONPATH", "/engine")

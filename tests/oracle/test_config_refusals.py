@@ -55,6 +55,37 @@ def test_configs_that_the_engine_refuses(config: dict[str, Any], said: str) -> N
     assert said in verdict.refusal
 
 
+@pytest.mark.parametrize(
+    ("weights", "inputs", "said"),
+    [
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False, "symmetric": True}, None),
+        ({"strategy": "channel"}, {"strategy": "token", "dynamic": True, "symmetric": True}, None),
+        (
+            {"strategy": "tensor"},
+            {"strategy": "tensor", "dynamic": False, "symmetric": False},
+            "no MoE scheme matches weights float8 per tensor, static, sym with input activations float8 per tensor",
+        ),
+        (
+            {"strategy": "group", "group_size": 128},
+            {"strategy": "token", "dynamic": True, "symmetric": True},
+            "no MoE scheme matches weights float8 per group 128, static, sym",
+        ),
+        (
+            {"strategy": "channel"},
+            {"strategy": "tensor", "dynamic": False, "symmetric": True},
+            "fp8 weights per channel with activations per tensor trip an assertion",
+        ),
+    ],
+)
+def test_fp8_of_compressed_tensors(weights: dict[str, Any], inputs: dict[str, Any], said: str | None) -> None:
+    float8 = {"num_bits": 8, "type": "float"}
+    block = {**float8, "symmetric": True, "dynamic": False, **weights}
+    group = {"targets": ["Linear"], "weights": block, "input_activations": {**float8, **inputs}}
+    verdict = judged({"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"a": group}})
+    assert verdict.ok is (said is None)
+    assert verdict.refusal.startswith(said or "")
+
+
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": []}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 EXPERTS = "model.layers.0.mlp.experts"
