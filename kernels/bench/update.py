@@ -104,7 +104,7 @@ class Places:
         for role, spec in SPECS.items():
             for name, part in layout.parts(spec).items():
                 rows, columns = layout.element_shape(part, spec)
-                placement = placement_of(part, (rows, columns), (0, rows), (0, columns))
+                placement = placement_of(part, (rows, columns))
                 assert placement is not None
                 self.found[role, name] = placement
 

@@ -41,7 +41,7 @@ def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
     if layout.lossy is not None and not layout.rearranges:
         return f"values may not fit, which takes a look at them: {layout.lossy}"
     if any(placement is None for placement in placements(layer, role).values()):
-        return f"tiles of {layout.id} hold gate and up rows together"
+        return f"{layout.id} stores up rows before gate rows, or padding between them"
     stored = layout.tensors(spec)
     for name, tensor in layer.tensors[role].items():
         if tensor.dtype != torch_dtype(stored[name].dtype):
@@ -52,11 +52,7 @@ def obstacle(layer: WritableLayer, role: StackedRole) -> str | None:
 def placements(layer: WritableLayer, role: StackedRole) -> dict[str, Placement | None]:
     """Return the words of every part of a stacked matrix that the gather kernel writes."""
     layout, spec = layer.layout, layer.padded(role)
-    found = {}
-    for name, part in layout.parts(spec).items():
-        shape = layout.element_shape(part, spec)
-        found[name] = placement_of(part, shape, (0, shape[0]), (0, shape[1]))
-    return found
+    return {name: placement_of(part, layout.element_shape(part, spec)) for name, part in layout.parts(spec).items()}
 
 
 class Gather:

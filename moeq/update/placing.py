@@ -19,20 +19,12 @@ KEPT = 256
 
 
 @lru_cache(maxsize=KEPT)
-def placement_of(
-    part: Part, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int], half: int | None = None
-) -> Placement | None:
-    """Return the words that hold a block of a part's elements.
+def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
+    """Return the words that hold a part's elements; None where its halves change places, or are padded each.
 
     Args:
         part: part of a packed matrix.
         shape: `(rows, columns)` of all its elements, without the padding inside the layout.
-        rows: `(start, stop)` of the block, within one half if `half` is given.
-        columns: `(start, stop)` of the block.
-        half: 0 for gate and 1 for up rows of a gated w13; None for a matrix of one piece.
-
-    Returns:
-        None if a word or a tile holds elements of the block and others, so that the whole matrix has to be written.
     """
     from moeq_kernels.index_maps import Digit, Placement
 
@@ -40,19 +32,15 @@ def placement_of(
     height, width = part.padded(*shape)
     radices = arrangement.radices(height, width)
     multiples = _multiples(arrangement, radices)
-    limits = _limits(part, shape, (height, width), rows, columns, half)
-    if limits is None or part.halves_swapped:
+    if part.halves_swapped or (arrangement.has_halves and height != shape[0]):
         return None
-    ranges, origin = limits
     found: list[Digit] = []
     stride = 1
     for one in reversed(arrangement.words):
         axis, multiple = multiples[one.name]
-        start, stop = ranges.get(one.name, (0, radices[one.name]))
-        if one.reversed:  # the digit of the word counts backwards
-            start, stop = radices[one.name] - stop, radices[one.name] - start
-        found.append(Digit(axis, radices[one.name], multiple, one.reversed, stride, start, stop - start))
-        stride *= radices[one.name]
+        radix = radices[one.name]
+        found.append(Digit(axis, radix, multiple, one.reversed, stride, start=0, extent=radix))
+        stride *= radix
     fields = []
     for values in itertools.product(*(range(radices[one.name]) for one in arrangement.fields)):
         offset = [0, 0]
@@ -61,7 +49,7 @@ def placement_of(
             offset[axis] += (radices[one.name] - 1 - value if one.reversed else value) * multiple
         fields.append((offset[0], offset[1]))
     steps = part.rewrite.steps if part.rewrite is not None else ()
-    return Placement(tuple(found), tuple(fields), part.bits, part.flip, steps, origin)
+    return Placement(tuple(found), tuple(fields), part.bits, part.flip, steps)
 
 
 def reading_of(part: Part, shape: tuple[int, int]) -> Reading:
@@ -114,40 +102,3 @@ def _multiples(arrangement: Arrangement, radices: Mapping[str, int]) -> dict[str
             found[digit.name] = (axis, multiple)
             multiple *= radices[digit.name]
     return found
-
-
-def _limits(
-    part: Part,
-    shape: tuple[int, int],
-    padded: tuple[int, int],
-    rows: tuple[int, int],
-    columns: tuple[int, int],
-    half: int | None,
-) -> tuple[dict[str, tuple[int, int]], tuple[int, int]] | None:
-    """Return the range of the digits that a block limits, and the row and column at which it begins; None if it cuts.
-
-    A block that reaches the end of the matrix takes the padding behind it with it.
-    """
-    arrangement = part.arrangement
-    free_row = next(one.name for one in arrangement.rows if not one.radix)
-    free_column = next(one.name for one in arrangement.columns if not one.radix)
-    unit, base = arrangement.row_multiple, 0
-    ranges: dict[str, tuple[int, int]] = {}
-    size, last, first = shape[0], padded[0], 0
-    if half is not None:
-        size //= 2
-        if arrangement.has_halves:
-            ranges["h"] = (half, half + 1)
-            unit, last = unit // 2, last // 2
-        else:  # gate rows, up rows, padding
-            base = first = half * size
-            last = last - first if half else size
-    stop = last if rows[1] == size else rows[1]
-    right = padded[1] if columns[1] == shape[1] else columns[1]
-    wide = arrangement.column_multiple
-    if (base + rows[0]) % unit or (base + stop) % unit or columns[0] % wide or right % wide:
-        return None
-    ranges[free_row] = ((base + rows[0]) // unit, (base + stop) // unit)
-    ranges[free_column] = (columns[0] // wide, right // wide)
-    begin = (half or 0) * (padded[0] // 2) if arrangement.has_halves else first
-    return ranges, (begin + rows[0], columns[0])

@@ -51,7 +51,7 @@ def expected(arrangement: Arrangement, codes: torch.Tensor, bits: int, flip: int
 def whole(arrangement: Arrangement, bits: int, rows: int, columns: int, flip: int = 0) -> Placement:
     """Placement of a whole matrix; its shape and dtype as stored are of no interest here."""
     part = Part("codes", arrangement, (), "U8", bits, flip=flip)
-    found = placement_of(part, (rows, columns), (0, rows), (0, columns))
+    found = placement_of(part, (rows, columns))
     assert found is not None
     return found
 

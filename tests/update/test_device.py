@@ -11,7 +11,10 @@ from update.test_writer import layers_of, pack, same_bytes
 from update.updates import Experts
 
 import moeq
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.pipeline.convert import convert
 from moeq.update.device import Gather, obstacle
 from moeq.update.incoming import _fused, read_layer
 from moeq.update.packing import write_all
@@ -259,6 +262,20 @@ def test_launches_that_cannot_be_planned_take_copies_back() -> None:
     with pytest.raises(KernelArgumentError):
         write_all([(target, torch.ones_like(target))], writes)
     assert not target.any()
+
+
+def test_halves_with_padding_behind_each_are_packed_on_the_cpu(checkpoints, tmp_path) -> None:
+    """A rank has 64 gate rows and 64 up rows, and scales take multiples of 128 rows of each."""
+    deployment = Deployment(gpu=parse_gpu("A100"), tp=2)
+    folder = tmp_path / "out"
+    convert(checkpoints / "ct-mxfp4-qwen3moe", folder, deployment, layout="triton-kernels-hopper/1", force_layout=True)
+    layers, wanted = ({0: moeq.writable_layer(folder, 0, tp_rank=1, tp_size=2)} for _ in range(2))
+    spec, made = layers[0].specs["w13"], torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(spec.n // 2, spec.k, generator=made).bfloat16() for name in ("gate", "up")}
+    for one, gather in ((layers, True), (wanted, False)):
+        moeq.Writer(one.values(), gather=gather).update(0, 1, "w13", weights)
+    assert same_bytes(layers[0], wanted[0]) == []
+    assert "padding between them" in (obstacle(layers[0], "w13") or "")
 
 
 def test_layouts_that_are_no_index_map_say_why(checkpoints, tmp_path) -> None:

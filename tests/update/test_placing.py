@@ -1,4 +1,4 @@
-"""The gather kernel writes the bytes that layouts pack, for whole matrices, halves and blocks of every layout."""
+"""The gather kernel writes the bytes that layouts pack, for every layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, arranged, specs
 from layouts.matrices import random_matrix
 
-from moeq.layouts.arranged import ArrangedLayout, is_gated_w13
+from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.update.placing import placement_of
@@ -51,38 +51,12 @@ def test_every_part_of_every_layout_is_placed(layout_id) -> None:
                 continue  # rewritten around the zero point after packing
             elements = layout.encode(name, matrix)
             target = torch.full_like(raw(packed[name]), 0xA5)
-            rows, columns = elements.shape
-            halves = (0, 1) if is_gated_w13(spec) and part.rows == 1 else (None,)
-            placements = [
-                placement_of(part, (rows, columns), (0, rows // len(halves)), (0, columns), half) for half in halves
-            ]
-            if None in placements:
-                halves, placements = (None,), [placement_of(part, (rows, columns), (0, rows), (0, columns))]
-            if placements == [None]:
-                assert part.halves_swapped or part.arrangement.has_halves, (layout_id, name)
+            placement = placement_of(part, tuple(elements.shape))
+            if placement is None:
+                assert part.halves_swapped or (part.arrangement.has_halves and target.numel() > elements.numel()), name
                 continue
-            size = rows // len(halves)
-            for half, placement in zip(halves, placements, strict=True):
-                start = size * (half or 0)
-                place(elements[start : start + size], target, placement, (size, columns))
+            place(elements, target, placement, tuple(elements.shape))
             assert torch.equal(target, raw(packed[name])), (layout_id, name, spec)
-
-
-@pytest.mark.parametrize("layout_id", ["marlin-wna16/1", "moeq-mxfp4/1", "triton-wna16/1", "trtllm-mxfp4/1"])
-def test_blocks_are_placed_and_the_rest_stays(layout_id) -> None:
-    layout = arranged(layout_id)
-    spec = next(one for one in specs(layout_id, rows=4, columns=4) if one.role == "w13")
-    one, other = matrix_of(layout, spec, 1), matrix_of(layout, spec, 2)
-    rule, half = layout.slices(spec), spec.n // 2
-    rows, columns = (rule.n, 2 * rule.n), (rule.k, 3 * rule.k)
-    mixed = replace(one, codes=one.codes.clone())
-    block = slice(half + rows[0], half + rows[1]), slice(*columns)
-    mixed.codes[block] = other.codes[block]
-    target, part = layout.pack(one)["weight"], layout.parts(spec)["weight"]
-    placement = placement_of(part, (spec.n, spec.k), rows, columns, half=1)
-    assert placement is not None
-    place(other.codes[block], target, placement, (rows[1] - rows[0], columns[1] - columns[0]))
-    assert torch.equal(raw(target), raw(layout.pack(mixed)["weight"]))
 
 
 def words(codes: torch.Tensor, order: tuple[int, ...], axis: int) -> torch.Tensor:
@@ -109,7 +83,7 @@ def test_packed_sources_are_read_as_they_are(form) -> None:
         source = source.t().contiguous().t() if form == "gptq" else source
     packed = layout.pack(matrix)["weight"]
     target = torch.zeros_like(packed)
-    placement = placement_of(layout.parts(spec)["weight"], (128, 256), (0, 128), (0, 256))
+    placement = placement_of(layout.parts(spec)["weight"], (128, 256))
     assert placement is not None
     place(source, target, placement, (128, 256), packing)
     assert torch.equal(target, packed)
