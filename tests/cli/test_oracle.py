@@ -153,6 +153,17 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "R48" in capsys.readouterr().out
 
 
+def test_families_and_limits_of_a_backend_are_those_in_vllm() -> None:
+    from moeq.cli.explanations import backends
+
+    facts = {entry.code: dict(entry.facts) for entry in backends()}
+    assert facts["XPU"]["limits"] == "no LoRA"
+    assert facts["HUMMING"]["limits"] == "no LoRA; package humming"
+    assert facts["TRITON"]["limits_in_mxfp4, mxfp4-generic, mxfp4-inc"] == "no LoRA; package triton_kernels"
+    assert facts["CPU_W8A8"]["families"] == "fp8 (FP8 weights)"
+    assert not {"limits", "families"} & facts["MOEQ"].keys()
+
+
 @pytest.mark.slow
 def test_every_code_of_a_verdict_can_be_explained() -> None:
     from moeq.cli.explanations import explain

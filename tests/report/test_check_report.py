@@ -107,6 +107,8 @@ def test_text_says_everything_and_ends_with_the_verdict() -> None:
     assert "not checked (" in alone
     assert "up: another | rule" in text
     assert re.search(r"0 \|=\+\|", text), "the heat map of down"
+    rows = [one.split()[:2] for one in text.splitlines() if re.match(r" *[05] +(up|down|layer) ", one)]
+    assert rows == [[layer, name] for layer in "05" for name in ("up", "down", "layer")]
 
 
 def test_narrow_tables_leave_out_columns_in_the_order_of_their_ranks() -> None:

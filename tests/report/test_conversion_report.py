@@ -63,6 +63,16 @@ def test_job_summary(by_rank: Conversion, manifest: Manifest) -> None:
     assert all(line.replace("\\|", "").count("|") == 3 for line in rows), "two cells each"
 
 
+@pytest.mark.parametrize(
+    ("revision", "shown"), [(None, "name"), ("0123abcd", "org/name, revision 0123abcd")], ids=["folder", "Hub"]
+)
+def test_a_repository_is_named_whole_and_a_folder_by_its_last_part(
+    by_rank: Conversion, manifest: Manifest, revision: str | None, shown: str
+) -> None:
+    named = replace(manifest, source=replace(manifest.source, name="org/name", revision=revision))
+    assert f"| source | {shown} |" in render_summary("out", by_rank.plan, named, 1.0)
+
+
 def test_a_name_stays_in_its_cell(by_rank: Conversion, manifest: Manifest) -> None:
     odd = replace(manifest, source=replace(manifest.source, name="a|b\n<img src=x>"))
     text = render_summary("out", by_rank.plan, odd, 1.0)
