@@ -48,10 +48,10 @@ class MatrixSpec:
     n: int  #: output features (`w13`: gate and up together)
     k: int  #: input features
     element: str  #: element type of a code, a key of `ELEMENT_BITS`
-    group_size: int  #: codes along `K` that share a scale, 1 .. k; `k` itself means one scale per output channel.
+    group_size: int  #: codes along `K` that share a scale, 1 .. k; `k` itself means one scale per output channel
     scale_dtype: str  #: dtype of a stored scale: `f16`, `bf16`, `f32`, `e8m0` (one exponent byte) or `e4m3`
-    symmetric: bool = True  #: no stored zero points: zero is `2**(b-1)` for integers, 0 for floats
-    #: columns are assigned to groups by `QuantizedMatrix.group_index` instead of `k // group_size`
+    symmetric: bool = True  #: whether no zero points are stored: zero is `2**(b-1)` for integers, 0 for floats
+    #: whether `QuantizedMatrix.group_index` assigns columns to groups, instead of `k // group_size`
     act_order: bool = False
     bias_dtype: str | None = None  #: dtype of the bias vector `[N]`, or None where there is none
     gated: bool = True  #: whether `w13` holds gate and up (False: a single projection, `N = intermediate_size`)

@@ -34,38 +34,27 @@ KEPT = 256
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
+#: Packing of sources that hold elements alone.
 UNPACKED = Packing()
 
 
 class Write(NamedTuple):
-    """One write of a packed tensor: the arguments of `place`."""
+    """One write of a matrix, or of several by one launch, into their words of a packed tensor."""
 
+    #: Elements `[rows, columns]`, or words of `packing.per` of them along one axis, in any strides; with a first axis
+    #: more, several matrices.
     source: Tensor
-    target: Tensor
+    target: Tensor  #: all words of the packed matrices, one after the other, contiguous
     placement: Placement
-    shape: tuple[int, int]
+    shape: tuple[int, int]  #: rows and columns of a source matrix; elements beyond them are 0
     packing: Packing = UNPACKED
 
 
-def place(
-    source: Tensor, target: Tensor, placement: Placement, shape: tuple[int, int], packing: Packing = UNPACKED
-) -> None:
-    """Write a matrix, or several, into their words of a packed tensor, in place and in the order of the current stream.
-
-    `source` holds elements `[rows, columns]`, or words of `packing.per` of them along one axis, in any strides; with a
-    first axis more, several matrices, which are written by one launch. `target` holds all words of the packed matrices,
-    one after the other, contiguous. `shape` is that of the source matrix; elements beyond it are 0.
-
-    Raises KernelArgumentError if source and target are on several devices or do not hold what `placement` says.
-    """
-    place_together([Write(source, target, placement, shape, packing)])
-
-
 def place_together(writes: Sequence[Write]) -> None:
-    """Write several tensors as `place` does. All are checked and compiled before the first byte changes.
+    """Write tensors in place, in the order of the current stream.
 
-    Raises KernelArgumentError as `place`.
+    All are checked and compiled before the first byte changes. Raises KernelArgumentError if sources and targets are on
+    several devices or do not hold what their placements say.
     """
     forms, tensors = [], []
     device = writes[0].target.device
@@ -172,7 +161,7 @@ def planned(
 ) -> Launch:
     """Plan a write, the one of this number, from a source of some dtype, sizes and strides into such a target.
 
-    Raises KernelArgumentError as `place`.
+    Raises KernelArgumentError as `place_together`.
     """
     size = -(-placement.bits * len(placement.fields) // 8)
     held: int = math.prod(target_sizes)

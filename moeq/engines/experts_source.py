@@ -58,7 +58,7 @@ class ExpertsSource(ABC):
 
     @property
     def begins_filling(self) -> bool:
-        """Whether the next layer is the first of those."""
+        """Whether filling takes long and the next layer is the first."""
         return False
 
     @abstractmethod

@@ -11,7 +11,7 @@ from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.update.placing import placement_of
 from moeq_kernels.index_maps import Packing, Placement
-from moeq_kernels.placement import place
+from moeq_kernels.placement import Write, place_together
 from moeq_kernels.placement_tiles import tiling_of
 
 WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
@@ -85,7 +85,7 @@ def test_random_index_maps_from_random_sources(seed: int) -> None:
         source = source.mT.contiguous().mT
     wanted = torch.stack([expected(arrangement, one, bits, flip, fields) for one in codes])
     target = torch.full_like(wanted, 0x5A)
-    place(source, target, placement, (rows, columns), packing)
+    place_together([Write(source, target, placement, (rows, columns), packing)])
     assert torch.equal(target, wanted), pattern
 
 
@@ -94,5 +94,5 @@ def test_columns_that_cut_a_source_word_are_placed_one_by_one() -> None:
     placement = whole(arrangement, 4, 2, 12)
     codes = torch.randint(0, 16, (2, 16), dtype=torch.uint8)
     target = torch.zeros(2, 3, dtype=torch.int16)
-    place(packed_source(codes, 4, 8, tuple(range(8))), target, placement, (2, 12), Packing(8))
+    place_together([Write(packed_source(codes, 4, 8, tuple(range(8))), target, placement, (2, 12), Packing(8))])
     assert torch.equal(target.flatten(), expected(arrangement, codes[:, :12], 4, 0, 4))

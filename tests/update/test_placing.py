@@ -14,7 +14,7 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.update.placing import placement_of
 from moeq_kernels.index_maps import Packing
-from moeq_kernels.placement import place
+from moeq_kernels.placement import Write, place_together
 
 ARRANGED = [one for one in LAYOUT_IDS if get_layout(one).is_index_map() and one not in LOSSY_ALWAYS]
 
@@ -55,7 +55,7 @@ def test_every_part_of_every_layout_is_placed(layout_id) -> None:
             if placement is None:
                 assert part.halves_swapped or (part.arrangement.has_halves and target.numel() > elements.numel()), name
                 continue
-            place(elements, target, placement, tuple(elements.shape))
+            place_together([Write(elements, target, placement, tuple(elements.shape))])
             assert torch.equal(target, raw(packed[name])), (layout_id, name, spec)
 
 
@@ -85,5 +85,5 @@ def test_packed_sources_are_read_as_they_are(form) -> None:
     target = torch.zeros_like(packed)
     placement = placement_of(layout.parts(spec)["weight"], (128, 256))
     assert placement is not None
-    place(source, target, placement, (128, 256), packing)
+    place_together([Write(source, target, placement, (128, 256), packing)])
     assert torch.equal(target, packed)

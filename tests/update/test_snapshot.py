@@ -12,7 +12,6 @@ from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.registry import get_layout
 from moeq.update import snapshot
-from moeq.update.layers import WritableLayer
 
 #: Cases whose layouts are index maps of numbers that are decoded one by one.
 GATHERED = [
@@ -22,11 +21,6 @@ GATHERED = [
 ]
 
 
-def roles_of(layer: WritableLayer):
-    for role in STACKED_ROLES:
-        yield role, [name for name in layer.projections if (name == "down") == (role == "w2")]
-
-
 @pytest.mark.cover(every=40)
 @pytest.mark.parametrize(("name", "layout"), GATHERED, ids=str)
 def test_gathered_messages_are_what_the_cpu_hashes(name, layout, checkpoints, tmp_path) -> None:
@@ -34,9 +28,9 @@ def test_gathered_messages_are_what_the_cpu_hashes(name, layout, checkpoints, tm
     assert snapshot.is_gathered(layer)
     wanted = snapshot.read_digests(layer, (), gather=False)
     rows = slice(1, len(layer.experts))
-    for role, projections in roles_of(layer):
+    for role in STACKED_ROLES:
         messages, length = snapshot.messages_of(layer, role, rows)
-        for i, projection in enumerate(projections):
+        for i, projection in enumerate(layer.names(role)):
             for expert, message in zip(layer.experts[rows], messages[:, i], strict=True):
                 assert blake3(message[:length].numpy().data).hexdigest() == wanted[expert, projection]
                 assert not message[length:].any()

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Reading:
-    """Update from a disk that runs."""
+    """State of an update from a disk while the engine reads it."""
 
     folder: str
     complete: bool = False  #: whether the last pass over the folder came to its end
 
 
-#: None for updates that come as tensors.
+#: State of the update from a disk that runs; None for updates that come as tensors.
 _reading: ContextVar[_Reading | None] = ContextVar("reading", default=None)
 
 

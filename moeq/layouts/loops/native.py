@@ -48,12 +48,12 @@ _SHORT_BYTES = 128 * 1024
 #: Machine code called with and without the interpreter's lock.
 _Functions = tuple[Callable[[bytes], int], Callable[[bytes], int]]
 
-#: Is told of a loop that was run: its machine code without the lock, its arguments, its result.
+#: Function that is called after every loop with its machine code without the lock, its arguments and its result.
 Watcher = Callable[[Callable[[bytes], int], Sequence[Any], int], None]
 
 
 class _Here(local):
-    """What the current thread may do, and who watches it."""
+    """Limits and watcher of the current thread."""
 
     only_cached = False
     watcher: Watcher | None = None
@@ -83,7 +83,7 @@ def only_cached() -> Iterator[None]:
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell of every loop that this thread runs in this block."""
+    """Call a function after every loop that this thread runs in this block."""
     _here.watcher = watcher
     try:
         yield

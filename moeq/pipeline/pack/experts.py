@@ -90,8 +90,8 @@ class StoredExperts:
 
     Args:
         keys: parts of an expert.
-        reads: how they were read.
-        memory: into what.
+        reads: how the parts of all experts were read.
+        memory: bytes that were read.
     """
 
     def __init__(self, keys: Sequence[tuple[StoredName, str]], reads: Reads, memory: Bytes) -> None:
