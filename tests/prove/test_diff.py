@@ -250,3 +250,22 @@ def test_a_tensor_of_one_side(checkpoints, tmp_path) -> None:
     for left, right in ((source, more), (more, source)):
         found = diff(left, right)
         assert (found.differing, found.other) == ((), (f"model.extra is in {more} only",))
+
+
+def test_a_container_of_experts_with_another_name(checkpoints, tmp_path) -> None:
+    """Mixtral's is called `mlp` or `block_sparse_moe`: what else is in it is compared under one name."""
+    source = checkpoints / "gptq-int4-g128-mixtral"
+
+    def renamed(tensors: Tensors) -> Tensors:
+        return {name.replace(".mlp.", ".block_sparse_moe."): one for name, one in tensors.items()}
+
+    def changed(tensors: Tensors) -> Tensors:
+        name = next(name for name in tensors if name.endswith(".mlp.gate.weight"))
+        return renamed(tensors | {name: tensors[name] + 1})
+
+    other, damaged = rewritten(source, tmp_path / "other", renamed), rewritten(source, tmp_path / "damaged", changed)
+    for left, right in ((source, other), (other, source)):
+        found = diff(left, right)
+        assert found.equal, found.other
+    (line,) = diff(source, damaged).other
+    assert ".mlp.gate.weight" in line
