@@ -18,6 +18,7 @@ from moeq_kernels.epilogue import Epilogue
 
 EPILOGUE: Any = gluon_on_cpu._module("moeq_kernels.hopper.device.epilogue")
 FEW: Any = gluon_on_cpu._module("moeq_kernels.hopper.device.few")
+COMMON: Any = gluon_on_cpu._module("moeq_kernels.hopper.w4a16.device.common")
 
 #: Both sides of every bend, and what is far from all.
 NUMBERS = torch.tensor([-40.0, -9.0, -3.0, -1.0, -0.25, -0.2, -1e-3, 0.0, 1e-4, 0.125, 0.25, 0.3, 1.5, 6.9, 7.1, 50.0])
@@ -111,3 +112,20 @@ def test_the_expert_of_a_pair(mapped: bool) -> None:
         for pair in range(len(ids))
     ]
     assert found == ([2, -1, 0, -1, -1, -1, -1, -1] if mapped else [0, 1, 2, 5, -1, -1, -1, -1])
+
+
+def test_results_in_sixteen_bits() -> None:
+    """A sign, 7 bits of an exponent (2^-64 times the value), 8 of a fraction, made here by arithmetic, not by bits."""
+    made = torch.Generator().manual_seed(0)
+    values = torch.randn(999, generator=made) * torch.exp2(torch.randint(-50, 60, (999,), generator=made))
+    values = torch.cat([values, torch.tensor([0.0, 1.0, -1.0, 1.00390625, -255.5, 2.0**-61, -1.5 * 2.0**63])])
+    mantissa, exponent = torch.frexp(values.double())  # mantissa in [1/2, 1)
+    fraction = torch.floor((mantissa.abs() * 2 - 1) * 256 + 0.5).int()
+    code = torch.where(values == 0, 0, (exponent.int() - 1 - 64 + 127) * 256 + fraction)  # 256 is the next exponent
+    found = torch.as_tensor(COMMON.rounded(value(values), torch.int16)).as_subclass(Tensor)
+    assert torch.equal(found, torch.where(values < 0, code - 32768, code).to(torch.int16))
+    beyond = torch.tensor([2.0**64, -(2.0**65), math.inf, -math.inf, math.nan])
+    assert torch.equal(
+        torch.as_tensor(COMMON.rounded(value(beyond), torch.int16)).as_subclass(Tensor),
+        torch.full((5,), 0x7FFF, dtype=torch.int16),
+    )

@@ -11,6 +11,7 @@ from support.cases import Recipe, make_layer, route
 from support.reference import moe, relative_error
 
 from moeq_kernels import interpreter
+from moeq_kernels.hopper.w4a16.device.wide_copies import heights, main_height
 from moeq_kernels.hopper.w4a16.product_launches import group_of, kind_of
 from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE32, WIDE96, WIDE160, Plan, Wide, kernel_for
 from moeq_kernels.launch import run_with_triton
@@ -65,3 +66,15 @@ def test_the_code_as_it_is_gives_the_layer(name: str) -> None:
     truth = moe(routed.x, layer, routed.weights, routed.ids)
     rounded = moe(routed.x, layer, routed.weights, routed.ids, dtype=recipe.dtype)
     assert relative_error(y, truth) <= 1.2 * relative_error(rounded, truth)
+
+
+def test_heights_of_tiles() -> None:
+    """The last is the whole tile; `fine` adds those 16 above 64 and 128; the first product is a power of two."""
+    assert {tokens: heights(tokens) for tokens in (32, 64, 96, 128, 160, 192)} == {
+        32: (32,), 64: (32, 64), 96: (32, 64, 96), 128: (64, 96, 128), 160: (64, 96, 128, 160),
+        192: (64, 96, 128, 160, 192),
+    }  # fmt: skip
+    assert {tokens: heights(tokens, True) for tokens in (96, 160)} == {
+        96: (32, 64, 80, 96), 160: (64, 80, 96, 128, 144, 160),
+    }  # fmt: skip
+    assert [main_height(height) for height in (32, 64, 80, 96, 128, 144, 192)] == [32, 64, 64, 64, 128, 128, 128]
