@@ -61,3 +61,17 @@ def test_every_code_becomes_bfloat16(exponent: int) -> None:
     values = torch.from_numpy(recode.E2M1[codes].astype(np.float64) * 2.0 ** (exponent - BIAS))
     expected = values.to(torch.float32).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     assert (out == expected).all()
+
+
+@pytest.mark.parametrize("code", ALL)
+def test_every_code_of_every_group_uses_its_exponent(code: int) -> None:
+    exponents = np.array([[10, 20, 250], [30, 1, 5]], np.uint8)
+    for row, column in [(row, column) for row in (0, 1) for column in (0, 15, 16, 31, 32, 47, 48, 63, 64, 79, 80, 95)]:
+        codes = np.zeros((2, 96), np.uint8)
+        codes[row, column] = code
+        used = int(exponents[row, column // 32])
+        expected = (255, -1) if code in (0, 8) else (used, used)  # both zeros
+        assert recode.used_exponents(packed(codes), exponents) == expected
+    codes = np.zeros((2, 96), np.uint8)
+    codes[0, 70] = codes[1, 40] = 3
+    assert recode.used_exponents(packed(codes), exponents) == (1, 250)
