@@ -203,12 +203,13 @@ def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
         places: places of all items, one item after the other.
         items: how many places each item has.
     """
-    names = {file: number for number, file in enumerate(dict.fromkeys(file for file, _, _ in places))}
-    spelled = list(names)
-    rows = np.array([(names[file], start, stop) for file, start, stop in places], np.int64)
+    names = list(dict.fromkeys(file for file, _, _ in places))
+    numbers = {name: number for number, name in enumerate(names)}
+    rows = np.array([(numbers[file], start, stop) for file, start, stop in places], np.int64)
     item = np.repeat(np.arange(len(items)), items)
     order = np.lexsort((rows[:, 1], rows[:, 0], item))
     (file, start, stop), owner = rows[order].T, item[order]
+    # A run ends where the next place lies elsewhere, or would not begin at a multiple of WORD in memory.
     apart = (owner[1:] != owner[:-1]) | (file[1:] != file[:-1]) | (start[1:] != stop[:-1])
     heads = np.flatnonzero(np.concatenate([[True], apart | ((start[1:] - start[:-1]) % WORD != 0)]))
     run = np.repeat(np.arange(len(heads)), np.diff(heads, append=len(order)))
@@ -219,11 +220,11 @@ def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
     memory = np.array([ends - sizes - before, ends - before])
     offsets = np.empty(len(order), np.int64)
     offsets[order] = (memory[0] + np.where(first % WORD, 0, first % BLOCK) - first)[run] + start
-    firsts, found, parted = np.searchsorted(owner[heads], np.arange(len(items) + 1)), [], 0
+    firsts, found, end = np.searchsorted(owner[heads], np.arange(len(items) + 1)), [], 0
     columns = file[heads], first, last, *memory
-    table = [(spelled[name], *row) for name, *row in zip(*(column.tolist() for column in columns), strict=True)]
+    table = [(names[number], *row) for number, *row in zip(*(column.tolist() for column in columns), strict=True)]
     for number, count in enumerate(items):
-        mine = slice(parted, parted := parted + count)
+        mine = slice(end, end := end + count)
         runs = table[firsts[number] : firsts[number + 1]]
         found.append(Reads(runs, offsets[mine], rows[mine, 2] - rows[mine, 1]))
     return found
