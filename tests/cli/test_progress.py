@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,16 @@ class TestEvents:
             time.sleep(0.1)  # of five heartbeats
         assert [line["event"] for line in read(log)][-2:] == ["finished", "ended"]
         assert capsys.readouterr().err.splitlines()[-1] == "convert: finished in 4.0 s, 25.0 MiB/s"
+
+    def test_progress_ends_with_a_conversion_that_fails(self, tmp_path: Path, fast: None) -> None:
+        log = tmp_path / "events.jsonl"
+        report = ConversionReport(Output("moeq.convert/1"), "convert", tmp_path / "out", quiet=True, log=log)
+        before = threading.active_count()
+        with suppress(KeyboardInterrupt), report:
+            report(events.Started("ab" * 32, 3, 90, 100, 0, 0))
+            assert threading.active_count() == before + 1
+            raise KeyboardInterrupt
+        assert threading.active_count() == before
 
     @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
     def test_a_full_disk_stops_the_events_and_not_the_work(self) -> None:
