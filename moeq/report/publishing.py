@@ -115,7 +115,8 @@ def render_card(manifest: Manifest, options: CardOptions) -> str:
     """Write the whole README."""
     import yaml
 
-    front = yaml.safe_dump(in_data(_front_matter(manifest, options)), sort_keys=False, allow_unicode=True, width=1000)
+    fields = in_data(_front_matter(manifest, options))
+    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True, width=float("inf"))
     return f"---\n{front}---\n\n{_text(manifest, options)}"
 
 

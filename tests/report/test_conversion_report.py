@@ -110,6 +110,12 @@ def test_fields_of_the_source_card(manifest: Manifest, card: bytes, fields: dict
     assert front["base_model_relation"] == "quantized"
 
 
+def test_a_long_field_of_the_source_card_stays_one_line(manifest: Manifest) -> None:
+    name = " ".join(["words"] * 500)
+    lines = render_card(manifest, replace(OPTIONS, source_fields={"license_name": name})).splitlines()
+    assert f"license_name: {name}" in lines
+
+
 def test_a_lossy_conversion_says_so(manifest: Manifest) -> None:
     lossy = replace(manifest, layers=(replace(manifest.layers[0], losses=7), manifest.layers[1]))
     text = render_card(lossy, OPTIONS)
