@@ -21,6 +21,7 @@ from moeq.pipeline.plan.layer_verdict import (
     judge_checkpoint,
     routing_name,
     side_config_gate,
+    size_gate,
     stored_tensors,
 )
 
@@ -205,3 +206,32 @@ def test_deepseek_v4_still_divides_experts_outside_cuda(tmp_path: Path) -> None:
     gate = class_gate(checkpoint, where("MI300X", engine="vllm@0.33.0", tp=2 * EXPERTS))
     assert gate is not None
     assert (gate.text.partition(" experts")[0], gate.remedy) == (f"{EXPERTS}", "a tp that divides them")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "engine", "sizes", "created"),  # each size is added to that of the experts
+    [
+        ("qwen3_moe", "vllm@0.33.0", (0, 64), None),
+        ("qwen3_moe", "vllm@0.33.0", (64, 0), 64),
+        ("qwen3_moe", "moeq", (64, 0), None),
+        ("deepseek_v4", "vllm@0.33.0", (64, 0), None),  # there `intermediate_size` is the experts'
+        ("deepseek_v4", "vllm@0.33.0", (0, 64), 64),
+        ("deepseek_v4", "vllm@0.33.0", (64, None), 64),
+        ("deepseek_v4", "vllm@0.32.0", (0, 64), None),
+        ("deepseek_v4", "vllm@0.32.0", (64, 0), 64),
+    ],
+)
+def test_experts_of_another_size_than_the_config_says(
+    model_type: str, engine: str, sizes: tuple[int, int | None], created: int | None, tmp_path: Path
+) -> None:
+    own = moeq.open(write(tmp_path / "own", document=config())).spec(0, "w2").k
+    given = dict(zip(("moe_intermediate_size", "intermediate_size"), sizes, strict=True))
+    changes = {name: None if more is None else own + more for name, more in given.items()}
+    checkpoint = moeq.open(write(tmp_path / "other", document=config(model_type=model_type, **changes)))
+    gate = size_gate(checkpoint, where(engine=engine), 0)
+    assert (gate is not None) is (created is not None)
+    if gate is not None:
+        assert gate.text == (
+            f"experts of layer 0 have {own} intermediate features, and the engine creates {own + (created or 0)} by "
+            "the config"
+        )

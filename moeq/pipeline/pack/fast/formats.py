@@ -227,7 +227,7 @@ class StoredProjection:
         index = stored[self.names["index"]].view(np.int32)
         if self.spec.act_order:
             return self._is_order(index)
-        rows = index.view(np.uint32).reshape(1, -1)
+        rows = index.view(np.uint32)[None]
         return same(self._plain_group_index.view(np.uint32)[None], rows) or is_zero(rows)
 
     def _is_order(self, index: Array) -> bool:
