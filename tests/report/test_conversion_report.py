@@ -116,6 +116,11 @@ def test_a_long_field_of_the_source_card_stays_one_line(manifest: Manifest) -> N
     assert f"license_name: {name}" in lines
 
 
+def test_fields_of_the_source_card_come_first_and_as_they_are(manifest: Manifest) -> None:
+    text = render_card(manifest, replace(OPTIONS, source_fields={"license": "other", "license_name": "Größe"}))
+    assert text.startswith("---\nlicense: other\nlicense_name: Größe\nbase_model: org/source\n")
+
+
 def test_a_lossy_conversion_says_so(manifest: Manifest) -> None:
     lossy = replace(manifest, layers=(replace(manifest.layers[0], losses=7), manifest.layers[1]))
     text = render_card(lossy, OPTIONS)
