@@ -243,6 +243,27 @@ def test_paths_that_are_not_checkpoints(tmp_path: Path) -> None:
     assert caught.value.code == "usage.revision-of-path"
 
 
+def test_a_second_read_is_compared_with_the_first(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe").source
+    source.reread = True
+    entry = min(source.tensors.values(), key=lambda entry: entry.nbytes)
+    found = source.read_bytes(entry.file, entry.start, entry.end)
+    assert len(found) == entry.nbytes
+    preadv, reads = os.preadv, []
+
+    def flipping(fd: int, buffers: list[memoryview], *where: int) -> int:
+        done = preadv(fd, buffers, *where)
+        reads.append(done)
+        if len(reads) == 2:
+            buffers[0][0] ^= 1
+        return done
+
+    monkeypatch.setattr(os, "preadv", flipping)
+    with pytest.raises(MoeqError) as caught:
+        source.read_bytes(entry.file, entry.start, entry.end)
+    assert caught.value.code == "source.reads-differ"
+
+
 @pytest.mark.parametrize("left", [0, 1, 100])
 def test_a_file_that_becomes_shorter_while_it_is_read(left: int, tmp_path: Path, checkpoints: Path) -> None:
     shutil.copytree(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "source")

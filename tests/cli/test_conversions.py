@@ -45,6 +45,7 @@ def test_the_round_trip(call, checkpoints, tmp_path) -> None:
     assert (code, document["schema"], document["ok"]) == (ExitCode.OK, "moeq.convert/1", True)
     assert document["layout"] == "trtllm-mxfp4/1"
     assert document["kept_for_restore"] == []
+    assert document["written"] is True
     assert [row["written"] for row in document["sharding"]] == ["ranks", "ranks"]
     assert "64 intermediate features per rank are padded to 128" in document["sharding"][0]["why"]
 
@@ -110,6 +111,11 @@ def test_what_ranks_read_is_shown(text, checkpoints, tmp_path) -> None:
     assert code == ExitCode.OK
     assert "sharding   ranks, " in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_alone_is_not_written(call, checkpoints, tmp_path) -> None:
+    code, document = call("convert", checkpoints / INT4, tmp_path / "out", "--gpu", "a100", "--dry-run")
+    assert (code, document["written"]) == (ExitCode.OK, False)
 
 
 def test_refusals_name_the_arithmetic_and_what_works(text, checkpoints, tmp_path) -> None:
