@@ -117,6 +117,16 @@ def test_one_thread_at_a_time_adds_machine_code() -> None:
     assert not thread.is_alive()
 
 
+def test_memory_of_another_tape_is_refused() -> None:
+    one, two, three = memory(3, 0)
+    other, tape = Tape(), Tape()
+    views = [other.trace(memory) for memory in (one, two)]
+    tape.trace(three)
+    for view in views:  # a number that the tape has, and one that it has not
+        with pytest.raises(UnrecordedError, match="another tape"), tape.recording():
+            compare.is_zero(view[:64].reshape(1, -1))
+
+
 def test_nothing_is_recorded_outside() -> None:
     tape, (one,) = Tape(), memory(1, 0)
     with pytest.raises(ZeroDivisionError), tape.recording():

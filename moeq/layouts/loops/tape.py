@@ -165,6 +165,9 @@ class Tape:
                 raise UnrecordedError("traced memory as a plain array, which would be the first one's in every run")
             self.constants.append(array)
             return -1, address
+        own = self.bases[array.base_number] if array.base_number < len(self.bases) else range(0)
+        if own != range(array.base_address, array.base_address + array.base_bytes):
+            raise UnrecordedError("memory that another tape traced, as a cached view may be")
         reach = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
         first = address - array.base_address
         last = first + sum(one for one in reach if one > 0) + array.itemsize
