@@ -48,7 +48,7 @@ def test_what_is_changed(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_which_tests_are_tried(tmp_path: Path, monkeypatch) -> None:
-    """Those of the line first; all of the mirroring folder for what runs at import, which they may only look at."""
+    """Tests of the line come first, then all of the mirroring folder for code that runs at import."""
     monkeypatch.setattr(mutate, "ROOT", tmp_path)
     path = tmp_path / "moeq" / "part" / "a.py"
     path.parent.mkdir(parents=True)

@@ -210,7 +210,7 @@ def test_a_deployment_from_a_file(checkpoints: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sign", [None, "key.minisign"])
 def test_a_push_is_signed_with_the_key_that_is_named(sign: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent: the key is what reaches the function that signs."""
+    """The key reaches the function that signs; no file is sent."""
     from moeq.report import publishing
 
     seen: list[Any] = []
@@ -222,7 +222,7 @@ def test_a_push_is_signed_with_the_key_that_is_named(sign: str | None, monkeypat
 
 @pytest.mark.parametrize("sign", [None, "key.minisign"])
 def test_a_conversion_is_signed_with_the_key_that_is_named(sign: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is converted: the key is what reaches the pipeline."""
+    """The key reaches the pipeline; no checkpoint is converted."""
     from moeq.pipeline import convert
 
     seen: dict[str, Any] = {}

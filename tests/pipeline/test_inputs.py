@@ -209,7 +209,7 @@ def test_memory_is_kept_and_grows() -> None:
 
 
 def test_neighbouring_places_are_read_at_once(source: Path) -> None:
-    """Of one file, and where the second begins at a word of the first."""
+    """Ranges are joined only within one file, and where the second begins at a word of the first."""
     data = source.read_bytes()
     files = {name: InputFile(os.open(source, os.O_RDONLY), name, [(0, SIZE)]) for name in "ab"}
     asked: list[tuple[str, int, int]] = []

@@ -116,7 +116,7 @@ def divide() -> Any:
 
 @pytest.mark.parametrize(("call", "error"), [(fail, MoeqError), (divide, ZeroDivisionError), (Flaky(9, 0), MoeqError)])
 def test_what_still_runs_is_stopped_and_taken(call: Callable[[], Any], error: type[Exception]) -> None:
-    """Of the tasks that had begun, those that were lost or failed as well give nothing."""
+    """Tasks that had begun give no result if they were lost or failed as well."""
     stopped, found, kept = list[str](), list[Any](), list[Any]()
     tasks = [Task("bad", 1, call, ()), *(Task(f"t{n}", 1, lambda n: n, (n,)) for n in range(2))]
     tasks += [Task("lost", 1, Flaky(1, 9), ()), Task("failed", 1, fail, ()), Task("never", 1, refuse, ("begun",))]

@@ -135,7 +135,7 @@ def test_shards_are_a_balanced_partition(sizes: list[int], count: int, files: in
 
 @pytest.mark.parametrize(("sizes", "expected"), [([1, 2, 1], [2, 1]), ([2, 2, 1], [1, 2]), ([1, 2, 2], [2, 1])])
 def test_a_group_is_taken_if_half_of_it_fits(sizes: list[int], expected: list[int]) -> None:
-    """Of two shards the first takes a group in the middle if no more comes before it than after it."""
+    """A group in the middle goes to the first of two shards if no more comes before it than after it."""
     shards = [WorkShard(index, 2).select(copies(sizes, files=3), remote=False) for index in range(2)]
     assert [len(shard) for shard in shards] == expected
 
