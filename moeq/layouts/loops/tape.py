@@ -207,12 +207,9 @@ class Player:
             addresses: int64 `[pieces, bases]`, where each piece of memory begins; as aligned as what was recorded.
 
         Returns:
-            For each, whether everything went as recorded, with as many pieces of memory. Otherwise what was written
-            means nothing.
+            For each, whether everything went as recorded. Otherwise what was written means nothing.
         """
         count = len(addresses)
-        if addresses.shape[1] != len(self._tape.bases):
-            return [False] * count
         memory = np.concatenate([addresses, np.zeros((count, 1), np.int64)], axis=1)  # constants are number -1
         self._interfaces[:count, :, 5] = memory[:, self._bases] + self._first
         results = self._results[:count]
