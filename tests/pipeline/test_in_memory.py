@@ -128,9 +128,10 @@ def test_experts_packed_at_once_are_those_packed_one_by_one(name, layout, tp, ch
     players, constants, player_of = [], [], in_memory.SampledPacker._player
 
     def kept(*given: Any) -> Any:
-        players.append(player_of(*given))
-        constants.extend((one, one.copy()) for one in (players[-1]._tape.constants if players[-1] else ()))
-        return players[-1]
+        player = player_of(*given)  # several threads come here, each for its own player
+        players.append(player)
+        constants.extend((one, one.copy()) for one in (player._tape.constants if player else ()))
+        return player
 
     def packed() -> dict[str, torch.Tensor]:
         packer = RankPacker(moeq.open(checkpoints / name), {1: layout}, Ranks(tp), 0, prove="all")
@@ -162,7 +163,13 @@ def test_an_unusual_expert_among_those_packed_at_once_is_packed_like_any(checkpo
     wanted = filled(RankPacker(moeq.open(source), {1: "marlin-wna16/1"}, Ranks(), 0), 4)
     monkeypatch.setattr(words, "COMPILED_FROM", 0)
     done, play = [], Player.play
-    monkeypatch.setattr(Player, "play", lambda *given: done.append(play(*given)) or done[-1])
+
+    def played(*given: Any) -> list[bool]:
+        found = play(*given)
+        done.append(found)
+        return found
+
+    monkeypatch.setattr(Player, "play", played)
     found = filled(RankPacker(moeq.open(source), {1: "marlin-wna16/1"}, Ranks(), 0), 4)
     assert done == [[True, True, False, True]] * 2
     assert all(torch.equal(tensor.view(torch.uint8), found[part].view(torch.uint8)) for part, tensor in wanted.items())
