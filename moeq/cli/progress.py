@@ -170,4 +170,4 @@ class ProgressReport:
         """Describe a beat in one line."""
         if not beat.total:
             return f"{beat.label}, {human_seconds(time.monotonic() - self._started)}"
-        return ", ".join([*self._facts(beat, counts=True, rate=True), beat.label])
+        return ", ".join(filter(None, [*self._facts(beat, counts=True, rate=True), beat.label]))
