@@ -3,7 +3,7 @@
     PYTHONPATH=.:kernels:tests python tests/cli/test_transcripts.py    (writes what is printed now; read what changed)
 
 Lines that begin with `$` are typed: `moeq` with its arguments in a folder that holds the small checkpoints, or `flip
-FOLDER`, which changes one bit of its last weight file. `!` marks lines of stderr, and a last line `= N` is the exit code.
+FOLDER`, which changes one bit of its last weight file. `!` marks lines of stderr, `= N` is the exit code.
 Documents of `--json` are shown with a line for every key, and one for every key of a verdict.
 """
 
