@@ -52,7 +52,7 @@ def command(
     code = out.answer(found.to_json(), lambda console: render(console, found), ok=found.ok)
     if not found.ok:
         lines = [mismatch.text for mismatch in found.mismatches[:_SHOWN]]
-        out.annotate("error", f"{len(found.mismatches)} mismatches", "\n".join(lines))
+        out.annotate("error", counted(len(found.mismatches), "mismatch", "mismatches"), "\n".join(lines))
     return code
 
 

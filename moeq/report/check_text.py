@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeq.report.heat import HeatMap, heat_map
-from moeq.report.text import line
+from moeq.report.text import counted, line
 from moeq.spelling import option
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def render_selftest(console: Console, reports: Sequence[SelftestReport]) -> None
     alarms = sum(len(report.false_alarms) for report in reports)
     counts = (
         f"{len(of_data)} damages: {by_digest} caught by digest, {by_kernel} by the kernels' numbers alone; "
-        f"{refused} of {len(damages) - len(of_data)} swapped calls refused; {alarms} false alarms"
+        f"{refused} of {len(damages) - len(of_data)} swapped calls refused; {counted(alarms, 'false alarm')}"
     )
     verdict = Text("ok", "green") if all(report.ok for report in reports) else Text("FAILED", "red")
     console.print(Text.assemble(verdict, f"  {counts}"))

@@ -220,4 +220,4 @@ def test_verify_puts_differences_on_the_page_of_a_job(text, checkpoints, tmp_pat
     path.write_bytes(data)
     code, _, said = text("verify", out)
     assert code == ExitCode.NO
-    assert "::error title=moeq verify 1 mismatches::layer 1 expert 3 down no longer holds" in said
+    assert "::error title=moeq verify 1 mismatch::layer 1 expert 3 down no longer holds" in said
