@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -85,6 +85,8 @@ def _read(index: int) -> Gpu:
 
     found = torch.cuda.get_device_properties(index)
     amd = torch.version.hip is not None
+    # kHz and bits; 0 where torch does not know them.
+    clock, width = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
     return Gpu(
         name=found.name,
         capability=(0, 0) if amd else (found.major, found.minor),
@@ -93,11 +95,5 @@ def _read(index: int) -> Gpu:
         l2_bytes=int(found.L2_cache_size),
         arch=found.gcnArchName.split(":")[0] if amd else 10 * found.major + found.minor,
         warp=found.warp_size,
-        memory_rate=_memory_rate(found),
+        memory_rate=2e3 * clock * width / 8,  # two words per clock
     )
-
-
-def _memory_rate(found: Any) -> float:
-    """Return the memory rate in bytes per second (two words per clock); 0 where torch does not know it."""
-    clock, width = (getattr(found, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
-    return 2e3 * clock * width / 8

@@ -16,13 +16,11 @@ class Digit:
     multiple: int  #: rows or columns by which it counts
     reversed: bool  #: whether it counts backwards
     stride: int  #: words by which it counts
-    start: int  #: first value that is written
-    extent: int  #: number of values that are written
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Words of a packed tensor that hold a block of a matrix."""
+    """Words of a packed tensor that hold a matrix."""
 
     digits: tuple[Digit, ...]  #: digits of the number of a word, least significant first
     #: Row and column offset of each element of a word, that in the lowest bits first.
@@ -31,35 +29,31 @@ class Placement:
     flip: int = 0  #: bits of each element that are stored inverted
     #: Permutation of the bits of a finished word as `(left shift, mask)` pairs; empty for none.
     steps: tuple[tuple[int, int], ...] = ()
-    origin: tuple[int, int] = (0, 0)  #: row and column of the packed matrix at which the source begins
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # a cache is asked for it in every write
-        return hash((self.digits, self.fields, self.bits, self.flip, self.steps, self.origin))
+        return hash((self.digits, self.fields, self.bits, self.flip, self.steps))
 
     @property
     def words(self) -> int:
         """Number of words that are written."""
-        return math.prod(digit.extent for digit in self.digits)
+        return math.prod(digit.radix for digit in self.digits)
 
     @property
     def transposed(self) -> Placement:
         """The placement of the transposed matrix in the same words."""
         digits = tuple(replace(one, axis=1 - one.axis) for one in self.digits)
         fields = tuple((column, row) for row, column in self.fields)
-        return replace(self, digits=digits, fields=fields, origin=(self.origin[1], self.origin[0]))
+        return replace(self, digits=digits, fields=fields)
 
     @property
     def constants(self) -> dict[str, object]:
         """Constexpr arguments of the kernel that the index map decides."""
         return {
-            "DIGITS": tuple(
-                (one.axis, one.radix, one.multiple, int(one.reversed), one.start, one.extent, one.stride)
-                for one in self.digits
-            ),
+            "DIGITS": tuple((one.axis, one.radix, one.multiple, int(one.reversed), one.stride) for one in self.digits),
             "FIELDS": self.fields,
             "BITS": self.bits,
             "FLIP": self.flip,

@@ -168,7 +168,7 @@ def planned(
     if size not in _WORDS or (held and target_strides != contiguous(target_sizes)):
         raise KernelArgumentError(f"words of {size} bytes in strides {target_strides} cannot be written")
     word, words = _WORDS[size], held * stored.itemsize // size
-    last = sum((one.start + one.extent - 1) * one.stride for one in placement.digits)
+    last = sum((one.radix - 1) * one.stride for one in placement.digits)
     if len(sizes) == 2:
         sizes, strides = (1, *sizes), (0, *strides)
     each = words // max(sizes[0], 1)
@@ -186,8 +186,7 @@ def planned(
     across = {"row_stride": row_stride, "column_stride": column_stride, "rows": rows}
     tiles = tiling_of(inner, outer, dtype.itemsize) if columns % packing.per == 0 else None
     if tiles is None:
-        first = {"first_row": inner.origin[0], "first_column": inner.origin[1]}
-        more = {"columns": columns, "count": placement.words, **first}
+        more = {"columns": columns, "count": placement.words}
         constants = {**inner.constants, **outer.constants, "BLOCK": BLOCK}
         grid = (-(-placement.words // BLOCK), sizes[0])
         return Launch("device.placement:place_words", grid, arguments | steps | across | more, constants)

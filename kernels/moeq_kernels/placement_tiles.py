@@ -49,7 +49,7 @@ def _log2(value: int) -> int | None:
 
 @cache
 def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling | None:
-    """Return the tiles of a matrix that is written whole, or None if its index map does not consist of bits.
+    """Return the tiles of a matrix, or None if its index map does not consist of bits.
 
     Args:
         packing: how the source holds elements, along columns.
@@ -57,8 +57,7 @@ def tiling_of(placement: Placement, packing: Packing, itemsize: int) -> Tiling |
     """
     within = _log2(packing.per)
     size = placement.bits * len(placement.fields)
-    whole = placement.origin == (0, 0) and all(one.start == 0 and one.extent == one.radix for one in placement.digits)
-    if within is None or packing.along_rows or size not in (8, 16, 32) or itemsize > 4 or not whole:
+    if within is None or packing.along_rows or size not in (8, 16, 32) or itemsize > 4:
         return None
     tops = [
         max((one for one in placement.digits if one.axis == axis), key=lambda one: one.multiple, default=None)

@@ -39,14 +39,9 @@ class Queued:
             run_with_triton(self.launches, dict(zip(self._roots[1:], tensors, strict=True)))
             return
         index = device.index
-        here = nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index)
-        with here:
+        with nullcontext() if torch.cuda.current_device() == index else torch.cuda.device(index):
             if index not in self._bound:
-                self._bound[index] = self._bind(device)
+                from moeq_kernels.cuda import Bound
+
+                self._bound[index] = Bound(Schedule(self.launches, 0), self._roots, {}, gpu_of(device), index)
             self._bound[index].run(addresses, (), torch.cuda.current_stream(index).cuda_stream)
-
-    def _bind(self, device: torch.device) -> Bound:
-        """Compile and load the launches for a device, which is current."""
-        from moeq_kernels.cuda import Bound
-
-        return Bound(Schedule(self.launches, 0), self._roots, {}, gpu_of(device), device.index)

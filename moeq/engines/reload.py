@@ -10,7 +10,7 @@ the same model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.manifest import STACKED_ROLES
@@ -27,39 +27,17 @@ from moeq.update.writer import Writer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.checkpoint.manifest import LayerEntry
-    from moeq.engines.experts_source import ExpertsSource
-    from moeq.load.ranks import Rank
-    from moeq.update.layers import RankTensors
+    from moeq.engines.packed_method import PackedMethod
 
 #: Tensors of one expert: projection to part to tensor.
 _Expert = dict[str, dict[str, "Tensor"]]
-
-
-class ReloadedMethod(Protocol):
-    """What a reload asks an engine's method for the experts of a layer."""
-
-    experts: ExpertsSource  #: packed experts of the checkpoint that is served
-    entry: LayerEntry  #: how the layer is packed
-    rank: Rank  #: the rank
-    part: RankPart  #: part of the layer that the rank holds
-    folds_scales: bool  #: whether moeq's kernels keep scales of their own beside the packed tensors
-
-    def served(self, layer: Any) -> RankTensors:
-        """Return the packed tensors that kernels read."""
-
-    def held(self, layer: Any) -> tuple[int, ...] | None:
-        """Return the expert of every row of these tensors where load balancing moves them; None: those of `part`."""
-
-    def check_reload(self, layer: Any) -> None:
-        """Raise MoeqError `usage.reload` if new bytes in these tensors would not be all that kernels have to read."""
 
 
 class ExpertReload:
     """The experts of a running model, for one pass over the tensors of a checkpoint.
 
     Args:
-        layers: the engine's expert layers with moeq's method (`ReloadedMethod`).
+        layers: the engine's expert layers with moeq's method (`PackedMethod`).
         path: folder or Hub repository that stacked tensors come from.
         from_path: whether the engine itself reads the tensors there, so that they need not be compared.
 
@@ -160,7 +138,7 @@ class FolderReload:
 
     def _plan(self, layer: Any) -> list[RankPart]:
         """Plan what this rank reads of a layer: parts that follow each other in its tensors."""
-        method: ReloadedMethod = layer.quant_method
+        method: PackedMethod = layer.quant_method
         number, held = method.entry.layer, method.held(layer)
         entry = layer_entry(self._folder, number)
         if held is None:
@@ -231,7 +209,7 @@ def divert(weights: Iterable[tuple[str, Tensor]], reload: ExpertReload) -> Itera
 
 def _writable(layer: Any) -> WritableLayer:
     """Describe a layer's served tensors."""
-    method: ReloadedMethod = layer.quant_method
+    method: PackedMethod = layer.quant_method
     method.check_reload(layer)
     checkpoint, tensors = method.experts.checkpoint, method.served(layer)
     return describe_layer(checkpoint, method.entry, method.rank, method.part, tensors, method.held(layer))

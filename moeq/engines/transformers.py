@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from moeq.checkpoint.manifest import MANIFEST_NAME, STACKED_ROLES, LayerEntry
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.detect import detect_gpu
 from moeq.deploy.gpus import parse_gpu
+from moeq.engines.converted_config import layer_number
 from moeq.engines.experts_module import ConvertedExperts
 from moeq.engines.experts_source import PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 #: Name of the experts implementation, as `from_pretrained(experts_implementation=...)` takes it.
 IMPLEMENTATION = "moeq"
-
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -150,7 +148,12 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                 "transformers was asked to split the model over processes, but each would load all converted experts",
                 "use device_map to spread layers over GPUs, or moeq.load_experts(tp_rank=..., tp_size=...)",
             )
-        _require_experts(model)
+        if not _experts(model):
+            raise MoeqError(
+                "usage.unsupported-model",
+                f"{type(model).__name__} has no experts that go through transformers' experts interface",
+                "moeq.load_experts loads the layers of any converted checkpoint",
+            )
         if self.quantization_config.source is not None:
             self.packing = self._packing(model)
             checkpoint: Checkpoint = self.packing.checkpoint
@@ -158,7 +161,9 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
             checkpoint = self.converted = _open(model, checkpoint_files)
         self.beside = _dtypes_beside(model)
         for name, module in _experts(model):
-            entry = self._entry(_layer_number(name))
+            number = layer_number(name)
+            assert number is not None  # experts are in layers
+            entry = self._entry(number)
             ConvertedExperts(module, entry)
             module.config._experts_implementation = IMPLEMENTATION
             if self.packing is not None:  # they are filled afterwards
@@ -166,7 +171,12 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
                 for prefix in (name, checkpoint.expert_prefix(entry.layer)):
                     model._keys_to_ignore_on_load_unexpected.add(rf"^{re.escape(prefix)}\.")
         tensors, declaration = checkpoint.source.tensors.values(), checkpoint.declaration
-        self.linears = list(quantized_linears(tensors, declaration, _linears(model)))
+        shapes = {
+            name: (module.out_features, module.in_features)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        self.linears = list(quantized_linears(tensors, declaration, shapes))
 
     def _packing(self, model: Any) -> PackingExpertsSource:
         """Open the source, and decide how its experts are packed for the device of this process."""
@@ -205,10 +215,20 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         Every transformers 5 asks for these, directly or, from 5.8 on, inside `update_weight_conversions`, whose
         arguments changed in 5.21.
         """
-        return [_conversion(self, linear) for linear in self.linears]
+        return [
+            WeightConverter(
+                [f"{linear.name}.{part}" for part in linear.parts],
+                f"{linear.name}.weight",
+                operations=[DequantizeLinear(self, linear)],
+            )
+            for linear in self.linears
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        _cast(model, self.beside)
+        for name, dtype in self.beside.items():  # before 5.21 renamed tensors (Mixtral's router) keep the file's dtype
+            parent, _, last = name.rpartition(".")
+            tensor = getattr(model.get_submodule(parent), last)
+            tensor.data = tensor.data.to(dtype)
         for _, module in _experts(model):
             device = module.w13_weight.device
             if self.packing is not None:
@@ -245,30 +265,15 @@ class MoeqQuantizer(HfQuantizer):  # type: ignore[misc]
         return False
 
 
-def _require_experts(model: Any) -> None:
-    """Raise MoeqError `usage.unsupported-model` for models whose experts transformers runs otherwise."""
-    if not _experts(model):
-        raise MoeqError(
-            "usage.unsupported-model",
-            f"{type(model).__name__} has no experts that go through transformers' experts interface",
-            "moeq.load_experts loads the layers of any converted checkpoint",
-        )
-
-
 def _open(model: Any, checkpoint_files: list[str] | None) -> ConvertedCheckpoint:
     """Open the converted checkpoint of a model. Raises MoeqError `usage.no-files`, `source.*`."""
     if not checkpoint_files:
         raise MoeqError("usage.no-files", "a converted model needs its files: from_pretrained('DST')")
     folder = Path(checkpoint_files[0]).parent
-    if not (folder / MANIFEST_NAME).exists():  # transformers downloads only files that it knows
-        _download_manifest(model, folder)
-    return open_converted(folder)
-
-
-def _download_manifest(model: Any, folder: Path) -> None:
-    """Fetch the manifest into a folder of the Hub's cache, `CACHE/models--org--name/snapshots/COMMIT`."""
-    if folder.parent.name == "snapshots":
+    if folder.parent.name == "snapshots" and not (folder / MANIFEST_NAME).exists():
+        # A folder of the Hub's cache, CACHE/models--org--name/snapshots/COMMIT: transformers downloads what it knows.
         cached_file(model.config.name_or_path, MANIFEST_NAME, revision=folder.name, cache_dir=folder.parents[2])
+    return open_converted(folder)
 
 
 def _experts(model: Any) -> list[tuple[str, Any]]:
@@ -296,38 +301,6 @@ def _dtypes_beside(model: Any) -> dict[str, torch.dtype]:
                 kept = (dtype for key, dtype in plan.items() if re.search(key.replace("*", ".*"), name))
                 found[name] = next(kept, tensor.dtype)
     return found
-
-
-def _cast(model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Convert tensors to the dtypes that they have in a checkpoint that is not quantised.
-
-    Before 5.21 transformers keeps the file's dtype for tensors of a quantised checkpoint that it renames, such as
-    Mixtral's router. Another dtype than the model's would fail in the first forward pass.
-    """
-    for name, dtype in dtypes.items():
-        module, _, last = name.rpartition(".")
-        tensor = getattr(model.get_submodule(module), last)
-        tensor.data = tensor.data.to(dtype)
-
-
-def _layer_number(name: str) -> int:
-    found = _LAYER.search(name)
-    assert found is not None  # experts are in layers
-    return int(found[1])
-
-
-def _linears(model: Any) -> Mapping[str, tuple[int, int]]:
-    """Return `(out_features, in_features)` of every linear layer by name."""
-    return {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-
-
-def _conversion(quantizer: MoeqQuantizer, linear: QuantizedModule) -> WeightConverter:
-    sources = [f"{linear.name}.{part}" for part in linear.parts]
-    return WeightConverter(sources, f"{linear.name}.weight", operations=[DequantizeLinear(quantizer, linear)])
 
 
 class DequantizeLinear(ConversionOps):  # type: ignore[misc]

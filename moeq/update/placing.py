@@ -39,7 +39,7 @@ def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
     for one in reversed(arrangement.words):
         axis, multiple = multiples[one.name]
         radix = radices[one.name]
-        found.append(Digit(axis, radix, multiple, one.reversed, stride, start=0, extent=radix))
+        found.append(Digit(axis, radix, multiple, one.reversed, stride))
         stride *= radix
     fields = []
     for values in itertools.product(*(range(radices[one.name]) for one in arrangement.fields)):

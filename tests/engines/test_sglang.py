@@ -160,10 +160,7 @@ def test_what_a_rank_calls_is_what_warmup_compiles(name, where, folders) -> None
         return
     layer = experts_layer(folders[name], **{where: (1, 2)})
     method = layer.quant_method
-    tensors = {
-        role: {part: getattr(layer, f"{role}_{part}").to("meta") for part in matrix.stored.tensors}
-        for role, matrix in method.part.matrices.items()
-    }
+    tensors = {name: tensor.to("meta") for name, tensor in layer.named_parameters()}
     assert method.prepared(tensors, "H200").problem in warmed
 
 

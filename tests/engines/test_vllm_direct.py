@@ -6,7 +6,6 @@ import json
 import logging
 import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +83,9 @@ def test_kernels_are_compiled_from_before_the_first_layer_is_filled(checkpoints,
     method = loaded_layer(checkpoints / "ct-mxfp4-qwen3moe", kernels="moeq").quant_method
     assert method.choice.own
     assert seen == [False, "fill", True]
-    assert method._prepares_unfilled
-    method.options = replace(method.options, activations="fp8")
-    assert not method._prepares_unfilled
+    assert method.prepares_unfilled
+    method.activations = "fp8"
+    assert not method.prepares_unfilled
 
 
 def test_ranks_that_convert_refuses_are_refused_with_its_words(checkpoints, tmp_path) -> None:

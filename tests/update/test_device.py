@@ -257,7 +257,7 @@ def test_zero_points_that_a_layout_cannot_hold_are_refused_by_the_gather_kernel(
 
 def test_launches_that_cannot_be_planned_take_copies_back() -> None:
     target, packed = torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    placement = Placement((Digit(1, 4, 1, False, 1, 0, 4),), ((0, 0),), 32)
+    placement = Placement((Digit(1, 4, 1, False, 1),), ((0, 0),), 32)
     writes = [Write(torch.ones(1, 4, dtype=torch.int32), packed, placement, (1, 4))]
     with pytest.raises(KernelArgumentError):
         write_all([(target, torch.ones_like(target))], writes)

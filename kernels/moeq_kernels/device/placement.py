@@ -25,11 +25,9 @@ def place_words(
     columns,
     row_stride,  # in source words
     column_stride,
-    first_row,  # row and column of the packed matrix where the source begins
-    first_column,
     source_step,  # source words from one matrix to the next
     target_step,  # packed words from one matrix to the next
-    # Digits of the number of a word, lowest first: axis, radix, multiple, reversed, start, extent, stride.
+    # Digits of the number of a word, lowest first: axis, radix, multiple, reversed, stride.
     DIGITS: tl.constexpr,
     FIELDS: tl.constexpr,  # per element of a word: row and column offset
     BITS: tl.constexpr,  # bits of an element in the packed word
@@ -48,14 +46,14 @@ def place_words(
     word = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = word < count
     left = word
-    row = tl.zeros([BLOCK], tl.int64) - first_row
-    column = tl.zeros([BLOCK], tl.int64) - first_column
+    row = tl.zeros([BLOCK], tl.int64)
+    column = tl.zeros([BLOCK], tl.int64)
     place = tl.zeros([BLOCK], tl.int64)
     for i in tl.static_range(len(DIGITS)):
         # Names of one iteration may not be constants in another, hence the indices.
-        digit = left % DIGITS[i][5] + DIGITS[i][4]
-        left = left // DIGITS[i][5]
-        place += digit * DIGITS[i][6]
+        digit = left % DIGITS[i][1]
+        left = left // DIGITS[i][1]
+        place += digit * DIGITS[i][4]
         if DIGITS[i][3]:
             digit = DIGITS[i][1] - 1 - digit
         if DIGITS[i][0] == 0:
@@ -66,7 +64,7 @@ def place_words(
     for f in tl.static_range(len(FIELDS)):
         n = row + FIELDS[f][0]
         k = column + FIELDS[f][1]
-        inside = live & (n >= 0) & (n < rows) & (k >= 0) & (k < columns)
+        inside = live & (n < rows) & (k < columns)
         if PER == 1:
             value = tl.load(source + n * row_stride + k * column_stride, inside, 0).to(tl.uint64)
         elif ALONG_ROWS:

@@ -8,7 +8,7 @@ keep the method that the source's config asks for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,10 @@ from moeq.deploy.options import make_deployment
 from moeq.engines.choice import engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
+from moeq.engines.packed_method import PackedMethod
 from moeq.engines.sglang.model_weights import register_hooks
 from moeq.errors import MoeqError
-from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts, prepared_layer
+from moeq.load.kernel_experts import dummy_parts, prepared_layer
 from moeq.load.ranks import Rank, plan_places, plan_rank
 from moeq.load.torch_loader import check_groups, check_kernel, device_arch, uneven_unit
 from moeq.load.warmup import make_ready
@@ -215,12 +216,13 @@ class MoeqRunnerCore(DispatchMoeRunnerCore):  # type: ignore[misc]
         return StandardCombineInput(y)
 
 
-class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     """Method for the experts of one layer."""
 
     def __init__(self, experts: ExpertsSource, entry: LayerEntry) -> None:
         self.experts = experts
         self.entry = entry
+        self.activations = engine_options(None).activations
         self.runner: MoeRunner | None = None
         self.info: MoeqQuantInfo | None = None
 
@@ -258,10 +260,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         else:
             self.parts = plan_places(self.entry, rank, self.places())
             self.experts.check_parts(self.entry, self.parts, rank)
-        self.part = self.parts[0]
         check_groups(self.entry, self.part)
-        self.specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
-        self.folds_scales = engine_options(None).activations == "fp8" and self.specs["w13"].element == "e2m1"
         if self.folds_scales and self.places is not None:
             raise MoeqError(
                 "usage.eplb",
@@ -269,16 +268,14 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 "would move",
                 "start without MOEQ_ACTIVATIONS=fp8, or with all experts in their places",
             )
-        held = sum(stop - start for start, stop in (part.experts for part in self.parts))
-        if held != num_experts:
+        if self.num_held != num_experts:
             raise MoeqError(
                 "usage.ep",
-                f"layer {self.entry.layer}: {rank.title} holds {num_experts} experts in the engine and {held} by moeq",
+                f"layer {self.entry.layer}: {rank.title} holds {num_experts} experts in the engine and {self.num_held} "
+                "by moeq",
                 "start without --ep-num-redundant-experts",
             )
-        for role, parts in empty_parts(self.entry.layout, self.specs, held, None, params_dtype).items():
-            for part, empty in parts.items():
-                layer.register_parameter(f"{role}_{part}", torch.nn.Parameter(empty, requires_grad=False))
+        self.create_parameters(layer, params_dtype)
 
     def create_moe_runner(self, layer: Any, moe_runner_config: MoeRunnerConfig) -> None:
         """Make the engine's runner around moeq's."""
@@ -299,32 +296,23 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         """Fill the parameters from the files and get the kernels ready; neither again after an update of weights."""
         if self.info is not None:
             return
-        tensors = self.served(layer)
+        tensors = {name: tensor.data for name, tensor in layer.named_parameters() if name.startswith(STACKED_ROLES)}
         device = layer.w13_weight.device
         if device.type == "cuda":
             self.experts.require_arch(device_arch(device))
-        flat = {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in tensors[role].items()}
         if get_server_args().load_format == "dummy":
-            dummy_parts(flat)
+            dummy_parts(tensors)
         else:
-            if self.experts.begins_filling and self._prepares_unfilled:
+            if self.experts.begins_filling and self.prepares_unfilled:
                 make_ready(self.prepared(tensors), logger, wait=False)
-            self.experts.fill(self.entry, self.parts, self.rank, flat)
+            self.experts.fill(self.entry, self.parts, self.rank, tensors)
         prepared = self.prepared(tensors)
         make_ready(prepared, logger, wait=not self.experts.is_filling)
         self.info = MoeqQuantInfo(prepared)
 
-    @property
-    def _prepares_unfilled(self) -> bool:
-        """Whether kernels are prepared without a look at values: at no indices, and folding no scales."""
-        return engine_options(None).activations != "fp8" and not any(spec.act_order for spec in self.specs.values())
-
     def served(self, layer: Any) -> RankTensors:
         """Return the packed tensors that kernels read."""
-        return {
-            role: {part: getattr(layer, f"{role}_{part}").data for part in self.part.matrices[role].stored.tensors}
-            for role in STACKED_ROLES
-        }
+        return self.parts_of(dict(layer.named_parameters()))
 
     def held(self, layer: Any) -> tuple[int, ...] | None:
         """Return the expert of every row of these tensors if load balancing moves them; None: those of `part`."""
@@ -333,11 +321,10 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     def check_reload(self, layer: Any) -> None:
         """Accept any: kernels read the packed tensors and nothing else."""
 
-    def prepared(self, tensors: RankTensors, gpu: str | None = None) -> PreparedLayer:
+    def prepared(self, tensors: Mapping[str, torch.Tensor], gpu: str | None = None) -> PreparedLayer:
         """Prepare the layer for the GPU that holds its tensors, or for another one by name."""
-        experts = kernel_experts(self.entry.layout, self.specs, tensors)
         return prepared_layer(
-            experts.quantising("fp8") if engine_options(None).activations == "fp8" else experts,
+            self.packed(tensors),
             top_k=self.config.top_k or self.experts.checkpoint.info.top_k,  # some classes do not say it
             max_tokens=_most_tokens(),
             dtype=self.config.params_dtype,

@@ -26,6 +26,7 @@ from moeq.engines.vllm.engine_experts import (
     ReadScales,
     Tensors,
     set_parameter,
+    widen_biases,
 )
 from moeq.errors import MoeqError
 from moeq.layouts.readers import VLLM
@@ -64,8 +65,7 @@ def _mxfp4_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> None
     for role, spec in zip(STACKED_ROLES, (weights.w13, weights.w2), strict=True):
         scale = getattr(layer, f"{role}_scale").data
         set_parameter(layer, f"{role}_scale", scale.view(len(scale), spec.n, spec.num_groups))
-        if spec.bias_dtype is not None:
-            set_parameter(layer, f"{role}_bias", getattr(layer, f"{role}_bias").data.float())
+    widen_biases(layer)
 
 
 def _int4_config(tensors: Tensors, weights: RankWeights, clamp: Clamp) -> Any:

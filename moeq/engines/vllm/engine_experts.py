@@ -11,6 +11,7 @@ import vllm
 from packaging.version import Version
 from torch import nn
 
+from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.layouts.readers import VLLM
 from moeq.load.activation_scales import ActivationScales
 from moeq.matrix import MatrixSpec
@@ -108,3 +109,11 @@ _TORCH_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 def set_parameter(layer: Any, name: str, value: Any) -> None:
     """Add a parameter without gradient to a layer, in place of one of that name."""
     layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
+
+
+def widen_biases(layer: Any) -> None:
+    """Convert the biases of a layer, where it has some, to float32."""
+    for role in STACKED_ROLES:
+        bias = getattr(layer, f"{role}_bias", None)
+        if bias is not None:
+            set_parameter(layer, f"{role}_bias", bias.data.float())

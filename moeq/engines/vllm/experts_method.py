@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +21,15 @@ from vllm.platforms import current_platform
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry
 from moeq.engines.choice import EngineOptions, choose, outcome
 from moeq.engines.experts_source import ExpertsSource
+from moeq.engines.packed_method import PackedMethod
 from moeq.engines.vllm.backends import BACKENDS
 from moeq.engines.vllm.balancing import follow_balancers, placed_experts
 from moeq.engines.vllm.engine_experts import RECORDS, EngineExperts, RankWeights, takes
 from moeq.engines.vllm.own_experts import (
-    activation_format,
     check_own,
     clamp_arguments,
     compile_early,
+    experts_class,
     logger,
     own_kernel,
     runs_alone,
@@ -36,7 +38,7 @@ from moeq.engines.vllm.own_experts import (
 from moeq.errors import MoeqError
 from moeq.layouts.registry import layout_class
 from moeq.load.activation_scales import ActivationScales
-from moeq.load.kernel_experts import dummy_parts, empty_parts, kernel_experts
+from moeq.load.kernel_experts import dummy_parts
 from moeq.load.ranks import Rank, plan_rank, plan_replicas
 from moeq.load.torch_loader import uneven_unit
 
@@ -50,14 +52,13 @@ except ImportError:  # before 0.31 the engine has no such loader
 
 if TYPE_CHECKING:
     from moeq.update.layers import RankTensors
-    from moeq_kernels import PackedExperts
 
 
 #: Names of the parameters that hold scales of weights.
 SCALES = tuple(f"{role}_scale" for role in STACKED_ROLES)
 
 
-class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
+class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
     """Method for the experts of one layer.
 
     Args:
@@ -78,7 +79,8 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
     ) -> None:
         super().__init__(moe)
         self.moe_kernel: Any = None
-        self.options = options or EngineOptions()
+        options = options or EngineOptions()
+        self.activations = options.activations
         self.experts = experts
         self.entry = entry
         self.dummy = dummy
@@ -95,41 +97,24 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
             experts.check_parts(entry, self.parts, self.rank)
         else:
             self.parts = [plan_rank(entry, self.rank, uneven_unit(experts.checkpoint, entry.layer))]
-        self.part = self.parts[0]
 
-        w13, w2 = (self.part.matrices[role].spec for role in STACKED_ROLES)
         scheme = experts.checkpoint.scheme_of(entry.layer)
-        self.weights = RankWeights(w13, w2, scheme, self.part.experts, moe.activation.value)
-        engine = _moved() if parallel.enable_eplb else outcome(self._engine_experts)
+        self.weights = RankWeights(
+            **self.specs, scheme=scheme, experts=self.part.experts, activation=moe.activation.value
+        )
+        known = moe, entry, self.rank, self.weights, experts.backend
+        engine = _moved() if parallel.enable_eplb else outcome(partial(_engine_experts, *known))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
-        fp8 = self.options.activations == "fp8"  # which no kernels of the engine do on these bytes
-        choice = choose("moeq" if fp8 else self.options.kernels, own, slow, title)
+        fp8 = self.activations == "fp8"  # which no kernels of the engine do on these bytes
+        choice = choose("moeq" if fp8 else options.kernels, own, slow, title)
         # The number of the layer is left out, so that layers of one kind share a line of the log.
         self.choice = replace(choice, why=choice.why.replace(f"layer {entry.layer}: ", ""))
         if not self.choice.own:
             assert not isinstance(engine, MoeqError)  # `choose` has raised it
             self.engine, self.experts_cls = engine
         logger.info_once("moeq: %s: %s%s", self.title, self.choice.why, ", e4m3 activations" if fp8 else "")
-
-    def _engine_experts(self) -> tuple[EngineExperts, Any]:
-        return _engine_experts(self.moe, self.entry, self.rank, self.weights, self.experts.backend)
-
-    @property
-    def num_held(self) -> int:
-        """Number of experts on this rank, replicas included."""
-        return sum(stop - start for start, stop in (part.experts for part in self.parts))
-
-    @property
-    def folds_scales(self) -> bool:
-        """Whether moeq's kernels keep scales of their own beside the parameters: MXFP4 with e4m3 activations."""
-        return self.options.activations == "fp8" and self.weights.w13.element == "e2m1"
-
-    @property
-    def _prepares_unfilled(self) -> bool:
-        """Whether moeq's kernels are prepared without a look at values: at no indices, and folding no scales."""
-        return self.options.activations != "fp8" and not any(one.spec.act_order for one in self.part.matrices.values())
 
     @property
     def supports_eplb(self) -> bool:
@@ -192,14 +177,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
                 f"and {self.num_held} by moeq's linear placement",
                 "start with --expert-placement-strategy linear",
             )
-        for name, empty in self.empty(params_dtype).items():
-            layer.register_parameter(name, torch.nn.Parameter(empty, requires_grad=False))
-
-    def empty(self, params_dtype: torch.dtype, device: str | None = None) -> dict[str, torch.Tensor]:
-        """Allocate every parameter, `[experts, ...]`, equal for both kinds of kernels, which then use equal numbers."""
-        specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
-        parts = empty_parts(self.entry.layout, specs, self.num_held, device, params_dtype)
-        return {f"{role}_{part}": tensor for role in STACKED_ROLES for part, tensor in parts[role].items()}
+        self.create_parameters(layer, params_dtype)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Fill the parameters and set the kernel up on them, once: verl has this called again after every update."""
@@ -213,7 +191,7 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         if self.dummy:
             dummy_parts(tensors)
         elif not is_weights_pre_processed():
-            if self.choice.own and self.experts.begins_filling and self._prepares_unfilled:
+            if self.choice.own and self.experts.begins_filling and self.prepares_unfilled:
                 compile_early(self.moe, self.packed(dict(layer.named_parameters())), layer)
             self.experts.fill(self.entry, self.parts, self.rank, tensors)
         if self.choice.own:
@@ -235,22 +213,9 @@ class MoeqMoEMethod(FusedMoEMethodBase):  # type: ignore[misc]
         ones = torch.ones(self.entry.num_experts, 2 if self.weights.w13.gated else 1)
         return ActivationScales(ones, ones[:, 0], "input_scale")
 
-    def packed(self, tensors: Mapping[str, torch.Tensor]) -> PackedExperts:
-        """Build the record of the parameters for moeq's kernels."""
-        specs = {role: matrix.spec for role, matrix in self.part.matrices.items()}
-        experts = kernel_experts(self.entry.layout, specs, self._parts_of(tensors))
-        return experts.quantising("fp8") if self.options.activations == "fp8" else experts
-
-    def _parts_of(self, tensors: Mapping[str, torch.Tensor]) -> RankTensors:
-        """Group tensors by matrix and part."""
-        return {
-            role: {part: tensors[f"{role}_{part}"].data for part in self.part.matrices[role].stored.tensors}
-            for role in STACKED_ROLES
-        }
-
     def served(self, layer: Any) -> RankTensors:
         """Return the packed tensors that kernels read, which a layerwise reload may have taken aside."""
-        return self._parts_of(_read_by_kernels(layer))
+        return self.parts_of(_read_by_kernels(layer))
 
     def held(self, layer: Any) -> tuple[int, ...] | None:
         """Return the expert of every row of these tensors under EPLB, whose transfers are ended first; else None.
@@ -476,7 +441,9 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: R
     weight, activation = engine.keys(weights)
     reason = None
     for kind in engine.classes():
-        supported, reason = kind.is_supported_config(kind, moe, weight, activation, activation_format(moe))
+        supported, reason = kind.is_supported_config(
+            kind, moe, weight, activation, experts_class(moe).activation_format()
+        )
         if supported:
             reason = engine.obstacle(weights)
             if reason is None:

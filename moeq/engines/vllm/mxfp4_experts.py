@@ -25,7 +25,7 @@ from moeq.engines.vllm.engine_experts import (
     ReadScales,
     Tensors,
     Trims,
-    set_parameter,
+    widen_biases,
 )
 from moeq.engines.vllm.float_experts import all_rows, as_it_is, b12x_is_16_bit, exponents, named_scales, transposed
 from moeq.errors import MoeqError
@@ -79,16 +79,9 @@ def _as_e4m3(scale: Any) -> Any:
     return scale.view(torch.float8_e4m3fn)
 
 
-def _wide_biases(layer: Any) -> None:
-    for role in STACKED_ROLES:
-        bias = getattr(layer, f"{role}_bias", None)
-        if bias is not None:
-            set_parameter(layer, f"{role}_bias", bias.data.float())
-
-
 def _trtllm_settled(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     named_scales(_as_e4m3, layer, weights, scales)
-    _wide_biases(layer)
+    widen_biases(layer)
 
 
 def _trtllm(reader: VLLM) -> EngineExperts:
@@ -103,7 +96,7 @@ def _trtllm(reader: VLLM) -> EngineExperts:
 def _aiter_settled(flat: bool, layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Mark weights as shuffled, for which AITER looks; its bf16 kernel takes scales of all experts as a matrix."""
     named_scales(all_rows if flat else as_it_is, layer, weights, scales)
-    _wide_biases(layer)
+    widen_biases(layer)
     for role in STACKED_ROLES:
         weight = getattr(layer, f"{role}_weight")
         weight.data = weight.data.view(torch.float4_e2m1fn_x2)
@@ -113,7 +106,7 @@ def _aiter_settled(flat: bool, layer: Any, weights: RankWeights, scales: ReadSca
 def _columns_first(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Set transposed views `[experts, K, N]` of weights and of tiles of scales, for the kernel of gfx1250."""
     named_scales(transposed, layer, weights, scales)
-    _wide_biases(layer)
+    widen_biases(layer)
     for role in STACKED_ROLES:
         weight = getattr(layer, f"{role}_weight")
         weight.data = weight.data.mT
@@ -160,7 +153,7 @@ def _wrapped(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
         flexible = FlexCtx(rhs_data=flex)
         records[f"{role}_weight_scale"] = PrecisionConfig(weight_scale=scale, flex_ctx=flexible)
     setattr(layer, RECORDS, records)
-    _wide_biases(layer)
+    widen_biases(layer)
 
 
 def _fill(made: Any, stored: Any, name: str) -> None:

@@ -228,13 +228,6 @@ def runs_alone(kernel: modular_kernel.FusedMoEKernel) -> bool:
     return isinstance(kernel.prepare_finalize, MoEPrepareAndFinalizeNoDPEPModular)
 
 
-def activation_format(moe: Any) -> FusedMoEActivationFormat:
-    """Return the format in which tokens reach the experts of a layer."""
-    if moe.moe_parallel_config.use_batched_activation_format:
-        return FusedMoEActivationFormat.BatchedExperts
-    return FusedMoEActivationFormat.Standard
-
-
 def clamp_arguments(moe: Any) -> dict[str, float | None]:
     """Return the constants of a layer's SwiGLU as arguments of the engine's records of scales."""
     return {"gemm1_alpha": moe.swiglu_alpha, "gemm1_beta": moe.swiglu_beta, "gemm1_clamp_limit": moe.swiglu_limit}
@@ -270,7 +263,7 @@ def check_own(moe: Any, entry: LayerEntry, part: RankPart) -> None:
             "start without it, or with --cpu-offload-gb, whose memory GPUs read where it is",
         )
     kind = experts_class(moe)
-    supported, reason = kind.is_supported_config(kind, moe, None, None, activation_format(moe))
+    supported, reason = kind.is_supported_config(kind, moe, None, None, kind.activation_format())
     if not supported:
         raise MoeqError("answer.no-kernel", f"layer {entry.layer}: moeq's {reason}")
 

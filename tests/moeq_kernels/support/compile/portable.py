@@ -255,16 +255,17 @@ def launch_of(case: Case, target: str = "sm_90") -> Launch:
     return products[1 if down else 0]
 
 
-def _placement_launch(whole: bool) -> Launch:
-    """Return the launch that writes int4 codes, two to a byte, in Marlin's order: a whole matrix or its first rows."""
-    radices = ((0, 4, 16), (1, 4, 2), (0, 8, 1), (0, INTERMEDIATE // 64, 64), (1, HIDDEN // 16, 16))
+def _placement_launch(by_tiles: bool) -> Launch:
+    """Return the launch that writes int4 codes, two to a byte, in Marlin's order, or word by word in another."""
+    some = 4 if by_tiles else 3  # numbers that are no powers of two make no tiles
+    rows = ((0, some, 16), (0, INTERMEDIATE // (16 * some), 16 * some))
+    radices = (rows[0], (1, 4, 2), (0, 8, 1), rows[1], (1, HIDDEN // 16, 16))
     digits, stride = [], 1
     for axis, radix, multiple in radices:
-        extent = 1 if multiple == 64 and not whole else radix
-        digits.append(Digit(axis, radix, multiple, False, stride, 0, extent))
+        digits.append(Digit(axis, radix, multiple, False, stride))
         stride *= radix
     fields = tuple((8 * o, q + 8 * h) for q in range(2) for o in range(2) for h in range(2))
-    placement, source = Placement(tuple(digits), fields, 4), (1, INTERMEDIATE if whole else 64, HIDDEN // 2)
+    placement, source = Placement(tuple(digits), fields, 4), (1, INTERMEDIATE, HIDDEN // 2)
     words = (INTERMEDIATE * HIDDEN // 8,)
     given, written = (torch.uint8, source, contiguous(source)), (torch.int32, words, contiguous(words))
     return planned(0, placement, (source[1], HIDDEN), Packing(2), *given, *written)
