@@ -46,9 +46,6 @@ Proof = Literal["sample", "all"]
 #: A sample holds every expert with a number that this divides.
 SAMPLE_STEP = 16
 
-#: Most threads that pack: more of them wait longer for the interpreter's lock than they save.
-MAX_WORKERS = 4
-
 #: Host memory up to which threads are added, of the 2 GiB that a start may take beyond the engine's own.
 USUAL_CEILING = 7 * 2**28
 
@@ -169,8 +166,8 @@ class RankPacker:
 
     @cached_property
     def _executor(self) -> Executor:
-        units, workers = self._work.plan.units, min(default_workers(), MAX_WORKERS)
-        memory = plan_memory(self._work, units, workers, max_helpers=1, usual=USUAL_CEILING)
+        units = self._work.plan.units
+        memory = plan_memory(self._work, units, default_workers(), max_helpers=1, usual=USUAL_CEILING)
         # Ranks that share experts read the same files: through the page cache, a disk is read once.
         on_gpu = any(tensor.device.type == "cuda" for tensor in self._targets.values())
         return Executor(
