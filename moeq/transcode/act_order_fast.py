@@ -10,7 +10,7 @@ import numpy as np
 from moeq.checkpoint.names import StoredName
 from moeq.layouts.loops import columns
 from moeq.pipeline.pack.fast.formats import Fields
-from moeq.pipeline.pack.fast.path import Inputs, MatrixReader
+from moeq.pipeline.pack.fast.path import Inputs, ProjectionReader, ReadMatrix
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Array, Region
 
@@ -31,7 +31,9 @@ class Sorting:
     regions: tuple[dict[str, Region], ...]  #: scratch for the sorted fields of every projection
 
     @classmethod
-    def of(cls, readers: Sequence[MatrixReader], index: tuple[StoredName, str, int] | None, start: int) -> Sorting:
+    def of(
+        cls, readers: Sequence[ProjectionReader[ReadMatrix]], index: tuple[StoredName, str, int] | None, start: int
+    ) -> Sorting:
         """Plan the sorting of an item. `readers` and `index` are those of `moeq.transcode.fast_item.bind`."""
         is_down = index is not None and readers[0].name == index[0]
         regions = []

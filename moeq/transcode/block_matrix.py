@@ -12,16 +12,11 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.checkpoint.manifest import Projection, StackedRole
-from moeq.checkpoint.names import StoredName
 from moeq.layouts.loops import blocks
 from moeq.layouts.loops.codebooks import CODEBOOKS, is_installed
 from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
-from moeq.model.expert_kinds import ExpertKind
-from moeq.pipeline.pack.fast.find import held_projections
 from moeq.pipeline.pack.fast.formats import Fields, Stored
-from moeq.pipeline.pack.fast.path import MatrixReader
 from moeq.pipeline.pack.fast.scales import EXPONENT, WIDTH
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.format import Described, PartSig
@@ -84,37 +79,10 @@ class StoredBlocks:
         return {"codes": codes, "scales": scales, **fields}
 
 
-def block_readers(
-    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]]
-) -> tuple[MatrixReader, ...]:
-    """Return readers of the stored projections of a role; none unless all are blocks that loops can read."""
-    names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
-    readers: list[MatrixReader] = []
-    for name in (name for name in names if name in kind.projections):
-        described = kind.projections[name]
-        held = held_projections(name, kind.spec(role))
-        reader = _reader(name, described, sigs[name], held, readers[-1].region.stop if readers else 0)
-        if reader is None or (name == "gate_up" and kind.interleaved is not False):
-            return ()
-        readers.append(reader)
-    return tuple(readers)
-
-
-def block_reader(described: Described, sigs: Mapping[str, PartSig]) -> MatrixReader | None:
-    """Return the reader of a module outside the experts; None unless it is blocks that loops can read."""
-    return _reader("down", described, sigs, (("down", described.spec),), 0)
-
-
-def _reader(
-    name: StoredName,
-    described: Described,
-    sigs: Mapping[str, PartSig],
-    held: tuple[tuple[Projection, MatrixSpec], ...],
-    start: int,
-) -> MatrixReader | None:
+def stored_blocks(sigs: Mapping[str, PartSig], described: Described) -> StoredBlocks | None:
+    """Describe how to read a projection; None unless it is blocks that loops can read."""
     block_type = described.scheme.checkpoint_format
     known = block_type in (*blocks.SCALE_BYTES, *blocks.NUMBERS, *PLAIN_TYPES)
     if described.scheme.format != METHOD or not known or (block_type in CODEBOOKS and not is_installed()):
         return None
-    stored = StoredBlocks(block_type, described.spec, tuple(sigs))
-    return MatrixReader(name, stored, held, False, Region(start, stored.scratch_bytes))
+    return StoredBlocks(block_type, described.spec, tuple(sigs))

@@ -20,7 +20,7 @@ from moeq.layouts.loops import floats, transpose
 from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
-from moeq.pipeline.pack.fast.path import FilledMatrix, Inputs, MatrixReader, ProjectionWriter
+from moeq.pipeline.pack.fast.path import FilledMatrix, Inputs, ProjectionReader, ReadMatrix
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.kt_amx import KtAmx
 from moeq.schemes.registry import get_format
@@ -78,8 +78,8 @@ class StoredFloats:
 class FastItem:
     """The fast path of an item. Immutable; any number of threads may use it."""
 
-    readers: tuple[MatrixReader, ...]
-    writers: tuple[ProjectionWriter, ...]  #: the target's, in scratch behind those of the source
+    readers: tuple[ProjectionReader[ReadMatrix], ...]
+    writers: tuple[ProjectionReader[FilledMatrix], ...]  #: the target's, in scratch behind those of the source
     recoders: tuple[Recoder, ...]  #: recoders from source to target, of which the first that proves its result is taken
     sorting: Sorting | None  #: sorts columns into groups first, if asked for
 
@@ -168,7 +168,7 @@ class CachedItem:
 
 
 def bind(
-    readers: tuple[MatrixReader, ...],
+    readers: tuple[ProjectionReader[ReadMatrix], ...],
     written: Mapping[StoredName, WrittenProjection],
     *,
     interleaved: bool,
@@ -182,7 +182,7 @@ def bind(
         index: stored projection and part of the group index of an expert's down projection, and its group size.
         sort: columns in activation order are to be sorted.
     """
-    writers: list[ProjectionWriter] = []
+    writers: list[ProjectionReader[FilledMatrix]] = []
     start = readers[-1].region.stop
     recoders: list[tuple[Recoder, ...]] = []
     for name, one in written.items():
@@ -192,7 +192,7 @@ def bind(
         spec = one.described.spec
         names: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
         held = tuple((projection, spec) for projection in names)
-        writers.append(ProjectionWriter(name, stored, held, interleaved, Region(start, stored.scratch_bytes)))
+        writers.append(ProjectionReader(name, stored, held, interleaved, Region(start, stored.scratch_bytes)))
         start = writers[-1].region.stop
         recoders.append(recoders_of(one, halved=len(names) > 1))
     held_by = [sum(len(one.holds) for one in some) for some in (readers, writers)]
@@ -207,4 +207,4 @@ def _stored(one: WrittenProjection) -> FilledMatrix | None:
         return StoredFloats(one.described.spec, tuple(one.packed), one.projected.spelling != "plain")
     if isinstance(form := get_format(one.described.scheme.format), KtAmx):
         return StoredTiles(one.described.spec, form, len(one.packed) // 2)
-    return stored_projection(one.packed, one.described.spec, one.described.scheme, any_order=True)
+    return stored_projection(one.packed, one.described, any_order=True)

@@ -14,12 +14,13 @@ from moeq.layouts.words import use_cached, use_compiled
 from moeq.model import Checkpoint
 from moeq.pipeline.pack.inputs import Place
 from moeq.pipeline.plan.units import Span, place_of, signature_of
-from moeq.schemes.format import PartSig
+from moeq.schemes.format import Described, PartSig
+from moeq.schemes.gguf import METHOD
 from moeq.schemes.registry import get_format
 from moeq.transcode.transcode_plan import ExpertItem, Item, ModuleItem, TranscodePlan
 
 if TYPE_CHECKING:
-    from moeq.pipeline.pack.fast.path import MatrixReader
+    from moeq.pipeline.pack.fast.path import ProjectionReader, ReadMatrix
     from moeq.transcode.fast_item import CachedItem, FastItem
 
 _Signatures = Mapping[StoredName, Mapping[str, PartSig]]
@@ -116,19 +117,28 @@ class FastPaths:
         names = [part for part in signatures["down"] if roles.get(part) == "index"]
         return ("down", names[0], down.spec.group_size) if names else None
 
-    def _readers(self, item: Item, signatures: _Signatures) -> tuple[MatrixReader, ...] | None:
-        from moeq.pipeline.pack.fast.find import module_reader, projection_readers
-        from moeq.transcode.block_matrix import block_reader, block_readers
+    def _readers(self, item: Item, signatures: _Signatures) -> tuple[ProjectionReader[ReadMatrix], ...] | None:
+        from moeq.pipeline.pack.fast.find import projection_readers
+        from moeq.pipeline.pack.fast.formats import stored_projection
+        from moeq.pipeline.pack.fast.path import ProjectionReader
+        from moeq.pipeline.pack.fast.scratch import Region
+        from moeq.transcode.block_matrix import stored_blocks
 
-        if not isinstance(item, ExpertItem):
-            described = self._plan.modules_by_name[item.name].source.described
-            if item.rows is not None:
-                described = replace(described, spec=described.spec.with_sizes(n=item.rows[1] - item.rows[0]))
-            found = block_reader(described, signatures["down"])
-            return (found,) if found is not None else module_reader(described, signatures["down"])
-        if self._checkpoint.experts(item.layer).flat:
+        def stored_as(name: StoredName, described: Described) -> ReadMatrix | None:
+            sigs = signatures[name]
+            return stored_blocks(sigs, described) or stored_projection(sigs, described, any_order=True)
+
+        if isinstance(item, ExpertItem):
+            kind = self._checkpoint.kind_of(item.layer, item.expert)
+            # Blocks of interleaved rows cannot be cut into gate and up.
+            mixed = kind.interleaved and any(scheme.format == METHOD for scheme in kind.schemes)
+            if self._checkpoint.experts(item.layer).flat or (mixed and "gate_up" in kind.projections):
+                return None
+            return projection_readers(kind, item.role, stored_as)
+        described = self._plan.modules_by_name[item.name].source.described
+        if item.rows is not None:
+            described = replace(described, spec=described.spec.with_sizes(n=item.rows[1] - item.rows[0]))
+        stored = stored_as("down", described)
+        if stored is None:
             return None
-        kind = self._checkpoint.kind_of(item.layer, item.expert)
-        return block_readers(kind, item.role, signatures) or projection_readers(
-            kind, item.role, signatures, any_order=True
-        )
+        return (ProjectionReader("down", stored, (("down", described.spec),), False, Region(0, stored.scratch_bytes)),)

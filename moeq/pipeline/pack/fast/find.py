@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,9 @@ from moeq.layouts.base import Layout
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.pipeline.pack.fast.codecs import Shifted, codecs_of
-from moeq.pipeline.pack.fast.formats import stored_projection
+from moeq.pipeline.pack.fast.formats import StoredProjection, stored_projection
 from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, packed_parts
-from moeq.pipeline.pack.fast.path import FastPath, ProjectionReader, ShardPath
+from moeq.pipeline.pack.fast.path import FastPath, M, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
 from moeq.pipeline.pack.fast.shared import shared_scale
@@ -36,7 +36,7 @@ def bind(
     if codecs_of(layout, written) is None:
         return None
     kind = kinds[0].kind
-    readers = projection_readers(kind, role, sigs)
+    readers = projection_readers(kind, role, lambda name, described: stored_projection(sigs[name], described))
     if readers is None:
         return None
     spec, times = kind.spec(role), kind.spec(role).group_size // written.group_size
@@ -61,7 +61,9 @@ def bind(
     return FastPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated, rounds)
 
 
-def _repeated(start: int, readers: Sequence[ProjectionReader], written: MatrixSpec) -> Iterator[tuple[Region, Region]]:
+def _repeated(
+    start: int, readers: Sequence[ProjectionReader[StoredProjection]], written: MatrixSpec
+) -> Iterator[tuple[Region, Region]]:
     """Yield scratch for scales and zero points in smaller groups than the source's, for each logical projection."""
     for _, held in (row for reader in readers for row in reader.holds):
         groups = held.n * written.num_groups
@@ -87,38 +89,25 @@ def _signatures(experts: Experts) -> dict[StoredName, dict[str, PartSig]] | None
 
 
 def projection_readers(
-    kind: ExpertKind, role: StackedRole, sigs: Mapping[StoredName, Mapping[str, PartSig]], *, any_order: bool = False
-) -> tuple[ProjectionReader, ...] | None:
-    """Return readers of the stored projections of a role, in the order of the packed rows."""
+    kind: ExpertKind, role: StackedRole, stored_as: Callable[[StoredName, Described], M | None]
+) -> tuple[ProjectionReader[M], ...] | None:
+    """Return readers of the stored projections of a role, in the order of the packed rows.
+
+    `stored_as` says how one of them is read; None leaves all of them to the reference path.
+    """
     names: tuple[StoredName, ...] = ("down",) if role == "w2" else ("gate", "up", "gate_up")
-    readers: list[ProjectionReader] = []
+    readers: list[ProjectionReader[M]] = []
     start = 0
     for name in (name for name in names if name in kind.projections):
-        described = kind.projections[name]
-        stored = stored_projection(sigs[name], described.spec, described.scheme, any_order=any_order)
-        holds = held_projections(name, kind.spec(role))
+        stored = stored_as(name, kind.projections[name])
         if stored is None or (name == "gate_up" and kind.interleaved is None):
             return None
+        held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
+        specs = tuple((projection, projection_spec(kind.spec(role), projection)) for projection in held)
         region = Region(start, stored.scratch_bytes)
-        reader = ProjectionReader(name, stored, holds, bool(kind.interleaved), region)
-        start = reader.region.stop
-        readers.append(reader)
+        readers.append(ProjectionReader(name, stored, specs, bool(kind.interleaved), region))
+        start = region.stop
     return tuple(readers) or None
-
-
-def module_reader(described: Described, sigs: Mapping[str, PartSig]) -> tuple[ProjectionReader, ...] | None:
-    """Return the reader of a quantised module outside the experts; its columns may be in activation order."""
-    stored = stored_projection(sigs, described.spec, described.scheme, any_order=True)
-    if stored is None:
-        return None
-    held: tuple[Projection, MatrixSpec] = ("down", described.spec)
-    return (ProjectionReader("down", stored, (held,), False, Region(0, stored.scratch_bytes)),)
-
-
-def held_projections(name: StoredName, spec: MatrixSpec) -> tuple[tuple[Projection, MatrixSpec], ...]:
-    """Return the logical projections in a stored one, with the specs that their digests are made with."""
-    held: tuple[Projection, ...] = ("gate", "up") if name == "gate_up" else (name,)
-    return tuple((projection, projection_spec(spec, projection)) for projection in held)
 
 
 def _shard_path(

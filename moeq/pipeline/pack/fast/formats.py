@@ -33,7 +33,7 @@ from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.schemes.base import Scheme
-from moeq.schemes.format import INTEGERS, FastView, PartRole, PartSig
+from moeq.schemes.format import INTEGERS, Described, FastView, PartRole, PartSig
 from moeq.schemes.registry import get_format
 
 #: Bytes of the stored parts of one projection, by part name.
@@ -144,10 +144,10 @@ class StoredProjection:
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return the matrices, or None if a value needs the reference path."""
-        scales = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        scales = self.scales(stored, scratch)
         if scales is None or not self._sides_are_plain(stored):
             return None
-        fields = {"codes": self._codes(stored, scratch), "scales": scales}
+        fields = {"codes": self._codes(stored, scratch), **scales}
         if self._global_scale is not None:
             found = self._global_scale.read(stored[self.names["scale2"]], scratch[self._global_region.start :])
             if found is None:
@@ -163,13 +163,13 @@ class StoredProjection:
         return None if zeros is None else fields | zeros
 
     @property
-    def scale_parts(self) -> tuple[str, ...]:
+    def scale_part(self) -> str:
         """The part that holds the scales."""
-        return (self.names["scale"],)
+        return self.names["scale"]
 
     def scales(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return the scales alone; None if one is no finite number."""
-        found = self._scales.read(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        found = self._scales.read(stored[self.scale_part], scratch[self._scale_region.start :])
         return None if found is None else {"scales": found}
 
     def blank(self, stored: Stored, scratch: Array) -> Fields:
@@ -319,18 +319,19 @@ class StoredProjection:
 
 
 def stored_projection(
-    sigs: Mapping[str, PartSig], spec: MatrixSpec, scheme: Scheme, *, any_order: bool = False
+    sigs: Mapping[str, PartSig], described: Described, *, any_order: bool = False
 ) -> StoredProjection | None:
     """Describe how to read a projection; None if only the reference path can, as with columns in activation order.
 
     With `any_order` such columns are read as well, and the fields have `index`.
     """
+    scheme = described.scheme
     stored_as = get_format(scheme.format)
     view = stored_as.fast_view_of(scheme)
     if view is None or not sigs.keys() <= stored_as.parts.keys():
         return None
     names = {stored_as.parts[part]: part for part in sigs if stored_as.parts[part] != "other"}
-    found = StoredProjection(sigs, spec, scheme, view, names, any_order)
+    found = StoredProjection(sigs, described.spec, scheme, view, names, any_order)
     return found if found.fits() else None
 
 

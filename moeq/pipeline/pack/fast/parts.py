@@ -41,11 +41,6 @@ class Rows:
     source: slice  #: rows of the projection
     elements: slice  #: places of these rows among the elements
 
-    @property
-    def count(self) -> int:
-        """Number of rows."""
-        return int(self.source.stop - self.source.start)
-
 
 @dataclass(frozen=True)
 class RowBlock:

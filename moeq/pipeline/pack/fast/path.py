@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from blake3 import blake3
@@ -26,7 +26,7 @@ from moeq.layouts.loops.compare import all_between
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
 from moeq.pipeline.pack.fast.codecs import Codec, MarlinE5M3
-from moeq.pipeline.pack.fast.formats import Fields
+from moeq.pipeline.pack.fast.formats import Fields, StoredProjection
 from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, Views, present
 from moeq.pipeline.pack.fast.scratch import Array, Region
 from moeq.pipeline.pack.fast.shared import SharedScale, stored_largest
@@ -80,30 +80,15 @@ class FilledMatrix(ReadMatrix, Protocol):
         """Write the parts that `blank` did not give in place."""
 
 
-class StoredMatrix(FilledMatrix, Protocol):
-    """A projection of a source that is packed."""
-
-    @property
-    def scale_rows(self) -> int:
-        """Rows of the matrix that share a stored scale."""
-
-    @property
-    def scale_parts(self) -> tuple[str, ...]:
-        """The part that holds the scales, if there is one."""
-
-    def scales(self, stored: Mapping[str, Array], scratch: Array) -> Fields | None:
-        """Return the scales alone; None if one is no finite number."""
-
-    def kept(self, stored: Mapping[str, Array], scratch: Array) -> tuple[str, ...]:
-        """Return parts that do not follow from what was read."""
+M = TypeVar("M", bound=ReadMatrix, covariant=True)
 
 
 @dataclass(frozen=True)
-class MatrixReader:
-    """Reads one stored projection."""
+class ProjectionReader(Generic[M]):
+    """Reads one stored projection, and fills it again if its matrix can be filled."""
 
     name: StoredName  #: the projection, as stored
-    stored: ReadMatrix  #: reader of the stored parts
+    stored: M  #: reader of the stored parts
     holds: tuple[tuple[Projection, MatrixSpec], ...]  #: the logical projections that it holds, with their specs
     interleaved: bool  #: whether rows of gate and up are interleaved
     region: Region  #: scratch of this reader
@@ -124,35 +109,21 @@ class MatrixReader:
         rows = (slice(0, None, 2), slice(1, None, 2)) if self.interleaved else (slice(0, half), slice(half, None))
         return [{name: matrix[cut] for name, matrix in fields.items()} for cut in rows]
 
-
-@dataclass(frozen=True)
-class ProjectionWriter(MatrixReader):
-    """Reads one stored projection, or fills it."""
-
-    stored: FilledMatrix
-
-    def blank(self, stored: Inputs, scratch: Array) -> list[Fields]:
+    def blank(self: ProjectionReader[FilledMatrix], stored: Inputs, scratch: Array) -> list[Fields]:
         """Return the fields of each logical projection, to be filled; `finish` does the rest."""
         return self._split(self.stored.blank(*self._own(stored, scratch, self.stored.reads)))
 
-    def finish(self, stored: Inputs, scratch: Array) -> None:
+    def finish(self: ProjectionReader[FilledMatrix], stored: Inputs, scratch: Array) -> None:
         """Write what the fields of `blank` do not hold in place."""
         self.stored.finish(*self._own(stored, scratch, self.stored.reads))
 
-
-@dataclass(frozen=True)
-class ProjectionReader(ProjectionWriter):
-    """Reads one stored projection that is packed, or fills it."""
-
-    stored: StoredMatrix
-
-    def kept(self, inputs: Inputs, scratch: Array) -> tuple[str, ...]:
+    def kept(self: ProjectionReader[StoredProjection], inputs: Inputs, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read."""
         return self.stored.kept(*self._own(inputs, scratch, self.stored.reads))
 
-    def scales(self, inputs: Inputs, scratch: Array) -> list[Fields] | None:
+    def scales(self: ProjectionReader[StoredProjection], inputs: Inputs, scratch: Array) -> list[Fields] | None:
         """Return the scales of each logical projection; None if one is no finite number."""
-        fields = self.stored.scales(*self._own(inputs, scratch, self.stored.scale_parts))
+        fields = self.stored.scales(*self._own(inputs, scratch, (self.stored.scale_part,)))
         return None if fields is None else self._split(fields)
 
 
@@ -219,7 +190,7 @@ class FastPath:
     """
 
     spec: MatrixSpec  #: the logical matrix, in the groups that are written
-    readers: tuple[ProjectionReader, ...]  #: one per stored projection
+    readers: tuple[ProjectionReader[StoredProjection], ...]  #: one per stored projection
     shards: tuple[ShardPath, ...]  #: the packed parts of every rank
     #: Least and greatest scale, as an unsigned integer, that the layout holds exactly; None: any.
     scales: tuple[int, int] | None
@@ -303,7 +274,7 @@ class FastPath:
         for reader in self.readers:
             scales = [fields["scales"] for fields in reader.scales(inputs, scratch) or ()]
             if not all(map(codec.exact, scales)):
-                found += [(reader.name, part) for part in reader.stored.scale_parts]
+                found.append((reader.name, reader.stored.scale_part))
         return found
 
     @property
@@ -311,7 +282,7 @@ class FastPath:
         """Projections and parts that `largest` looks at; none if no calibration is needed."""
         if all(shard.is_known for shard in self.shards):
             return ()
-        return tuple((reader.name, part) for reader in self.readers for part in reader.stored.scale_parts)
+        return tuple((reader.name, reader.stored.scale_part) for reader in self.readers)
 
     def largest(self, inputs: Inputs, scratch: Array) -> list[float] | None:
         """Return the largest scale of one expert, for every shard; None if a scale is no finite number.
