@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
@@ -21,142 +20,23 @@ if TYPE_CHECKING:
 #: Reads bytes of a file of the checkpoint: its name, the first byte, the byte after the last.
 Reader = Callable[[str, int, int], bytearray]
 
-
-class MadeFile(Protocol):
-    """A file that is made when it is opened."""
-
-    def content(self, read: Reader) -> memoryview:
-        """Return its bytes. Raises MoeqError as `read`."""
-
-
-@dataclass(frozen=True)
-class UnpermutedTensor:
-    """A tensor whose rows llama.cpp interleaved (`LlamaModel.permute`), in the model's order."""
-
-    stored: TensorEntry  #: the tensor as it is stored
-    heads: int  #: heads that the rows belong to; each one's two halves are interleaved
-
-    def content(self, read: Reader) -> memoryview:
-        import numpy as np
-
-        data = np.frombuffer(read(self.stored.file, self.stored.start, self.stored.end), np.uint8)
-        rows = data.reshape(self.heads, -1, 2, self.stored.nbytes // self.stored.shape[0])
-        return np.ascontiguousarray(rows.swapaxes(1, 2)).data.cast("B")
-
-
-@dataclass(frozen=True)
-class ReorderedTensor:
-    """A tensor of Qwen3.5's linear attention, as the model has it.
-
-    Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
-    (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
-    """
-
-    file: str
-    stored: GgufTensor
-    change: Change  #: what the converter did
-    heads: tuple[int, int, int]  #: key heads, value heads per key head, and rows (or columns) per value head
-
-    @property
-    def moves_bytes(self) -> bool:
-        """Whether rows keep their bytes; else the tensor becomes float32."""
-        return self.change in ("values", "value-heads", "value-tail", "conv-tail")
-
-    @property
-    def reordered(self) -> int:
-        """Rows or columns that change their places, the last ones."""
-        keys, per_key, size = self.heads
-        return keys * per_key * size
-
-    def content(self, read: Reader) -> memoryview:
-        import torch
-
-        octets = torch.frombuffer(read(self.file, self.stored.start, self.stored.end), dtype=torch.uint8)
-        rows = octets.reshape(self.stored.shape[0] if len(self.stored.shape) > 1 or self.moves_bytes else 1, -1)
-        if not self.moves_bytes:
-            rows = dequantized(self.stored.type, rows)
-            rows = (_logarithm(rows, self.file) if self.change == "value-logarithm" else rows).T
-        keys, per_key, size = self.heads
-        tail = rows[rows.shape[0] - self.reordered :].reshape(per_key, keys, size, -1).transpose(0, 1)
-        found = torch.cat([rows[: rows.shape[0] - self.reordered], tail.reshape(self.reordered, -1)])
-        found = found.T if self.change == "value-columns" else found
-        return found.contiguous().numpy().data.cast("B")
-
-
-@dataclass(frozen=True)
-class ChangedNumbers:
-    """A tensor whose every number llama.cpp changes, float32."""
-
-    file: str
-    stored: GgufTensor
-    logarithm: bool  #: numbers are `-exp(x)` of the model's; otherwise 1 was added
-
-    def content(self, read: Reader) -> memoryview:
-        rows = numbers_in(read, self.file, self.stored)
-        return (_logarithm(rows, self.file) if self.logarithm else rows - 1).numpy().data.cast("B")
-
-
-@dataclass(frozen=True)
-class JoinedRows:
-    """A projection whose rows llama.cpp keeps in two tensors: their bytes if both have one type, else float32."""
-
-    file: str
-    tensors: tuple[GgufTensor, GgufTensor]  #: both tensors, `[rows, K]`
-    heads: int  #: groups of rows; each takes the next rows of every run
-    runs: tuple[tuple[int, int], ...]  #: per run, the tensor and how many of its rows
-
-    @property
-    def keeps_bytes(self) -> bool:
-        """Whether rows keep their bytes."""
-        return self.tensors[0].type == self.tensors[1].type
-
-    def content(self, read: Reader) -> memoryview:
-        import torch
-
-        found = [self._rows(read, tensor) for tensor in self.tensors]
-        starts, cut = [0, 0], list[torch.Tensor]()
-        for which, count in self.runs:
-            rows = found[which][starts[which] : starts[which] + count]
-            cut.append(rows.reshape(self.heads, count // self.heads, -1))
-            starts[which] += count
-        return torch.cat(cut, dim=1).contiguous().numpy().data.cast("B")
-
-    def _rows(self, read: Reader, tensor: GgufTensor) -> Tensor:
-        import torch
-
-        if not self.keeps_bytes:
-            return numbers_in(read, self.file, tensor)
-        return torch.frombuffer(read(self.file, tensor.start, tensor.end), dtype=torch.uint8).view(tensor.shape[0], -1)
-
-
-@dataclass(frozen=True)
-class LatentProjection:
-    """`kv_b_proj` of multi-head latent attention, float32, from the halves that llama.cpp keeps for its kernels."""
-
-    file: str
-    keys: GgufTensor  #: `attn_k_b` `[heads, rank, key rows]`, each head transposed
-    values: GgufTensor  #: `attn_v_b` `[heads, value rows, rank]`
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the whole: for every head its key rows, then its value rows."""
-        (heads, rank, rows), more = self.keys.shape, self.values.shape[1]
-        return heads * (rows + more), rank
-
-    def content(self, read: Reader) -> memoryview:
-        import torch
-
-        keys, values = (numbers_in(read, self.file, one).reshape(one.shape) for one in (self.keys, self.values))
-        joined = torch.cat([keys.transpose(1, 2), values], dim=1).contiguous()
-        return joined.numpy().data.cast("B")
+#: Makes the bytes of a file when it is opened. Raises MoeqError as the reader that it is given, and `source.bad-data`.
+Make = Callable[[Reader], memoryview]
 
 
 def numbers_in(read: Reader, file: str, tensor: GgufTensor) -> Tensor:
     """Return the numbers of a tensor, float32 `[rows, K]`. Raises MoeqError as `read`, and `source.bad-data`."""
+    return dequantized(tensor.type, _octets(read, file, tensor).reshape(prod(tensor.shape[:-1]), -1))
+
+
+def _octets(read: Reader, file: str, tensor: GgufTensor) -> Tensor:
     import torch
 
-    octets = torch.frombuffer(read(file, tensor.start, tensor.end), dtype=torch.uint8)
-    return dequantized(tensor.type, octets.reshape(prod(tensor.shape[:-1]), -1))
+    return torch.frombuffer(read(file, tensor.start, tensor.end), dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().numpy().data.cast("B")
 
 
 def _logarithm(numbers: Tensor, file: str) -> Tensor:
@@ -178,8 +58,8 @@ def open_made(content: memoryview) -> int:
 
 def derive(
     change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
-) -> tuple[TensorEntry, MadeFile | None]:
-    """Return the entry of a tensor as the model has it, and the file that it is in if no file has it so.
+) -> tuple[TensorEntry, Make | None]:
+    """Return the entry of a tensor as the model has it, and what makes the file that it is in if no file has it so.
 
     Args:
         entry: the tensor as stored, under its Hugging Face name.
@@ -194,49 +74,89 @@ def derive(
         rows, *rest = entry.shape or (0,)
         return entry._replace(shape=(rows, 1, *rest)) if len(rest) == 1 else entry, None
     if change in ("minus-one", "logarithm"):
-        file = f"{where} of {entry.file}"
-        changed = TensorEntry(entry.name, "F32", stored.shape, file, 0, 4 * prod(stored.shape))
-        return changed, ChangedNumbers(entry.file, stored, change == "logarithm")
-    if change != "rotary":
-        return _reordered(change, entry, stored, config, where)
+
+        def changed(read: Reader) -> memoryview:
+            numbers = numbers_in(read, entry.file, stored)
+            return _bytes(_logarithm(numbers, entry.file) if change == "logarithm" else numbers - 1)
+
+        return TensorEntry(entry.name, "F32", stored.shape, f"{where} of {entry.file}", 0, _floats(stored)), changed
+    if change == "rotary":
+        return _unpermuted(entry, config, where)
+    return _reordered(change, entry, stored, config, where)
+
+
+def _floats(tensor: GgufTensor) -> int:
+    """Return the bytes of a tensor's numbers as float32."""
+    return 4 * prod(tensor.shape)
+
+
+def _unpermuted(entry: TensorEntry, config: Mapping[str, Any], where: str) -> tuple[TensorEntry, Make]:
+    """Return entry and file of a tensor in which llama.cpp interleaved the halves of each head's rows.
+
+    Source: `LlamaModel.permute` of its converter.
+    """
     heads = config.get("num_key_value_heads" if "attn_k" in where else "num_attention_heads")
     rows = entry.shape[0] if entry.shape else 0
     if type(heads) is not int or heads <= 0 or not rows or rows % (2 * heads):
         raise MoeqError("source.inconsistent", f"{where}: {rows} rows are no pairs of {ascii(heads)[:20]} heads")
-    place = f"{where} of {entry.file}"
-    return entry._replace(file=place, start=0, end=entry.nbytes), UnpermutedTensor(entry, heads)
+
+    def make(read: Reader) -> memoryview:
+        import numpy as np
+
+        octets = np.frombuffer(read(entry.file, entry.start, entry.end), np.uint8)
+        pairs = octets.reshape(heads, -1, 2, entry.nbytes // rows)
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).data.cast("B")
+
+    return entry._replace(file=f"{where} of {entry.file}", start=0, end=entry.nbytes), make
 
 
 def _reordered(
     change: Change, entry: TensorEntry, stored: GgufTensor, config: Mapping[str, Any], where: str
-) -> tuple[TensorEntry, MadeFile]:
-    """Return entry and file of a tensor that only Qwen3.5's converter changes."""
+) -> tuple[TensorEntry, Make]:
+    """Return entry and file of a tensor of Qwen3.5's linear attention.
+
+    Where llama.cpp stores value heads by their number within a key head, the model groups them by key head
+    (transformers 5.23, `integrations.gguf.gguf_conversion_mapping`).
+    """
     names = ("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim")
     counts = [value for name in names if type(value := config.get(name)) is int and 0 < value < 1 << 16]
     if len(counts) < len(names) or counts[1] % counts[0]:
         raise MoeqError("source.inconsistent", f"{where}: {', '.join(names)} are {counts}, which do not fit")
-    keys, values, size = counts
-    single = change in ("value-heads", "value-logarithm")
-    made = ReorderedTensor(entry.file, stored, change, (keys, values // keys, 1 if single else size))
+    keys, values, head_size = counts
+    per_key, size = values // keys, 1 if change in ("value-heads", "value-logarithm") else head_size
+    moved = keys * per_key * size  # the last rows or columns
     axis = len(stored.shape) - 1 if change == "value-columns" else 0
-    if not stored.shape or stored.shape[axis] < made.reordered:
-        detail = f"{where}: shape {list(stored.shape)} has no {made.reordered} rows of value heads"
+    if not stored.shape or stored.shape[axis] < moved:
+        detail = f"{where}: shape {list(stored.shape)} has no {moved} rows of value heads"
         raise MoeqError("source.inconsistent", detail)
-    file = f"{where} of {entry.file}"
-    if made.moves_bytes:
+    file, moves_bytes = f"{where} of {entry.file}", change not in ("value-columns", "value-logarithm")
+
+    def make(read: Reader) -> memoryview:
+        import torch
+
+        octets = _octets(read, entry.file, stored)
+        rows = octets.reshape(stored.shape[0] if len(stored.shape) > 1 or moves_bytes else 1, -1)
+        if not moves_bytes:
+            rows = dequantized(stored.type, rows)
+            rows = (_logarithm(rows, entry.file) if change == "value-logarithm" else rows).T
+        first = rows.shape[0] - moved
+        tail = rows[first:].reshape(per_key, keys, size, -1).transpose(0, 1)
+        found = torch.cat([rows[:first], tail.reshape(moved, -1)])
+        return _bytes(found.T if change == "value-columns" else found)
+
+    if moves_bytes:
         shape = (entry.shape[0], 1, *entry.shape[1:]) if change == "conv-tail" else entry.shape
-        return entry._replace(file=file, start=0, end=entry.nbytes, shape=shape), made
-    nbytes = 4 * prod(stored.shape)
+        return entry._replace(file=file, start=0, end=entry.nbytes, shape=shape), make
     if change == "value-columns":
         name = entry.name.rpartition(".")[0] + "." + part_of("f32")
-        return TensorEntry(name, "U8", (stored.shape[0], 4 * stored.shape[1]), file, 0, nbytes), made
-    return TensorEntry(entry.name, "F32", stored.shape, file, 0, nbytes), made
+        return TensorEntry(name, "U8", (stored.shape[0], 4 * stored.shape[1]), file, 0, _floats(stored)), make
+    return TensorEntry(entry.name, "F32", stored.shape, file, 0, _floats(stored)), make
 
 
 def join(
     file: str, first: GgufTensor, second: GgufTensor, config: Mapping[str, Any], where: str
-) -> tuple[JoinedRows, GgufTensor]:
-    """Return a projection whose rows are in two tensors, and the tensor that it would be stored as.
+) -> tuple[GgufTensor, Make]:
+    """Return a projection whose rows are in two tensors as one tensor: their bytes if both have one type, else float32.
 
     Shared experts' gate and up follow each other. Qwen3-Next has, for each key head, its rows of queries, keys, values
     (all in the first tensor, in this order) and gates (the second).
@@ -245,8 +165,8 @@ def join(
     (rows, columns), (more, others) = (
         tensor.shape if len(tensor.shape) == 2 else (0, -1) for tensor in (first, second)
     )
-    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))
-    heads = 1
+    runs: tuple[tuple[int, int], ...] = ((0, rows), (1, more))  # the tensor, and how many of its rows
+    heads = 1  # groups of rows; each takes the next rows of every run
     if first.name.endswith("attn_qkv.weight"):
         heads, size = config.get("linear_num_key_heads", 0), config.get("linear_key_head_dim", 0)
         queries = heads * size if type(heads) is type(size) is int else 0
@@ -254,20 +174,47 @@ def join(
     if columns != others or columns <= 0 or heads <= 0 or any(count <= 0 or count % heads for _, count in runs):
         detail = f"{where}: {first.name} {list(first.shape)} and {second.name} {list(second.shape)} do not fit together"
         raise MoeqError("source.inconsistent", detail)
-    made = JoinedRows(file, (first, second), heads, runs)
-    kind = first.type if made.keeps_bytes else "f32"
-    nbytes = first.end - first.start + second.end - second.start if made.keeps_bytes else 4 * (rows + more) * columns
-    return made, GgufTensor(where, kind, (rows + more, columns), 0, nbytes)
+    keeps_bytes = first.type == second.type
+
+    def make(read: Reader) -> memoryview:
+        import torch
+
+        read_rows = _octets if keeps_bytes else numbers_in
+        found = [read_rows(read, file, tensor).view(tensor.shape[0], -1) for tensor in (first, second)]
+        starts, cut = [0, 0], []
+        for which, count in runs:
+            taken = found[which][starts[which] : starts[which] + count]
+            cut.append(taken.reshape(heads, count // heads, -1))
+            starts[which] += count
+        return _bytes(torch.cat(cut, dim=1))
+
+    shape = (rows + more, columns)
+    if keeps_bytes:
+        return GgufTensor(where, first.type, shape, 0, first.end - first.start + second.end - second.start), make
+    return GgufTensor(where, "f32", shape, 0, 4 * prod(shape)), make
 
 
-def latent_entry(name: str, made: LatentProjection, where: str) -> TensorEntry:
-    """Return the entry of a whole `kv_b_proj`.
+def join_latent(name: str, file: str, keys: GgufTensor, values: GgufTensor, where: str) -> tuple[TensorEntry, Make]:
+    """Return entry and file of `kv_b_proj` of multi-head latent attention, float32: keys of a head, then its values.
+
+    Args:
+        keys: `attn_k_b` `[heads, rank, key rows]`, each head transposed; llama.cpp keeps both halves for its kernels.
+        values: `attn_v_b` `[heads, value rows, rank]`.
 
     Raises MoeqError `source.inconsistent` if the halves do not fit together.
     """
-    keys, values = made.keys.shape, made.values.shape
-    if len(keys) != 3 or len(values) != 3 or keys[0] != values[0] or keys[1] != values[2]:
-        detail = f"{where}: attn_k_b {list(keys)} and attn_v_b {list(values)} are no halves of one projection"
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[:2] != values.shape[::2]:
+        detail = (
+            f"{where}: attn_k_b {list(keys.shape)} and attn_v_b {list(values.shape)} are no halves of one projection"
+        )
         raise MoeqError("source.inconsistent", detail)
-    rows, columns = made.shape
-    return TensorEntry(name, "U8", (rows, 4 * columns), f"{where}.attn_kv_b of {made.file}", 0, 4 * rows * columns)
+
+    def make(read: Reader) -> memoryview:
+        import torch
+
+        halves = [numbers_in(read, file, one).reshape(one.shape) for one in (keys, values)]
+        return _bytes(torch.cat([halves[0].transpose(1, 2), halves[1]], dim=1))
+
+    heads, rank, rows = keys.shape
+    shape = (heads * (rows + values.shape[1]), 4 * rank)
+    return TensorEntry(name, "U8", shape, f"{where}.attn_kv_b of {file}", 0, prod(shape)), make

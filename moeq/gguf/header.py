@@ -23,14 +23,8 @@ MAX_HEADER_BYTES = 256 << 20
 #: Bytes that are read first, and the factor by which further attempts grow.
 _FIRST_BYTES, _GROWTH = 1 << 20, 4
 
-_MAX_KEYS, _MAX_TENSORS, _MAX_KEY_LENGTH, _MAX_TEXT, _MAX_DEPTH, _MAX_ALIGNMENT = (
-    1 << 16,
-    1 << 20,
-    1 << 16,
-    1 << 24,
-    4,
-    1 << 20,
-)
+_MAX_KEYS, _MAX_TENSORS, _MAX_DEPTH, _MAX_ALIGNMENT = 1 << 16, 1 << 20, 4, 1 << 20
+_MAX_KEY_LENGTH, _MAX_TEXT = 1 << 16, 1 << 24
 
 #: Elements and bytes of a block, by the number of a type (`GGML_QUANT_SIZES` of gguf 0.19), with the type's name.
 TYPES: dict[int, tuple[str, int, int]] = {
@@ -211,9 +205,9 @@ class _Parser:
             self._bad(f"the value of {key[:80]!a} is an array of type {inner}, types are 0 to 12")
         # Text takes 8 bytes at least and an array 12, so that a count cannot outgrow the file.
         self._affordable(count * (8 if inner == _TEXT else 12), key, count)
-        return (
-            self._texts(count, key) if inner == _TEXT else [self._value(_ARRAY, key, depth + 1) for _ in range(count)]
-        )
+        if inner == _TEXT:
+            return self._texts(count, key)
+        return [self._value(_ARRAY, key, depth + 1) for _ in range(count)]
 
     def _texts(self, count: int, key: str) -> list[str]:
         """Read an array of text, such as a vocabulary, without a call per item."""

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.gguf.config import architecture_of, config_of
-from moeq.gguf.derived import LatentProjection, MadeFile, derive, join, latent_entry, open_made
+from moeq.gguf.derived import Make, derive, join, join_latent, open_made
 from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from moeq.gguf.names import GgufArchitecture
 from moeq.gguf.tokenizer import TOKENIZER_FILES, can_convert, tokenizer_files
@@ -113,7 +114,7 @@ class _GgufFiles(Source):
         Args:
             sides: files beside them that belong to the model.
         """
-        self._made: dict[str, MadeFile] = {}
+        self._made: dict[str, Make] = {}
         self._tokenizer: dict[str, bytes] = {}
         self._converts = False
         self._joined: set[str] = set()
@@ -147,7 +148,7 @@ class _GgufFiles(Source):
 
     def open(self, file: str) -> int:
         if file in self._made:
-            return open_made(self._made[file].content(self.read_bytes))
+            return open_made(self._made[file](self.read_bytes))
         if self._is_converted(file):
             self.side_files()
             return open_made(memoryview(self._tokenizer[file]))
@@ -196,9 +197,9 @@ class _GgufFiles(Source):
             found[name] = source_name
             entry = entry_of(name, tensor, file, read_as.get(source_name))
             if change is not None:
-                entry, derived = derive(change, entry, tensor, self._facts, source_name)
-                if derived is not None:
-                    self._made[entry.file] = derived
+                entry, make = derive(change, entry, tensor, self._facts, source_name)
+                if make is not None:
+                    self._made[entry.file] = make
             yield entry.name, entry
 
     def _joined_half(
@@ -209,9 +210,9 @@ class _GgufFiles(Source):
         other, whole = f"{block}.attn_v_b.weight", architecture.name(f"{block}.attn_kv_b.weight")
         if not found or whole is None or other not in stored or stored[name][0] != stored[other][0]:
             return
-        made = LatentProjection(stored[name][0], stored[name][1], stored[other][1])
-        entry = latent_entry(whole[0].removesuffix("weight") + part_of("f32"), made, block)
-        self._made[entry.file] = made
+        whole_name = whole[0].removesuffix("weight") + part_of("f32")
+        entry, make = join_latent(whole_name, *stored[name], stored[other][1], block)
+        self._made[entry.file] = make
         self._joined |= {name, other}
         yield entry.name, entry
 
@@ -225,9 +226,8 @@ class _GgufFiles(Source):
         if not name.endswith(".weight") or other not in stored or stored[name][0] != stored[other][0]:
             return
         file, place = stored[name][0], f"{block}.{inner} of {stored[name][0]}"
-        made, whole = join(file, stored[name][1], stored[other][1], self._facts, place)
+        whole, self._made[place] = join(file, stored[name][1], stored[other][1], self._facts, place)
         entry = entry_of(f"{architecture.layers}.{block.removeprefix('blk.')}.{module}.weight", whole, place)
-        self._made[place] = made
         self._joined |= {name, other}
         yield entry.name, entry
 
@@ -335,18 +335,12 @@ def entry_of(name: str, tensor: GgufTensor, file: str, read_as: str | None = Non
     Args:
         read_as: how its blocks are read (`moeq.schemes.gguf_blocks.readings`), if not as its own type.
     """
-    rank = len(tensor.shape)
-    blocks = tensor.type not in _PLAIN or (".experts." in name and rank == 3)
-    if not blocks:
+    if tensor.type in _PLAIN and not (".experts." in name and len(tensor.shape) == 3):
         return TensorEntry(name, _PLAIN[tensor.type], tensor.shape, file, tensor.start, tensor.end)
-    rows = 1
-    for size in tensor.shape[:-1]:
-        rows *= size
-    width = (tensor.end - tensor.start) // rows if rows else 0
-    module = name.removesuffix(".weight")
-    return TensorEntry(
-        f"{module}.{part_of(read_as or tensor.type)}", "U8", (*tensor.shape[:-1], width), file, tensor.start, tensor.end
-    )
+    rows = prod(tensor.shape[:-1])
+    shape = (*tensor.shape[:-1], (tensor.end - tensor.start) // rows if rows else 0)
+    part = f"{name.removesuffix('.weight')}.{part_of(read_as or tensor.type)}"
+    return TensorEntry(part, "U8", shape, file, tensor.start, tensor.end)
 
 
 def _metadata(headers: Sequence[GgufHeader], where: str) -> Mapping[str, Any]:
@@ -357,10 +351,8 @@ def _metadata(headers: Sequence[GgufHeader], where: str) -> Mapping[str, Any]:
         for number, header in enumerate(headers):
             said = (header.metadata.get("split.no"), header.metadata.get("split.count"))
             if said != (number, len(headers)):
-                detail = (
-                    f"{header.file} says that it is part {said[0]} of {said[1]}, its name {number} of {len(headers)}"
-                )
-                raise MoeqError("source.inconsistent", f"{where}: {detail}", "parts are counted from 0")
+                detail = f"says that it is part {said[0]} of {said[1]}, its name {number} of {len(headers)}"
+                raise MoeqError("source.inconsistent", f"{where}: {header.file} {detail}", "parts are counted from 0")
     return first
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.errors import MoeqError
-from moeq.gguf.derived import LatentProjection, MadeFile, derive, join, latent_entry, open_made
+from moeq.gguf.derived import Make, derive, join, join_latent, open_made
 from moeq.gguf.header import GgufTensor
 from moeq.gguf.names import Change
 
@@ -48,8 +48,8 @@ class File:
         entry = TensorEntry("a.b.weight", "F32", stored.shape, "m.gguf", stored.start, stored.end)
         return derive(change, entry, stored, config, where)
 
-    def numbers(self, made: MadeFile) -> list[float]:
-        return np.frombuffer(made.content(self.read), np.float32).tolist()
+    def numbers(self, make: Make) -> list[float]:
+        return np.frombuffer(make(self.read), np.float32).tolist()
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -162,14 +162,14 @@ HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
 
 def test_rows_of_two_tensors() -> None:
     file = File(floats(4, 2), 100 + floats(2, 2))
-    made, whole = join("m.gguf", *file.tensors, {}, "place")
+    whole, made = join("m.gguf", *file.tensors, {}, "place")
     assert (whole.name, whole.type, whole.shape, whole.start, whole.end) == ("place", "f32", (6, 2), 0, 48)
     assert file.numbers(made) == [*range(8), 100, 101, 102, 103]
 
 
 def test_rows_of_two_types_become_float32() -> None:
     file = File(floats(2, 2), 100 + floats(1, 2).astype(np.float16), kinds=("f32", "f16"))
-    made, whole = join("m.gguf", *file.tensors, {}, "place")
+    whole, made = join("m.gguf", *file.tensors, {}, "place")
     assert (whole.type, whole.shape, whole.end) == ("f32", (3, 2), 24)
     assert file.numbers(made) == [0, 1, 2, 3, 100, 101]
 
@@ -182,7 +182,7 @@ def qwen3_next(file: File, config: dict[str, Any]) -> Any:
 def test_rows_of_queries_keys_values_and_gates() -> None:
     """Two key heads of two rows each: queries, keys and three rows of values a head, then gates."""
     file = File(floats(14, 1), 100 + floats(6, 1))
-    made, _ = qwen3_next(file, LINEAR)
+    _, made = qwen3_next(file, LINEAR)
     queries_of_0 = [0, 1, 4, 5, 8, 9, 10, 100, 101, 102]
     assert file.numbers(made) == [*queries_of_0, 2, 3, 6, 7, 11, 12, 13, 103, 104, 105]
 
@@ -218,8 +218,7 @@ def test_latent_projections() -> None:
     keys = np.array([[[0], [1], [2]], [[10], [11], [12]]], np.float32)
     values = 100 + floats(2, 2, 3)
     file = File(keys, values)
-    made = LatentProjection("m.gguf", *file.tensors)
-    entry = latent_entry("a.gguf_f32", made, "blk.3")
+    entry, made = join_latent("a.gguf_f32", "m.gguf", *file.tensors, "blk.3")
     assert entry == TensorEntry("a.gguf_f32", "U8", (6, 12), "blk.3.attn_kv_b of m.gguf", 0, 72)
     assert file.numbers(made) == [0, 1, 2, *range(100, 106), 10, 11, 12, *range(106, 112)]
 
@@ -228,9 +227,9 @@ def test_latent_projections() -> None:
     ("keys", "values"), [((2, 3), (2, 2, 3)), ((2, 3, 1), (2, 3)), ((2, 3, 1), (3, 2, 3)), ((2, 3, 1), (2, 3, 2))]
 )
 def test_halves_of_different_projections(keys: tuple[int, ...], values: tuple[int, ...]) -> None:
-    made = LatentProjection("m.gguf", *File(np.zeros(keys, np.float32), np.zeros(values, np.float32)).tensors)
+    tensors = File(np.zeros(keys, np.float32), np.zeros(values, np.float32)).tensors
     with pytest.raises(MoeqError, match=r"blk\.3: attn_k_b .* are no halves of one projection") as caught:
-        latent_entry("a.gguf_f32", made, "blk.3")
+        join_latent("a.gguf_f32", "m.gguf", *tensors, "blk.3")
     assert caught.value.code == "source.inconsistent"
 
 
