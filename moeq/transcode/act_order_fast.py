@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +36,7 @@ class Sorting:
     ) -> Sorting:
         """Plan the sorting of an item. `readers` and `index` are those of `moeq.transcode.fast_item.bind`."""
         is_down = index is not None and readers[0].name == index[0]
-        regions = []
+        regions: list[dict[str, Region]] = []
         specs = [spec for reader in readers for _, spec in reader.holds]
         for spec in specs:
             sizes = {"codes": spec.n * spec.k * spec.bits // 8}
@@ -45,8 +45,10 @@ class Sorting:
                 bias = np.dtype(WIDTH[spec.bias_dtype]).itemsize if spec.bias_dtype else 0
                 groups = spec.n * spec.num_groups
                 sizes |= {"scales": groups * scales, "zeros": groups, "bias": spec.n * bias}
-            regions.append(dict(_regions(start, sizes)))
-            start = max(region.stop for region in regions[-1].values())
+            regions.append({})
+            for name, size in sizes.items():
+                regions[-1][name] = Region(start, size)
+                start = regions[-1][name].stop
         own = tuple(spec.group_size for spec in specs)
         size = own[0] if index is None else index[2]
         return cls(specs[0].bits, index and index[:2], size, own, is_down, tuple(regions))
@@ -103,10 +105,3 @@ class Sorting:
 def _in_groups(index: Array, group_size: int) -> bool:
     """Return whether groups are runs of columns, all of one size except the last."""
     return np.array_equal(index, np.arange(len(index)) // group_size)
-
-
-def _regions(start: int, sizes: dict[str, int]) -> Iterator[tuple[str, Region]]:
-    for name, size in sizes.items():
-        region = Region(start, size)
-        start = region.stop
-        yield name, region

@@ -110,12 +110,12 @@ def _differences(
         rows = ((start, old.contiguous().numpy(), new.contiguous().numpy()) for start, old, new in _rows(before, after))
         change = floats.measure_numbers(rows, spec.k, (height, width))
     change = change or _measured_in_torch(before, after, (height, width))
-    return None if change is None else measured_loss(module, change, (spec.n, spec.k), (height, width))
+    return measured_loss(module, change, (spec.n, spec.k), (height, width))
 
 
-def measured_loss(module: str, change: Measured, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
+def measured_loss(module: str, change: Measured | None, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:
     """Make a row of the report of what compiled loops found; None if nothing changed."""
-    if not change.numbers:
+    if change is None or not change.numbers:
         return None
     return Loss(
         module=module,

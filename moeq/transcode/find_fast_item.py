@@ -71,17 +71,16 @@ class FastPaths:
 
     def _signatures(self, item: Item) -> _Signatures:
         """Return dtype and shape of every stored part of one expert, with all its roles, or of a module."""
-        if isinstance(item, ModuleItem) and item.rows is not None:
-            count = item.rows[1] - item.rows[0]
-            return {
-                name: {part: PartSig(entry.dtype, (count, *entry.shape[1:])) for part, entry in parts.items()}
-                for name, parts in self._entries(item).items()
-            }
         fused = isinstance(item, ExpertItem) and self._checkpoint.experts(item.layer).layer.fused
-        return {
-            name: {part: signature_of(entry, part, fused=fused) for part, entry in parts.items()}
-            for name, parts in self._entries(item).items()
-        }
+        rows = item.rows if isinstance(item, ModuleItem) else None
+
+        def signature(part: str, entry: TensorEntry) -> PartSig:
+            if rows is not None:
+                return PartSig(entry.dtype, (rows[1] - rows[0], *entry.shape[1:]))
+            return signature_of(entry, part, fused=fused)
+
+        entries = self._entries(item)
+        return {name: {part: signature(part, one) for part, one in parts.items()} for name, parts in entries.items()}
 
     def _key(self, item: Item, signatures: _Signatures) -> object:
         """Return the key of everything that the fast path of an item depends on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.names import StoredName
@@ -15,7 +15,7 @@ from moeq.transcode.target_formats import TargetFormat
 
 #: Names that may be asked for. `source`: the family's own; the source's where those are unknown or it has stacks.
 NamesOption = Literal["source", "mlp", "block-sparse-moe", "per-expert", "stacked"]
-NAMES: tuple[NamesOption, ...] = ("source", "mlp", "block-sparse-moe", "per-expert", "stacked")
+NAMES: tuple[NamesOption, ...] = get_args(NamesOption)
 
 _LONG: dict[StoredName, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _SHORT: dict[StoredName, str] = {"gate": "w1", "up": "w3", "down": "w2"}

@@ -106,14 +106,11 @@ def _refused_layer(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[int | N
     result, places = planned_result(checkpoint, plan), _places()
     for layer, *_ in group_alike_layers(result, places[0]).values():
         # One GPU that runs it is enough: the others are not asked.
-        verdicts = list(takewhile(_refuses, (_judged(result, where, layer) for where in places)))
+        judged = (_judged(result, where, layer) for where in places)
+        verdicts = list(takewhile(lambda verdict: verdict.known and not verdict.ok, judged))
         if len(verdicts) == len(places):
             return layer, verdicts
     return None, []
-
-
-def _refuses(verdict: Verdict) -> bool:
-    return verdict.known and not verdict.ok
 
 
 def _judged(checkpoint: Checkpoint, where: Deployment, layer: int) -> Verdict:

@@ -64,43 +64,27 @@ class TargetFormat:
     def spec(self, described: Described, spelling: str, regroup: int | None) -> MatrixSpec:
         """Return the sizes and types of a projection under a spelling."""
         spec = described.spec
+        plain = replace(spec, symmetric=True, act_order=False)
         if spelling == "plain":
-            return replace(
-                spec,
-                # What a format of quantised weights leaves alone keeps every value; engines round it to their dtype.
-                element=self.element or "f32",
-                group_size=spec.k,
-                scale_dtype="f32",
-                symmetric=True,
-                act_order=False,
-            )
+            # What a format of quantised weights leaves alone keeps every value; engines round it to their dtype.
+            return replace(plain, element=self.element or "f32", group_size=spec.k, scale_dtype="f32")
         if spelling.startswith(KT_AMX):
             nodes = int(spelling.rpartition("/")[2]) if spec.role in ("down", "w2") else 1
             element = "int8" if "int8" in spelling else "int4"
-            return replace(
-                spec,
-                element=element,
-                group_size=spec.k // nodes,
-                scale_dtype="f32",
-                symmetric=True,
-                act_order=False,
-                bias_dtype=None,
-            )
+            return replace(plain, element=element, group_size=spec.k // nodes, scale_dtype="f32", bias_dtype=None)
         if "nvfp4" in spelling:
             return replace(spec, group_size=16, scale_dtype="e4m3")
         if spelling == "deepseek-fp8":
-            return replace(spec, element="e4m3", scale_dtype="e8m0", symmetric=True, act_order=False)
+            return replace(plain, element="e4m3", scale_dtype="e8m0")
         if "fp8-block" in spelling:
             blocks = kind_of(described) == "fp8-block" and spec.element == "e4m3"
             kept = blocks and spec.scale_dtype != "e8m0" and "modelopt" not in spelling
             scale = spec.scale_dtype if kept else "f32"
-            size = min(BLOCK, spec.k)
-            return replace(spec, element="e4m3", group_size=size, scale_dtype=scale, symmetric=True, act_order=False)
+            return replace(plain, element="e4m3", group_size=min(BLOCK, spec.k), scale_dtype=scale)
         if spelling in ("modelopt-fp8", "modelopt-fp8-channel"):
             return replace(spec, scale_dtype="f32")
-        if spelling == "ct-pack" or spelling == "gptq":
-            size = min(regroup, spec.k) if regroup else spec.group_size
-            return replace(spec, group_size=size)
+        if spelling in ("ct-pack", "gptq") and regroup:
+            return replace(spec, group_size=min(regroup, spec.k))
         return spec
 
 
@@ -243,29 +227,15 @@ TARGETS: dict[str, TargetFormat] = {
             experts_only=True,
             pack=True,
         ),
-        TargetFormat(
-            "bf16",
-            "bfloat16, not quantised",
-            dict.fromkeys(_ALL, "plain"),
-            None,
-            element="bf16",
-            stackable=True,
-        ),
-        TargetFormat(
-            "fp16",
-            "float16, not quantised",
-            dict.fromkeys(_ALL, "plain"),
-            None,
-            element="f16",
-            stackable=True,
-        ),
-        TargetFormat(
-            "fp32",
-            "float32, not quantised",
-            dict.fromkeys(_ALL, "plain"),
-            None,
-            element="f32",
-            stackable=True,
+        *(
+            TargetFormat(
+                name, f"{dtype}, not quantised", dict.fromkeys(_ALL, "plain"), None, element=element, stackable=True
+            )
+            for name, dtype, element in (
+                ("bf16", "bfloat16", "bf16"),
+                ("fp16", "float16", "f16"),
+                ("fp32", "float32", "f32"),
+            )
         ),
     )
 }

@@ -24,7 +24,7 @@ from moeq.digest import default_workers
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
-from moeq.pipeline.events import Finished, Progress
+from moeq.pipeline.events import Advance, Finished, Progress
 from moeq.pipeline.plan.job import OpenedJob, places
 from moeq.pipeline.plan.side_files import MAX_SIDE_BYTES, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
@@ -56,9 +56,6 @@ from moeq.version import __version__
 
 REPORT_NAME = "moeq-transcode.json"
 REPORT_SCHEMA = "moeq.transcoding/1"
-
-#: Takes items done, items in all, and a label.
-Advance = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -270,9 +267,11 @@ def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | N
     try:
         folder.check(*places(job.checkpoint.source))
     except MoeqError as error:
-        if error.code != "usage.destination-exists" or folder.force or not _is_same(job, folder):
+        if error.code != "usage.destination-exists" or folder.force:
             raise
-        report = read_object(folder.destination / REPORT_NAME, REPORT_NAME, MAX_MANIFEST_BYTES, "source.bad-manifest")
+        report = _report_of(job, folder)
+        if report is None:
+            raise
         losses = tuple(Loss.from_json(row) for row in report["differences"])
         dropped = dropped_parts(job.checkpoint, job.plan)
         count = count_projections(job.plan)
@@ -280,21 +279,21 @@ def _check_destination(job: TranscodeJob, folder: WorkFolder) -> Transcoding | N
     return None
 
 
-def _is_same(job: TranscodeJob, folder: WorkFolder) -> bool:
-    """Return whether the folder at the destination is the result of this job, as far as sizes and samples tell."""
+def _report_of(job: TranscodeJob, folder: WorkFolder) -> dict[str, Any] | None:
+    """Return the report at the destination; None unless the folder is this job's result by sizes and samples."""
     there, source = folder.destination, job.checkpoint.source
     if there.is_symlink() or not (there / REPORT_NAME).is_file():
-        return False
+        return None
     report = read_object(there / REPORT_NAME, REPORT_NAME, MAX_MANIFEST_BYTES, "source.bad-manifest")
     if (report.get("plan"), report.get("sample")) != (job.plan.digest, folder.stamp.sample):
-        return False
-    sizes = {file.name: file.form.size for file in job.plan.files}
+        return None
     if report.get("files") != sorted(job.outputs) or not all((there / name).is_file() for name in job.outputs):
-        return False
+        return None
     copied = {*job.side_files.sizes} & {*job.outputs} - {*job.side_configs}
-    return all((there / name).stat().st_size == size for name, size in sizes.items()) and all(
+    same = all((there / file.name).stat().st_size == file.form.size for file in job.plan.files) and all(
         (there / name).read_bytes() == source.read_file(name, MAX_SIDE_BYTES) for name in copied
     )
+    return report if same else None
 
 
 def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:

@@ -54,10 +54,14 @@ class WrittenProjection:
 
     module: str
     described: Described  #: description by a reader of the written config and headers
-    signatures: Mapping[str, PartSig]  #: dtype and shape of every part
     #: Part to its span in the output file; parts that the first expert writes for a whole stack are left out.
     places: Mapping[str, Span]
     projected: Projected  #: the projection that it is made of
+
+    @property
+    def signatures(self) -> Mapping[str, PartSig]:
+        """Dtype and shape of every part."""
+        return self.projected.signatures
 
     @property
     def packed(self) -> dict[str, PartSig]:
@@ -117,24 +121,22 @@ class TranscodePlan(Plan):
         """Describe what is written for an item."""
         if isinstance(item, ModuleItem):
             module = self.modules_by_name[item.name]
-            signatures = module.projected.signatures
-            places = {part: form.ranges[f"{module.written}.{part}"] for part in signatures}
+            places = {part: form.ranges[f"{module.written}.{part}"] for part in module.projected.signatures}
             described = self.described[module.projected, ""]
-            whole = WrittenProjection(module.written, described, signatures, places, module.projected)
+            whole = WrittenProjection(module.written, described, places, module.projected)
             return {"down": whole if item.rows is None else _some_rows(whole, item.rows)}
         layer = self.layers_by_number[item.layer]
         found: dict[StoredName, WrittenProjection] = {}
         for projection in _of_role(layer, item.expert, item.role):
             projected = layer.kinds[item.expert][projection]
-            signatures = projected.signatures
             places = {
                 part: _place(layer, projection, item.expert, part, form)
-                for part in signatures
+                for part in projected.signatures
                 if not layer.naming.stacked or layer.naming.is_row(part) or item.expert == 0
             }
             described = self.described[projected, projection]
             module_name = layer.naming.module(projection, item.expert)
-            found[projection] = WrittenProjection(module_name, described, signatures, places, projected)
+            found[projection] = WrittenProjection(module_name, described, places, projected)
         return found
 
 
@@ -197,7 +199,6 @@ def _some_rows(whole: WrittenProjection, rows: Span) -> WrittenProjection:
     return WrittenProjection(
         f"{whole.module} rows {start}..{stop - 1}",
         replace(described, spec=cut(described.spec)),
-        {part: PartSig(dtype, (stop - start, *shape[1:])) for part, (dtype, shape) in whole.signatures.items()},
         {part: place(span) for part, span in whole.places.items()},
         replace(projected, source=source, spec=cut(projected.spec)),
     )

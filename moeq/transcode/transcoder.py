@@ -38,7 +38,6 @@ from moeq.transcode.transcode_plan import ExpertItem, Item, TranscodePlan, Trans
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.layouts.loops.floats import Measured
     from moeq.matrix import QuantizedMatrix
     from moeq.pipeline.pack.fast.path import Inputs
     from moeq.transcode.fast_item import CachedItem, FastItem
@@ -109,13 +108,17 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         """Transcode an item by its fast path; None if the result is not proven."""
         outputs = self._plan.outputs(item, self._form)
         keys = [(name, part) for name, output in outputs.items() for part in output.signatures]
-        sizes = [_part_bytes(outputs[name].signatures[part]) for name, part in keys]
+        signatures = (outputs[name].signatures[part] for name, part in keys)
+        sizes = [tensor_bytes(signature.shape, signature.dtype) for signature in signatures]
         places = [outputs[name].places.get(part, (0, 0))[0] for name, part in keys]
         memory = dict(zip(keys, buffers.take_many(f"output {slot}", sizes, places), strict=True))
         changes = path.transcode(inputs, memory, buffers.take("scratch", path.scratch_bytes))
         if changes is None:
             return None
-        found = [loss_of(output, change) for output, change in zip(outputs.values(), changes, strict=True)]
+        found = []
+        for output, change in zip(outputs.values(), changes, strict=True):
+            spec = output.projected.spec
+            found.append(measured_loss(output.module, change, (spec.n, spec.k), _block(output)))
         if any(found) and not self._plan.request.allow_lossy:
             return None
         carried, changed = self._carried(item, outputs)
@@ -126,8 +129,7 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
                 data = carried.get((name, part))
                 if data is None:
                     data = self._with_experts(item, part, output, memory[name, part])
-                if data.nbytes != stop - start:
-                    raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {stop - start}")
+                _require_size(output, part, data, stop - start)
                 written.append((data, start))
         hashes = tuple(piece_digest(data) for data, _ in written)
         return TranscodedItem(sum(data.nbytes for data, _ in written), hashes, tuple(losses)), tuple(written)
@@ -175,12 +177,14 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         for name, transcoded in transcode_item(self._checkpoint, self._plan, item, self._form).items():
             output = transcoded.output
             for part, (start, stop) in output.places.items():
-                piece = carried[name, part].data if (name, part) in carried else as_bytes(transcoded.stored[part])
-                if piece.nbytes != stop - start:
-                    raise ValueError(f"{output.module}.{part} has {piece.nbytes} bytes, its place {stop - start}")
-                self._output.write(piece, start)
-                hashes.append(piece_digest(piece))
-                written += piece.nbytes
+                data = carried.get((name, part))
+                if data is None:
+                    stored = np.frombuffer(as_bytes(transcoded.stored[part]), np.uint8)
+                    data = self._with_experts(item, part, output, stored)
+                _require_size(output, part, data, stop - start)
+                self._output.write(data.data, start)
+                hashes.append(piece_digest(data))
+                written += data.nbytes
             if transcoded.loss is not None:
                 losses.append(transcoded.loss)
         return TranscodedItem(written, tuple(hashes), (*losses, *changed))
@@ -193,16 +197,9 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         }
 
 
-def loss_of(output: WrittenProjection, change: Measured | None) -> Loss | None:
-    """Turn what the fast path found into a row of the report."""
-    if change is None:
-        return None
-    spec = output.projected.spec
-    return measured_loss(output.module, change, (spec.n, spec.k), _block(output))
-
-
-def _part_bytes(signature: PartSig) -> int:
-    return tensor_bytes(signature.shape, signature.dtype)
+def _require_size(output: WrittenProjection, part: str, data: Bytes, size: int) -> None:
+    if data.nbytes != size:
+        raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {size}")
 
 
 @dataclass(frozen=True)
@@ -231,7 +228,7 @@ def transcode_item(
         loss = compare(output.module, before, after, _block(output))
         if loss is not None and not plan.request.allow_lossy:
             raise _not_exact(loss, plan)
-        found[projection] = Transcoded(output, _with_experts(stored, plan, item), loss)
+        found[projection] = Transcoded(output, stored, loss)
     return found
 
 
@@ -356,19 +353,6 @@ def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> Quantized
         return stored["weight"].t() if output.projected.spelling == "plain-transposed" else stored["weight"]
     scheme = output.described.scheme
     return get_format(scheme.format).unpack(stored, output.described.spec, scheme)
-
-
-def _with_experts(stored: Mapping[str, Tensor], plan: TranscodePlan, item: Item) -> Mapping[str, Tensor]:
-    """Put the number of experts in front of the stored shape of a stack."""
-    import torch
-
-    if not isinstance(item, ExpertItem) or not plan.layers_by_number[item.layer].naming.stacked:
-        return stored
-    count = torch.tensor([len(plan.layers_by_number[item.layer].kinds)])
-    return {
-        part: torch.cat([count.to(tensor.dtype), tensor]) if part in WHOLE_PARTS else tensor
-        for part, tensor in stored.items()
-    }
 
 
 def _block(output: WrittenProjection) -> tuple[int, int]:
