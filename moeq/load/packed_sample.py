@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -38,35 +38,21 @@ def load_packed(
 
     Raises MoeqError `answer.no-kernel` if up rows come before gate rows.
     """
-    return list(_parts(checkpoint, entry, experts, device))
-
-
-def _parts(
-    checkpoint: Checkpoint, entry: LayerEntry, experts: Sequence[int], device: torch.device
-) -> Iterator[PackedPart]:
     import torch
 
-    w2 = entry.matrices["w2"].spec
+    def load(matrices: Mapping[StackedRole, MatrixEntry], rows: Sequence[int]) -> PackedExperts:
+        parts = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
+        everyone = (0, len(rows))
+        return packed_experts(checkpoint, entry, RankPart(everyone, everyone, parts), device, rows)
+
     if not entry.ranks:
-        everyone = torch.arange(len(experts))
-        yield PackedPart(_load(checkpoint, entry, entry.matrices, experts, device), everyone, slice(0, w2.k))
-        return
+        features = slice(0, entry.matrices["w2"].spec.k)
+        return [PackedPart(load(entry.matrices, experts), torch.arange(len(experts)), features)]
+    found = []
     for rank in entry.ranks:
         held = [expert for expert in experts if rank.experts[0] <= expert < rank.experts[1]]
         if held:
-            rows = [expert - rank.experts[0] for expert in held]
             local = torch.tensor([held.index(expert) if expert in held else -1 for expert in experts])
-            packed = _load(checkpoint, entry, rank.matrices, rows, device)
-            yield PackedPart(packed, local, slice(*rank.intermediate))
-
-
-def _load(
-    checkpoint: Checkpoint,
-    entry: LayerEntry,
-    matrices: Mapping[StackedRole, MatrixEntry],
-    rows: Sequence[int],
-    device: torch.device,
-) -> PackedExperts:
-    parts = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
-    everyone = (0, len(rows))
-    return packed_experts(checkpoint, entry, RankPart(everyone, everyone, parts), device, rows)
+            packed = load(rank.matrices, [expert - rank.experts[0] for expert in held])
+            found.append(PackedPart(packed, local, slice(*rank.intermediate)))
+    return found

@@ -16,6 +16,8 @@ from moeq.checkpoint.source import CONFIG_NAME
 from moeq.digest import DigestDifference, check_digests
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
+from moeq.model.converted import ConvertedCheckpoint
+from moeq.pipeline.events import Advance
 from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.side_files import RESTORE_DATA_NAME, SideFiles, copied_files, plan_side_files, stripped_file
 from moeq.pipeline.plan.units import CopyUnit, PackUnit
@@ -29,12 +31,17 @@ from moeq.prove.findings import Findings, values_mismatch
 class AgainstSource(Findings):
     """Findings from comparing with what the source gives (`moeq.prove.derived`), whatever the manifest says."""
 
-    def check(self, original: Checkpoint, *, slow: bool) -> None:
+    def __init__(self, converted: ConvertedCheckpoint, workers: int, progress: Advance, original: Checkpoint) -> None:
+        super().__init__(converted, workers, progress)
+        self._original = original
+
+    def check(self, *, slow: bool) -> None:
         """Check everything.
 
         Args:
             slow: also unpack every expert of the conversion and decode every expert of the source.
         """
+        original = self._original
         experts = sum(entry.num_experts for entry in self.manifest.layers)
         if original.source.identity() != self.manifest.source.identity:
             name = original.source.name
@@ -58,7 +65,7 @@ class AgainstSource(Findings):
         self._restore_data(derived)
         self._recorded(derived)
         if slow:
-            self._decoded(original)
+            self._decoded()
 
     def _check_manifest(self, derived: Derived) -> None:
         """Compare the statements of the manifest with what the source gives."""
@@ -228,14 +235,14 @@ class AgainstSource(Findings):
                 text = f"moeq.json: the digest of {name} is not that of the file"
                 self.add("manifest", MANIFEST_NAME, text)
 
-    def _decoded(self, original: Checkpoint) -> None:
+    def _decoded(self) -> None:
         """Unpack the conversion and decode the source, and compare both with the manifest's digests."""
         lossless = [entry for entry in self.manifest.layers if not entry.losses]
         _, ours = check_digests(self.converted, self.manifest.layers, self.advance, self.workers)
-        _, source_bytes = check_digests(original, lossless, self.advance, self.workers)
+        _, theirs = check_digests(self._original, lossless, self.advance, self.workers)
         now, then = "no longer holds the values that were converted", "of the source is not what was converted"
         self.found += [values_mismatch("values", row, now) for row in ours]
-        self.found += [values_mismatch("source-values", row, then) for row in source_bytes]
+        self.found += [values_mismatch("source-values", row, then) for row in theirs]
 
 
 def _equal(one: Any, other: Any) -> bool:

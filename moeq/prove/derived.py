@@ -21,20 +21,10 @@ from moeq.pipeline.plan.options import ConvertOptions, Ranks
 from moeq.pipeline.run.execution import recompute
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.state.publish import layer_entry, tensors_of
-from moeq.pipeline.state.records import UnitRecord
 from moeq.typed import read_as
 
 #: Fields of the model's record that describe files, or that hold sentences.
-_NOT_OF_THE_MODEL = {
-    "name",
-    "revision",
-    "warnings",
-    "refusals",
-    "expert_bytes",
-    "other_bytes",
-    "num_tensors",
-    "num_files",
-}
+_FILES_AND_SENTENCES = {"expert_bytes", "other_bytes", "num_tensors", "num_files", "warnings", "refusals"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,6 @@ class Derived:
 
     source: Checkpoint  #: the source
     plan: Plan  #: files, tensors and units
-    records: Mapping[str, UnitRecord]  #: records of the units, by id
     layers: tuple[LayerEntry, ...]  #: the manifest's entries of the converted layers
     tensors: Mapping[str, TensorDigest]  #: digest of every tensor, by name
     kept: tuple[str, ...]  #: names of expert tensors that have to be kept verbatim
@@ -87,7 +76,7 @@ def derive(source: Checkpoint, plan: Plan, workers: int, advance: Callable[[int,
     records = recompute(work, plan.units, memory.workers, advance, memory.spare())
     kept = sorted({name for record in records.values() for name in record.kept})
     layers = tuple(layer_entry(plan, layer, records) for layer in plan.layers)
-    return Derived(source, plan, records, layers, tensors_of(plan, records), tuple(kept))
+    return Derived(source, plan, layers, tensors_of(plan, records), tuple(kept))
 
 
 def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
@@ -102,7 +91,8 @@ def entry_differences(recorded: LayerEntry, derived: LayerEntry) -> list[str]:
 
 def info_differences(recorded: CheckpointInfo, derived: CheckpointInfo) -> list[str]:
     """List the fields in which a manifest's model is not the source's."""
-    names = [field.name for field in fields(CheckpointInfo) if field.name not in _NOT_OF_THE_MODEL]
+    left_out = {"name", "revision", *_FILES_AND_SENTENCES}
+    names = [field.name for field in fields(CheckpointInfo) if field.name not in left_out]
     return [name for name in names if _plain(getattr(recorded, name)) != _plain(getattr(derived, name))]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Mismatch:
     text: str  #: sentence for people
 
 
-class Findings:
+class Findings(ABC):
     """Findings about one conversion.
 
     Attributes:
@@ -61,6 +62,10 @@ class Findings:
         self.total = len(converted.source.tensors)
         self._progress = progress
         self._done = 0
+
+    @abstractmethod
+    def check(self, *, slow: bool) -> None:
+        """Check everything; `slow`: unpack experts whose bytes have not changed as well."""
 
     def add(self, kind: str, name: str, text: str) -> None:
         """Note a mismatch."""

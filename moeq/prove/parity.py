@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from moeq.model.converted import ConvertedCheckpoint, written_padding
 from moeq.model.shards import Range, shard_matrix
 from moeq.model.tensor_bytes import flat_bytes, same_matrix
 from moeq.pipeline.events import Advance
-from moeq.pipeline.plan.layer_plan import plan_layer
+from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.options import Ranks
 from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
 
@@ -75,8 +75,9 @@ class ParityUnit:
     intermediate: Range  #: intermediate features of the rank
     layout: Layout  #: layout of the layer
     padding: PaddingPlan  #: padding of the rank's matrices
-    #: Function that gives moeq's parts of one expert: it reads or packs them.
-    packed: Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]
+    #: Stacked tensors of a conversion; empty for a source, whose experts are packed for the comparison.
+    matrices: Mapping[StackedRole, MatrixEntry] = field(default_factory=dict)
+    first: int = 0  #: expert in the first row of these tensors
 
 
 def parity(
@@ -146,35 +147,20 @@ def _converted_units(checkpoint: ConvertedCheckpoint, sample: int) -> Iterator[P
         for rank, experts, intermediate, matrices in homes:
             held = tuple(expert for expert in chosen if experts.start <= expert < experts.stop)
             if held:
-                packed = _from_file(checkpoint, matrices, experts.start)
-                yield ParityUnit(
-                    entry.layer, rank, held, intermediate, layout, written_padding(layout, matrices), packed
-                )
-
-
-def _from_file(
-    checkpoint: ConvertedCheckpoint, matrices: Mapping[StackedRole, MatrixEntry], first: int
-) -> Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]:
-    source = checkpoint.source
-
-    def packed(role: StackedRole, expert: int, padded: QuantizedMatrix) -> Mapping[str, Tensor]:
-        names = matrices[role].tensors
-        return {part: source.read_row(source.entry(name), expert - first) for part, name in names.items()}
-
-    return packed
+                padding = written_padding(layout, matrices)
+                yield ParityUnit(entry.layer, rank, held, intermediate, layout, padding, matrices, experts.start)
 
 
 def _source_units(checkpoint: Checkpoint, layout_id: str | None, tp: int, sample: int) -> Iterator[ParityUnit]:
     for layer in checkpoint.info.moe_layers:
         plan = _plan(checkpoint, layer, layout_id, tp)
-        layout = plan.layout
+        held = tuple(_sampled(plan.entry.num_experts, sample))
         for shard in plan.shards:
-            held = tuple(_sampled(plan.entry.num_experts, sample))
             rank = shard.shard.rank if plan.entry.ranks else None
-            yield ParityUnit(layer, rank, held, shard.shard.intermediate, layout, shard.padding, _packed_now(layout))
+            yield ParityUnit(layer, rank, held, shard.shard.intermediate, plan.layout, shard.padding)
 
 
-def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) -> Any:
+def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) -> LayerPlan:
     if layout_id is not None:
         _require_packer(layout_id)
         return plan_layer(checkpoint, layer, layout_id, Ranks(tp))
@@ -191,8 +177,14 @@ def _plan(checkpoint: Checkpoint, layer: int, layout_id: str | None, tp: int) ->
     )
 
 
-def _packed_now(layout: Layout) -> Callable[[StackedRole, int, QuantizedMatrix], Mapping[str, Tensor]]:
-    return lambda role, expert, padded: layout.pack(padded)
+def _packed(
+    checkpoint: Checkpoint, unit: ParityUnit, role: StackedRole, expert: int, padded: QuantizedMatrix
+) -> Mapping[str, Tensor]:
+    """Return moeq's parts of one expert: those of the file, or packed now."""
+    if not unit.matrices:
+        return unit.layout.pack(padded)
+    source, names = checkpoint.source, unit.matrices[role].tensors
+    return {part: source.read_row(source.entry(name), expert - unit.first) for part, name in names.items()}
 
 
 def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: ParityUnit) -> Iterator[PartParity]:
@@ -219,7 +211,7 @@ def _compare(engine: EngineCode, checkpoint: Checkpoint, unit: ParityUnit) -> It
         detail = f"vLLM {engine.version}'s own packing of layer {unit.layer} fails: {type(error).__name__}: {error}"
         raise MoeqError("environment.engine-code", detail, "parity knows the code of vLLM 0.33.0") from error
     for role in STACKED_ROLES:
-        ours = [unit.packed(role, expert, padded[role][i]) for i, expert in enumerate(unit.experts)]
+        ours = [_packed(checkpoint, unit, role, expert, padded[role][i]) for i, expert in enumerate(unit.experts)]
         for part in ours[0]:
             differing = []
             for index, expert in enumerate(unit.experts):

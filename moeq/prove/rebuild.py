@@ -37,22 +37,13 @@ from moeq.prove.restore_outputs import WeightFiles
 
 @dataclass(frozen=True)
 class RebuiltPart:
-    """Part of a source tensor that was rebuilt."""
+    """Part of a source tensor that is rebuilt."""
 
     file: str  #: name of the source file
     name: str  #: name of the tensor
+    start: int  #: first byte in the file
+    offset: int  #: first byte in the tensor
     size: int  #: bytes of the part
-
-
-@dataclass(frozen=True)
-class _Target:
-    """Place of a stored part: its file and tensor, its first byte in the file and in the tensor, and its bytes."""
-
-    file: str
-    name: str
-    start: int
-    offset: int
-    size: int
 
 
 class _ThreadLocal(threading.local):
@@ -103,17 +94,17 @@ class Rebuilding:
         except MoeqError:  # this version of moeq does not convert the source so
             return
         with ThreadPoolExecutor(plan_memory(Work(self._original, plan), plan.units, self._workers).workers) as pool:
-            for unit in plan.units:
-                found = self._rebuilder(plan, unit) if isinstance(unit, PackUnit) else None
+            for unit in (unit for unit in plan.units if isinstance(unit, PackUnit)):
+                found = self._rebuilder(plan, unit)
                 if found is None:
                     continue
-                numbers = range(found.unit.experts.start, found.unit.experts.stop)
+                numbers = range(unit.experts.start, unit.experts.stop)
                 tasks = [pool.submit(found.rebuild, expert) for expert in numbers]
                 try:
                     for expert, task in zip(numbers, tasks, strict=True):
                         written = task.result()
                         if written is not None:
-                            yield found.unit, expert, written
+                            yield unit, expert, written
                 finally:
                     for task in tasks:
                         task.cancel()
@@ -176,7 +167,7 @@ class _Rebuilder:
         fast_path = self._calibrated(packed)
         if fast_path is None:
             return None
-        targets = [self._target(key, expert) for key in fast_path.reads]
+        targets = [self._part(key, expert) for key in fast_path.reads]
         memory = buffers.take_many("stored", [t.size for t in targets], [t.start for t in targets])
         stored = dict(zip(fast_path.reads, memory, strict=True))
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
@@ -191,7 +182,7 @@ class _Rebuilder:
         for target, data in zip(targets, memory, strict=True):
             with disk_errors(self._whole.folder / target.file):
                 self._whole.outputs[target.file].write(data.data, target.start)
-        return [RebuiltPart(target.file, target.name, target.size) for target in targets]
+        return targets
 
     def _calibrated(self, packed: Outputs) -> FastPath | None:
         """Calibrate the fast path by what the packed bytes say of their rank; None if they are impossible."""
@@ -214,8 +205,8 @@ class _Rebuilder:
         data = iter([self._inputs[file].read(room, *span) for room, (file, *span) in zip(memory, places, strict=True)])
         return [{part: next(data) for part in parts} for parts in self._stacks]
 
-    def _target(self, key: tuple[StoredName, str], expert: int) -> _Target:
+    def _part(self, key: tuple[StoredName, str], expert: int) -> RebuiltPart:
         parts = self._experts.layer.parts[key]
         entry = parts.get(expert) or parts[FUSED]  # the expert's own tensor, or the stack that holds it
         start, stop = place_of(entry, key[1], self._experts, expert)
-        return _Target(entry.file, entry.name, start, start - entry.start, stop - start)
+        return RebuiltPart(entry.file, entry.name, start, start - entry.start, stop - start)

@@ -175,7 +175,7 @@ class _Restorer:
                 for role in STACKED_ROLES:
                     left = [e for e in range(layer.num_experts) if (layer.layer, role, e) not in finished]
                     if left:
-                        self._rebuild(files, layer, role, left, kept)
+                        self._rebuild(files, layer, role, left)
             for name, output in files.items():
                 with disk_errors(self.outputs.folder.path / name):
                     output.sync()
@@ -248,13 +248,11 @@ class _Restorer:
         key = f"tensor/{name}"
         return self.restore_data.read(key) if key in self.restore_data else None
 
-    def _rebuild(
-        self, files: WeightFiles, layer: LayerEntry, role: StackedRole, experts: Sequence[int], kept: set[str]
-    ) -> None:
+    def _rebuild(self, files: WeightFiles, layer: LayerEntry, role: StackedRole, experts: Sequence[int]) -> None:
         """Rebuild experts by the reference path."""
 
         def rebuild(expert: int) -> list[StoredPart]:
-            return self._rebuild_expert(files, layer, role, expert, kept)
+            return self._rebuild_expert(files, layer, role, expert)
 
         with closing(in_order(rebuild, experts, self.workers)) as results:
             for expert, parts in zip(experts, results, strict=True):
@@ -263,14 +261,14 @@ class _Restorer:
                     self._mark(part.entry.file, part.entry.name, part.end - part.start, label)
 
     def _rebuild_expert(
-        self, files: WeightFiles, layer: LayerEntry, role: StackedRole, expert: int, kept: set[str]
+        self, files: WeightFiles, layer: LayerEntry, role: StackedRole, expert: int
     ) -> list[StoredPart]:
         """Write the source tensors of one matrix, and return them without their data."""
         experts, written = self.original.experts(layer.layer), []
         matrix = self.converted.matrix(layer.layer, expert, role)
         _require_digests(layer, expert, matrix)
         for part in stored_parts(experts, expert, role, matrix):
-            if part.entry.name in kept:
+            if f"tensor/{part.entry.name}" in self.restore_data:  # it was copied
                 continue
             data = part.data
             if data is None:

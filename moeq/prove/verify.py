@@ -22,7 +22,6 @@ from moeq.checkpoint.manifest import (
 )
 from moeq.digest import DIGEST_NAME, default_workers, require_complete
 from moeq.errors import MoeqError
-from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.events import Advance
@@ -89,19 +88,17 @@ def verify(
         )
     for entry in converted.manifest.layers:
         require_complete(entry)
-    original = None if source is None else _open_source(source, revision)
-    tell = progress or (lambda done, total, label: None)
-    if original is None:
-        alone = AgainstManifest(converted, workers or default_workers(), tell)
-        alone.check(slow=slow)
-        check: Findings = alone
+    given = converted, workers or default_workers(), progress or (lambda done, total, label: None)
+    if source is None:
+        check: Findings = AgainstManifest(*given)
     else:
-        together = AgainstSource(converted, workers or default_workers(), tell)
-        together.check(original, slow=slow)
-        check = together
+        original = open_checkpoint(source, revision=revision)
+        original.require_source()
+        check = AgainstSource(*given, original)
+    check.check(slow=slow)
     signed = None if signed_by is None else _signed(check, signed_by)
     converted.source.require_unchanged()
-    recorded = (check.manifest.files or {}).keys() if original is None else ()
+    recorded = (check.manifest.files or {}).keys() if source is None else ()
     proven = {*recorded, *([SIGNATURE_NAME] if signed else [])}
     wrong = {found.name for found in check.found if found.kind == "values" and " expert " in found.name}
     check.counts["units"] -= len(wrong)  # these were compared, and are not proven
@@ -111,7 +108,7 @@ def verify(
         signed=signed,
         bytes=sum(entry.nbytes for entry in converted.source.tensors.values()),
         unproven=tuple(sorted(check.contents.unproven - proven)),
-        notes=tuple(_notes(check, original is None, slow, signed)),
+        notes=tuple(_notes(check, source is None, slow, signed)),
         mismatches=tuple(dict.fromkeys(check.found)),
         **check.counts,
     )
@@ -149,12 +146,6 @@ def _notes(check: Findings, alone: bool, slow: bool, signed: bool | None) -> Ite
             "the digests in moeq.json themselves were trusted. This proves integrity, not origin: whoever changes a "
             f"folder can change moeq.json with it; {more}"
         )
-
-
-def _open_source(source: str | Path, revision: str | None) -> Checkpoint:
-    original = open_checkpoint(source, revision=revision)
-    original.require_source()
-    return original
 
 
 class AgainstManifest(Findings):

@@ -18,13 +18,14 @@ from moeq.deploy.gpus import parse_gpu
 from moeq.errors import ExitCode, MoeqError
 from moeq.layouts.registry import get_layout
 from moeq.matrix import QuantizedMatrix
+from moeq.model import Checkpoint
 from moeq.model.tensor_bytes import flat_bytes
 from moeq.pipeline.convert import convert
 from moeq.prove.parity import _compare as compare
 from moeq.prove.parity import _converted_units as converted_units
 from moeq.prove.parity import _sampled as sampled
 from moeq.prove.parity import _source_units as source_units
-from moeq.prove.parity import parity
+from moeq.prove.parity import ParityUnit, parity
 from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
 
 SITE = os.environ.get("MOEQ_TEST_VLLM")
@@ -219,13 +220,16 @@ def test_bytes_of_moeq_that_are_wrong(package, checkpoints, monkeypatch) -> None
     source = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
     unit = next(source_units(source, "marlin-wna16/1", 1, 2))
 
-    def packed(role: StackedRole, expert: int, padded: QuantizedMatrix) -> Mapping[str, torch.Tensor]:
-        parts = dict(unit.packed(role, expert, padded))
+    def packed(
+        checkpoint: Checkpoint, unit: ParityUnit, role: StackedRole, expert: int, padded: QuantizedMatrix
+    ) -> Mapping[str, torch.Tensor]:
+        parts = dict(unit.layout.pack(padded))
         if (role, expert) == ("w2", 3):
             flat_bytes(parts["weight"])[0] ^= 1
         return parts
 
-    found = compare(find_engine(package), source, replace(unit, packed=packed))
+    monkeypatch.setattr("moeq.prove.parity._packed", packed)
+    found = compare(find_engine(package), source, unit)
     (row,) = [row for row in found if row.differing]
     assert (row.layer, row.role, row.part, row.differing) == (0, "w2", "weight", (3,))
     assert row.verdict == "moeq is wrong: its bytes do not unpack to the source's values"
