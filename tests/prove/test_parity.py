@@ -21,11 +21,11 @@ from moeq.matrix import QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.tensor_bytes import flat_bytes
 from moeq.pipeline.convert import convert
+from moeq.prove.parity import ParityUnit, parity
 from moeq.prove.parity import _compare as compare
 from moeq.prove.parity import _converted_units as converted_units
 from moeq.prove.parity import _sampled as sampled
 from moeq.prove.parity import _source_units as source_units
-from moeq.prove.parity import ParityUnit, parity
 from moeq.prove.parity_vllm import PACKERS, EngineCode, ParityExperts, find_engine
 
 SITE = os.environ.get("MOEQ_TEST_VLLM")
