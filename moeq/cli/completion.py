@@ -14,7 +14,7 @@ def engines() -> list[str]:
     """Return engines, bare and with the versions that have tables."""
     from moeq.oracle.versions import ENGINES, versions
 
-    return [*ENGINES, "moeq", *(f"{name}@{version}" for name in ENGINES for version in versions(name))]
+    return [*ENGINES, "sglang", "moeq", *(f"{name}@{version}" for name in ENGINES for version in versions(name))]
 
 
 def backends() -> list[str]:

@@ -2,8 +2,9 @@
 
     PYTHONPATH=.:kernels:tests python tests/cli/test_transcripts.py    (writes what is printed now; read what changed)
 
-Lines that begin with `$` are typed: `moeq` with its arguments in a folder that holds the small checkpoints, or `flip
-FOLDER`, which changes one bit of its last weight file. `!` marks lines of stderr, `= N` is the exit code.
+Lines that begin with `$` are typed into a pipe, those with `@` at a terminal of 100 columns, whose styles are shown:
+`moeq` with its arguments in a folder that holds the small checkpoints, `flip FOLDER`, which changes one bit of its last
+weight file, or `hide NAME`. `!` marks lines of stderr, `= N` is the exit code.
 Documents of `--json` are shown with a line for every key, and one for every key of a verdict.
 """
 
@@ -19,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -36,6 +38,16 @@ VARIES = (
 )
 #: What a doctor says about the machine.
 MACHINE = re.compile(r"^(  (?:moeq|packages|GPU|CPU) +).*")
+
+
+#: What decides how a terminal is written to.
+ENVIRONMENT = {"COLUMNS": "100", "TERM": "xterm-256color"}
+UNSET = ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def flip(folder: str) -> None:
@@ -56,20 +68,20 @@ def folded(text: str) -> Iterator[str]:
             yield f"  {name} {json.dumps(value)}"
 
 
-def typed(line: str) -> list[str]:
+def typed(line: str, stream: type[io.StringIO]) -> list[str]:
     """Run one line and return what it prints."""
     program, *words = shlex.split(line)
-    if program == "flip":
-        flip(*words)
+    if program != "moeq":
+        {"flip": flip, "hide": os.unlink}[program](*words)
         return []
-    out, err = io.StringIO(), io.StringIO()
+    out, err = stream(), stream()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(words)
     said = folded(out.getvalue()) if "--json" in words else out.getvalue().splitlines()
     found = [*said, *(f"! {line}" for line in err.getvalue().splitlines())]
     for pattern, text in (*VARIES, *([(MACHINE, r"\1#")] if words[0] == "doctor" else [])):
         found = [pattern.sub(text, line) for line in found]
-    return [*(line.replace(os.getcwd(), "HERE") for line in found), f"= {code}"]
+    return [*(line.replace(os.getcwd(), "HERE").replace("\x1b", "␛") for line in found), f"= {code}"]
 
 
 def session(text: str, folder: Path) -> str:
@@ -77,15 +89,16 @@ def session(text: str, folder: Path) -> str:
     for path in (DATA / "checkpoints").iterdir():
         if path.is_dir():
             (folder / path.name).symlink_to(path)
-    with contextlib.chdir(folder):
-        lines = [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
-        return "".join(f"{said}\n" for line in lines for said in (f"$ {line}", *typed(line)))
+    lines = [line for line in text.splitlines() if line.startswith(("$ ", "@ "))]
+    with contextlib.chdir(folder), mock.patch.dict(os.environ, ENVIRONMENT):
+        for name in UNSET:
+            os.environ.pop(name, None)
+        streams = {"$": io.StringIO, "@": Terminal}
+        return "".join(f"{said}\n" for line in lines for said in (line, *typed(line[2:], streams[line[0]])))
 
 
 @pytest.mark.parametrize("path", SESSIONS, ids=lambda path: path.stem)
-def test_a_session(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY", "COLUMNS"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_session(path: Path, tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert session(text, tmp_path).splitlines() == text.splitlines()
 
