@@ -27,6 +27,7 @@ INSIDE_ENGINES = {
         "transformers",
         "experts_module",
         "experts_source",
+        "packed_method",
         "vllm/config",
         "vllm/experts_method",
         "vllm/own_experts",

@@ -6,7 +6,7 @@ tokens, and two dozen tokens tell those vectors apart. Whether a check passes do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,17 +36,16 @@ class Evidence:
     emulated: Emulated  #: expected result and its bounds
 
 
-def diagnose(evidence: Evidence, others: Mapping[str, Iterable[Emulated]]) -> str | None:
+def diagnose(evidence: Evidence, others: Iterable[tuple[str, Iterable[Emulated]]]) -> str | None:
     """Return the likely cause in words, or None.
 
     Args:
-        others: products of the same rows with other weights, by the name of those weights (`expert 3 up`); each is
-            computed when it is asked for.
+        others: names of other weights (`expert 3 up`), and the products of the same rows with them.
     """
     exceedance = difference(evidence.actual, evidence.emulated.value) / evidence.emulated.bound
     wrong = torch.where((exceedance > 1).any(dim=0))[0]
     if len(wrong) > evidence.weight.shape[0] // 4:
-        for title, ways in others.items():
+        for title, ways in others:
             if any(_agrees(evidence.actual, way) for way in ways):
                 return f"it computes {title}"
     worst = wrong[exceedance.amax(dim=0)[wrong].argsort(descending=True)][:MOST_FEATURES].tolist()

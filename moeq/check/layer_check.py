@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -262,7 +263,7 @@ def _reason(
     x = emulated_input(rows.float(), check.activations(name), check.group_of(name))
     groups = _groups(check, expert, name)
     evidence = Evidence(x, linear.weight, groups, products.actual[name][pairs], emulated)
-    return diagnose(evidence, _Suspects(check, expert, name, rows.float()))
+    return diagnose(evidence, _suspects(check, expert, name, rows.float()))
 
 
 def emulated_input(x: Tensor, kind: str, group: int) -> Tensor:
@@ -281,24 +282,12 @@ def _groups(check: LayerCheck, expert: int, name: Projection) -> Tensor:
     return torch.arange(matrix.spec.k, device=check.device) // matrix.spec.group_size
 
 
-class _Suspects(Mapping[str, Iterator[Emulated]]):
-    """Products of the same rows with other weights of the sample, each computed when it is asked for."""
-
-    def __init__(self, check: LayerCheck, expert: int, name: Projection, rows: Tensor) -> None:
-        self._check, self._rows = check, rows
-        siblings = [one for one in check.widths if one != "down"] if name != "down" else ["down"]
-        self._places: dict[str, tuple[int, Projection]] = {}
-        for other in (expert, *(one for one in check.sample.experts if one != expert)):
-            for projection in siblings:
-                if (other, projection) != (expert, name) and len(self._places) < MOST_SUSPECTS:
-                    self._places[f"expert {other} {projection}"] = (other, projection)  # type: ignore[assignment]
-
-    def __getitem__(self, title: str) -> Iterator[Emulated]:
-        expert, name = self._places[title]
-        return iter(self._check.emulate(name, self._rows, self._check.linear(expert, name)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+def _suspects(
+    check: LayerCheck, expert: int, name: Projection, rows: Tensor
+) -> Iterator[tuple[str, tuple[Emulated, ...]]]:
+    """Yield products of the same rows with other weights of the sample, each computed when it is asked for."""
+    siblings: list[Projection] = [one for one in check.widths if one != "down"] if name != "down" else ["down"]
+    experts = (expert, *(one for one in check.sample.experts if one != expert))
+    places = [place for place in itertools.product(experts, siblings) if place != (expert, name)]
+    for other, projection in places[:MOST_SUSPECTS]:
+        yield f"expert {other} {projection}", check.emulate(projection, rows, check.linear(other, projection))

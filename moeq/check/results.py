@@ -155,6 +155,11 @@ class LayerReport:
     timings: tuple[Timing, ...] = ()  #: times of the runs on a GPU; empty on a CPU
 
     @property
+    def unequal_runs(self) -> list[str]:
+        """Sentences for people about runs that did not repeat."""
+        return [f"layer {self.sample.layer}: {run} gave other bits the second time" for run in self.unequal]
+
+    @property
     def ok(self) -> bool:
         """Whether all results are within tolerance and the runs deterministic."""
         return all(result.passed for result in self.results) and not self.unequal

@@ -87,13 +87,14 @@ def check_opened(
         announce(workload(checks, sum(map(weights_of, entries)), jobs))
     checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
     found = check_layers(checks, jobs, steps.advance)
+    where = "cpu (Triton interpreter)" if device.type == "cpu" else f"cuda ({torch.cuda.get_device_name(device)})"
     return CheckReport(
         destination=converted.source.name,
         source=None if opened.reference is converted else opened.reference.source.name,
         scheme=", ".join(dict.fromkeys(use.title for use in converted.info.schemes)),
         layout=", ".join(dict.fromkeys(entry.layout for entry in manifest.layers)),
         backend=manifest.backend,
-        device=_device_name(device) if options.kernels else "no kernels were run",
+        device=where if options.kernels else "no kernels were run",
         dtype=str(manifest.deployment.get("dtype", "bf16")),
         seed=options.seed,
         digests_checked=checked,
@@ -219,18 +220,10 @@ def prepare_device(asked: str) -> torch.device:
             "environment.no-gpu", "this torch finds no GPU", f"{option('device', 'cpu')} runs Triton's interpreter"
         )
     if asked == "cpu":
-        _enable_interpreter()
+        from moeq_kernels import KernelEnvironmentError, interpreter
+
+        try:
+            interpreter.enable()
+        except KernelEnvironmentError as error:
+            raise MoeqError("environment.interpreter", error.message, error.hint) from error
     return torch.device(asked)
-
-
-def _enable_interpreter() -> None:
-    from moeq_kernels import KernelEnvironmentError, interpreter
-
-    try:
-        interpreter.enable()
-    except KernelEnvironmentError as error:
-        raise MoeqError("environment.interpreter", error.message, error.hint) from error
-
-
-def _device_name(device: torch.device) -> str:
-    return "cpu (Triton interpreter)" if device.type == "cpu" else f"cuda ({torch.cuda.get_device_name(device)})"

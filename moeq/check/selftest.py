@@ -6,7 +6,7 @@ judged on its own, one run shows which damages are caught and whether undamaged 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,8 +31,6 @@ from moeq.model.converted import ConvertedCheckpoint, written_padding
 TOKENS = (33,)
 
 _ROLE: dict[Projection, StackedRole] = {"gate": "w13", "up": "w13", "down": "w2"}
-
-Advance = Callable[[str], None]
 
 
 class OverlaySource(LocalSource):
@@ -82,7 +80,6 @@ def selftest(
     *,
     seed: int = 0,
     device: str = "auto",
-    advance: Advance | None = None,
 ) -> SelftestReport:
     """Damage a converted checkpoint in memory, then check it by its digests and, separately, by the kernels.
 
@@ -92,7 +89,6 @@ def selftest(
 
     Raises MoeqError: what `run_check` raises; `usage.selftest` where the checkpoint has no room for the damages.
     """
-    say = advance or (lambda label: None)
     opened = open_both(dst, source)
     entry = next((one for one in opened.manifest.layers if not one.ranks), None)
     if entry is None:
@@ -103,9 +99,7 @@ def selftest(
     planted = _plant(converted, overlay, entry, torch.Generator().manual_seed(seed))
     experts = sorted({site.expert for one in planted for site in one.sites} | set(range(min(2, entry.num_experts))))
     damaged = replace(opened, converted=converted, reference=reference)
-    say("digests of the damaged experts")
     by_digest = check_opened(damaged, CheckOptions(kernels=False, digest_layers=(entry.layer,)))
-    say("kernels on the damaged experts")
     numeric = CheckOptions(
         layers=(entry.layer,), experts=experts, tokens=TOKENS, seed=seed, device=device, digests=False, whole=False
     )

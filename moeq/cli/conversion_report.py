@@ -48,15 +48,14 @@ class ConversionReport:
         self._work = Path(f"{destination}{PARTIAL_SUFFIX}")
         self._log = None if log is None else EventLog(log, out.warning)
         self._grouped = github.in_actions() and not quiet
-        on_beat = None if self._log is None else self._on_beat
-        self._progress = ProgressReport(out, title, quiet=quiet, on_beat=on_beat)
+        self._progress = ProgressReport(out, title, quiet=quiet, on_beat=self._on_beat if self._log else None)
         self._began = time.monotonic()
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             events.Started: self._on_started,
             events.Checking: self._on_advanced,
             events.Advanced: self._on_advanced,
-            events.Fetching: self._on_fetching,
-            events.Warned: self._on_warned,
+            events.Fetching: lambda one: self._progress.relabel(f"fetching {one.file}, {human_bytes(one.bytes)}"),
+            events.Warned: lambda one: self._out.warning(one.message),
             events.Finished: self._on_finished,
         }
 
@@ -122,17 +121,11 @@ class ConversionReport:
     def _on_advanced(self, event: events.Advanced | events.Checking) -> None:
         self._progress.update(event.done, event.total, event.label)
 
-    def _on_fetching(self, event: events.Fetching) -> None:
-        self._progress.relabel(f"fetching {event.file}, {human_bytes(event.bytes)}")
-
     def _on_finished(self, event: events.Finished) -> None:
         self._progress.stop()
         if not self._quiet:
             rate = human_bytes(int(event.bytes_out / max(event.seconds, 1e-3)))
             self._out.note(f"{self._title}: finished in {human_seconds(event.seconds)}, {rate}/s")
-
-    def _on_warned(self, event: events.Warned) -> None:
-        self._out.warning(event.message)
 
     def _on_beat(self, beat: Beat) -> None:
         self.tell(

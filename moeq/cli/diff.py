@@ -9,6 +9,7 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
+from moeq.report.text import more
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,19 +52,14 @@ def render(console: Console, found: Difference) -> None:
         console.print(f"  worst     {line(found.worst)}")
     for row in found.differing[:_SHOWN]:
         console.print(f"    {line(row)}")
-    _more(console, len(found.differing))
+    more(console, len(found.differing), _SHOWN, indent=4)
     for text in found.missing:
         console.print(f"  {text}")
     if found.tensors:
         console.print(f"  the rest  {found.tensors - len(found.other)} of {found.tensors} tensors are identical")
     for text in found.other[:_SHOWN]:
         console.print(f"    {text}")
-    _more(console, len(found.other))
-
-
-def _more(console: Console, count: int) -> None:
-    if count > _SHOWN:
-        console.print(f"    ... and {count - _SHOWN} more: --json lists them")
+    more(console, len(found.other), _SHOWN, indent=4)
 
 
 def line(row: ProjectionDifference) -> str:

@@ -12,7 +12,6 @@ from moeq.pipeline.plan.options import Question, Ranks
 
 if TYPE_CHECKING:
     from moeq.cli.options import GivenDeployment
-    from moeq.deploy.deployment import Deployment
     from moeq.model.converted import ConvertedCheckpoint
 
 

@@ -20,7 +20,6 @@ from moeq.report.backend_matrix import TP_SIZES
 
 if TYPE_CHECKING:
     from moeq.checkpoint.warning import CheckpointWarning
-    from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
     from moeq.pipeline.plan.decide import Answer, LayerGroup
 

@@ -144,9 +144,8 @@ DEPLOYMENT: dict[str, Any] = {
     "env": _option(list[str], "--env", "NAME=VALUE of the engine."),
     "deploy": _option(Path, "--deploy", "TOML file with these options; the command line wins."),
 }
-# For commands that take some of them.
-GpuOption, EngineOption, DtypeOption = DEPLOYMENT["gpu"], DEPLOYMENT["engine"], DEPLOYMENT["dtype"]
-TpOption, EpOption = DEPLOYMENT["tp"], DEPLOYMENT["ep"]
+#: The one option of them that `backends` takes.
+EngineOption = DEPLOYMENT["engine"]
 
 _WORDS = {"yes": True, "true": True, "1": True, "no": False, "false": False, "0": False}
 
@@ -219,8 +218,12 @@ def _grouped(command: Callable[..., Any], groups: Mapping[str, OptionGroup]) -> 
     taken = {name: group for name, group in groups.items() if name in signature.parameters}
     for parameter in signature.parameters.values():
         group = taken.get(parameter.name)
-        more = [] if group is None else [_parameter(*row, group.defaults[row[0]]) for row in group.table.items()]
-        parameters += [parameter] if group is None else more
+        if group is None:
+            parameters.append(parameter)
+            continue
+        for option, kind in group.table.items():
+            default = group.defaults[option]
+            parameters.append(parameter.replace(name=option, default=default, annotation=kind))
 
     def run(**values: Any) -> Any:
         for name, group in taken.items():
@@ -231,10 +234,6 @@ def _grouped(command: Callable[..., Any], groups: Mapping[str, OptionGroup]) -> 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
-
-
-def _parameter(name: str, kind: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=kind)
 
 
 def _pairs(name: str, given: list[str] | None) -> dict[str, str] | None:

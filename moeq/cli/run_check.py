@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     from moeq.check.run_check import CheckOptions
     from moeq.check.tile_picture import TilePicture
     from moeq.check.workload import Workload
-    from moeq.checkpoint.manifest import Manifest
-    from moeq.deploy.deployment import Deployment
     from moeq.report.backend_matrix import BackendMatrix
-    from moeq.report.html import Provenance
 
 
 def command(
@@ -187,15 +184,10 @@ def _illustrations(dst: str) -> tuple[BackendMatrix | None, TilePicture | None]:
     converted, manifest = open_checkpoint(dst), read_manifest(Path(dst))
     entry = manifest.layers[0]
     try:
-        matrix = backend_matrix(converted, deployment_of(manifest))
+        matrix = backend_matrix(converted, Deployment.from_json(manifest.deployment))
     except MoeqError:
         matrix = None  # only an illustration: a deployment that the oracle no longer knows must not fail a check
     return matrix, tile_picture(entry.layout, entry.matrices["w2"].spec)
-
-
-def deployment_of(manifest: Manifest) -> Deployment:
-    """Return the deployment that a manifest records."""
-    return Deployment.from_json(manifest.deployment)
 
 
 def numbers(option: str, text: str | None) -> Sequence[int] | None:

@@ -25,8 +25,7 @@ def command(
     """Print the schema of a command's document (docs/reference/json.md has the promise), or list all documents."""
     out: Output = ctx.obj
     if name is None:
-        names = schema_names()
-        rows = {name: load_schema(name)["title"] for name in names}
+        rows = {name: load_schema(name)["title"] for name in schema_names()}
         document = {"documents": [{"command": name, "schema": title} for name, title in rows.items()]}
         out.answer(document, lambda console: _list(console, rows))
         return

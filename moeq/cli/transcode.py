@@ -12,7 +12,7 @@ from moeq.cli.conversion_report import ConversionReport
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
 from moeq.errors import MoeqError
-from moeq.report.text import counted, human_bytes
+from moeq.report.text import counted, human_bytes, more
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,5 +141,4 @@ def render(console: Console, found: Transcoding) -> None:
         console.print(f"  proof     not exact: {same} of {found.projections} projections equal in every value")
     for loss in found.losses[:_SHOWN]:
         console.print(f"    {loss.text}", markup=False)
-    if len(found.losses) > _SHOWN:
-        console.print(f"    ... and {len(found.losses) - _SHOWN} more: --json lists them")
+    more(console, len(found.losses), _SHOWN, indent=4)

@@ -9,7 +9,7 @@ import typer
 from moeq.cli import options
 from moeq.cli.out import Output
 from moeq.cli.progress import ProgressReport
-from moeq.report.text import counted, human_bytes
+from moeq.report.text import counted, human_bytes, more
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,5 +82,4 @@ def render(console: Console, found: Verification) -> None:
         console.print(f"  note      {note}")
     for mismatch in found.mismatches[:_SHOWN]:
         console.print(f"  {mismatch.text}")
-    if len(found.mismatches) > _SHOWN:
-        console.print(f"  ... and {len(found.mismatches) - _SHOWN} more: --json lists them")
+    more(console, len(found.mismatches), _SHOWN)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.checkpoint.manifest import Manifest
-    from moeq.deploy.deployment import Deployment
     from moeq.load.warmup import WarmUp
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moeq.deploy.deployment import Deployment
     from moeq.model import Checkpoint
-    from moeq.oracle.records import CandidateReport, Verdict
+    from moeq.oracle.records import Verdict
 
 TP_SIZES = (1, 2, 4, 8)
 
@@ -50,16 +50,9 @@ def _cell(verdict: Verdict, backend: str) -> MatrixCell:
     if found is None:
         return MatrixCell("absent", "not considered")
     if verdict.selected is not None and verdict.selected.backend == backend:
-        chosen = verdict.chosen is not None
-        return (
-            MatrixCell("chosen", f"the engine's choice ({found.experts})")
-            if chosen
-            else MatrixCell("no", verdict.refusal)
-        )
+        if verdict.chosen is None:
+            return MatrixCell("no", verdict.refusal)
+        return MatrixCell("chosen", f"the engine's choice ({found.experts})")
     if found.supported:
         return MatrixCell("works", f"works too, with --moe-backend {found.flag}")
-    return MatrixCell("no", _why(found))
-
-
-def _why(found: CandidateReport) -> str:
-    return "; ".join(reason.text for reason in found.reasons)
+    return MatrixCell("no", "; ".join(reason.text for reason in found.reasons))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeq.check.engine_check import BackendResult
-    from moeq.check.results import CheckReport, LayerReport, ProjectionResult, SabotageResult, Sample, SelftestReport
+    from moeq.check.results import CheckReport, ProjectionResult, SabotageResult, Sample, SelftestReport
 
 
 #: Upper bound of lines of one kind, before "and N more".
@@ -155,23 +155,20 @@ def _failures(console: Console, report: CheckReport) -> None:
     if len(lines) > MOST_LINES:
         line(console, "", f"and {len(lines) - MOST_LINES} more")
     for layer in report.layers:
-        for run in layer.unequal:
-            line(console, "wrong", Text(f"layer {layer.sample.layer}: {run} gave other bits the second time", "red"))
+        for text in layer.unequal_runs:
+            line(console, "wrong", Text(text, "red"))
 
 
 def _verdict(console: Console, report: CheckReport) -> None:
     passed = sum(result.passed for result in report.results)
-    counts = f"{passed} of {len(report.results)} products within tolerance, {_repeats(report.layers)}"
+    repeated = sum(layer.repeated for layer in report.layers)
+    equal = repeated - sum(len(layer.unequal) for layer in report.layers)
+    repeats = f"{equal} of {repeated} repeated runs equal bit for bit"
+    counts = f"{passed} of {len(report.results)} products within tolerance, {repeats}"
     if not report.results:
         counts = "digests only, no kernel was run"
     verdict = Text("ok", "green") if report.ok else Text("FAILED", "red")
     console.print(Text.assemble(verdict, f"  {counts}, {report.seconds:.1f} s"))
-
-
-def _repeats(layers: tuple[LayerReport, ...]) -> str:
-    repeated = sum(layer.repeated for layer in layers)
-    equal = repeated - sum(len(layer.unequal) for layer in layers)
-    return f"{equal} of {repeated} repeated runs equal bit for bit"
 
 
 def render_backends(console: Console, rows: Sequence[BackendResult]) -> None:

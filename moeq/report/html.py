@@ -76,7 +76,7 @@ def _failures(report: CheckReport) -> list[str]:
     lines = [mismatch.text for mismatch in report.digest_mismatches]
     lines += [text for result in report.results for text in result.complaints]
     for layer in report.layers:
-        lines += [f"layer {layer.sample.layer}: {run} gave other bits the second time" for run in layer.unequal]
+        lines += layer.unequal_runs
     return lines
 
 
@@ -217,7 +217,10 @@ def tile_drawing(picture: TilePicture) -> Drawing:
         Text("24", str(second_y - 26), f"{memory} 32-bit word, lowest bits first", "axis"),
         Text("24", str(second_y - 8), "colour: output feature; shade: input feature"),
     )
-    paths = tuple(Path("".join(squares), _colour(shade)) for shade, squares in sorted(shades.items()))
+    paths = tuple(
+        Path("".join(squares), f"hsl({21 * (shade // 4)} 62% {38 + 13 * (shade % 4)}%)")
+        for shade, squares in sorted(shades.items())
+    )
     height = second_y + _CODE * (len(picture.codes) // _CODES_IN_LINE) + 8
     title = f"where {picture.layout} puts the codes of a tile"
     return Drawing(memory_x[-1] + _CODE + 8, height, title, texts, paths=paths)
@@ -231,7 +234,3 @@ def _square(x: float, y: float) -> str:
 def _shade(k: int, n: int) -> int:
     """Return the colour number of a code: 16 hues over the output features, 4 shades over the input features."""
     return 4 * (n // 4) + k // 4
-
-
-def _colour(shade: int) -> str:
-    return f"hsl({21 * (shade // 4)} 62% {38 + 13 * (shade % 4)}%)"

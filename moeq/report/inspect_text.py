@@ -59,7 +59,8 @@ def render(console: Console, inspection: Inspection, *, verbose: bool) -> None:
     if info.quant_method == "gguf":
         line(console, "types", _gguf_types(checkpoint.quantization_config or {}))
     if inspection.degrees:
-        line(console, "convert TP", "; ".join(map(_short_degree, inspection.degrees)))
+        degrees = [f"{one.tp}: {one.intermediate if one.fits else 'no'}" for one in inspection.degrees]
+        line(console, "convert TP", "; ".join(degrees))
         for degree in inspection.degrees if verbose else ():
             if degree.why:
                 line(console, "", f"TP {degree.tp}: {degree.why}")
@@ -142,11 +143,6 @@ def _conversion(manifest: Manifest) -> Iterable[tuple[str, str]]:
     if manifest.copied:
         yield "copied", f"layers {facts.copied} unchanged"
     yield "loads in", ", ".join(manifest.loads_in) or "nothing yet"
-
-
-def _short_degree(degree: Degree) -> str:
-    """Spell a degree as `4: 192` or `16: no`."""
-    return f"{degree.tp}: {degree.intermediate if degree.fits else 'no'}"
 
 
 def checkpoint_facts(info: CheckpointInfo, verbose: bool) -> Iterable[tuple[str, str]]:

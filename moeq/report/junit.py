@@ -10,7 +10,7 @@ from moeq.foreign import in_xml
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from moeq.check.results import CheckReport, ProjectionResult
+    from moeq.check.results import CheckReport
 
 #: Class name, name, and the reason of a failure or None.
 _Case = tuple[str, str, str | None]
@@ -53,12 +53,9 @@ def _digests(report: CheckReport) -> Iterable[_Case]:
 
 def _kernels(report: CheckReport) -> Iterable[_Case]:
     for result in report.results:
-        yield f"layer{result.layer}", result.name, None if result.passed else _why(result)
-
-
-def _why(result: ProjectionResult) -> str:
-    head = f"relative error {result.relative:.3g}, tolerance {result.tolerance:.3g}"
-    return "\n".join([head, *result.complaints])
+        head = f"relative error {result.relative:.3g}, tolerance {result.tolerance:.3g}"
+        why = None if result.passed else "\n".join([head, *result.complaints])
+        yield f"layer{result.layer}", result.name, why
 
 
 def _repeats(report: CheckReport) -> Iterable[_Case]:

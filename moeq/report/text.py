@@ -33,6 +33,12 @@ def hanging(console: Console, text: Text, indent: int) -> None:
         console.print(Text.assemble(text[:indent] if number == 0 else " " * indent, part))
 
 
+def more(console: Console, count: int, shown: int, indent: int = 2) -> None:
+    """Say how many of `count` things were not printed after the first `shown`, if there are any."""
+    if count > shown:
+        console.print(f"{' ' * indent}... and {count - shown} more: --json lists them")
+
+
 def human_bytes(count: int) -> str:
     """Format a byte count with a binary unit: `812 B`, `1.5 KiB`, `15.2 GiB`."""
     size = float(count)

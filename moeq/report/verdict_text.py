@@ -158,13 +158,10 @@ def _leader(ranks: list[RankedBackend], phase: str) -> str:
     first, *others = ranks
     if not others:
         return f"{first.backend}, the only one that was measured"
-    tied = "" if _are_apart(first, others[0], phase) else ", within the error"
-    return f"{first.backend}, {float(getattr(others[0], phase)):.2f} x as fast as {others[0].backend}{tied}"
-
-
-def _are_apart(first: RankedBackend, second: RankedBackend, phase: str) -> bool:
-    """Return whether two backends differ by more than the larger of their median errors."""
-    return float(getattr(second, phase)) - 1 > max(first.median, second.median)
+    second = others[0]
+    times_slower = float(getattr(second, phase))
+    tied = "" if times_slower - 1 > max(first.median, second.median) else ", within the error"
+    return f"{first.backend}, {times_slower:.2f} x as fast as {second.backend}{tied}"
 
 
 def render_ranking(console: Console, ranking: Ranking) -> None:

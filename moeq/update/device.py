@@ -60,8 +60,8 @@ class Gather:
 
     def __init__(self, layer: WritableLayer, role: StackedRole) -> None:
         self._layer, self._role = layer, role
-        names = [*layer.names(role), *(["gate_up"] if len(layer.names(role)) == 2 else [])]
-        self._specs = {name: wanted_spec(layer, name) for name in names}
+        names: tuple[str, ...] = layer.names(role)
+        self._specs = {name: wanted_spec(layer, name) for name in (*names, *(["gate_up"] if len(names) == 2 else []))}
         self._forms: set[object] = set()  #: dtypes and shapes of stored tensors that fit
 
     def is_whole(self, given: Mapping[str, Parts]) -> bool:
@@ -94,8 +94,7 @@ class Gather:
     def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[Copies, list[Write]]:
         """Return the copies and writes of a rank's matrix, which lies on the device of the tensors, into some rows.
 
-        Raises:
-            MoeqError: the errors of `ArrangedLayout.check_values`.
+        Raises MoeqError: the errors of `ArrangedLayout.check_values`.
         """
         import torch
 
@@ -128,10 +127,8 @@ class Gather:
     def stored(self, given: Mapping[str, Parts], rows: Sequence[int]) -> list[Write] | None:
         """Return the writes of a whole matrix that the kernel reads as the checkpoint stores it, without decoding.
 
-        None if that needs decoding, or if a value is refused, which decoding says in words.
-
-        Raises:
-            MoeqError: `usage.update-tensors` if the tensors are not the checkpoint's own form.
+        None if that needs decoding, or if a value is refused, which decoding says in words. Raises MoeqError
+        `usage.update-tensors` if the tensors are not the checkpoint's own form.
         """
         import torch
 

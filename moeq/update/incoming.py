@@ -74,9 +74,8 @@ def whole_block(spec: MatrixSpec) -> ProjectionBlock:
 def check_block(layer: WritableLayer, projection: str, block: ProjectionBlock) -> None:
     """Check that a block can be written by itself.
 
-    Raises:
-        MoeqError: `usage.illegal-slice` for bounds outside the matrix or inside a group, `usage.shared-tensor` where
-            the rest of the matrix shares a scale or an order with the block.
+    Raises MoeqError `usage.illegal-slice` for bounds outside the matrix or inside a group, `usage.shared-tensor` where
+    the rest of the matrix shares a scale or an order with the block.
     """
     spec = wanted_spec(layer, projection)
     where = f"layer {layer.layer} {projection}"
@@ -113,13 +112,9 @@ def _shared(where: str, why: str) -> MoeqError:
 def named_tensors(layer: WritableLayer, projection: str, tensors: object) -> dict[str, Parts]:
     """Return the tensors of an update by what they hold: `gate`, `up`, `down`, or `gate_up` for a fused tensor.
 
-    Args:
-        layer: the layer that is written.
-        projection: key of `PROJECTIONS`.
-        tensors: parts by name, or a float tensor `[N, K]`; for `w13` the same for `gate` and `up`.
+    `projection` is a key of `PROJECTIONS`, `tensors` parts by name or a float tensor `[N, K]`, for `w13` of each half.
 
-    Raises:
-        MoeqError: `usage.no-such-projection`; `usage.update-tensors` for what is no tensor.
+    Raises MoeqError `usage.no-such-projection`; `usage.update-tensors` for what is no tensor.
     """
     names = _names(layer, projection)
     if projection == "gate_up" and len(names) == 2:
@@ -156,21 +151,15 @@ def read_update(
     rule: Rule,
     device: torch.device,
 ) -> dict[Projection, Incoming]:
-    """Decode or quantise the tensors of an update to `w13` or `w2`.
+    """Decode or quantise the tensors of an update to `w13` or `w2`, and return new weights by projection.
 
     Args:
-        layer: the layer that is written.
         given: tensors as `named_tensors` returns them.
         block: part of the projection that the tensors hold; None: all of it.
-        rule: how float weights are quantised.
         device: device that does it, which the caller has made torch's default.
 
-    Returns:
-        New weights by projection, each with the role of its projection.
-
-    Raises:
-        MoeqError: `usage.update-tensors` if the tensors are not the checkpoint's own form; `source.*` for values that
-            no checkpoint has.
+    Raises MoeqError `usage.update-tensors` if the tensors are not the checkpoint's own form; `source.*` for values that
+    no checkpoint has.
     """
     here = {name: {part: one.to(device) for part, one in parts.items()} for name, parts in given.items()}
     if "gate_up" in here:
@@ -182,18 +171,10 @@ def read_update(
 def read_layer(
     layer: WritableLayer, projection: str, weights: Tensor | Mapping[str, Tensor]
 ) -> tuple[list[Projection], Tensor]:
-    """Return the float weights of all experts that a rank holds, `[experts, N, K]`, in the rows of the stacked matrix.
+    """Return projections, and their float weights of all experts of a rank in the rows of the stacked matrix.
 
-    Args:
-        layer: the layer that is written.
-        projection: key of `PROJECTIONS`.
-        weights: `[experts, N, K]`; for `w13` one such tensor for `gate` and one for `up`.
-
-    Returns:
-        The projections that they hold, and the weights.
-
-    Raises:
-        MoeqError: `usage.no-such-projection`, `usage.update-tensors`.
+    `projection` is a key of `PROJECTIONS`, weights are `[experts, N, K]`, for `w13` one tensor for `gate` and one for
+    `up`. Raises MoeqError `usage.no-such-projection`, `usage.update-tensors`.
     """
     import torch
 
@@ -334,8 +315,7 @@ def _decoded(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec
 def check_form(layer: WritableLayer, name: str, tensors: Parts, wanted: MatrixSpec) -> MatrixSpec:
     """Return the spec that the dtypes and shapes of stored tensors say.
 
-    Raises:
-        MoeqError: `usage.update-tensors` unless it is the wanted one, with or without its bias.
+    Raises MoeqError `usage.update-tensors` unless it is the wanted one, with or without its bias.
     """
     known, where = get_format(layer.scheme.format), f"layer {layer.layer} {name}"
     sigs = {part: PartSig(_stored_dtype(tensor), tuple(tensor.shape)) for part, tensor in tensors.items()}

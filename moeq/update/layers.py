@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from moeq.model import Checkpoint
     from moeq.schemes.base import Scheme
+
+T = TypeVar("T", int, str)
 
 #: Tensors of one layer: stacked matrix to part to tensor `[experts, ...]`.
 RankTensors = Mapping[StackedRole, Mapping[str, "Tensor"]]
@@ -136,17 +138,23 @@ class WritableLayer:
 
     def _check_overlap(self) -> None:
         """Check that no byte belongs to two tensors, since one update would change both."""
-        spans = sorted(
-            (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, f"{role}_{part}")
-            for role in STACKED_ROLES
-            for part, tensor in self.tensors[role].items()
-            if tensor.device.type != "meta" and tensor.nbytes
-        )
-        for (_, stop, one), (start, _, other) in pairwise(spans):
-            if start < stop:
-                raise self.unsuitable(f"{one} and {other} share memory")
+        named = ((f"{role}_{part}", one) for role in STACKED_ROLES for part, one in self.tensors[role].items())
+        for one, other in sharing_memory(named):
+            raise self.unsuitable(f"{one} and {other} share memory")
         if len({tensor.device for parts in self.tensors.values() for tensor in parts.values()}) > 1:
             raise self.unsuitable("its tensors are on several devices")
+
+
+def sharing_memory(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, T]]:
+    """Yield the names of tensors that share memory with the next one in memory."""
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors
+        if tensor.device.type != "meta" and tensor.nbytes
+    ]
+    for (_, stop, one), (start, _, other) in pairwise(sorted(spans)):
+        if start < stop:
+            yield one, other
 
 
 def writable_layer(

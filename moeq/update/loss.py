@@ -32,17 +32,13 @@ class RoundingLoss:
 def measure(given: Mapping[Projection, Incoming], old: QuantizedMatrix | None) -> dict[Projection, RoundingLoss]:
     """Measure the loss of every projection that was float weights.
 
-    Args:
-        given: the update.
-        old: the stacked matrix before the update, of a rank that holds whole experts; None: leave out `old_scales`.
+    `old` is the stacked matrix before the update, of a rank that holds whole experts; None leaves out `old_scales`.
     """
     before = dict(split_projections(old)) if old is not None else {}
     found = {}
     for name, new in given.items():
         if new.weight is not None:
-            known = None
-            if name in before:
-                known = _error(under_scales(new.weight, before[name]), new.weight)
+            known = _error(under_scales(new.weight, before[name]), new.weight) if name in before else None
             found[name] = RoundingLoss(_error(new.matrix, new.weight), known)
     return found
 

@@ -42,8 +42,7 @@ def merged_matrix(
 ) -> QuantizedMatrix:
     """Return the rank's matrix `current` with the update's rows and columns in it.
 
-    Raises:
-        MoeqError: `usage.shared-tensor` if the order of columns would have to change for rows that stay.
+    Raises MoeqError `usage.shared-tensor` if the order of columns would have to change for rows that stay.
     """
     found = current.map_rows(lambda tensor: tensor.clone())
     for name, new in given.items():
@@ -98,9 +97,10 @@ def _put(
     source = slice(rows.start - block.rows.start, rows.stop - block.rows.start)
     target = slice(start, start + rows.size)
     left = columns.start - (own.start if role == "w2" else 0)
-    offset = _offset(columns, block)
-    _copy(into.codes, target, slice(left, left + columns.size), matrix.codes, source, offset)
-    per_group = _groups(spec, left, columns.size), _groups(matrix.spec, offset.start, columns.size)
+    offset = columns.start - block.columns.start
+    given = slice(offset, offset + columns.size)
+    _copy(into.codes, target, slice(left, left + columns.size), matrix.codes, source, given)
+    per_group = _groups(spec, left, columns.size), _groups(matrix.spec, offset, columns.size)
     for field in ("scales", "zeros"):
         held, new = getattr(into, field), getattr(matrix, field)
         if held is not None:
@@ -117,10 +117,6 @@ def _copy(into: Tensor, rows: slice, columns: slice, tensor: Tensor, from_rows: 
 
 def _common(one: Range, other: Range) -> Range:
     return Range(max(one.start, other.start), min(one.stop, other.stop))
-
-
-def _offset(columns: Range, block: ProjectionBlock) -> slice:
-    return slice(columns.start - block.columns.start, columns.stop - block.columns.start)
 
 
 def _groups(spec: MatrixSpec, start: int, size: int) -> slice:

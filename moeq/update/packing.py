@@ -25,13 +25,9 @@ Copies = Sequence[tuple["Tensor", "Tensor"]]
 def pack(
     layer: WritableLayer, layout: Layout, role: StackedRole, matrix: QuantizedMatrix
 ) -> tuple[dict[str, Tensor], QuantizedMatrix, int]:
-    """Pack a rank's matrix and prove the result.
+    """Return a rank's packed parts, proven, the matrix that they hold, and how many stored numbers differ in it.
 
-    Returns:
-        The packed parts, the matrix that they hold, and the stored numbers that differ from the given one.
-
-    Raises:
-        MoeqError: `bug.round-trip` if packing changed numbers without leave, and the errors of `Layout.pack`.
+    Raises MoeqError `bug.round-trip` if packing changed numbers without leave, and the errors of `Layout.pack`.
     """
     padded = layer.padding.pad(matrix)
     shapes = layout.tensors(padded.spec)
@@ -52,8 +48,7 @@ def pack(
 def check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatrix, row: int) -> None:
     """Check that weights which stay keep their bytes, where packing rounds.
 
-    Raises:
-        MoeqError: `usage.shared-tensor` if packing the current values again would give other bytes.
+    Raises MoeqError `usage.shared-tensor` if packing the current values again would give other bytes.
     """
     import torch
 

@@ -22,9 +22,7 @@ KEPT = 256
 def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
     """Return the words that hold a part's elements; None where its halves change places, or are padded each.
 
-    Args:
-        part: part of a packed matrix.
-        shape: `(rows, columns)` of all its elements, without the padding inside the layout.
+    `shape` is `(rows, columns)` of all elements, without the padding inside the layout.
     """
     from moeq_kernels.index_maps import Digit, Placement
 
@@ -53,12 +51,7 @@ def placement_of(part: Part, shape: tuple[int, int]) -> Placement | None:
 
 
 def reading_of(part: Part, shape: tuple[int, int]) -> Reading:
-    """Return where the elements of a part lie.
-
-    Args:
-        part: part of a packed matrix.
-        shape: `(rows, columns)` of all its elements, without the padding inside the layout.
-    """
+    """Return where the elements of a part lie; `shape` is that of `placement_of`."""
     from moeq_kernels.index_maps import Reading
 
     arrangement = part.arrangement

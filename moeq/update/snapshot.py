@@ -62,9 +62,12 @@ def read_digests(layer: WritableLayer, known: Container[tuple[int, str]], *, gat
         names = layer.names(role)
         rows = [row for row, expert in enumerate(layer.experts) if any((expert, name) not in known for name in names)]
         if wanted and is_gathered(layer):
+            from moeq_kernels.blake3 import digests
+
             for run in runs_of(rows, layer, role):
                 keys += [(expert, name) for expert in layer.experts[run] for name in names]
-                hashed.append(_hashed(layer, role, run))
+                messages, length = messages_of(layer, role, run)
+                hashed.append(digests(messages.flatten(0, 1), length))
             continue
         for row in rows:
             for name, digest in digests_of(layer, role, read_matrix(layer, role, row)):
@@ -117,14 +120,6 @@ def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Ite
             start = i
 
 
-def _hashed(layer: WritableLayer, role: StackedRole, rows: slice) -> Tensor:
-    """Queue the hashes of some rows: uint8 `[rows * projections, 32]` on the device of the tensors."""
-    from moeq_kernels.blake3 import digests
-
-    messages, length = messages_of(layer, role, rows)
-    return digests(messages.flatten(0, 1), length)
-
-
 def messages_of(layer: WritableLayer, role: StackedRole, rows: slice) -> tuple[Tensor, int]:
     """Gather what `logical_digest` hashes of some rows, `[rows, projections, bytes]`, and return its length."""
     group, written = layer.specs[role].group_size, layer.written[role].group_size
@@ -136,7 +131,6 @@ class _Reader:
     """Reader of the stacked tensors of a layout, of some rows at a time.
 
     Args:
-        layout: layout of the tensors.
         spec: matrix of one row as it is packed.
         own: the same without padding.
         group: group size of the source if that of the packed matrix is another, else None.
@@ -195,10 +189,9 @@ class _Reader:
         return messages, length
 
     def _numbers(self, words: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], MatrixSpec]:
-        """Return the bytes of scales, zero points and bias, in the order in which they are hashed.
+        """Return the bytes of scales, zero points and bias, `[rows, projections, bytes]`, in the order of hashing.
 
-        Returns:
-            `[rows, projections, bytes]` each, and the spec of a projection in the groups of the source.
+        The second result is the spec of a projection in the groups of the source.
         """
         import torch
 

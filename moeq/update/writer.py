@@ -28,7 +28,7 @@ from moeq.update.incoming import (
     wanted_spec,
     whole_block,
 )
-from moeq.update.layers import WritableLayer
+from moeq.update.layers import WritableLayer, sharing_memory
 from moeq.update.loss import RoundingLoss, measure
 from moeq.update.merge import merged_matrix, regrouped, whole_matrix
 from moeq.update.packing import Copies, calibrations_of, check_reversible, pack, write_all
@@ -115,9 +115,22 @@ class Writer:
                 raise layer.unsuitable("this number was given twice")
             self.layers[layer.layer] = layer
             _check_deployment(layer, deployment)
-        _check_shared_memory(self.layers.values())
+        held = (
+            (one.layer, part)
+            for one in self.layers.values()
+            for parts in one.tensors.values()
+            for part in parts.values()
+        )
+        for number, other in sharing_memory(held):
+            what = f"layers {number} and {other} share memory"
+            raise MoeqError("usage.update-target", what, "give every layer tensors of its own")
         self._rule, self._gather = rule, gather
-        self._digests: dict[int, Digests] = {number: _known_digests(layer) for number, layer in self.layers.items()}
+        self._digests: dict[int, Digests] = {
+            number: {
+                (expert, name): known[expert] for name, known in one.digests.items() for expert in set(one.experts)
+            }
+            for number, one in self.layers.items()
+        }
         self._calibrations: dict[tuple[int, StackedRole], list[float]] = {}
         self._gathers: dict[tuple[int, StackedRole], Gather | None] = {}
 
@@ -374,10 +387,6 @@ class Writer:
             )
 
 
-def _known_digests(layer: WritableLayer) -> dict[tuple[int, str], str]:
-    return {(expert, name): values[expert] for name, values in layer.digests.items() for expert in set(layer.experts)}
-
-
 def _block(
     layer: WritableLayer, projection: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
 ) -> ProjectionBlock | None:
@@ -402,19 +411,3 @@ def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> No
     for name, size in sizes.items():
         if getattr(deployment, name) != size:
             raise layer.unsuitable(f"the deployment has {name} {getattr(deployment, name)}, the tensors {name} {size}")
-
-
-def _check_shared_memory(layers: Iterable[WritableLayer]) -> None:
-    """Check that no two layers share memory, as tied layers do."""
-    spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, layer.layer)
-        for layer in layers
-        for parts in layer.tensors.values()
-        for tensor in parts.values()
-        if tensor.device.type != "meta" and tensor.nbytes
-    )
-    for (_, stop, one), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            raise MoeqError(
-                "usage.update-target", f"layers {one} and {other} share memory", "give every layer tensors of its own"
-            )

@@ -170,7 +170,7 @@ class TestDiagnosis:
         actual = (x.double() @ wrong.T + bias).float()
         groups = torch.arange(self.k) // self.group
         another = Linear(wrong.float(), bias) if equal_to_another else Linear(weight.flip(0))
-        products = {"expert 7 up": [emulate_16bit(x, another, torch.bfloat16)[1]]}
+        products = [("expert 7 up", [emulate_16bit(x, another, torch.bfloat16)[1]])]
         return diagnose(Evidence(x, weight, groups, actual, emulated), products)
 
     def test_one_weight(self) -> None:
