@@ -80,8 +80,8 @@ def _builtin_rows() -> list[dict[str, Any]]:
             "classes": ["moeq_kernels.fused_moe"],
             "devices": [term.text for term in policy.devices],
             "needs": ["triton"],
-            "limits": [f"{row.element}", f"groups {', '.join(map(str, row.group_sizes))}"],
-            "layouts": [row.layout],
+            "limits": [f"{row.format.element}", f"groups {', '.join(map(str, row.format.group_sizes))}"],
+            "layouts": [row.format.layout],
             "no_layout": "moeq has none yet",
         }
         for row in policy.kernels

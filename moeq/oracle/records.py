@@ -155,6 +155,12 @@ class Sizes:
     padded_intermediate: int  #: expert width per rank that the backend stores
     local_experts: int  #: experts on the fullest rank
 
+    @property
+    def text(self) -> str:
+        """Sizes per rank before and after padding, for people."""
+        inner = f"intermediate per rank {self.intermediate} -> {self.padded_intermediate}"
+        return f"hidden {self.hidden} -> {self.padded_hidden}, {inner}"
+
 
 @dataclass(frozen=True)
 class ConvertTarget:

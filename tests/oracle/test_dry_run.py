@@ -51,7 +51,7 @@ def test_builtin_policy_says_what_the_kernels_say() -> None:
     """Every row is one of the kernels' own, and every layout that they are asked for by name is one that they read."""
     table = {(row.layout, element) for row in CAPABILITIES for element in row.elements}
     rows = builtin_policy().kernels
-    assert {(row.layout, row.element) for row in rows} <= table
+    assert {(row.format.layout, row.format.element) for row in rows} <= table
     assert {row.backend for row in rows} == {"MOEQ", "MARLIN", "TRITON", "TRITON_KERNELS_HOPPER", "MXFP4_PLAIN"}
     assert {"silu", "swigluoai", "relu2_no_mul"} <= set(builtin_policy().activations)
     assert [term.text for term in builtin_policy().devices] == ["cuda 8.0+", "rocm gfx942", "rocm gfx950", "cpu"]

@@ -60,9 +60,9 @@ def _reads_scheme(one: Scheme, shape: MoeShape, verdict: Verdict) -> bool:
 
     assert verdict.chosen is not None
     row = next(
-        row
+        row.format
         for row in builtin_policy().kernels
-        if row.layout == verdict.chosen.layout and row.element == one.weight.dtype
+        if row.format.layout == verdict.chosen.layout and row.format.element == one.weight.dtype
     )
     group = one.group_size if one.group_size > 0 else -1
     return group in row.group_sizes and (one.weight.symmetric or row.zero_points)

@@ -9,7 +9,7 @@ import pytest
 
 from moeq.oracle.engines.vllm.configs import humming
 from moeq.oracle.engines.vllm.configs.humming import HummingWeights
-from moeq.oracle.engines.vllm.configs.question import ConfigRefusal
+from moeq.oracle.engines.vllm.configs.question import ConfigRefusal, weight_only_key
 from moeq.oracle.engines.vllm.policy import load_policy
 
 ROUND = {"bits": 4, "group_size": 128}
@@ -44,9 +44,9 @@ def test_integers_in_groups() -> None:
     ):
         found = weights(reader, ROUND | more)
         assert (found.bits, found.group, found.zeros) == (4, 128, zeros)
-        assert found.key == humming._group_key(4, 128)
-        assert weights(reader, ROUND | more | {"bits": 8}).key == humming._group_key(8, 128)
-    assert weights("gptq", ROUND | {"bits": 8}, "0.30.0").key == humming._group_key(4, 128)
+        assert found.key == weight_only_key(4, True, 128)
+        assert weights(reader, ROUND | more | {"bits": 8}).key == weight_only_key(8, True, 128)
+    assert weights("gptq", ROUND | {"bits": 8}, "0.30.0").key == weight_only_key(4, True, 128)
     assert weights("gptq", ROUND, "0.29.0").key == humming._NO_KEY
 
 
@@ -106,7 +106,7 @@ def test_compressed_tensors() -> None:
         found = read("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=group)
         assert found == HummingWeights("fp4", 4, group, known)
     packed = "pack-quantized"
-    assert read(packed) == HummingWeights("uint", 4, 32, humming._group_key(4, 32), False)
+    assert read(packed) == HummingWeights("uint", 4, 32, weight_only_key(4, True, 32), False)
     assert read(packed, symmetric=False).zeros is True
     assert read(packed, "0.29.0").key == read(packed, strategy="tensor").key == humming._NO_KEY
     for bits, key in ((4, "kInt4Static"), (8, "kInt8Static"), (3, "kUint3StaticChannel")):

@@ -131,7 +131,7 @@ def test_sizes_that_moeqs_layouts_store(ep: int, local: int) -> None:
         group=48,
         deployment=SimpleNamespace(ep=ep),
     )
-    row: Any = SimpleNamespace(k_multiple=32, n_multiple=20)
+    row: Any = SimpleNamespace(format=SimpleNamespace(k_multiple=32, n_multiple=20))
     assert builtin_sizes(request, row) == Sizes(100, 90, 160, 480, local)
     request.group = 0
     assert builtin_sizes(request, row) == Sizes(100, 90, 160, 160, local)
@@ -149,7 +149,7 @@ def test_sizes_that_moeqs_layouts_store(ep: int, local: int) -> None:
 )
 def test_act_order_in_moeqs_kernels(ordered: bool, takes: bool, tp: int, said: list[tuple[str, str | None]]) -> None:
     request: Any = SimpleNamespace(scheme=SimpleNamespace(act_order=ordered), tp=tp)
-    row: Any = SimpleNamespace(act_order=takes)
+    row: Any = SimpleNamespace(format=SimpleNamespace(act_order=takes))
     found = list(builtin_engine._act_order(request, row))
     assert {one.code for one in found} <= {"K07_ACT_ORDER"}
     assert [(one.text, one.remedy) for one in found] == said

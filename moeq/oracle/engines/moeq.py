@@ -13,7 +13,6 @@ from functools import cache
 
 from moeq.deploy.deployment import Deployment
 from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.base import Layout
 from moeq.layouts.readers import MOEQ
 from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.devices import DeviceTerm, device_term
@@ -23,7 +22,7 @@ from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
 from moeq.spelling import option
 from moeq_kernels.activations import BY_ENGINE_NAME
-from moeq_kernels.capabilities import CAPABILITIES, Capability
+from moeq_kernels.capabilities import CAPABILITIES
 from moeq_kernels.formats import FORMATS, Format
 
 #: The backend that is preferred to all others, which follow in the order of the kernels' own table.
@@ -33,52 +32,37 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One format that the kernels read."""
+    """One format that the kernels read, in the oracle's terms."""
 
     backend: str  #: backend name, or the layout's id without one
-    layout: str
-    element: str  #: element type of a code
+    format: Format  #: how the kernels read it
     scales: tuple[str, ...]  #: accepted scale dtypes
-    group_sizes: tuple[int, ...]  #: accepted group sizes; -1 for one scale per channel
-    zero_points: bool  #: whether packed zero points are read
-    act_order: bool  #: whether a permutation of input columns is applied
-    activation: str  #: type that rows of x are quantised to, or `none`
     dtypes: tuple[str, ...]  #: accepted dtypes of x
-    n_multiple: int  #: divisor that output features must have, per half
-    k_multiple: int  #: divisor that input features must have
     keeps_16_bit: bool  #: whether the kernel runs 16-bit activations whatever the checkpoint declares
+
+    @property
+    def activation(self) -> str:
+        """Type that rows of x are quantised to, or `none`."""
+        return "int8" if self.format.int8_activations else "none"
 
 
 def _kernel_rows(layout: str) -> Iterator[KernelRow]:
     """Yield a row for each element type that the kernels read in a layout; none where no kernel reads it."""
     kind = layout_class(layout)
     reader = kind.own_reader()
-    if reader is None:
-        return
-    for row in FORMATS.values():
-        if row.layout == layout:
-            yield KernelRow(
-                backend=reader.backend or layout,
-                layout=layout,
-                element=row.element,
-                scales=_scales(kind, reader, row),
-                group_sizes=row.group_sizes,
-                zero_points=row.zero_points,
-                act_order=row.act_order,
-                activation="int8" if row.int8_activations else "none",
-                dtypes=tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes),
-                n_multiple=row.n_multiple,
-                k_multiple=row.k_multiple,
-                keeps_16_bit=reader.keeps_16_bit,
-            )
+    for row in FORMATS.values() if reader else ():
+        if reader and row.layout == layout:
+            dtypes = tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes)
+            scales = _scales(kind, reader, row)
+            yield KernelRow(reader.backend or layout, row, scales, dtypes, reader.keeps_16_bit)
 
 
-def _scales(kind: type[Layout], reader: MOEQ, row: Format) -> tuple[str, ...]:
+def _scales(kind: type[ArrangedLayout], reader: MOEQ, row: Format) -> tuple[str, ...]:
     """Return the dtypes of scales that a checkpoint may have: what the kernel reads, or what its layout recodes.
 
     The order is that of the words in a message: f16 before bf16.
     """
-    if reader.keeps_16_bit and issubclass(kind, ArrangedLayout):
+    if reader.keeps_16_bit:
         return kind.scale_dtypes
     return tuple(sorted((_DTYPES[name] for name in row.scale_dtypes), key=lambda name: name != "f16"))
 
@@ -96,15 +80,13 @@ class BuiltinPolicy:
 def builtin_policy() -> BuiltinPolicy:
     """Build the policy of moeq's own kernels."""
     layouts = [layout for layout in dict.fromkeys(entry.layout for entry in FORMATS.values()) if layout in LAYOUTS]
-    rows = [row for layout in layouts for row in _kernel_rows(layout) if row.backend != row.layout]
+    rows = [row for layout in layouts for row in _kernel_rows(layout) if row.backend != layout]
     rows.sort(key=lambda row: row.backend != _PREFERRED)
-    return BuiltinPolicy(_devices(CAPABILITIES[0]), tuple(BY_ENGINE_NAME), tuple(rows))
-
-
-def _devices(row: Capability) -> tuple[DeviceTerm, ...]:
-    major, minor = row.minimum_cuda
-    words = [f"cuda {major}.{minor}+", *(f"rocm {arch}" for arch in row.rocm), *(["cpu"] if row.interpreter else [])]
-    return tuple(device_term(word) for word in words)
+    portable = CAPABILITIES[0]
+    major, minor = portable.minimum_cuda
+    devices = [f"cuda {major}.{minor}+", *(f"rocm {arch}" for arch in portable.rocm)]
+    devices += ["cpu"] if portable.interpreter else []
+    return BuiltinPolicy(tuple(map(device_term, devices)), tuple(BY_ENGINE_NAME), tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -149,8 +131,9 @@ def _device(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 def _element(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.scheme.weight.dtype != row.element:
-        yield Reason("K02_ELEMENT", f"weights are {request.scheme.weight.dtype}, this kernel reads {row.element}")
+    held, read = request.scheme.weight.dtype, row.format.element
+    if held != read:
+        yield Reason("K02_ELEMENT", f"weights are {held}, this kernel reads {read}")
 
 
 def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
@@ -164,8 +147,8 @@ def _scale(request: Request, row: KernelRow) -> Iterator[Reason]:
 
 
 def _group(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.group not in row.group_sizes:
-        known = ", ".join("channel" if size < 0 else str(size) for size in row.group_sizes)
+    if request.group not in row.format.group_sizes:
+        known = ", ".join("channel" if size < 0 else str(size) for size in row.format.group_sizes)
         yield Reason("K04_GROUP", f"group size {request.group} is not one of {known}")
 
 
@@ -187,14 +170,14 @@ def _nearest_tp(request: Request, group: int) -> str | None:
 
 
 def _zero_points(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if not request.scheme.weight.symmetric and not row.zero_points:
+    if not request.scheme.weight.symmetric and not row.format.zero_points:
         yield Reason("K06_ZERO_POINT", "the checkpoint has zero points, this kernel reads none")
 
 
 def _act_order(request: Request, row: KernelRow) -> Iterator[Reason]:
-    if request.scheme.act_order and not row.act_order:
+    if request.scheme.act_order and not row.format.act_order:
         yield Reason("K07_ACT_ORDER", "columns are reordered by activation order, this kernel does not permute x")
-    if row.act_order and not request.scheme.act_order:
+    if row.format.act_order and not request.scheme.act_order:
         yield Reason("K07_ACT_ORDER", "only for checkpoints with act-order")
     if request.scheme.act_order and request.tp > 1:
         yield Reason("K07_ACT_ORDER", f"act-order with tp {request.tp}: any row may use any group", f"ep {request.tp}")
@@ -266,22 +249,24 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
 def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
     """Return the sizes per rank that the layout stores: w13 has K = hidden, w2 has K = intermediate."""
     hidden, inner = request.shape.hidden_size, request.intermediate
-    along_k = math.lcm(row.k_multiple, max(request.group, 1))
+    along_k = math.lcm(row.format.k_multiple, max(request.group, 1))
     local = -(-request.shape.num_experts // request.deployment.ep)
-    padded_hidden = round_up(hidden, math.lcm(row.n_multiple, row.k_multiple))
-    return Sizes(hidden, inner, padded_hidden, round_up(inner, math.lcm(row.n_multiple, along_k)), local)
+    padded_hidden = round_up(hidden, math.lcm(row.format.n_multiple, row.format.k_multiple))
+    return Sizes(hidden, inner, padded_hidden, round_up(inner, math.lcm(row.format.n_multiple, along_k)), local)
 
 
 def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
     """Judge a scheme for moeq's own kernels. A requested backend restricts the choice (see `moeq.oracle.judge`)."""
     request = Request(scheme, shape, deployment)
     judged = _closest([(row, _report(request, row)) for row in builtin_policy().kernels])
-    asked = deployment.backend
-    names = {row.backend.lower() for row, _ in judged}
-    fits = [pair for pair in judged if pair[1].supported and asked in ("auto", pair[0].backend.lower())]
-    reports = tuple(report for _, report in judged)
-    error = None if fits else _error(asked, names, reports)
-    selected = fits[0] if fits else None
+    asked, reports = deployment.backend, tuple(report for _, report in judged)
+    fits = (pair for pair in judged if pair[1].supported and asked in ("auto", pair[0].backend.lower()))
+    row, selected = next(fits, (None, None))
+    sizes = builtin_sizes(request, row) if row else None
+    target = None
+    if row and selected and sizes:
+        target = ConvertTarget(selected.backend, selected.experts, row.format.layout, None, sizes)
+    interpreted = "on a CPU the kernels run in Triton's interpreter: for checks, not for serving"
     return Verdict(
         engine=BUILTIN,
         scheme=scheme.title,
@@ -292,16 +277,15 @@ def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Ve
         family=BUILTIN,
         weight_key=scheme.title,
         activation_key=None if request.activation == "none" else request.activation,
-        selected=selected[1] if selected else None,
-        error=error,
-        gates=(_dry_run(request, selected),) if selected else (),
+        selected=selected,
+        error=None if selected else _error(asked, reports),
+        gates=(Gate("G5", "sizes per rank", True, sizes.text),) if sizes else (),
         candidates=reports,
-        convert=_target(request, selected) if selected else None,
-        no_convert=None,
-        runs_as=f"W{scheme.bits}A{8 if selected[0].activation == 'int8' else 16}" if selected else None,
-        sizes=builtin_sizes(request, selected[0]) if selected else None,
-        transient_bytes=0 if selected else None,
-        notes=_notes(deployment),
+        convert=target,
+        runs_as=f"W{scheme.bits}A{8 if row.activation == 'int8' else 16}" if row else None,
+        sizes=sizes,
+        transient_bytes=0 if row else None,
+        notes=(interpreted,) if deployment.gpu.platform == "cpu" else (),
     )
 
 
@@ -314,19 +298,14 @@ def _closest(judged: list[tuple[KernelRow, CandidateReport]]) -> list[tuple[Kern
     return list(best.values())
 
 
-def _notes(deployment: Deployment) -> tuple[str, ...]:
-    interpreted = deployment.gpu.platform == "cpu"
-    return ("on a CPU the kernels run in Triton's interpreter: for checks, not for serving",) if interpreted else ()
-
-
 def _report(request: Request, row: KernelRow) -> CandidateReport:
     reasons = tuple(reason for check, _ in BUILTIN_RULES.values() for reason in check(request, row))
     remedies = [reason.remedy for reason in reasons]
     unlock = " and ".join(dict.fromkeys(map(str, remedies))) if reasons and all(remedies) else None
     return CandidateReport(
         backend=row.backend,
-        experts=f"moeq_kernels {row.layout} {row.element}",
-        layout=row.layout,
+        experts=f"moeq_kernels {row.format.layout} {row.format.element}",
+        layout=row.format.layout,
         no_layout=None,
         supported=not reasons,
         reasons=reasons,
@@ -335,7 +314,8 @@ def _report(request: Request, row: KernelRow) -> CandidateReport:
     )
 
 
-def _error(asked: str, names: set[str], reports: tuple[CandidateReport, ...]) -> EngineError:
+def _error(asked: str, reports: tuple[CandidateReport, ...]) -> EngineError:
+    names = {report.backend.lower() for report in reports}
     works = ", ".join(report.backend.lower() for report in reports if report.supported)
     hint = f"works here: {works}" if works else None
     if asked != "auto" and asked not in names:
@@ -348,20 +328,6 @@ def _error(asked: str, names: set[str], reports: tuple[CandidateReport, ...]) ->
     reasons = "; ".join(f"{row.backend}: {', '.join(reason.text for reason in row.reasons)}" for row in closest)
     kind = "NO_BACKEND" if asked == "auto" else "OVERRIDE_UNSUPPORTED"
     return EngineError("MoeqError", kind, f"no kernel of moeq runs this: {reasons}", hint)
-
-
-def _dry_run(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> Gate:
-    sizes = builtin_sizes(request, chosen[0])
-    text = (
-        f"hidden {sizes.hidden} -> {sizes.padded_hidden}, "
-        f"intermediate per rank {sizes.intermediate} -> {sizes.padded_intermediate}"
-    )
-    return Gate("G5", "sizes per rank", True, text)
-
-
-def _target(request: Request, chosen: tuple[KernelRow, CandidateReport]) -> ConvertTarget:
-    row, report = chosen
-    return ConvertTarget(report.backend, report.experts, row.layout, None, builtin_sizes(request, row))
 
 
 def is_fastest(scheme: Scheme, deployment: Deployment, layout: str) -> bool:

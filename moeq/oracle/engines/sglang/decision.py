@@ -23,11 +23,6 @@ FLOAT_RUNNERS = (
     *("flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_mxfp4"),
 )
 _MARLIN_GROUPS = (-1, 32, 64, 128)
-#: Methods on CUDA that are followed.
-METHODS = (
-    *("w8a8_int8", "awq", "awq_marlin", "gptq_marlin", "moe_wna16", "compressed-tensors"),
-    *("fp8", "mxfp8", "mxfp4", "w4afp8", "w8a8_fp8", "modelopt", "modelopt_fp8", "modelopt_fp4"),
-)
 #: Methods that a user may name although the checkpoint declares another one.
 _COMPATIBLE = {
     "w8a8_int8": ("compressed-tensors",),
@@ -35,9 +30,6 @@ _COMPATIBLE = {
     "modelopt_fp8": ("modelopt",),
     "modelopt_fp4": ("modelopt",),
 }
-
-
-# ------------------------------------------------------------------------------------------------ the method in force
 
 
 def _gptq_marlin(config: Config, layer: SglangLayer) -> bool:
@@ -79,7 +71,7 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
     if name != declared and declared not in _COMPATIBLE.get(name, ()):
         text = f"{option('quantization', name)} is not for this {declared} checkpoint here"
         raise Refused("name", "ValueError", text, f"no {option('quantization')}")
-    if name not in METHODS:
+    if name not in _READERS:
         text = f"{name} is no method on CUDA, and this checkpoint is not one that gptq_marlin takes"
         raise Refused("name", "ValueError", text, _gptq_remedy(config, layer))
     return name
@@ -88,9 +80,6 @@ def method_in_force(config: Config, layer: SglangLayer) -> str:
 def _gptq_remedy(config: Config, layer: SglangLayer) -> str | None:
     can = config.get("quant_method") == "gptq" and _moe_wna16(config, layer) and "sym" in config
     return option("quantization", "moe_wna16") if can and layer.quantization is None else None
-
-
-# ------------------------------------------------------------------------------------------------ readers
 
 
 def _skipped(config: Config, layer: SglangLayer) -> bool:
@@ -127,39 +116,39 @@ def _only_auto(layer: SglangLayer) -> None:
         raise Refused("layer", "AssertionError", text, "--moe-runner-backend auto")
 
 
-def _gptq(config: Config, layer: SglangLayer) -> SglangChoice:
+def _gptq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     _only_auto(layer)
     layout = "marlin-act-order/1" if config["desc_act"] and config["group_size"] != -1 else "marlin-wna16/1"
-    return SglangChoice("gptq_marlin", "GPTQMarlinMoEScheme", "marlin", layout)
+    return SglangChoice(name, "GPTQMarlinMoEScheme", "marlin", layout)
 
 
-def _awq(config: Config, layer: SglangLayer) -> SglangChoice:
+def _awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read AWQ for Marlin, or for MoeWNA16 if Marlin refuses the layer."""
     if _skipped(config, layer):
-        return unquantised("awq_marlin", layer)
+        return unquantised(name, layer)
     group = config["group_size"]
     fits = layer.hidden % 128 == 0 and layer.shard % max(64, group) == 0 and layer.act in ("silu", "situ")
     if not fits:
-        return _wna16(config, layer, "awq_marlin")
+        return _wna16(config, layer, name)
     _positive_groups(group)
     _only_auto(layer)
-    return SglangChoice("awq_marlin", "AWQMoEScheme", "marlin", "marlin-wna16/1")
+    return SglangChoice(name, "AWQMoEScheme", "marlin", "marlin-wna16/1")
 
 
-def _plain_awq(config: Config, layer: SglangLayer) -> SglangChoice:
+def _plain_awq(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read AWQ without Marlin: experts are made unquantised, so that their packed weights have no place."""
     bits = value(config, "w_bit", "bits")
     value(config, "q_group_size", "group_size")
     value(config, "zero_point")
     if bits != 4:
         raise Refused("config", "ValueError", f"AWQ of {bits} bits, only 4 is read")
-    return unquantised("awq", layer)
+    return unquantised(name, layer)
 
 
-def _w8a8(config: Config, layer: SglangLayer) -> SglangChoice:
+def _w8a8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     if _ignored(config, layer.prefix):
         raise Refused("layer", "TypeError", "experts that are to be ignored get the method of a linear layer")
-    return SglangChoice("w8a8_int8", "W8A8Int8MoEMethod", "triton", "int8-w8a8/1")
+    return SglangChoice(name, "W8A8Int8MoEMethod", "triton", "int8-w8a8/1")
 
 
 def _ignored(config: Config, prefix: str) -> bool:
@@ -185,9 +174,8 @@ def _triton_reads(weights: Config) -> bool:
     return plain and weights.get("symmetric", True) and not weights.get("actorder")
 
 
-def _ct(config: Config, layer: SglangLayer) -> SglangChoice:
+def _ct(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read compressed-tensors integers with 16-bit activations; 8-bit activations have no experts on CUDA."""
-    name = "compressed-tensors"
     if _ignored(config, layer.prefix):
         return unquantised(name, layer)
     (group,) = config["config_groups"].values()
@@ -230,20 +218,21 @@ def _mxint4(weights: Config, layer: SglangLayer) -> SglangChoice:
     return SglangChoice("compressed-tensors", "CompressedTensorsMxInt4MoE", None, "trtllm-mxint4/1")
 
 
-_READERS: dict[str, Callable[[Config, SglangLayer], SglangChoice]] = {
+#: Method on CUDA that is followed -> its reader.
+_READERS: dict[str, Callable[[Config, SglangLayer, str], SglangChoice]] = {
     "gptq_marlin": _gptq,
     "awq_marlin": _awq,
     "awq": _plain_awq,
-    "moe_wna16": lambda config, layer: _wna16(config, layer, "moe_wna16"),
+    "moe_wna16": _wna16,
     "compressed-tensors": _ct,
     "w8a8_int8": _w8a8,
-    "fp8": lambda config, layer: floats.fp8(config, layer, "fp8"),
-    "mxfp8": lambda config, layer: floats.fp8(config, layer, "mxfp8"),
-    "mxfp4": lambda config, layer: floats.mxfp4("mxfp4", layer),
+    "fp8": floats.fp8,
+    "mxfp8": floats.fp8,
+    "mxfp4": floats.mxfp4,
     "w4afp8": floats.w4afp8,
     "w8a8_fp8": floats.w8a8_fp8,
-    "modelopt": lambda config, layer: floats.modelopt_fp8(config, layer, "modelopt"),
-    "modelopt_fp8": lambda config, layer: floats.modelopt_fp8(config, layer, "modelopt_fp8"),
+    "modelopt": floats.modelopt_fp8,
+    "modelopt_fp8": floats.modelopt_fp8,
     "modelopt_fp4": floats.modelopt_fp4,
 }
 
@@ -261,4 +250,4 @@ def decide_sglang(config: Config, layer: SglangLayer) -> SglangChoice:
     if not layer.ep and layer.inter % layer.tp:
         text = f"intermediate size {layer.inter} does not divide by tp {layer.tp}"
         raise Refused("layer", "AssertionError", text, "another tp")
-    return _READERS[name](config, layer)
+    return _READERS[name](config, layer, name)

@@ -79,9 +79,9 @@ def _check_activation(layer: SglangLayer) -> None:
         raise Refused("layer", "AssertionError", f"the deep_gemm runner has no activation {layer.act}", _NO_KERNEL)
 
 
-def w8a8_fp8(config: Config, layer: SglangLayer) -> SglangChoice:
+def w8a8_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read compressed-tensors FP8 for `--quantization w8a8_fp8`, which always runs Triton."""
-    return SglangChoice("w8a8_fp8", "W8A8FP8MoEMethod", "triton")
+    return SglangChoice(name, "W8A8FP8MoEMethod", "triton")
 
 
 def compressed_fp8(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, layer: SglangLayer) -> SglangChoice:
@@ -112,7 +112,7 @@ def compressed_nvfp4(inputs: Mapping[str, Any] | None, layer: SglangLayer) -> Sg
     return SglangChoice("compressed-tensors", "CompressedTensorsW4A4Nvfp4MoE", runner)
 
 
-def mxfp4(name: str, layer: SglangLayer) -> SglangChoice:
+def mxfp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Choose for MXFP4. FlashInfer's runner has a kernel of its own on SM90, SM10x and SM12x."""
     runner = "triton" if layer.runner == "auto" else layer.runner
     flashinfer = runner == "flashinfer_mxfp4" and layer.capability[0] in (9, 10, 12)
@@ -122,12 +122,9 @@ def mxfp4(name: str, layer: SglangLayer) -> SglangChoice:
     return SglangChoice(name, "Mxfp4MoEMethod", runner, runs=runner != "marlin" or layer.capability >= (9, 0))
 
 
-def w4afp8(config: Config, layer: SglangLayer) -> SglangChoice:
+def w4afp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read int4 weights with FP8 activations (W4AFP8), which call a CUTLASS kernel whatever runner is named."""
-    return SglangChoice("w4afp8", "W4AFp8MoEMethod", None)
-
-
-# ------------------------------------------------------------------------------------------------ ModelOpt
+    return SglangChoice(name, "W4AFp8MoEMethod", None)
 
 
 def parsed(config: Config) -> Config:
@@ -182,7 +179,7 @@ def modelopt_fp8(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     return SglangChoice(name, "ModelOptFp8MoEMethod", runner)
 
 
-def modelopt_fp4(config: Config, layer: SglangLayer) -> SglangChoice:
+def modelopt_fp4(config: Config, layer: SglangLayer, name: str) -> SglangChoice:
     """Read ModelOpt's NVFP4: FlashInfer's kernels on Blackwell, Marlin (weight-only) on Ampere to Hopper."""
     algorithm, entries = _modelopt(config, "ignore", "modules_to_not_convert", "exclude_modules")
     if algorithm not in ("FP8", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4"):
@@ -190,7 +187,7 @@ def modelopt_fp4(config: Config, layer: SglangLayer) -> SglangChoice:
     if entries is None:
         raise Refused("config", "ValueError", "modelopt_fp4 needs a list of excluded modules")
     if _excluded(entries, layer.prefix):
-        return unquantised("modelopt_fp4", layer, _MODELOPT_UNQUANTISED)
+        return unquantised(name, layer, _MODELOPT_UNQUANTISED)
     older = (8, 0) <= layer.capability < (10, 0)
     marlin = older if layer.runner == "auto" else layer.runner == "marlin"
     if layer.capability < (10, 0) and not marlin:
@@ -200,6 +197,5 @@ def modelopt_fp4(config: Config, layer: SglangLayer) -> SglangChoice:
         raise Refused("layer", "NotImplementedError", "NVFP4 has no runner cutlass", "--moe-runner-backend auto")
     _check_activation(layer)
     default = "marlin" if older else "flashinfer_trtllm"
-    return SglangChoice(
-        "modelopt_fp4", "ModelOptNvFp4FusedMoEMethod", default if layer.runner == "auto" else layer.runner
-    )
+    runner = default if layer.runner == "auto" else layer.runner
+    return SglangChoice(name, "ModelOptNvFp4FusedMoEMethod", runner)

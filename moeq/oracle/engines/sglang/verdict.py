@@ -135,26 +135,25 @@ def _is_float(config: Mapping[str, Any]) -> bool:
     method = str(config.get("quant_method", "")).lower()
     if method != "compressed-tensors":
         return method in _READ_FLOATS
-    (row,) = _groups(config) or (None,)
+    row = _only_group(config)
     if row is None or "preset" in row or not isinstance(row.get("weights"), Mapping):
         return False
     fp8 = row["weights"].get("type") == "float" and row["weights"].get("num_bits") == 8
     return (fp8 and config.get("format") == "float-quantized") or config.get("format") == "nvfp4-pack-quantized"
 
 
-def _groups(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...] | None:
+def _only_group(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the one config group, or None if there are several or none."""
     groups = config.get("config_groups")
-    rows = tuple(groups.values()) if isinstance(groups, Mapping) else ()
-    return rows if len(rows) == 1 and isinstance(rows[0], Mapping) else None
+    rows = list(groups.values()) if isinstance(groups, Mapping) else []
+    return rows[0] if len(rows) == 1 and isinstance(rows[0], Mapping) else None
 
 
 def _integers(config: Mapping[str, Any]) -> bool:
-    groups = config.get("config_groups") or {}
-    rows = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
     if config.get("quant_method") != "compressed-tensors":
         return True
-    return len(rows) == 1 and isinstance(rows[0], Mapping) and rows[0].get("type") == "int" and "num_bits" in rows[0]
+    weights = (_only_group(config) or {}).get("weights")
+    return isinstance(weights, Mapping) and weights.get("type") == "int" and "num_bits" in weights
 
 
 def _layer(shape: MoeShape, deployment: Deployment, runner: str) -> SglangLayer:

@@ -54,12 +54,7 @@ def make(engine: str, row: Mapping[str, Any]) -> Advisory:
 
 
 def _class(outcome: Outcome) -> ExpertsClass | None:
-    """Return the selected class, or None."""
-    selected = outcome.selection.selected
-    if selected is None or selected.experts is None:
-        return None
-    classes = outcome.case.policy.classes
-    return classes.get(f"W4A8:{selected.experts}" if selected.backend == "CPU_INT4" else selected.experts)
+    return outcome.case.policy.class_of(outcome.selection.selected)
 
 
 def _backend(outcome: Outcome) -> str:

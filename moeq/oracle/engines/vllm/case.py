@@ -7,7 +7,6 @@ from functools import cached_property
 
 from moeq.deploy.deployment import Deployment, Gpu
 from moeq.oracle.engines.vllm.policy import EnginePolicy
-from moeq.oracle.engines.vllm.tables import Variant
 from moeq.oracle.records import MoeShape
 
 #: Boolean variables that the engine reads with `int`: any other text stops it (vLLM 0.26.0 to 0.33.0, `envs.py`).
@@ -167,10 +166,10 @@ class Case:
         spread = self.use_ep and d.tp > 1 and d.dp > 1 and self.all2all == DEFAULT_ALL2ALL
         return spread and self.shape.model_type in SEQUENCE_PARALLEL_MODELS
 
-    @cached_property
-    def variants(self) -> dict[tuple[str, str], Variant]:
-        """Variants that the rules have looked up for this case, by class and activation key."""
-        return {}
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have a gate half."""
+        return self.shape.gated and not self.shape.activation.endswith("_no_mul")
 
     @cached_property
     def _env(self) -> dict[str, str]:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
+
+from moeq.oracle.versions import release
 
 
 @cache
 def read_facts(name: str) -> Any:
     """Load a file of facts, such as `linears.json`."""
     return json.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
+
+
+def row_of(version: str, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the row of a version, or of the newest older one, or of the oldest newer one; empty if there is no row.
+
+    The extractor could not build every class and every method in every version.
+    """
+    by_version = {one: row for row in rows for one in row["versions"]}
+    older = [one for one in by_version if release(one) <= release(version)]
+    nearest = max(older, key=release) if older else min(by_version, key=release, default=None)
+    return by_version[nearest] if nearest else {}
 
 
 @cache

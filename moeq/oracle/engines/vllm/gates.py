@@ -6,14 +6,14 @@ Each gate is a value with a check. All are evaluated and reported, passed or not
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Case
 from moeq.oracle.engines.vllm.configs.floats import NVFP4_GROUP
 from moeq.oracle.engines.vllm.configs.online import is_online
 from moeq.oracle.engines.vllm.entry_points import in_force
-from moeq.oracle.engines.vllm.rules import RULES, class_reasons, nearest_tp, not_gated
+from moeq.oracle.engines.vllm.rules import class_reasons, nearest_tp
 from moeq.oracle.engines.vllm.sizes import shrunk_group, sizes_for, transported_hidden
 from moeq.oracle.records import CandidateReport, Gate, Sizes
 from moeq.spelling import option
@@ -137,8 +137,9 @@ def _aiter(case: Case) -> bool:
     """Tell whether AITER's fused experts are enabled: experts have a gate, and device, package and variables fit."""
     classes = case.policy.classes
     row = classes.get("AiterUnquantizedExperts") or classes.get("AiterExperts")  # one class for all keys before 0.33
-    rule = next(rule for rule in RULES if rule.code == "P01_DEVICE")
-    return row is not None and not not_gated(case) and next(rule.check(case, row, "none"), None) is None
+    if row is None or not case.gated:
+        return False
+    return all(reason.code != "P01_DEVICE" for reason in class_reasons(replace(case, brief=False), row, "none"))
 
 
 #: Methods that support load balancing, with the supporting backends; None for all backends.
@@ -328,9 +329,7 @@ _FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", 
 
 def _kernel(stage: Stage) -> Iterator[Failed]:
     case, selected = stage.case, stage.selected
-    if selected is None:
-        return
-    if case.method.built_in is not None or selected.experts is None:
+    if selected is None or case.method.built_in is not None or selected.experts is None:
         return
     activation = selected.activation_key or "none"
     if not selected.supported:
@@ -342,16 +341,12 @@ def _kernel(stage: Stage) -> Iterator[Failed]:
     if case.all2all == "flashinfer_nvlink_one_sided" and activation not in _FLASHINFER_ONE_SIDED:
         text = f"flashinfer_nvlink_one_sided cannot dispatch activations {activation}"
         yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
-    if (
-        case.all2all == "flashinfer_nvlink_one_sided"
-        and activation == "kFp8Dynamic128Sym"
-        and case.shape.hidden_size % 128
-    ):
-        text = f"flashinfer_nvlink_one_sided dispatches fp8 blocks of 128, hidden size is {case.shape.hidden_size}"
+    one_sided, hidden = case.all2all == "flashinfer_nvlink_one_sided", case.shape.hidden_size
+    if one_sided and activation == "kFp8Dynamic128Sym" and hidden % 128:
+        text = f"flashinfer_nvlink_one_sided dispatches fp8 blocks of 128, hidden size is {hidden}"
         yield Failed("NotImplementedError", text, "all-to-all allgather_reducescatter", "KERNEL_CREATION")
-    asserted = (
-        case.policy.classes[selected.experts].asserted_dtypes if selected.experts in case.policy.classes else None
-    )
+    known = case.policy.classes.get(selected.experts)
+    asserted = known.asserted_dtypes if known else None
     if asserted is not None and case.deployment.dtype not in asserted:
         text = f"{selected.experts} asserts dtype {asserted[0]}, this is {case.deployment.dtype}"
         yield Failed("AssertionError", text, f"dtype {asserted[0]}", "KERNEL_CREATION")
@@ -456,8 +451,4 @@ def run_gates(stage: Stage) -> tuple[Gate, ...]:
 def _passed(rule: GateRule, stage: Stage) -> str:
     if rule.code != "G5" or stage.selected is None:
         return "passed"
-    sizes = sizes_for(stage.case, stage.selected)
-    return (
-        f"hidden {sizes.hidden} -> {sizes.padded_hidden}, "
-        f"intermediate per rank {sizes.intermediate} -> {sizes.padded_intermediate}"
-    )
+    return sizes_for(stage.case, stage.selected).text

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from moeq.oracle.engines.vllm.facts import read_facts
-from moeq.oracle.versions import release
+from moeq.oracle.engines.vllm.facts import read_facts, row_of
 
 #: Name of the output head.
 HEAD = "lm_head"
@@ -31,14 +30,7 @@ class LinearModule:
 
 @cache
 def _row(version: str, architecture: str) -> Mapping[str, Any]:
-    """Return what is known of a class; empty if nothing is.
-
-    A version in which the extractor could not build the class counts as the newest older one in which it could, else
-    as the oldest newer one.
-    """
-    rows = {one: row for row in read_facts("linears.json").get(architecture, ()) for one in row["versions"]}
-    older = [one for one in rows if release(one) <= release(version)]
-    return (rows[max(older, key=release) if older else min(rows, key=release)]) if rows else {}
+    return row_of(version, read_facts("linears.json").get(architecture, ()))
 
 
 def renamings(version: str, architecture: str) -> Mapping[str, str] | None:

@@ -14,10 +14,9 @@ from dataclasses import replace
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.entry_points import is_gpt_oss
 from moeq.oracle.engines.vllm.expert_names import names_of_class
-from moeq.oracle.engines.vllm.facts import read_facts
+from moeq.oracle.engines.vllm.facts import read_facts, row_of
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.records import Gate, StoredTensor
-from moeq.oracle.versions import release
 
 #: Families whose key does not tell bits and scales apart.
 _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
@@ -62,16 +61,11 @@ def key_of(method: Method) -> str:
 
 
 def parameters_of(version: str, method: Method) -> Parameters | None:
-    """Look up the parameters that a method creates: name -> dtype and stored shape; None if no such version is known.
-
-    A version in which the extractor did not meet the method counts as the newest older one in which it did, else as the
-    oldest newer one.
-    """
-    rows = {one: row for row in read_facts("parameters.json").get(key_of(method), ()) for one in row["versions"]}
-    known = [one for one in rows if release(one) <= release(version)]
-    if rows:
-        found: Parameters = rows[max(known, key=release) if known else min(rows, key=release)]["parameters"]
-        return found
+    """Look up the parameters that a method creates: name -> dtype and stored shape; None if no version's are known."""
+    row = row_of(version, read_facts("parameters.json").get(key_of(method), ()))
+    if row:
+        known: Parameters = row["parameters"]
+        return known
     usual = "kFp8Static128BlockSym"
     if method.block and method.weight_key != usual:  # other blocks, or blocks that the engine refines for a shard
         found = parameters_of(version, replace(method, weight_key=usual)) or {}

@@ -25,6 +25,7 @@ from moeq.oracle.engines.vllm.tables import (
     patched,
     unpacked,
 )
+from moeq.oracle.records import CandidateReport
 from moeq.oracle.versions import BUILTIN, engine_names, release
 
 # ------------------------------------------------------------------------------------------------ backends
@@ -84,30 +85,29 @@ class Family:
     name: str
     title: str  #: weights that it serves, in words
     backends: Mapping[str, Backend]  #: all its backends; those of the automatic order come first
-    #: Device -> requested backend -> its table, or the text of a search that no factor changes.
-    searches: Mapping[str, Mapping[str, SearchTable | str]]
+    searches: Mapping[str, Mapping[str, SearchTable]]  #: device -> requested backend -> its table
 
     def flags(self, device: str) -> tuple[str, ...]:
         """List the backend names that the option accepts on a device."""
-        rows = self.searches.get(device, {})
-        return tuple(name for name, row in rows.items() if name != "auto" and not _unknown(row))
+        tables = self.searches.get(device, {}).items()
+        return tuple(name for name, table in tables if name != "auto" and not _is_unknown(table))
 
 
-def _unknown(row: SearchTable | str) -> bool:
-    return isinstance(row, str) and row.endswith("OVERRIDE_UNKNOWN")
+def _is_unknown(table: SearchTable) -> bool:
+    return all(search.endswith("OVERRIDE_UNKNOWN") for search in table.rows.values())
 
 
-def _searches(blocks: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, dict[str, SearchTable | str]]:
-    found: dict[str, dict[str, SearchTable | str]] = {}
+def _searches(blocks: Mapping[str, list[Mapping[str, Any]]]) -> dict[str, dict[str, SearchTable]]:
+    found: dict[str, dict[str, SearchTable]] = {}
     for asked, groups in blocks.items():
         for group in groups:
-            row = group["table"]
-            table = (
-                row if isinstance(row, str) else SearchTable(tuple(row.get("by", ())), row.get("same", {}), row["rows"])
-            )
+            # A text is a search that no factor changes, or `auto`: the table of the automatic choice.
+            row: Mapping[str, Any] = group["table"]
+            row = {"rows": {"": row}} if isinstance(row, str) else row
+            table = SearchTable(tuple(row.get("by", ())), row.get("same", {}), row["rows"])
             for device in group["devices"]:
                 tables = found.setdefault(device, {})
-                tables[asked] = tables["auto"] if table == "auto" else table
+                tables[asked] = tables["auto"] if group["table"] == "auto" else table
     return found
 
 
@@ -142,16 +142,11 @@ def _family(
     return Family(name, row.get("title", name), backends, searches)
 
 
-def _all_searches(searches: Mapping[str, Mapping[str, SearchTable | str]]) -> Iterator[tuple[int, str, Search]]:
+def _all_searches(searches: Mapping[str, Mapping[str, SearchTable]]) -> Iterator[tuple[int, str, Search]]:
     """Yield every distinct search with its request and a rank: automatic ones first, then those of few backends."""
     # Devices share tables and rows share texts: ten thousand rows hold about a hundred searches.
     tables = {(asked, id(row)): row for rows in searches.values() for asked, row in rows.items()}
-    texts = dict.fromkeys(
-        (asked, text)
-        for (asked, _), row in tables.items()
-        for text in ([row] if isinstance(row, str) else row.rows.values())
-    )
-    for asked, text in texts:
+    for asked, text in dict.fromkeys((asked, text) for (asked, _), row in tables.items() for text in row.rows.values()):
         search = parse_search(text)
         yield 0 if asked == "auto" else len({a.backend for a in search.attempts}), asked, search
 
@@ -196,6 +191,13 @@ class EnginePolicy:
     def since(self, version: str) -> bool:
         """Tell whether this version is the given one or a newer one."""
         return self.release >= release(version)
+
+    def class_of(self, row: CandidateReport | None) -> ExpertsClass | None:
+        """Return the experts class that a backend runs; None if the engine's method runs a kernel without a class."""
+        if row is None or row.experts is None:
+            return None
+        # Two classes have this name: the second one takes 8-bit activations.
+        return self.classes.get(f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts)
 
     def device(self, gpu: Gpu) -> str | None:
         """Return the device of the tables that represents a GPU, or None."""

@@ -14,7 +14,8 @@ from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import Reason
 
 Failure = tuple[str, str | None]
-Check = Callable[[Case, ExpertsClass, str], Iterator[Failure]]
+#: Check of a class, by its variant for the case's keys (see `class_reasons`) and the activation key it is asked with.
+Check = Callable[[Case, ExpertsClass, Variant, str], Iterator[Failure]]
 
 
 @dataclass(frozen=True)
@@ -32,25 +33,8 @@ def _rule(code: str, title: str, explain: str) -> Callable[[Check], Rule]:
     return lambda check: Rule(code, title, explain, check)
 
 
-def variant_of(case: Case, row: ExpertsClass, activation: str) -> Variant:
-    """Return the class's variant for the case's keys on its device; its first one if it does not know the keys."""
-    key = (row.name, activation)
-    if key not in case.variants:
-        found, weight = row.variants[case.device], case.method.weight_key
-        case.variants[key] = next((item for item in found if item.admits(weight, activation)), found[0])
-    return case.variants[key]
-
-
 @_rule("P01_DEVICE", "device", "Platform first, then architecture, then optional packages and switches.")
-def _device(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    gpu = case.gpu
-    if case.device not in row.variants:
-        kind = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else gpu.arch
-        wanted = ", ".join(row.variants)
-        text = f"{gpu.name} ({gpu.platform}, {kind}) is not one of {wanted or 'any known device'}"
-        yield text, f"a device of kind {wanted}" if wanted else None
-        return
-    variant = variant_of(case, row, activation)
+def _device(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     for package in variant.packages:
         if not case.package(package):
             yield f"package {package} is absent", f"install {package}"
@@ -61,20 +45,15 @@ def _device(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]
 
 
 @_rule("P02_NOT_GATED", "non-gated MLP", "Kernels that fuse act(gate) * up cannot run experts without a gate.")
-def _not_gated(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted = variant_of(case, row, activation).activations
-    if not_gated(case) and not any(name.endswith("_no_mul") for name in accepted):
+def _not_gated(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted = variant.activations
+    if not case.gated and not any(name.endswith("_no_mul") for name in accepted):
         yield f"{case.shape.activation} without a gate half", None
 
 
-def not_gated(case: Case) -> bool:
-    """Tell whether the experts have no gate half."""
-    return not case.shape.gated or case.shape.activation.endswith("_no_mul")
-
-
 @_rule("P03_ACTIVATION", "activation", "The activation function is fused into the kernel or its helper.")
-def _activation(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted = variant_of(case, row, activation).activations
+def _activation(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted = variant.activations
     asked = case.shape.activation
     if not case.shape.gated and not asked.endswith("_no_mul"):
         asked += "_no_mul"
@@ -88,9 +67,9 @@ def _activation(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fail
     "The pair of weight and activation keys must be one the class lists. The engine's int4 keys do not "
     "carry the real group size.",
 )
-def _scheme(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
+def _scheme(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     weight = case.method.weight_key
-    if not any(variant.admits(weight, activation) for variant in row.variants[case.device]):
+    if not variant.admits(weight, activation):
         group = case.method.group_size
         detail = "" if group is None else f" ({case.method.bits} bits, {'channel' if group < 0 else f'group {group}'})"
         yield f"weights {weight}{detail} with activations {activation} on {case.gpu.name}", None
@@ -105,8 +84,8 @@ _FORM_WORDS = {
 
 
 @_rule("P05_PARALLEL", "parallel form", "Expert, data parallelism, all-to-all kind and load balancing.")
-def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted, form, d = variant_of(case, row, activation).parallel, case.parallel_form, case.deployment
+def _parallel(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted, form, d = variant.parallel, case.parallel_form, case.deployment
     if form in accepted:
         if case.sequence_parallel and row.whole_sequences:
             yield "each tensor-parallel rank has its own tokens (sequence parallelism: tp, dp and ep above 1)", "dp 1"
@@ -125,27 +104,27 @@ def _parallel(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failur
 
 
 @_rule("P06_HASH_ROUTING", "hash routing", "Monolithic kernels route themselves and need to know how.")
-def _hash_routing(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    if case.shape.hash_routing and not variant_of(case, row, activation).hash_routing:
+def _hash_routing(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    if case.shape.hash_routing and not variant.hash_routing:
         yield "experts are chosen by token id, which the kernel's own router cannot do", None
 
 
 @_rule("P07_DECOMPOSED", "router outside", "Routes that are changed after routing need a modular kernel.")
-def _decomposed(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    if case.env("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") and not variant_of(case, row, activation).decomposed:
+def _decomposed(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    if case.env("VLLM_MOE_ROUTING_SIMULATION_STRATEGY") and not variant.decomposed:
         yield "the router must stay outside the kernel (VLLM_MOE_ROUTING_SIMULATION_STRATEGY)", "unset it"
 
 
 @_rule("P08_ROUTING", "routing method", "Kernels with a built-in router know some routing methods only.")
-def _routing(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted = variant_of(case, row, activation).routing
+def _routing(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted = variant.routing
     if accepted is not None and case.shape.routing not in accepted:
         yield f"routing {case.shape.routing} is not one of {', '.join(accepted)}", None
 
 
 @_rule("P09_ROUTER_DTYPE", "router logits dtype", "Built-in routers take fp32 logits for some methods.")
-def _router_dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted = variant_of(case, row, activation).fp32_logits
+def _router_dtype(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted = variant.fp32_logits
     dtype = case.shape.router_dtype or case.deployment.dtype
     if dtype == "fp32" and accepted is not None and case.shape.routing not in accepted:
         allowed = ", ".join(accepted) or "none"
@@ -153,8 +132,8 @@ def _router_dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fa
 
 
 @_rule("P10_HIDDEN", "hidden size", "A multiple the kernel's tiles need.")
-def _hidden(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    multiple = variant_of(case, row, activation).hidden
+def _hidden(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    multiple = variant.hidden
     if multiple is None or case.shape.hidden_size % multiple:
         yield f"hidden size {case.shape.hidden_size} is not a multiple of {multiple or 'any that was tried'}", None
 
@@ -166,20 +145,20 @@ _FORMAT_REMEDY = {
 
 
 @_rule("P11_FORMAT", "activation format", "Some all-to-all kinds deliver activations as [E, max_tokens, K].")
-def _format(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
+def _format(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     if case.format != row.format:
         yield f"activations are {case.format}, the kernel takes {row.format}", _FORMAT_REMEDY[row.format]
 
 
 @_rule("P12_BATCH_INVARIANT", "batch invariance", "Results that do not depend on the batch.")
-def _batch_invariance(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    if case.flag("VLLM_BATCH_INVARIANT") == "1" and not variant_of(case, row, activation).batch_invariant:
+def _batch_invariance(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    if case.flag("VLLM_BATCH_INVARIANT") == "1" and not variant.batch_invariant:
         yield "VLLM_BATCH_INVARIANT=1 asks for batch-invariant results", "unset VLLM_BATCH_INVARIANT"
 
 
 @_rule("P13_LORA", "LoRA", "Adapters on expert weights need a kernel that applies them.")
-def _lora(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    if case.deployment.lora and not variant_of(case, row, activation).lora:
+def _lora(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    if case.deployment.lora and not variant.lora:
         yield "LoRA on experts", "no LoRA on experts"
 
 
@@ -189,7 +168,7 @@ def _lora(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
     "Humming runs one GEMM type: indexed, grouped (expert parallelism) or grouped_masked (batched "
     "activations, only by VLLM_HUMMING_MOE_GEMM_TYPE).",
 )
-def _gemm_type(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
+def _gemm_type(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     if row.gemm_type is not None and row.gemm_type != case.gemm_type:
         remedy = f"set VLLM_HUMMING_MOE_GEMM_TYPE={row.gemm_type}"
         yield f"Humming prefers {case.gemm_type} GEMMs here, this class is {row.gemm_type}", remedy
@@ -200,8 +179,8 @@ def _gemm_type(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failu
     "number of experts",
     "Triton-family kernels pad experts to 32 and need fewer than 1024; TRTLLM bf16 and fp8 take 2048.",
 )
-def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    most = variant_of(case, row, activation).max_experts
+def _experts(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    most = variant.max_experts
     count, replicas = case.physical_experts, case.deployment.redundant_experts
     if most is not None and count > most:
         remedy = "fewer redundant experts" if count - replicas <= most else f"at most {most} experts"
@@ -209,8 +188,7 @@ def _experts(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure
 
 
 @_rule("L03_INTERMEDIATE", "intermediate size", "A multiple the kernel's tiles need, per rank.")
-def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    variant = variant_of(case, row, activation)
+def _intermediate(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     multiple = dict(variant.intermediate_by).get(case.shape.activation, variant.intermediate)
     multiple = multiple and lcm(multiple, row.shard_multiple)
     if multiple is None or case.intermediate % multiple:
@@ -219,28 +197,28 @@ def _intermediate(case: Case, row: ExpertsClass, activation: str) -> Iterator[Fa
 
 
 @_rule("L04_DTYPE", "activation dtype", "Some kernels exist for bf16 only.")
-def _dtype(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted = variant_of(case, row, activation).dtypes
+def _dtype(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted = variant.dtypes
     if case.deployment.dtype not in accepted:
         yield f"dtype {case.deployment.dtype}, needs {' or '.join(accepted)}", f"dtype {accepted[0]}"
 
 
 @_rule("L05_TOP_K", "top-k", "Zentorch needs at least two experts per token.")
-def _top_k(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    least = variant_of(case, row, activation).min_top_k or 1
+def _top_k(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    least = variant.min_top_k or 1
     if case.shape.top_k < least:
         yield f"top-k {case.shape.top_k}, needs at least {least}", None
 
 
 @_rule("L06_BIAS", "expert bias", "The class has no bias input.")
-def _bias(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    if case.shape.has_bias and not variant_of(case, row, activation).bias:
+def _bias(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    if case.shape.has_bias and not variant.bias:
         yield "experts have biases", None
 
 
 @_rule("L07_LIMIT", "activation limit", "The clamp of the gated activation, for some activations only.")
-def _limit(case: Case, row: ExpertsClass, activation: str) -> Iterator[Failure]:
-    accepted, limit = variant_of(case, row, activation).limit, case.shape.swiglu_limit
+def _limit(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
+    accepted, limit = variant.limit, case.shape.swiglu_limit
     if limit is not None and accepted is not None and case.shape.activation not in accepted:
         yield f"does not apply the activation limit {limit} to {case.shape.activation}", None
 
@@ -267,12 +245,18 @@ def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
 
 
 def class_reasons(case: Case, row: ExpertsClass, activation: str) -> tuple[Reason, ...]:
-    """List every failed rule of an experts class, in the order of evaluation.
+    """List every failed rule of an experts class, in the order of evaluation; one where it is not for the device.
 
-    On a device without any variant of the class, only the device rule is evaluated.
+    The rules look at the class's variant for the case's keys, or at its first one if it does not know the keys.
     """
-    rules = RULES if case.device in row.variants else (rule for rule in RULES if rule is _device)
-    found = (Reason(rule.code, *failure) for rule in rules for failure in rule.check(case, row, activation))
+    variants, gpu = row.variants.get(case.device), case.gpu
+    if variants is None:
+        kind = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}" if gpu.capability else gpu.arch
+        wanted = ", ".join(row.variants)
+        text = f"{gpu.name} ({gpu.platform}, {kind}) is not one of {wanted or 'any known device'}"
+        return (Reason(_device.code, text, f"a device of kind {wanted}" if wanted else None),)
+    variant = next((one for one in variants if one.admits(case.method.weight_key, activation)), variants[0])
+    found = (Reason(rule.code, *failure) for rule in RULES for failure in rule.check(case, row, variant, activation))
     if case.brief:
         first = next(found, None)
         return (first,) if first else ()

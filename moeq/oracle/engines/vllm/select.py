@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from moeq.layouts.readers import Only
@@ -17,6 +17,8 @@ from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
 from moeq.spelling import option, together
 
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
+#: Reasons of a backend that the automatic order passes over, and that its name may still select.
+ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
 _NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))
 _UNKNOWN = Search((), ("ValueError", "OVERRIDE_UNKNOWN"))
 
@@ -78,23 +80,11 @@ def search_of(case: Case, family: Family, asked: str) -> Search:
     tables = family.searches.get(case.device)
     if tables is None:
         return _NOTHING
-    table = tables.get(asked) or _unlisted(tables)
-    if isinstance(table, SearchTable):
-        words = (_word(case, table, factor) for factor in table.factors)
-        return parse_search(table.search(tuple(word for word in words if word)))
-    return parse_search(table) if isinstance(table, str) else table
-
-
-def _unlisted(tables: Mapping[str, SearchTable | str]) -> SearchTable | str:
-    """Return the search for a name that the version does not know.
-
-    It is the search of another unknown name. Without one, names do not matter.
-    """
-    for table in tables.values():
-        text = table.rows[""] if isinstance(table, SearchTable) else table
-        if parse_search(text) == _UNKNOWN:
-            return table
-    return tables["auto"]
+    table = tables.get(asked)
+    if table is None:  # a name that the version does not know has the table of another unknown one, else the usual one
+        table = next((table for table in tables.values() if table.usual == _UNKNOWN), tables["auto"])
+    words = (_word(case, table, factor) for factor in table.factors)
+    return parse_search(table.search(tuple(word for word in words if word)))
 
 
 def _word(case: Case, table: SearchTable, factor: str) -> str | None:
@@ -213,8 +203,7 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
 def _usual_order(case: Case, family: Family) -> frozenset[str]:
     """List the backends that the usual automatic order on the device tries."""
     table = family.searches.get(case.device, {}).get("auto")
-    text = table.rows[""] if isinstance(table, SearchTable) else table
-    return frozenset(attempt.backend for attempt in parse_search(text).attempts) if text else frozenset()
+    return frozenset(attempt.backend for attempt in table.usual.attempts) if table else frozenset()
 
 
 def _not_tried(case: Case, family: Family, report: CandidateReport, *, usual: bool, has_flag: bool) -> CandidateReport:
@@ -222,10 +211,8 @@ def _not_tried(case: Case, family: Family, report: CandidateReport, *, usual: bo
     if case.brief:
         reason = Reason("F11_NOT_LISTED", "not in the order")
     elif usual and family.name.startswith("mxfp4") and case.method.activation_key:
-        text = (
-            f"runs activations as {_plain(report.activation_key)}, the checkpoint asks for {case.method.activation_key}"
-        )
-        reason = Reason("F10_ACTIVATION_KEY", text, None)
+        runs, asked = report.activation_key or "16-bit", case.method.activation_key
+        reason = Reason("F10_ACTIVATION_KEY", f"runs activations as {runs}, the checkpoint asks for {asked}", None)
     elif usual and case.shape.swiglu_limit is not None:
         reason = Reason("F12_LIMIT", f"does not apply the activation limit {case.shape.swiglu_limit}", None)
     else:
@@ -233,10 +220,6 @@ def _not_tried(case: Case, family: Family, report: CandidateReport, *, usual: bo
         how = f"only {flag} reaches it" if flag else "nothing reaches it"
         reason = Reason("F11_NOT_LISTED", f"not in the order for {case.gpu.name} here: {how}", flag)
     return replace(report, supported=False, reasons=(*report.reasons, reason))
-
-
-def _plain(key: str | None) -> str:
-    return key or "16-bit"
 
 
 # ------------------------------------------------------------------------------------------------ outcomes
@@ -259,7 +242,7 @@ def select(case: Case) -> Selection:
     notes: tuple[str, ...] = (f"this method does not look at {case.policy.backend_flag} {asked}",) if ignored else ()
     if asked == "auto" or ignored:
         chosen = next((row for row in candidates if row.supported), None)
-        reports = tuple(row for row in candidates if not _passed_over(row))
+        reports = tuple(row for row in candidates if not any(reason.code in ORDER_CODES for reason in row.reasons))
     else:
         tried = _by_backend(search.attempts)
         reports = tuple(candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items())
@@ -309,10 +292,6 @@ def _as_made(case: Case, attempt: Attempt) -> Attempt:
     if attempt.activation or not listed or listed & {case.method.activation_key or "none", "*"}:
         return attempt
     return replace(attempt, activation=pairs[0][1])
-
-
-def _passed_over(row: CandidateReport) -> bool:
-    return any(reason.code in ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT") for reason in row.reasons)
 
 
 def _with(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:

@@ -223,6 +223,11 @@ class SearchTable:
         """Every `factor=value` that changes a search."""
         return frozenset(word for key in self.rows for word in key.split(",") if word)
 
+    @cached_property
+    def usual(self) -> Search:
+        """Search of a case in which no factor has an unusual value."""
+        return parse_search(self.rows[""])
+
     def word(self, factor: str, value: str) -> str | None:
         """Return the part of a row's key for a factor's value; None if the value changes nothing."""
         word = f"{factor}={self.same.get(factor, {}).get(value, value)}"

@@ -11,11 +11,9 @@ from moeq.deploy.gpus import default_dtype, parse_gpu
 from moeq.oracle.engines.vllm.counterfactuals import Admits, Again, Change, admit_all, changes, equipped
 from moeq.oracle.engines.vllm.outcome import Outcome
 from moeq.oracle.engines.vllm.policy import Family
-from moeq.oracle.engines.vllm.select import on_device
+from moeq.oracle.engines.vllm.select import ORDER_CODES, on_device
 from moeq.oracle.records import CandidateReport
 
-#: Reasons of a backend that the automatic order passes over, and that its name may still select.
-_ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
 #: Rules about the model itself, which no change of `changes` alters, and about the activation format.
 _LASTING_CODES = (
     *("P02_NOT_GATED", "P03_ACTIVATION", "P06_HASH_ROUTING", "P08_ROUTING", "P10_HIDDEN", "L02_EXPERTS", "L05_TOP_K"),
@@ -60,7 +58,7 @@ class Trial:
         if self._is_run(changed, backend):
             return change.text
         row = next((row for row in changed.selection.candidates if row.backend == backend), None)
-        if flag is None or row is None or changed.refused or any(r.code not in _ORDER_CODES for r in row.reasons):
+        if flag is None or row is None or changed.refused or any(r.code not in ORDER_CODES for r in row.reasons):
             return None
         named = self.again(change.config, change.shape, replace(change.deployment, backend=flag))
         if not self._is_run(named, backend):

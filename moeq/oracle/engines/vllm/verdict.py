@@ -180,9 +180,8 @@ def _reached_by_name(case: Case, row: CandidateReport) -> bool:
 
 def dropped_by(case: Case, row: CandidateReport) -> str | None:
     """Name the parts of the checkpoint that the kernel silently drops, or None."""
-    name = f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts
-    flags = case.policy.classes.get(name or "")
-    if flags is None:  # the engine's method runs a kernel without a class
+    flags = case.policy.class_of(row)
+    if flags is None:
         return None
     losses = (
         (case.method.config == "awq" and row.backend in ("XPU", "ZEN_CPU"), "the AWQ word order"),

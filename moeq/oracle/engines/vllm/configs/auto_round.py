@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Method
@@ -91,6 +91,10 @@ def _group(question: ConfigQuestion, value: Any) -> int | tuple[int, int]:
     return integer({"group_size": value}, "group_size")
 
 
+def _backend(config: Config) -> Any:
+    return config.get("backend", config.get("vllm_backend", "auto"))
+
+
 def _check_names(question: ConfigQuestion, bits: int, type_: str, packing: str) -> None:
     """Refuse widths, data types, packings and backends that a version does not list."""
     config, since = question.config, question.policy.since
@@ -103,15 +107,14 @@ def _check_names(question: ConfigQuestion, bits: int, type_: str, packing: str) 
         refuse(f"AutoRound data_type {type_} is not supported, only {' and '.join(types)}")
     if packing not in packings:
         refuse(f"packing_format {packing} is not one of {', '.join(packings)}")
-    backend = config.get("backend", config.get("vllm_backend", "auto"))
-    if backend not in _BACKENDS:
-        refuse(f"AutoRound backend {backend} is not one of {', '.join(_BACKENDS)}")
+    if _backend(config) not in _BACKENDS:
+        refuse(f"AutoRound backend {_backend(config)} is not one of {', '.join(_BACKENDS)}")
 
 
 def _check_weights(question: ConfigQuestion, base: _Weights, type_: str, packing: str) -> None:
     """Check what the config class asserts about a data type; MX types with a suffix (`mx_fp4e2m1`) pass unchecked."""
     config = question.config
-    auto = config.get("backend", config.get("vllm_backend", "auto")) == "auto"
+    auto = _backend(config) == "auto"
     newer = question.policy.since("0.29.0")
     mx8 = "mx_fp" in type_ and base.bits == 8
     checks: tuple[tuple[bool, str], ...] = ()
@@ -214,7 +217,7 @@ def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, pac
     if "gptq" not in packing:
         check_awq_bits(bits)
         return auto_awq(group, not sym)
-    backend = question.config.get("backend", question.config.get("vllm_backend", "auto"))
+    backend = _backend(question.config)
     marlin = (backend == "auto" or "marlin" in backend) and group in MARLIN_GROUPS
     old = question.platform == "cuda" and (gpu.capability or (0, 0)) < (7, 5)
     if bits not in (4, 8) or not sym or not marlin or old:
@@ -244,6 +247,5 @@ def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, pa
         check_awq_fallback(question)
         return moe_wna16(question, bits, group, zero_points=not sym, note="Marlin's shape test fails")
     if bits in (4, 8) and sym and not fails:
-        method = "AutoGPTQMoEMethod", "wna16", "gptq", f"kInt{bits}Static", None, bits, group
-        return Method(*method, bias_possible=True, tile_padding=True)
+        return replace(auto_gptq(bits, group), checks_input=False)
     return moe_wna16(question, bits, group, zero_points=not sym, note="asymmetric, or Marlin's shape test fails")

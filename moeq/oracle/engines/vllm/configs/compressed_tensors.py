@@ -189,7 +189,7 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
     projections = ("gate_proj", "up_proj", "down_proj")
     if question.policy.since("0.32.0"):
         gate, up, down = _PROJECTIONS.get(question.probe.shape.architecture, projections)
-        projections = (gate, up if question.gated else "None", down)
+        projections = (gate, up if question.probe.gated else "None", down)
     modules = [f"{question.prefix}.0.{name}" for name in projections]
     if question.fused is not None:
         modules = [question.prefix]

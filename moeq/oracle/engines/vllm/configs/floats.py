@@ -27,7 +27,7 @@ from moeq.oracle.engines.vllm.select import search_of
 
 def read_gpt_oss(question: ConfigQuestion) -> Method:
     """Read MXFP4 of gpt-oss: only a requested activation type is read from the config."""
-    activation = moe_activation(question.config)
+    activation = _REQUESTED.get(str(_asked_activation(question.config)))
     return Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
@@ -35,23 +35,22 @@ def read_mxfp4(question: ConfigQuestion) -> Method:
     """Read MXFP4 of other models, which have a selection function of their own since 0.27.0."""
     if not question.policy.since("0.27.0"):  # one method for all models
         return read_gpt_oss(question)
-    activation = moe_activation(question.config)
+    activation = _REQUESTED.get(str(_asked_activation(question.config)))
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
 _REQUESTED = {"bf16": None, "mxfp8": "kMxfp8Dynamic", "mxfp4": "kMxfp4Dynamic", "fp8": "kFp8StaticTensorSym"}
 
 
-def moe_activation(config: Config) -> str | None:
-    """Return the activation key that the user requests (`quantization_config.moe.activation`)."""
+def _asked_activation(config: Config) -> Any:
+    """Return the activation type that the user requests (`quantization_config.moe.activation`)."""
     moe = config.get("moe")
-    return _REQUESTED.get(str(moe.get("activation"))) if isinstance(moe, Mapping) else None
+    return moe.get("activation") if isinstance(moe, Mapping) else None
 
 
 def check_activation_request(method: Method, config: Config) -> None:
     """Refuse a requested activation type that differs from the checkpoint's declared one."""
-    moe = config.get("moe")
-    asked = moe.get("activation") if isinstance(moe, Mapping) else None
+    asked = _asked_activation(config)
     if asked in _REQUESTED and method.family == "mxfp4" and _REQUESTED[asked] != method.activation_key:
         declared = method.activation_key or "16-bit"
         refuse(
@@ -74,8 +73,7 @@ def read_deepseek_v4(question: ConfigQuestion) -> Method:
     if experts == "fp8":
         return read_fp8(question)
     if str(config.get("moe_quant_algo") or "").upper() == "NVFP4" and not _keeps_mxfp4(question):
-        name, family, weight, activation = _MODELOPT["NVFP4"]
-        return Method(name, family, "modelopt", weight, activation, 4, vllm_cutlass=False)
+        return _modelopt("NVFP4")
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", None, 4, 32)
 
 
@@ -192,6 +190,11 @@ _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
 }
 
 
+def _modelopt(algorithm: str) -> Method:
+    name, family, weight, activation = _MODELOPT[algorithm]
+    return Method(name, family, "modelopt", weight, activation, 4 if family == "nvfp4" else 8, vllm_cutlass=False)
+
+
 def algorithm_of(config: Mapping[str, Any]) -> str:
     """Return ModelOpt's `quant_algo`, flat or under `quantization`, in capitals; empty without one."""
     nested = config.get("quantization")
@@ -216,7 +219,7 @@ def modelopt_reader(entry: str) -> Callable[[ConfigQuestion], Method]:
 def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method:
     """Read NVIDIA ModelOpt: `quant_algo` selects the method of modules that are not excluded."""
     config = question.config
-    nested = isinstance(config.get("quantization"), Mapping)
+    nested, producer = isinstance(config.get("quantization"), Mapping), config.get("producer")
     source: Mapping[str, Any] = config["quantization"] if nested else config
     algorithm = algorithm_of(config)
     plain_mxfp8 = "MXFP8" in algorithms and not nested and not algorithm
@@ -224,7 +227,7 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
         algorithm = "MXFP8"
     mixed = algorithm == "MIXED_PRECISION"
     unread = algorithm not in _NORMALIZED or (mixed and not question.policy.since("0.33.0"))
-    if nested and _producer(config) == "modelopt" and unread:
+    if nested and isinstance(producer, Mapping) and producer.get("name") == "modelopt" and unread:
         refuse(f"Unknown ModelOpt quant algo: {algorithm}", "quant_algo and its keys on the top level of the config")
     if algorithm not in _MODELOPT and not mixed:
         refuse(f"ModelOpt quant_algo '{algorithm}' has no MoE method", f"known: {', '.join(_MODELOPT)}")
@@ -244,32 +247,22 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
         return unquantized()
     if mixed:
         return _mixed(question, table)
-    name, family, weight, activation = _MODELOPT[algorithm]
-    groups = config.get("config_groups")
-    weight_only = (
-        isinstance(groups, Mapping) and groups and all(row.get("input_activations") is None for row in groups.values())
-    )
-    if algorithm == "NVFP4" and weight_only:
-        activation = None
-    bits = 4 if family == "nvfp4" else 8
+    method, groups = _modelopt(algorithm), config.get("config_groups")
+    rows = list(groups.values()) if isinstance(groups, Mapping) else []
+    if algorithm == "NVFP4" and rows and all(row.get("input_activations") is None for row in rows):  # weight-only
+        method = replace(method, activation_key=None)
     stated = source.get("group_size")
     try:
         stated = None if stated is None else int(stated)  # the engine takes a number that is written as text
     except (TypeError, ValueError):
         refuse(f"ModelOpt's group_size is {stated!r}, not an integer")
-    group = stated if family == "nvfp4" and stated not in (None, NVFP4_GROUP) else None
-    return Method(name, family, "modelopt", weight, activation, bits, group, vllm_cutlass=False)
+    return replace(method, group_size=stated) if method.family == "nvfp4" and stated != NVFP4_GROUP else method
 
 
 #: Keys that the engine asks for where `quantization` nests the algorithm.
 _NESTED_NVFP4 = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 #: Algorithms that the engine normalises in configs that nest them (0.33.0, `_normalize_quantization_config`).
 _NORMALIZED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION", "")
-
-
-def _producer(config: Config) -> str | None:
-    producer = config.get("producer")
-    return producer.get("name") if isinstance(producer, Mapping) else None
 
 
 #: Algorithms of `quantized_layers` that give experts one FP8 scale per block, since 0.30.0.
@@ -310,26 +303,18 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
         size = _block_size(row)
         block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [size, size]}
         return read_fp8(replace(question, config=block))
-    if algorithm not in _MIXED:
-        return unquantized()
-    name, family, weight, activation = _MODELOPT[algorithm]
-    return Method(name, family, "modelopt", weight, activation, 4 if family == "nvfp4" else 8, vllm_cutlass=False)
+    return _modelopt(algorithm) if algorithm in _MIXED else unquantized()
 
 
 def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
-    names = [prefix]
-    for one, other in (
-        ("language_model.model.", "model.language_model."),
-        ("model.language_model.", "language_model.model."),
-    ):
-        if prefix.startswith(one):
-            names.append(other + prefix.removeprefix(one))
-            break
+    stems = ("language_model.model.", "model.language_model.")
+    other = (b + prefix.removeprefix(a) for a, b in (stems, stems[::-1]) if prefix.startswith(a))
+    names = [prefix, *other]
     for name in names:
         if name in table:
             return table[name]
-    parent = prefix.rsplit(".experts", 1)[0] + "." if prefix.endswith(".experts") else None
-    for start in (*(f"{name}." for name in names), *([parent] if parent else [])):
+    parents = [f"{prefix.removesuffix('.experts')}."] if prefix.endswith(".experts") else []
+    for start in (*(f"{name}." for name in names), *parents):
         found = next((row for name, row in table.items() if name.startswith(start)), None)
         if found is not None:
             return found

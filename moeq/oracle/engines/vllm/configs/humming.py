@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
@@ -164,15 +164,11 @@ def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) 
     if group > 0:
         # Before 0.31 the key says four bits, and before 0.30 no class lists groups.
         known = question.policy.since("0.30.0")
-        return HummingWeights("uint", bits, group, _group_key(bits if newer else 4, group) if known else _NO_KEY, zeros)
+        key = weight_only_key(bits if newer else 4, True, group) if known else _NO_KEY
+        return HummingWeights("uint", bits, group, key, zeros)
     # The key of 4 and 8 bits leaves the group open, has float16 scales and no zero points.
     open_key = symmetric and (not newer or (bits in (4, 8) and question.probe.deployment.dtype == "fp16"))
     return HummingWeights("uint", bits, group, f"kInt{bits if newer else 4}Static" if open_key else _NO_KEY, zeros)
-
-
-def _group_key(bits: int, group: int) -> str:
-    """Return the key of integers in groups: the classes look at neither the group's size nor zero points."""
-    return weight_only_key(bits, True, group)
 
 
 def _gptq(question: ConfigQuestion, layer: Config) -> HummingWeights:
@@ -224,7 +220,7 @@ def _modelopt(question: ConfigQuestion, layer: Config) -> HummingWeights:
     refuse(f"Humming reads no ModelOpt {algorithm}", "it reads nvfp4 and mxfp8")
 
 
-def _quark(question: ConfigQuestion, layer: Config) -> HummingWeights:
+def _quark(question: ConfigQuestion, layer: Config) -> NoReturn:
     if question.policy.since("0.31.0"):
         _missing(layer, "dtype")
     refuse("Humming's reader of Quark is not followed here", f"drop {option('quantization')}")
@@ -256,10 +252,9 @@ def _compressed_tensors(question: ConfigQuestion, layer: Config) -> HummingWeigh
     if not listed or (strategy == "tensor" and newer):
         return HummingWeights("uint", bits, group, _NO_KEY, not symmetric)
     if strategy == "group":
-        return HummingWeights("uint", bits, group, _group_key(bits, group), not symmetric)
-    # Scales per channel: the engine names such weights by their bits alone.
-    key = "kInt8Static" if bits == 8 else "kInt4Static" if bits == 4 else f"kUint{bits}StaticChannel"
-    return HummingWeights("uint", bits, 0, key, not symmetric)
+        # The classes look at neither the group's size nor zero points.
+        return HummingWeights("uint", bits, group, weight_only_key(bits, True, group), not symmetric)
+    return HummingWeights("uint", bits, 0, weight_only_key(bits, True, -1), not symmetric)
 
 
 def _ct_fp8(layer: Config, strategy: str, newer: bool) -> HummingWeights:

@@ -9,7 +9,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from moeq.oracle.engines.vllm.case import Method
-from moeq.oracle.engines.vllm.configs.question import Config, ConfigQuestion, ConfigRefusal, refuse, unquantized
+from moeq.oracle.engines.vllm.configs.question import (
+    Config,
+    ConfigQuestion,
+    ConfigRefusal,
+    refuse,
+    unquantized,
+    weight_only_key,
+)
 
 
 def read_quark(question: ConfigQuestion) -> Method:
@@ -80,21 +87,15 @@ def _two_levels(weight: Any, inputs: Any) -> Method:
 def _nvfp4_levels(levels: list[Config], dynamic: bool = False) -> bool:
     """Tell whether groups of 16 with one static scale per tensor above them are what the engine takes as NVFP4."""
     group, tensor = levels
-    grouped = (group.get("qscheme"), group.get("group_size"), bool(group.get("is_dynamic"))) == (
-        "per_group",
-        16,
-        dynamic,
-    )
-    return grouped and (tensor.get("qscheme"), bool(tensor.get("is_dynamic"))) == ("per_tensor", False)
+    sixteen = (group.get("qscheme"), group.get("group_size")) == ("per_group", 16)
+    static = tensor.get("qscheme") == "per_tensor" and not tensor.get("is_dynamic")
+    return sixteen and bool(group.get("is_dynamic")) == dynamic and static
 
 
 def _fp8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
-    if (
-        inputs is None
-        or weight.get("dtype") != "fp8_e4m3"
-        or inputs.get("dtype") != "fp8_e4m3"
-        or weight.get("is_dynamic")
-    ):
+    if inputs is None or weight.get("is_dynamic"):
+        return None
+    if (weight.get("dtype"), inputs.get("dtype")) != ("fp8_e4m3", "fp8_e4m3"):
         return None
     scope = weight.get("qscheme")
     if scope == "per_block" and question.policy.since("0.32.0"):
@@ -142,9 +143,8 @@ def _int4(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Me
     group, symmetric = weight["group_size"], weight["symmetric"]
     if not isinstance(group, int) or group <= 0:
         refuse(f"Quark int4 weights need a positive group_size, this is {group!r}")
-    key = f"kInt4Static{'32' if group == 32 else ''}{'' if symmetric else 'Asym'}"
     return Method(
-        "QuarkW4A16Int4MoEMethod", "wna16", "quark", key, None, 4, group,
+        "QuarkW4A16Int4MoEMethod", "wna16", "quark", weight_only_key(4, symmetric, group), None, 4, group,
         zero_points=not symmetric, raw_zero_points=not symmetric,
     )  # fmt: skip
 
@@ -181,9 +181,8 @@ def _mx_inputs(inputs: Config | None) -> tuple[bool, str | None]:
         static = dtype == "fp8_e4m3" and scope == "per_tensor" and inputs.get("symmetric") is True
         return static, "kFp8StaticTensorSym"
     if dtype == "fp8_e4m3":
-        return True, "kMxfp8Dynamic" if scope == "per_group" and inputs.get(
-            "group_size"
-        ) == 32 else "kFp8DynamicTensorSym"
+        grouped = scope == "per_group" and inputs.get("group_size") == 32
+        return True, "kMxfp8Dynamic" if grouped else "kFp8DynamicTensorSym"
     if dtype not in _MX_INPUTS:
         refuse(f"Quark activations {dtype} are not supported")
     return True, _MX_INPUTS[dtype]
@@ -204,13 +203,11 @@ def _mx(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Meth
     if activation == "kMxfp8Dynamic" or runs not in _MX_SCHEMES[element]:
         refuse(f"Quark MX weights {element} with activations {runs} are not supported")
     method = Method("QuarkOCP_MX_MoEMethod", "mxfp4", "quark", key, activation, 4 if element == "fp4" else 6, 32)
-    selects = element == "fp4" and activation in (None, "kFp8StaticTensorSym", "kMxfp4Dynamic")
     if activation == "kFp8DynamicTensorSym":
         raise ConfigRefusal("NotImplementedError", "CONFIG", "dynamic fp8 activations with MX weights", code="G0")
-    if selects:
+    if element == "fp4" and activation in (None, "kFp8StaticTensorSym", "kMxfp4Dynamic"):
         return replace(method, first_class=not policy.since("0.33.0"))
-    emulated = ("EMULATION", "OCP_MXQuantizationEmulationTritonExperts")
-    return replace(method, fixed=emulated)
+    return replace(method, fixed=("EMULATION", "OCP_MXQuantizationEmulationTritonExperts"))
 
 
 def _mxfp8(question: ConfigQuestion, activation: str | None) -> Method:
@@ -224,12 +221,9 @@ def _mxfp8(question: ConfigQuestion, activation: str | None) -> Method:
 
 
 def _int8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Method | None:
-    if (
-        inputs is None
-        or weight.get("dtype") != "int8"
-        or inputs.get("dtype") != "int8"
-        or weight.get("symmetric") is not True
-    ):
+    if inputs is None or weight.get("symmetric") is not True:
+        return None
+    if (weight.get("dtype"), inputs.get("dtype")) != ("int8", "int8"):
         return None
     scope, acts = weight.get("qscheme"), inputs.get("qscheme")
     static = acts == "per_tensor" and not inputs.get("is_dynamic") and not weight.get("is_dynamic")

@@ -75,11 +75,6 @@ class ConfigQuestion:
         """Platform of the device."""
         return self.probe.gpu.platform
 
-    @property
-    def gated(self) -> bool:
-        """Whether the experts have a gate half."""
-        return self.probe.shape.gated and not self.probe.shape.activation.endswith("_no_mul")
-
     def engine_path(self, path: str) -> str:
         """Return a module's path within the engine's class (see the function of this name)."""
         return engine_path(self.probe.shape.architecture, path)
@@ -141,8 +136,7 @@ def check_layer(case: Case) -> None:
     dtype = case.env("VLLM_MARLIN_INPUT_DTYPE")
     if dtype not in (None, "int8", "fp8"):
         refuse(f"VLLM_MARLIN_INPUT_DTYPE is {dtype!r}, not int8 or fp8", "unset VLLM_MARLIN_INPUT_DTYPE")
-    ungated = not case.shape.gated or case.shape.activation.endswith("_no_mul")
-    if ungated and case.gpu.platform == "cpu":
+    if not case.gated and case.gpu.platform == "cpu":
         text = f"experts without a gate ({case.shape.activation}) are not supported on CPUs"
         raise ConfigRefusal("NotImplementedError", "SHAPE", text, code="P02_NOT_GATED")
 
