@@ -17,6 +17,9 @@ from moeq.schemes.patterns import Patterns
 #: Data types whose tensors are not packed integers; headers tell them apart.
 _FLOAT_TYPES = ("mx_fp", "nv_fp", "fp", "mx_fp4", "nv_fp4", "mx_fp8", "fp8")
 
+#: Characters that make a name of `extra_config` a pattern.
+_PATTERN = frozenset("*+?[](){}^$|\\")
+
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read a `quantization_config` of AutoRound ("auto-round", "intel/auto-round", "inc")."""
@@ -40,7 +43,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     compiled = [
         (pattern, declared)
         for text, declared in exceptions.items()
-        if _looks_like_pattern(text) and (pattern := patterns.compile_valid(text)) is not None
+        if not _PATTERN.isdisjoint(text) and (pattern := patterns.compile_valid(text)) is not None
     ]
 
     def resolve(module: str) -> Declared | None:
@@ -73,20 +76,6 @@ def _exceptions(fields: Fields, default: Declared) -> dict[str, Declared | None]
         inner = Fields(overrides, f"{fields.where}: extra_config[{ascii(name)[:80]}]")
         bits = inner.integer("bits", low=1, high=32)
         size = None if isinstance(overrides.get("group_size"), list) else group_size(inner, "group_size")
-        symmetric = inner.flag("sym")
-        exceptions[name] = (
-            None
-            if bits is not None and bits >= 16
-            else replace(
-                default,
-                bits=default.bits if bits is None else bits,
-                group_size=default.group_size if size is None else size,
-                symmetric=default.symmetric if symmetric is None else symmetric,
-                rule=inner.where,
-            )
-        )
+        declared = default.overridden(rule=inner.where, bits=bits, group_size=size, symmetric=inner.flag("sym"))
+        exceptions[name] = None if bits is not None and bits >= 16 else declared
     return exceptions
-
-
-def _looks_like_pattern(text: str) -> bool:
-    return any(character in text for character in "*+?[](){}^$|\\")

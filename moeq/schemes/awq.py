@@ -76,7 +76,7 @@ class Awq(Format):
 
     id = "awq"
     title = "AWQ gemm: int32 words along N, nibbles in AutoAWQ's order"
-    rows = ("scales", 1)
+    rows = ("scale", 1)
     parts = PARTS
     fast_view = FastView(transposed=True, nibble_of_column=NIBBLE_OF_COLUMN)
     # Words along N are always full; zero points of symmetric weights are a constant of the writer's choice.
@@ -104,17 +104,16 @@ class Awq(Format):
         spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric)
         zero_point: ZeroPoint = "stored" if "qzeros" in parts else "none"
         packing = "nibbles along N, order 0 2 4 6 1 3 5 7" if bits == 4 else "bytes along N"
-        encoding = context.group_encoding(spec, "i32-packed", packing, zero_point)
-        return self._described(spec, declared, encoding)
+        return self._described(spec, declared, context.group_encoding(spec, "i32-packed", packing), zero_point)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        zeros = _columns(parts["qzeros"], spec.bits, spec.n) if "qzeros" in parts else None
+        zeros = column_codes(parts["qzeros"], spec.bits, spec.n) if "qzeros" in parts else None
         if spec.symmetric and zeros is not None:
             check_constant(zeros, spec)
             zeros = None
         return QuantizedMatrix(
             spec=spec,
-            codes=_columns(parts["qweight"], spec.bits, spec.n).t().contiguous(),
+            codes=column_codes(parts["qweight"], spec.bits, spec.n).t().contiguous(),
             scales=parts["scales"].t().contiguous(),
             zeros=None if zeros is None else zeros.t().contiguous(),
             bias=parts.get("bias"),
@@ -151,7 +150,7 @@ def check_constant(zeros: Tensor, spec: MatrixSpec) -> None:
         )
 
 
-def _columns(words: Tensor, bits: int, count: int) -> Tensor:
+def column_codes(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpack int32 words that are packed along columns: uint8 `[rows, count]`."""
     codes = stream_codes(words, bits, count)
     if bits != 4:
@@ -160,7 +159,7 @@ def _columns(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def column_words(codes: Tensor, bits: int, words: int) -> Tensor:
-    """Pack codes `[rows, columns]` along columns, the inverse of `_columns`: int32 `[rows, words]`."""
+    """Pack codes `[rows, columns]` along columns, the inverse of `column_codes`: int32 `[rows, words]`."""
     if bits == 4:
         column_of_nibble = sorted(range(8), key=NIBBLE_OF_COLUMN.__getitem__)
         codes = codes.reshape(codes.shape[0], -1, 8)[..., column_of_nibble].flatten(1)
@@ -180,7 +179,7 @@ class _PaddedAwq(Format):
         size = padded_group_size(context, k, scales)
         scale_dtype = context.float_name(parts, "scales")
         spec = context.spec(parts, n, k, "int4", size, scale_dtype, symmetric=False)
-        return self._described(spec, context.declared, context.group_encoding(spec, storage, packing, "stored"))
+        return self._described(spec, context.declared, context.group_encoding(spec, storage, packing))
 
 
 class AwqGemv(_PaddedAwq):
@@ -188,7 +187,6 @@ class AwqGemv(_PaddedAwq):
 
     id = "awq-gemv"
     title = "AWQ gemv: int32 words along K, padded scales"
-    rows = ("qweight", 0)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         found = matrices(parts, qweight=("I32",), qzeros=(), scales=())
@@ -237,7 +235,7 @@ class AwqGemvFast(_PaddedAwq):
 
     id = "awq-gemv-fast"
     title = "AWQ gemv_fast: int16 words over four rows"
-    rows = ("scales", 1)
+    rows = ("scale", 1)
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         return matrices(parts, qweight=("I16",), scales=()) is not None

@@ -39,6 +39,14 @@ class QuantKey:
     scale2: ScaleKey | None = None  #: second-level scale (NVFP4's global scale), if any
 
 
+#: Types that configs of several dialects ask activations to be quantised to at run time.
+FP8_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
+FP8_PER_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
+FP8_PER_GROUP = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
+MXFP8 = QuantKey("e4m3", "runtime", ScaleKey("e8m0", "group", (1, 32), dynamic=True))
+NVFP4 = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Encoding of one set of expert weights."""

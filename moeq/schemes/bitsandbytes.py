@@ -68,11 +68,9 @@ def read_state(raw: bytes, where: str) -> FourBitSizes:
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read transformers' `BitsAndBytesConfig`; what is quantised is told by the tensors."""
     fields = Fields(table, origin)
-    skipped = tuple(fields.names("llm_int8_skip_modules"))
     variant = "nf4" if fields.flag("load_in_4bit", "_load_in_4bit") else "int8"
     declared = Declared(METHOD, variant=fields.text("bnb_4bit_quant_type") or variant, rule=origin)
-
-    return declared_unless(fields, skipped, declared)
+    return declared_unless(fields, fields.names("llm_int8_skip_modules"), declared)
 
 
 class BitsAndBytes4(ReadOnlyFormat):

@@ -6,7 +6,6 @@ Checked against compressed-tensors 0.6 to 0.20. Fields that are null and fields 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from moeq.foreign import plain
@@ -46,21 +45,13 @@ _GRANULARITY: dict[str, Granularity] = {
 _SPARSE = frozenset({"marlin-24", "sparse-24-bitmask", "sparse-bitmask"})
 
 
-@dataclass(frozen=True)
-class _Group:
-    """One config group: what it targets and what it declares."""
-
-    targets: tuple[str, ...]
-    declared: Declared
-
-
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read a `quantization_config` (or, before 0.7, `compression_config`) of compressed-tensors."""
     fields = Fields(table, origin)
-    groups = [_group(name, value, fields) for name, value in fields.table_of("config_groups").items()]
     patterns = Patterns(origin)
+    groups = [_group(name, value, fields) for name, value in fields.table_of("config_groups").items()]
     ignored = _Targets(fields.names("ignore"), patterns)
-    targets = [(_Targets(group.targets, patterns), group.declared) for group in groups]
+    targets = [(_Targets(names, patterns), declared) for names, declared in groups]
 
     def resolve(module: str) -> Declared | None:
         if ignored.names(module):
@@ -74,7 +65,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     return Declaration(
         method="compressed-tensors",
         origin=origin,
-        default=groups[0].declared if groups else None,
+        default=targets[0][1] if targets else None,
         resolve=resolve,
         per_expert=any(target.names_experts() for target, _ in targets) or ignored.names_experts(),
         refusal=_refusal(fields),
@@ -85,7 +76,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
 class _Targets:
     """Targets or ignore entries: exact module names, `re:` patterns, class names."""
 
-    def __init__(self, entries: list[str] | tuple[str, ...], patterns: Patterns) -> None:
+    def __init__(self, entries: list[str], patterns: Patterns) -> None:
         self._patterns = patterns
         self._exact = frozenset(entry for entry in entries if not entry.startswith("re:"))
         self._compiled = [patterns.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
@@ -114,7 +105,8 @@ def preset_group(name: str, targets: Any) -> dict[str, Any] | None:
     return {"targets": targets, "weights": _PRESETS[name], "input_activations": _PRESET_ACTIVATIONS.get(name)}
 
 
-def _group(name: str, value: Any, fields: Fields) -> _Group:
+def _group(name: str, value: Any, fields: Fields) -> tuple[list[str], Declared]:
+    """Read one config group: what it targets and what it declares."""
     where = f"{fields.where}: config_groups[{ascii(name)[:60]}]"
     group = value if isinstance(value, dict) else preset_group(name, value)
     if group is None:
@@ -137,7 +129,7 @@ def _group(name: str, value: Any, fields: Fields) -> _Group:
         writer=plain(f"compressed-tensors {fields.table.get('version') or ''}".strip()),
         rule=where,
     )
-    return _Group(tuple(inner.names("targets")), declared)
+    return inner.names("targets"), declared
 
 
 def _act_order(weights: Fields) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import Scheme, ZeroPoint
+from moeq.schemes.base import Granularity, Scheme
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig
 
@@ -47,12 +47,15 @@ class Int8(Format):
         context.expect_input_features(k)
         context.expect_shape(parts, "weight_zero_point", scale, ("I8",))
         size = k // scale[1] if grouped else k
+        granularity: Granularity
         scale_dtype = context.float_name(parts, "weight_scale")
         symmetric = "weight_zero_point" not in parts
         spec = context.spec(parts, n, k, "int8", size, scale_dtype, symmetric=symmetric)
-        zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
-        encoding = _encoding(spec, per_tensor=scale in ((1,), (1, 1), ()), zero_point=zero_point)
-        return self._described(spec, context.declared, encoding)
+        if scale in ((1,), (1, 1), ()):
+            granularity, extent = "tensor", (-1, -1)
+        else:
+            granularity, extent = ("group", (1, size)) if spec.num_groups > 1 else ("channel", (1, -1))
+        return self._described(spec, context.declared, Encoding("i8", "one signed byte per code", granularity, extent))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
@@ -87,12 +90,3 @@ class Int8(Format):
 def _like(rows: Tensor, sig: PartSig) -> Tensor:
     """Return `[N, G]` in the stored shape; one number per tensor was spread over the rows."""
     return rows.reshape(-1)[: math.prod(sig.shape)].reshape(sig.shape).contiguous()
-
-
-def _encoding(spec: MatrixSpec, *, per_tensor: bool, zero_point: ZeroPoint) -> Encoding:
-    packing = "one signed byte per code"
-    if per_tensor:
-        return Encoding("i8", packing, "tensor", (-1, -1), zero_point)
-    if spec.num_groups > 1:
-        return Encoding("i8", packing, "group", (1, spec.group_size), zero_point)
-    return Encoding("i8", packing, "channel", (1, -1), zero_point)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import Scheme, ZeroPoint
+from moeq.schemes.base import Scheme
 from moeq.schemes.bits import lane_codes, pack_lanes, pack_stream, stream_codes
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import (
@@ -43,7 +43,6 @@ class CtPack(Format):
 
     id = "ct-pack"
     title = "compressed-tensors pack-quantized: int32 words along K"
-    rows = ("weight_packed", 0)
     parts: ClassVar[PartRoles] = {
         "weight_packed": "codes",
         "weight_scale": "scale",
@@ -73,8 +72,7 @@ class CtPack(Format):
         symmetric = "weight_zero_point" not in parts
         act_order = declared.act_order and groups > 1 and "weight_g_idx" in parts
         spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order)
-        zero_point: ZeroPoint = "none" if spec.symmetric else "stored"
-        encoding = context.group_encoding(spec, "i32-packed", "offset binary along K, low bits first", zero_point)
+        encoding = context.group_encoding(spec, "i32-packed", "offset binary along K, low bits first")
         return self._described(spec, declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

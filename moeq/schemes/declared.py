@@ -7,7 +7,7 @@ act-order, activation quantisation) and is checked against them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,6 +32,10 @@ class Declared:
     activation: QuantKey | None = None  #: type to which activations are to be quantised
     writer: str | None = None
     rule: str = "quantization_config"  #: config entry that decided, for messages
+
+    def overridden(self, **fields: Any) -> Declared:
+        """Return the declaration with those of `fields` that are not None."""
+        return replace(self, **{name: value for name, value in fields.items() if value is not None})
 
 
 @dataclass(frozen=True)

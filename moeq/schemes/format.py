@@ -130,7 +130,7 @@ class Context:
             self.refuse(detail, "the config does not describe this tensor; was one of them replaced?")
         return size
 
-    def group_encoding(self, spec: MatrixSpec, storage: str, packing: str, zero_point: ZeroPoint = "none") -> Encoding:
+    def group_encoding(self, spec: MatrixSpec, storage: str, packing: str) -> Encoding:
         """Describe one scale per group, or per channel where the config says so or one group covers the row.
 
         The declared group size is kept where a projection is narrower than a group, so that `w13` and `w2` of one
@@ -139,7 +139,7 @@ class Context:
         size = self.declared.group_size
         channel = size == -1 or (size is None and spec.group_size == spec.k)
         shape = (1, -1) if channel else (1, size or spec.group_size)
-        return Encoding(storage, packing, "channel" if channel else "group", shape, zero_point)
+        return Encoding(storage, packing, "channel" if channel else "group", shape)
 
 
 def inconsistent(where: str, detail: str, hint: str | None = None) -> NoReturn:
@@ -185,7 +185,6 @@ class Encoding:
     packing: str  #: place of a code in its container, for people
     granularity: Granularity = "group"
     group_shape: tuple[int, int] = (1, -1)  #: `(rows, columns)` that share a scale, -1 for a whole axis
-    zero_point: ZeroPoint = "none"
     scale2: ScaleKey | None = None
 
 
@@ -197,7 +196,7 @@ class Format(ABC):
     parts: ClassVar[PartRoles]  #: content of every part that a projection may have. No other part is ever read
     #: Storage as the fast path reads it, or None where only the reference path can.
     fast_view: ClassVar[FastView | None] = None
-    rows: ClassVar[tuple[str, int]] = ("weight", 0)  #: part whose shape tells `N`, and its axis there
+    rows: ClassVar[tuple[PartRole, int]] = ("codes", 0)  #: content of the part whose shape tells `N`, and its axis
     #: Roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
     bijective: ClassVar[tuple[PartRole, ...]] = ()
     padded_scales: ClassVar[bool] = False  #: whether the writer fills rows of scales with zeros
@@ -217,22 +216,31 @@ class Format(ABC):
 
     def out_features(self, parts: Parts) -> int:
         """Return `N`, which every format's headers tell by themselves."""
-        part, axis = self.rows
-        return parts[part].shape[axis]
+        role, axis = self.rows
+        return parts[self.name_of(role, parts)].shape[axis]
+
+    def name_of(self, role: PartRole, parts: Mapping[str, object]) -> str:
+        """Return the name under which the parts have this content, or "" if they have it under none."""
+        return next((name for name, content in self.parts.items() if content == role and name in parts), "")
 
     @abstractmethod
     def describe(self, parts: Parts, context: Context) -> Described:
         """Return scheme and sizes. Raises MoeqError `source.inconsistent` where headers and config disagree."""
 
-    def _described(self, spec: MatrixSpec, declared: Declared, encoding: Encoding) -> Described:
-        """Join sizes, what the config says and how the format encodes to a scheme."""
+    def _described(
+        self, spec: MatrixSpec, declared: Declared, encoding: Encoding, zero_point: ZeroPoint | None = None
+    ) -> Described:
+        """Join sizes, what the config says and how the format encodes to a scheme.
+
+        Without `zero_point`, zero points are stored as they are if the matrix has some.
+        """
         scale = ScaleKey(spec.scale_dtype, encoding.granularity, encoding.group_shape)
         scheme = Scheme(
             format=self.id,
             weight=QuantKey(spec.element, encoding.storage, scale, spec.symmetric, encoding.scale2),
             activation=declared.activation,
             packing=encoding.packing,
-            zero_point=encoding.zero_point,
+            zero_point=zero_point or ("none" if spec.symmetric else "stored"),
             # Where all columns share a scale there is no order, whatever the config says (`desc_act` with group -1).
             act_order=declared.act_order and encoding.granularity == "group",
             has_bias=spec.bias_dtype is not None,

@@ -77,14 +77,8 @@ class Fp8(Format):
         return (matrix.scales if per_channel else matrix.scales[:1]).reshape(sig.shape)
 
 
-_SCALES = ("weight_scale_inv", "weight_scale", "scale")
-
 #: Rows and columns of a block where the config says nothing.
 _BLOCK = (128, 128)
-
-
-def _scale(names: Mapping[str, object]) -> str:
-    return next((name for name in _SCALES if name in names), "")
 
 
 class Fp8Block(Format):
@@ -109,7 +103,7 @@ class Fp8Block(Format):
         return "no layout holds int8 weights in blocks; SGLang, which has them, reads them as they are"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        weight, scale = parts.get("weight"), parts.get(_scale(parts))
+        weight, scale = parts.get("weight"), parts.get(self.name_of("scale", parts))
         if weight is None or scale is None or weight.dtype not in ("F8_E4M3", "I8"):
             return False
         blocks = len(scale.shape) == 2 or (len(scale.shape) == 4 and scale.shape[1::2] == (1, 1))
@@ -117,7 +111,7 @@ class Fp8Block(Format):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, k = parts["weight"].shape
-        name = _scale(parts)
+        name = self.name_of("scale", parts)
         context.expect_input_features(k)
         rows, columns = context.declared.block or _BLOCK
         found = parts[name].shape
@@ -136,7 +130,7 @@ class Fp8Block(Format):
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
 
-        blocks = parts[_scale(parts)].reshape(-1, spec.num_groups)
+        blocks = parts[self.name_of("scale", parts)].reshape(-1, spec.num_groups)
         blocks = blocks.view(torch.uint8) if spec.scale_dtype == "e8m0" else blocks
         scales = blocks.repeat_interleave(scheme.weight.scale.group_shape[0], dim=0)[: spec.n].contiguous()
         codes = parts["weight"].view(torch.uint8)

@@ -70,11 +70,8 @@ class Gguf(ReadOnlyFormat):
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         return any(part in self.parts and part != "bias" for part in parts) and parts.keys() <= self.parts.keys()
 
-    def out_features(self, parts: Parts) -> int:
-        return parts[self._part(parts)].shape[0]
-
     def describe(self, parts: Parts, context: Context) -> Described:
-        part = self._part(parts)
+        part = self.name_of("codes", parts)
         kind = part.removeprefix(_PREFIX)
         n, octets = parts[part].shape
         coded, stored = _coded(kind), AS_FLOAT32.get(kind, kind)
@@ -108,7 +105,3 @@ class Gguf(ReadOnlyFormat):
 
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         return mxfp4_blocks(matrix.codes, matrix.scales) if part == "gguf_mxfp4" else None
-
-    @staticmethod
-    def _part(parts: Parts) -> str:
-        return next(part for part in parts if part.startswith(_PREFIX))

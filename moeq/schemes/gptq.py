@@ -62,12 +62,13 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     variant = fields.text("checkpoint_format", "format") or "gptq"
     if fields.flag("is_marlin_format"):
         variant = "marlin"
+    null_group = "group_size" in table and table["group_size"] is None
     default = Declared(
         method="gptq",
         variant=variant,
         bits=fields.integer("bits", "w_bit", "wbits", low=1, high=16),
-        group_size=-1 if _null_group(table) else group_size(fields, "group_size", "q_group_size"),
-        symmetric=_symmetric(fields),
+        group_size=-1 if null_group else group_size(fields, "group_size", "q_group_size"),
+        symmetric=not fields.flag("zero_point") if (symmetric := fields.flag("sym")) is None else symmetric,
         act_order=bool(fields.flag("desc_act")),
         writer=_writer(table),
         rule=origin,
@@ -91,18 +92,6 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         refusal=_refusal(fields, variant),
         raw=table,
     )
-
-
-def _null_group(table: Mapping[str, Any]) -> bool:
-    return "group_size" in table and table["group_size"] is None
-
-
-def _symmetric(fields: Fields) -> bool:
-    symmetric = fields.flag("sym")
-    if symmetric is None:
-        zero_point = fields.flag("zero_point")
-        symmetric = True if zero_point is None else not zero_point
-    return symmetric
 
 
 def _writer(table: Mapping[str, Any]) -> str | None:
@@ -130,33 +119,23 @@ def _dynamic_rules(fields: Fields, default: Declared) -> list[tuple[str, Declare
     """Read GPTQModel's `dynamic`, regex to overrides. Excluding rules (`-:`) come first, then file order."""
     rules: list[tuple[str, Declared | None]] = []
     for text, overrides in fields.table_of("dynamic").items():
-        if text.startswith("-:"):
-            rules.append((text[2:], None))
-            continue
-        if overrides is False:
-            rules.append((text.removeprefix("+:"), None))
+        pattern = text[2:] if text.startswith(("-:", "+:")) else text
+        if text.startswith("-:") or overrides is False:
+            rules.append((pattern, None))
             continue
         if not isinstance(overrides, dict):
             raise fields.refuse(f"dynamic[{ascii(text)[:80]}]", overrides, "expected an object of overrides")
-        rules.append((text.removeprefix("+:"), _overridden(default, overrides, f"{fields.where}: dynamic[{text!r}]")))
+        inner = Fields(overrides, f"{fields.where}: dynamic[{text!r}]")
+        declared = default.overridden(
+            rule=inner.where[:200],
+            bits=inner.integer("bits", low=1, high=16),
+            group_size=group_size(inner, "group_size"),
+            symmetric=inner.flag("sym"),
+            act_order=inner.flag("desc_act"),
+            variant=inner.text("checkpoint_format", "format") or None,
+        )
+        rules.append((pattern, declared))
     return sorted(rules, key=lambda rule: rule[1] is not None)
-
-
-def _overridden(default: Declared, overrides: dict[str, Any], where: str) -> Declared:
-    fields = Fields(overrides, where)
-    bits = fields.integer("bits", low=1, high=16)
-    groups = group_size(fields, "group_size")
-    symmetric = fields.flag("sym")
-    act_order = fields.flag("desc_act")
-    return replace(
-        default,
-        variant=fields.text("checkpoint_format", "format") or default.variant,
-        bits=default.bits if bits is None else bits,
-        group_size=default.group_size if groups is None else groups,
-        symmetric=default.symmetric if symmetric is None else symmetric,
-        act_order=default.act_order if act_order is None else act_order,
-        rule=where[:200],
-    )
 
 
 class Gptq(Format):
@@ -164,7 +143,7 @@ class Gptq(Format):
 
     id = "gptq"
     title = "GPTQ: int32 words along K, scales and zero points per group"
-    rows = ("qweight", 1)
+    rows = ("codes", 1)
     parts: ClassVar[PartRoles] = {
         "qweight": "codes",
         "scales": "scale",
@@ -196,8 +175,8 @@ class Gptq(Format):
         spec = context.spec(parts, n, k, f"int{bits}", size, scale_dtype, symmetric=symmetric, act_order=act_order)
         zero_point: ZeroPoint = "stored" if declared.variant in _RAW_ZEROS else "stored-minus-one"
         packing = "bit planes along K" if declared.variant == "gptq_p" else "bit stream along K, low bits first"
-        encoding = context.group_encoding(spec, "i32-packed", packing, zero_point if "qzeros" in parts else "none")
-        return self._described(spec, declared, encoding)
+        encoding = context.group_encoding(spec, "i32-packed", packing)
+        return self._described(spec, declared, encoding, zero_point if "qzeros" in parts else "none")
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch

@@ -81,10 +81,7 @@ class HqqSizes(NamedTuple):
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
     """Read transformers' `HqqConfig`; sizes and settings are stored beside each matrix."""
     fields = Fields(table, origin)
-    skipped = tuple(fields.names("skip_modules"))
-    declared = Declared(METHOD, rule=origin)
-
-    return declared_unless(fields, skipped, declared)
+    return declared_unless(fields, fields.names("skip_modules"), Declared(METHOD, rule=origin))
 
 
 class Hqq(ReadOnlyFormat):

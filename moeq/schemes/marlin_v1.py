@@ -19,48 +19,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _weight(names: Mapping[str, object]) -> str:
-    return "qweight" if "qweight" in names else "B"
-
-
-def _scale(names: Mapping[str, object]) -> str:
-    return "scales" if "scales" in names else "s"
-
-
 class MarlinV1(ReadOnlyFormat):
     """Serialised Marlin v1 weights."""
 
     id = "marlin-v1"
     title = "Marlin v1: int4 in 16 x 16 tiles"
+    rows = ("scale", 1)
     parts: ClassVar[PartRoles] = {"qweight": "codes", "B": "codes", "scales": "scale", "s": "scale", "bias": "bias"}
     refusal = "serialised Marlin v1 is already one kernel's layout; start from the GPTQ checkpoint it was made from"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        found = matrices(parts, **{_weight(parts): ("I32",), _scale(parts): ()})
+        found = matrices(parts, **{self.name_of("codes", parts): ("I32",), self.name_of("scale", parts): ()})
         return found is not None and found[0].shape[1] == 2 * found[1].shape[1]
 
-    def out_features(self, parts: Parts) -> int:
-        return parts[_scale(parts)].shape[1]
-
     def describe(self, parts: Parts, context: Context) -> Described:
-        k, n = parts[_weight(parts)].shape[0] * 16, self.out_features(parts)
+        scale = self.name_of("scale", parts)
+        k, (groups, n) = parts[self.name_of("codes", parts)].shape[0] * 16, parts[scale].shape
         if n % 64:
             context.refuse(f"N={n} is not a multiple of 64, which Marlin needs")
-        size = context.resolve_groups(k, parts[_scale(parts)].shape[0])
-        scale_dtype = context.float_name(parts, _scale(parts))
-        spec = context.spec(parts, n, k, "int4", size, scale_dtype)
+        size = context.resolve_groups(k, groups)
+        spec = context.spec(parts, n, k, "int4", size, context.float_name(parts, scale))
         encoding = context.group_encoding(spec, "i32-packed", "16 x 16 tiles permuted for tensor cores")
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         import torch
 
-        nibbles = stream_codes(parts[_weight(parts)], 4, spec.n * 16).reshape(spec.k // 16, -1, 1024)
+        nibbles = stream_codes(parts[self.name_of("codes", parts)], 4, spec.n * 16).reshape(spec.k // 16, -1, 1024)
         flat = torch.empty_like(nibbles)
         flat[..., torch.tensor(_weight_order())] = nibbles
         # A strip of 16 rows is a list of 16 x 16 tiles, row-major inside a tile.
         codes = flat.reshape(spec.k // 16, spec.n // 16, 16, 16).permute(0, 2, 1, 3).reshape(spec.k, spec.n)
-        stored = parts[_scale(parts)]
+        stored = parts[self.name_of("scale", parts)]
         order = torch.tensor(_scale_order(grouped=spec.num_groups > 1))
         chunks = stored.reshape(stored.shape[0], -1, len(order))
         scales = torch.empty_like(chunks)

@@ -8,11 +8,10 @@ activations' channels before the product.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.base import FP8_PER_GROUP, FP8_PER_TOKEN, FP8_STATIC, MXFP8, NVFP4, Scheme
 from moeq.schemes.declared import Declaration, Declared, Fields, names_module
 from moeq.schemes.format import Context, Described, PartRoles, Parts, ReadOnlyFormat, matrices
 
@@ -20,24 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_FP8 = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
-_FP8_GROUP = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
-_MXFP8 = QuantKey("e4m3", "runtime", ScaleKey("e8m0", "group", (1, 32), dynamic=True))
-_FP4 = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
-
 #: Activations that an algorithm quantises; weight-only algorithms are absent.
 _ACTIVATIONS = {
-    "fp8": _FP8,
-    "fp8_per_channel_per_token": replace(_FP8, scale=ScaleKey("f32", "token", (1, -1), dynamic=True)),
-    "fp8_pb_wo": _FP8_GROUP,  # despite the name, engines quantise activations in groups of 128
-    "fp8_block_scales": _FP8_GROUP,
-    "mxfp8": _MXFP8,
-    "nvfp4": _FP4,
-    "nvfp4_awq": _FP4,
-    "nvfp4_svd": _FP4,
-    "w4a8_awq": _FP8,
-    "w4a8_nvfp4_fp8": _FP8,
-    "w4a8_mxfp4_fp8": _FP8,
+    "fp8": FP8_STATIC,
+    "fp8_per_channel_per_token": FP8_PER_TOKEN,
+    "fp8_pb_wo": FP8_PER_GROUP,  # despite the name, engines quantise activations in groups of 128
+    "fp8_block_scales": FP8_PER_GROUP,
+    "mxfp8": MXFP8,
+    "nvfp4": NVFP4,
+    "nvfp4_awq": NVFP4,
+    "nvfp4_svd": NVFP4,
+    "w4a8_awq": FP8_STATIC,
+    "w4a8_nvfp4_fp8": FP8_STATIC,
+    "w4a8_mxfp4_fp8": FP8_STATIC,
 }
 
 
@@ -95,7 +89,7 @@ class ModelOptInt4(ReadOnlyFormat):
 
     id = "modelopt-int4"
     title = "ModelOpt int4 AWQ: two rows per byte"
-    rows = ("weight_scale", 0)
+    rows = ("scale", 0)
     parts: ClassVar[PartRoles] = {
         "weight": "codes",
         "weight_scale": "scale",

@@ -43,6 +43,11 @@ class _Mxfp4(Format):
     fast_view = FastView()
     bijective = ("codes", "scale")
 
+    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
+        codes = nibble_codes(parts[self.name_of("codes", parts)].flatten(1))
+        scales = parts[self.name_of("scale", parts)].contiguous()
+        return QuantizedMatrix(spec, codes, scales, bias=parts.get("bias"))
+
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         import torch
 
@@ -57,7 +62,6 @@ class Mxfp4Blocks(_Mxfp4):
 
     id = "mxfp4"
     title = "gpt-oss MXFP4: fused blocks and scales"
-    rows = ("blocks", 0)
     parts: ClassVar[PartRoles] = {"blocks": "codes", "scales": "scale", "bias": "bias"}
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
@@ -75,15 +79,6 @@ class Mxfp4Blocks(_Mxfp4):
         encoding = Encoding("u8-packed", "blocks of 32 codes, low nibble first", group_shape=(1, 32))
         return self._described(spec, context.declared, encoding)
 
-    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        codes = nibble_codes(parts["blocks"].flatten(-2))
-        return QuantizedMatrix(spec, codes, parts["scales"].contiguous(), bias=parts.get("bias"))
-
-
-def weight_part(names: Mapping[str, object]) -> str:
-    """Return the name of the part with the codes."""
-    return "weight_packed" if "weight_packed" in names else "weight"
-
 
 class Mxfp4Packed(_Mxfp4):
     """MXFP4 with one byte matrix per projection."""
@@ -91,40 +86,28 @@ class Mxfp4Packed(_Mxfp4):
     id = "ct-mxfp4"
     title = "MXFP4: byte matrix and exponent bytes per projection"
     parts: ClassVar[PartRoles] = {"weight_packed": "codes", "weight": "codes", "weight_scale": "scale", "bias": "bias"}
+    storage: ClassVar[str] = "u8-packed"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        return matrices(parts, **{weight_part(parts): ("U8",), "weight_scale": ("U8", "F8_E8M0")}) is not None
-
-    def out_features(self, parts: Parts) -> int:
-        return parts[weight_part(parts)].shape[0]
+        return matrices(parts, **{self.name_of("codes", parts): ("U8",), "weight_scale": ("U8", "F8_E8M0")}) is not None
 
     def describe(self, parts: Parts, context: Context) -> Described:
-        spec = fp4_spec(parts, context, weight_part(parts), "weight_scale", 32, "e8m0")
-        encoding = Encoding("u8-packed", "two codes per byte along K, low nibble first", group_shape=(1, 32))
+        names = self.name_of("codes", parts), self.name_of("scale", parts)
+        spec = fp4_spec(parts, context, *names, 32, "e8m0")
+        encoding = Encoding(self.storage, "two codes per byte along K, low nibble first", group_shape=(1, 32))
         return self._described(spec, context.declared, encoding)
 
-    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        codes = nibble_codes(parts[weight_part(parts)])
-        return QuantizedMatrix(spec, codes, parts["weight_scale"].contiguous(), bias=parts.get("bias"))
 
-
-class DeepSeekFp4(_Mxfp4):
+class DeepSeekFp4(Mxfp4Packed):
     """FP4 experts as DeepSeek-V4 stores them; the numbers are those of MXFP4."""
 
     id = "deepseek-fp4"
     title = "DeepSeek-V4 FP4: byte matrix typed I8, E8M0 scales"
     parts: ClassVar[PartRoles] = {"weight": "codes", "scale": "scale", "bias": "bias"}
+    storage = "i8-packed"
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
         weight, scale = parts.get("weight"), parts.get("scale")
         if weight is None or scale is None or len(weight.shape) != 2:
             return False
         return weight.dtype in ("I8", "U8") and scale.dtype == "F8_E8M0"
-
-    def describe(self, parts: Parts, context: Context) -> Described:
-        spec = fp4_spec(parts, context, "weight", "scale", 32, "e8m0")
-        encoding = Encoding("i8-packed", "two codes per byte along K, low nibble first", group_shape=(1, 32))
-        return self._described(spec, context.declared, encoding)
-
-    def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        return QuantizedMatrix(spec, nibble_codes(parts["weight"]), parts["scale"].contiguous(), bias=parts.get("bias"))

@@ -22,7 +22,7 @@ from moeq.schemes.base import ScaleKey, Scheme
 from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declared
 from moeq.schemes.format import Context, Described, Encoding, FastView, Format, PartRoles, Parts, PartSig, matrices
-from moeq.schemes.mxfp4 import fp4_spec, weight_part
+from moeq.schemes.mxfp4 import fp4_spec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,22 +52,22 @@ class Nvfp4(Format):
     bijective = ("codes", "scale")
 
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        found = matrices(parts, **{weight_part(parts): ("U8",), "weight_scale": ("F8_E4M3",)})
+        found = matrices(parts, **{self.name_of("codes", parts): ("U8",), "weight_scale": ("F8_E4M3",)})
         return found is not None and not parts.keys().isdisjoint(_GLOBAL)
 
     def out_features(self, parts: Parts) -> int:
-        return parts[weight_part(parts)].shape[1 if _is_transposed(parts) else 0]
+        return parts[self.name_of("codes", parts)].shape[1 if self._is_transposed(parts) else 0]
 
     def describe(self, parts: Parts, context: Context) -> Described:
         for part in parts.keys() & set(_GLOBAL):
             if math.prod(parts[part].shape) != 1:
                 context.refuse(f"{part} has shape {list(parts[part].shape)}, expected one number")
-        transposed = _is_transposed(parts)
+        transposed = self._is_transposed(parts)
         upright = {
             part: sig._replace(shape=sig.shape[::-1]) if transposed and part in _MATRICES else sig
             for part, sig in parts.items()
         }
-        spec = fp4_spec(upright, context, weight_part(parts), "weight_scale", 16, "e4m3")
+        spec = fp4_spec(upright, context, self.name_of("codes", parts), "weight_scale", 16, "e4m3")
         encoding = Encoding(
             "u8-packed",
             _BY_COLUMNS if transposed else _BY_ROWS,
@@ -77,7 +77,7 @@ class Nvfp4(Format):
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        weight, scales = parts[weight_part(parts)], parts["weight_scale"]
+        weight, scales = parts[self.name_of("codes", parts)], parts["weight_scale"]
         if scheme.packing == _BY_COLUMNS:
             weight, scales = _transposed(weight), _transposed(scales)
         return QuantizedMatrix(
@@ -98,6 +98,11 @@ class Nvfp4(Format):
         stored = multiplier if part == "weight_scale_2" else multiplier.new_tensor([divisor_of(float(multiplier))])
         return stored.reshape(sig.shape)
 
+    def _is_transposed(self, parts: Parts) -> bool:
+        """Return whether matrices are transposed: one scale per 8 bytes goes along one axis only."""
+        weight, scale = parts[self.name_of("codes", parts)].shape, parts["weight_scale"].shape
+        return scale == (weight[0] // 8, weight[1])
+
     def fast_view_of(self, scheme: Scheme) -> FastView | None:
         """Return no view of transposed matrices, whose words of eight codes along K are not contiguous."""
         return None if scheme.packing == _BY_COLUMNS else self.fast_view
@@ -109,12 +114,6 @@ class Nvfp4(Format):
 
 #: Parts that are matrices.
 _MATRICES = ("weight_packed", "weight", "weight_scale")
-
-
-def _is_transposed(parts: Parts) -> bool:
-    """Return whether matrices are transposed: one scale per 8 bytes goes along one axis only."""
-    weight, scale = parts[weight_part(parts)].shape, parts["weight_scale"].shape
-    return scale == (weight[0] // 8, weight[1])
 
 
 def _transposed(matrix: Tensor) -> Tensor:

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from moeq.schemes.base import QuantKey, ScaleKey
+from moeq.schemes.base import FP8_PER_GROUP, FP8_STATIC, NVFP4, QuantKey, ScaleKey
 from moeq.schemes.declared import Declaration, Declared, Fields, declared_unless
 
 _INT8_TOKEN = QuantKey("int8", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
-_FP8_TOKEN = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
 _FP8_TENSOR = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1), dynamic=True))
-_FP4_GROUP = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
-_FP8_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
 
 
 def read_mxfp4(table: Mapping[str, Any], origin: str) -> Declaration:
@@ -35,7 +32,7 @@ def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
     fields = Fields(table, origin)
     block = fields.block("weight_block_size")
     static = fields.text("activation_scheme") == "static"
-    activation = _FP8_STATIC if static else _FP8_TOKEN if block else _FP8_TENSOR
+    activation = FP8_STATIC if static else FP8_PER_GROUP if block else _FP8_TENSOR
     declared = Declared(
         method="fp8",
         variant=fields.text("fmt", "scale_fmt") or "e4m3",
@@ -47,11 +44,9 @@ def read_fp8(table: Mapping[str, Any], origin: str) -> Declaration:
     )
     # NVIDIA's DeepSeek-V4 keeps `fp8` for the model and says beside it that the experts are NVFP4.
     experts = fields.text("moe_quant_algo")
-    return _declaration(
-        fields, declared, replace(declared, variant=experts, activation=_FP4_GROUP) if experts else None
-    )
+    return _declaration(fields, declared, replace(declared, variant=experts, activation=NVFP4) if experts else None)
 
 
 def _declaration(fields: Fields, declared: Declared, experts: Declared | None = None) -> Declaration:
-    skipped = tuple(fields.names("modules_to_not_convert", "ignored_layers", "ignore"))
+    skipped = fields.names("modules_to_not_convert", "ignored_layers", "ignore")
     return declared_unless(fields, skipped, declared, experts)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.foreign import plain
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.awq import NIBBLE_OF_COLUMN
+from moeq.schemes.awq import column_codes
 from moeq.schemes.base import QuantKey, ScaleKey, Scheme
 from moeq.schemes.bits import stream_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, group_size
@@ -125,14 +125,13 @@ class QuarkInt4(ReadOnlyFormat):
         scale_dtype = context.float_name(parts, "weight_scale")
         spec = context.spec(parts, n, k, "int4", size, scale_dtype, symmetric=symmetric)
         packing = "nibbles along K" if _per_channel(parts) else "nibbles along N, transposed"
-        encoding = context.group_encoding(spec, "i32-packed", packing, "none" if symmetric else "stored")
-        return self._described(spec, context.declared, encoding)
+        return self._described(spec, context.declared, context.group_encoding(spec, "i32-packed", packing))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        reorder = scheme.checkpoint_format != "order"
-        rows = _nibbles(parts["weight"], reorder)
-        scales = parts["weight_scale"]
-        zeros = _nibbles(parts["weight_zero_point"], reorder) if "weight_zero_point" in parts else None
+        codes = stream_codes if scheme.checkpoint_format == "order" else column_codes
+        rows, scales, zeros = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
+        rows = codes(rows, 4, rows.shape[1] * 8)
+        zeros = None if zeros is None else codes(zeros, 4, zeros.shape[1] * 8)
         if not _per_channel(parts):
             rows, scales = rows.t(), scales.t()
             zeros = None if zeros is None else zeros.t().contiguous()
@@ -142,10 +141,3 @@ class QuarkInt4(ReadOnlyFormat):
 
 def _per_channel(parts: Parts | Mapping[str, Tensor]) -> bool:
     return parts["weight_scale"].shape == (parts["weight"].shape[0], 1)
-
-
-def _nibbles(words: Tensor, reorder: bool) -> Tensor:
-    codes = stream_codes(words, 4, words.shape[1] * 8)
-    if not reorder:
-        return codes
-    return codes.reshape(codes.shape[0], -1, 8)[..., list(NIBBLE_OF_COLUMN)].reshape(codes.shape)

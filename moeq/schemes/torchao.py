@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import Granularity, QuantKey, ScaleKey, Scheme, ZeroPoint
+from moeq.schemes.base import FP8_PER_TOKEN, MXFP8, NVFP4, Granularity, QuantKey, ScaleKey, Scheme
 from moeq.schemes.bits import nibble_codes
 from moeq.schemes.declared import Declaration, Declared, Fields, names_module
 from moeq.schemes.format import (
@@ -62,13 +62,7 @@ MX = "_weight_mx"
 #: Parts of other kinds of matrices, which change what the layer computes.
 _UNREAD = ("_weight_act_pre_scale", "_weight_act_quant_scale", "_weight_act_quant_zero_point")
 
-_DYNAMIC_FP8 = QuantKey("e4m3", "runtime", ScaleKey("f32", "token", (1, -1), dynamic=True))
-
-_DYNAMIC_MXFP8 = QuantKey("e4m3", "runtime", ScaleKey("e8m0", "group", (1, 32), dynamic=True))
-_DYNAMIC_MXFP4 = replace(_DYNAMIC_MXFP8, dtype="e2m1")
-_DYNAMIC_NVFP4 = QuantKey("e2m1", "runtime", ScaleKey("e4m3", "group", (1, 16), dynamic=True))
-
-_DYNAMIC = QuantKey("int8", "i8", ScaleKey("f32", "token", (1, -1), dynamic=True))
+_INT8 = QuantKey("int8", "i8", ScaleKey("f32", "token", (1, -1), dynamic=True))
 
 
 def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
@@ -108,13 +102,14 @@ def _declared(config: object, origin: str) -> Declared:
     activation = None
     if kind.startswith("Int8DynamicActivation"):
         asymmetric = "Intx" in kind or _data_name(data, "act_mapping_type") == "ASYMMETRIC"
-        activation = replace(_DYNAMIC, symmetric=not asymmetric)
+        activation = replace(_INT8, symmetric=not asymmetric)
     elif kind.startswith("Float8DynamicActivation"):
-        activation = _DYNAMIC_FP8
+        activation = FP8_PER_TOKEN
     elif kind.startswith("MXDynamicActivation"):
-        activation = _DYNAMIC_MXFP4 if _data_name(data, "activation_dtype") == "float4_e2m1fn_x2" else _DYNAMIC_MXFP8
+        fp4 = _data_name(data, "activation_dtype") == "float4_e2m1fn_x2"
+        activation = replace(MXFP8, dtype="e2m1") if fp4 else MXFP8
     elif kind.startswith("NVFP4DynamicActivation"):
-        activation = _DYNAMIC_NVFP4
+        activation = NVFP4
     return Declared(METHOD, variant=kind, symmetric=symmetric, activation=activation, rule=origin)
 
 
@@ -133,7 +128,6 @@ def _data_name(data: Mapping[str, Any], key: str) -> str | None:
 class _TorchAo(ReadOnlyFormat):
     """Base of torchao's formats: a row of the codes is an output feature."""
 
-    rows = ("_weight_qdata", 0)
     refusal = "engines read its numbers in another spelling: `moeq transcode --to compressed-tensors` is exact"
 
 
@@ -174,10 +168,9 @@ class TorchAoInt(_TorchAo):
         symmetric = "_weight_zero_point" not in parts or context.declared.symmetric is True
         element = f"int{max(2, parts[BITS].shape[1])}"
         spec = context.spec(parts, n, k, element, k // groups, scale_dtype, symmetric=symmetric)
-        zero: ZeroPoint = "none" if symmetric else "stored"
         granularity: Granularity = "tensor" if whole else "channel" if groups == 1 else "group"
         extent = {"tensor": (-1, -1), "channel": (1, -1), "group": (1, k // groups)}[granularity]
-        encoding = Encoding("i8", "one signed byte per code", granularity, extent, zero)
+        encoding = Encoding("i8", "one signed byte per code", granularity, extent)
         return self._described(spec, context.declared, encoding)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

@@ -39,10 +39,9 @@ class Unquantized(ReadOnlyFormat):
         weight = parts["weight"]
         n, k = weight.shape
         element = FLOAT_NAMES[weight.dtype]
-        bias = context.bias_dtype(parts, n)
-        spec = MatrixSpec(context.role, n, k, element, k, "f32", bias_dtype=bias, gated=context.gated)
+        spec = context.spec(parts, n, k, element, k, "f32")
         key = QuantKey(element, element, ScaleKey("f32", "tensor", (-1, -1)))
-        return Described(Scheme(self.id, key, has_bias=bias is not None), spec)
+        return Described(Scheme(self.id, key, has_bias=spec.bias_dtype is not None), spec)
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
         raise MoeqError("source.not-quantized", "these experts are not quantised: they have no codes")

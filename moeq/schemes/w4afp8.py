@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from moeq.matrix import MatrixSpec, QuantizedMatrix
-from moeq.schemes.base import QuantKey, ScaleKey, Scheme
+from moeq.schemes.base import FP8_PER_GROUP, FP8_STATIC, Scheme
 from moeq.schemes.bits import nibble_codes, pack_nibbles
 from moeq.schemes.declared import Declaration, Declared, Fields
 from moeq.schemes.format import Context, Described, Encoding, Format, PartRoles, Parts, PartSig, matrices
@@ -26,9 +26,6 @@ GROUP = 128
 
 #: Two's complement to offset binary and back.
 _SIGN = 8
-
-_STATIC = QuantKey("e4m3", "runtime", ScaleKey("f32", "tensor", (-1, -1)))
-_BLOCKS = QuantKey("e4m3", "runtime", ScaleKey("f32", "group", (1, 128), dynamic=True))
 
 
 class W4AFp8(Format):
@@ -83,7 +80,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         bits=4,
         group_size=GROUP,
         symmetric=True,
-        activation=_STATIC,
+        activation=FP8_STATIC,
         rule=origin,
     )
     dense = Declared(
@@ -92,7 +89,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
         symmetric=True,
         strategy="block",
         block=(128, 128),
-        activation=_BLOCKS,
+        activation=FP8_PER_GROUP,
         rule=origin,
     )
 
