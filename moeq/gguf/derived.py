@@ -61,12 +61,9 @@ def derive(
 ) -> tuple[TensorEntry, Make | None]:
     """Return the entry of a tensor as the model has it, and what makes the file that it is in if no file has it so.
 
-    Args:
-        entry: the tensor as stored, under its Hugging Face name.
-        stored: the tensor in the file.
+    `entry` is the tensor as it is stored, under its Hugging Face name.
 
-    Raises:
-        MoeqError: `source.inconsistent` if shape and config do not fit.
+    Raises MoeqError `source.inconsistent` if shape and config do not fit.
     """
     if change == "row":
         return entry._replace(shape=(1, *entry.shape)) if len(entry.shape) == 1 else entry, None

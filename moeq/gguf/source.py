@@ -75,13 +75,9 @@ def _gguf_names(names: Sequence[str]) -> list[str]:
 
 
 def choose_files(names: Sequence[str], asked: str | None, where: str) -> tuple[str, ...]:
-    """Return the files of one model, in order.
+    """Return the files of one model, in order; `asked` is the file that was asked for, None if the folder was.
 
-    Args:
-        asked: the file that was asked for; None if the folder was.
-
-    Raises:
-        MoeqError: `usage.several-models` if the folder holds more than one; `source.missing-shard`.
+    Raises MoeqError `usage.several-models` if the folder holds more than one; `source.missing-shard`.
     """
     present = _weights(names)
     stems = {match[1] if (match := _SPLIT.fullmatch(name)) else name for name in present}
@@ -109,11 +105,7 @@ class _GgufFiles(Source):
     def _present(
         self, headers: Sequence[GgufHeader], name: str, sides: Sequence[str], config: dict[str, Any] | None = None
     ) -> None:
-        """Take over headers, and the config beside the files if there is one.
-
-        Args:
-            sides: files beside them that belong to the model.
-        """
+        """Take over headers, the config beside the files if there is one, and the model's other files."""
         self._made: dict[str, Make] = {}
         self._tokenizer: dict[str, bytes] = {}
         self._converts = False
@@ -287,11 +279,8 @@ class GgufSource(_GgufFiles, LocalSource):
 class GgufRepository(_GgufFiles, HubSource):
     """A model in GGUF files of a repository: headers by range requests, files through the client's cache.
 
-    Args:
-        file: one of its files; None for a repository that holds one model.
-
-    Raises:
-        MoeqError: as `GgufSource` and `HubSource`.
+    `file` is one of its files, None for a repository that holds one model. Raises MoeqError as `GgufSource` and
+    `HubSource`.
     """
 
     def __init__(self, repo: str, revision: str | None, file: str | None) -> None:
@@ -332,8 +321,7 @@ def names_repository_file(text: str) -> bool:
 def entry_of(name: str, tensor: GgufTensor, file: str, read_as: str | None = None) -> TensorEntry:
     """Return the entry of a tensor under a Hugging Face name: floats as they are, blocks as rows of bytes.
 
-    Args:
-        read_as: how its blocks are read (`moeq.schemes.gguf_blocks.readings`), if not as its own type.
+    Blocks may be read as another type than their own (`moeq.schemes.gguf_blocks.readings`).
     """
     if tensor.type in _PLAIN and not (".experts." in name and len(tensor.shape) == 3):
         return TensorEntry(name, _PLAIN[tensor.type], tensor.shape, file, tensor.start, tensor.end)

@@ -30,9 +30,7 @@ def row_order(layout: str) -> Literal["gate-up", "interleaved"]:
 def check_e4m3(layout: str, element: str) -> None:
     """Check that a kernel multiplies such weights with e4m3 activations.
 
-    Raises:
-        MoeqError: `answer.no-kernel` if no kernel does.
-        KernelUnsupportedError: if no kernel reads the layout at all.
+    Raises MoeqError `answer.no-kernel` if no kernel does; KernelUnsupportedError if no kernel reads the layout at all.
     """
     from moeq_kernels.formats import FORMATS, find_format
     from moeq_kernels.hopper.support import W4A8

@@ -283,12 +283,7 @@ def packed_experts(
 ) -> PackedExperts:
     """Read packed experts onto a device, without any check.
 
-    Args:
-        checkpoint: the converted checkpoint.
-        entry: the layer in its manifest.
-        part: part of the layer that is read.
-        device: device of the tensors.
-        rows: experts within the stacked tensors, in the wanted order; None: those of `part`.
+    `rows` are experts within the stacked tensors, in the wanted order; None: those of `part`.
     """
     import torch
 

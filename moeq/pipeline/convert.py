@@ -94,19 +94,11 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> Conversion:
-    """Convert a source checkpoint for a deployment, as `moeq.convert` does, which says what arguments mean.
+    """Convert a source checkpoint for a deployment, as `moeq.convert` does, which says what arguments and errors mean.
 
-    Where `dst` already holds the result of the same job (`moeq.pipeline.state.stamps`), nothing is done.
-
-    Args:
-        src, dst, deployment, revision, force, dry_run, workers, max_memory, shard, executor, ray_address,
-            stream_source, reread, sign, progress: arguments of `moeq.convert`.
-        backend: backend to force, in place of the deployment's.
-        plan_digest: digest that the plan must have (`moeq plan` prints it); None takes any.
-        options: fields of `moeq.pipeline.plan.options.ConvertOptions`.
-
-    Raises MoeqError as `moeq.convert`. A failed run leaves no folder DST behind; finished units are kept in
-    `<DST>.moeq-partial`.
+    Where `dst` already holds the result of the same job (`moeq.pipeline.state.stamps`), nothing is done. A failed run
+    leaves no folder DST behind; finished units are kept in `<DST>.moeq-partial`. `backend` replaces the deployment's,
+    and `plan_digest` is the digest that the plan must have (`moeq plan` prints it).
     """
     begun = time.monotonic()
     signer = None if sign is None else Signer(sign)

@@ -89,10 +89,7 @@ def check_name(repo: str) -> None:
 
 
 def open_target(repo: str, *, private: bool = True) -> PushTarget:
-    """Make sure, before hours of work, that a repository can be pushed to; a missing one is created.
-
-    Args:
-        private: make a new repository private; an existing one stays as it is.
+    """Make sure, before hours of work, that a repository can be pushed to; a missing one is created, private or not.
 
     Raises MoeqError `usage.push-name`; `environment.hub-token` without a token or with one that cannot write;
     `environment.hub` if the Hub cannot be reached; `usage.push-target` if the repository holds weights that moeq did
@@ -193,12 +190,9 @@ def push(
     message: str,
     progress: Advance | None = None,
 ) -> Pushed:
-    """Upload a conversion.
+    """Upload a conversion; its folder is not changed.
 
-    Args:
-        upload: result of `gather`; the folder is not changed.
-        target: result of `open_target`.
-        replaced: files whose content in the repository is not the folder's, or that the folder lacks.
+    `replaced` are files whose content in the repository is not the folder's, or that the folder lacks.
 
     Raises MoeqError `environment.hub-upload`, `environment.hub-token`, `source.changed`. Nothing is visible in the
     repository then, and the same call goes on where it was.
@@ -237,9 +231,7 @@ def base_model_of(manifest: Manifest) -> str | None:
 def published_manifest(manifest: Manifest, base_model: str | None, replaced: Mapping[str, bytes]) -> bytes:
     """Make `moeq.json` as it is pushed: without folders of this machine, with the files that the push replaces.
 
-    Args:
-        base_model: repository of the source; a local source is named by its last part.
-        replaced: what the repository gets instead of the folder's files, or beside them.
+    A source that has no repository (`base_model`) is named by the last part of its path.
     """
     name = base_model or Path(manifest.source.name).name
     source = replace(manifest.source, name=name)

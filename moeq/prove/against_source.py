@@ -36,11 +36,7 @@ class AgainstSource(Findings):
         self._original = original
 
     def check(self, *, slow: bool) -> None:
-        """Check everything.
-
-        Args:
-            slow: also unpack every expert of the conversion and decode every expert of the source.
-        """
+        """Check everything; `slow`: also unpack every expert of the conversion and decode every one of the source."""
         original = self._original
         experts = sum(entry.num_experts for entry in self.manifest.layers)
         if original.source.identity() != self.manifest.source.identity:

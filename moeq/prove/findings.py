@@ -43,12 +43,9 @@ class Findings(ABC):
     """Findings about one conversion.
 
     Attributes:
-        converted: the conversion.
-        manifest: its manifest.
         contents: contents of its folder.
         found: mismatches.
         counts: counts of compared things, by their names in `moeq.prove.verify.Verification`.
-        workers: number of threads.
         total: number of steps of the whole check.
     """
 
@@ -122,7 +119,6 @@ class FolderContents:
     """Files of a conversion.
 
     Attributes:
-        converted: the conversion.
         names: every file, also in sub-folders; folders of tools are listed by their name with a slash.
     """
 

@@ -40,10 +40,7 @@ class EngineCode:
     version: str  #: version of the package
 
     def load(self, file: str, names: Iterable[str], namespace: dict[str, Any]) -> None:
-        """Define functions and constants of one file in a namespace.
-
-        Args:
-            namespace: namespace to define them in, which has to hold everything that the functions use.
+        """Define functions and constants of one file in a namespace, which has to hold everything that they use.
 
         Raises MoeqError `environment.engine-code` for a missing file or name.
         """

@@ -64,7 +64,7 @@ class Rebuilding:
         original: its source, whose headers are known.
         folder: folder of the source's files.
         outputs: these files, open for writing.
-        kept: function that reads a tensor that the conversion kept, which is restored otherwise; None for others.
+        kept: function that reads a tensor that the conversion kept; None for others.
     """
 
     def __init__(

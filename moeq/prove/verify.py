@@ -156,11 +156,7 @@ class AgainstManifest(Findings):
         self._changed_tensors: list[str] = []
 
     def check(self, *, slow: bool) -> None:
-        """Check everything.
-
-        Args:
-            slow: unpack the experts of all layers, not only of those whose bytes have changed.
-        """
+        """Check everything; `slow`: unpack the experts of all layers, not only of those whose bytes have changed."""
         slow = slow or self.manifest.files is None
         self.total += sum(entry.num_experts for entry in self.manifest.layers) if slow else 0
         digests = self.contents.tensor_digests(self.advance)

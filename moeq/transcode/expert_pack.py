@@ -95,13 +95,9 @@ def plan_pack(
     layers: Sequence[LayerSurvey],
     tensors: Sequence[Mapping[str, tuple[tuple[int, ...], str]]],
 ) -> PackPlan:
-    """Lay out the pack of a checkpoint.
+    """Lay out the pack of a checkpoint: for every layer, shape and dtype of every matrix by name, expert by expert.
 
-    Args:
-        tensors: per layer, name to shape and dtype of every matrix, expert by expert.
-
-    Raises:
-        MoeqError: `usage.target` if the reader takes no such model.
+    Raises MoeqError `usage.target` if the reader takes no such model.
     """
     info, first = checkpoint.info, layers[0].kinds[0]
     counts = {len(layer.kinds) for layer in layers}

@@ -95,12 +95,7 @@ class FastItem:
         return self.sorting.stop if self.sorting else self.writers[-1].region.stop
 
     def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:
-        """Fill the outputs and prove them.
-
-        Args:
-            inputs: stored bytes of everything in `reads`.
-            outputs: memory for every part of the target's projections.
-            scratch: uint8, `scratch_bytes` or more.
+        """Fill the outputs, every part of the target's projections, from what is in `reads`, and prove them.
 
         Returns:
             What changed, for every projection that is written. None if that is not known: then nothing in the outputs
@@ -148,8 +143,7 @@ class FastItem:
 class CachedItem:
     """The fast path of an item that is too small to compile loops for: taken if all of them are in the cache.
 
-    Attributes:
-        missing: whether a loop is not in the cache, which leaves the item to the reference path.
+    Where a loop is `missing`, the item is left to the reference path.
     """
 
     def __init__(self, item: FastItem) -> None:

@@ -335,8 +335,7 @@ def _groups(columns: int, size: int) -> Array:
 def recoders_of(one: WrittenProjection, *, halved: bool) -> tuple[Recoder, ...]:
     """List recoders of a projection, of which the first that proves its result is taken; empty for the reference path.
 
-    Args:
-        halved: whether another projection is written with it, whose rows may share blocks with its own.
+    If it is `halved`, another projection is written with it, whose rows may share blocks with its own.
     """
     before, after = one.projected.source.spec, one.described.spec
     if before.bias_dtype != after.bias_dtype:

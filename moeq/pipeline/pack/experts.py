@@ -22,7 +22,7 @@ from moeq.checkpoint.names import FUSED, StoredName
 from moeq.checkpoint.writer import Sink
 from moeq.errors import MoeqError
 from moeq.matrix import split_projections
-from moeq.model.regroup import regroup, ungroup
+from moeq.model.regroup import ungroup
 from moeq.model.shards import Range, join_shards
 from moeq.model.tensor_bytes import as_bytes, one_torch_thread, reshaped, same_matrix
 from moeq.pipeline.pack.inputs import (
@@ -86,13 +86,7 @@ class BatchResult:
 
 
 class StoredExperts:
-    """Stored parts of consecutive experts, in memory.
-
-    Args:
-        keys: parts of an expert.
-        reads: how the parts of all experts were read.
-        memory: bytes that were read.
-    """
+    """Stored parts (`keys`) of consecutive experts, in the memory that they were read into."""
 
     def __init__(self, keys: Sequence[tuple[StoredName, str]], reads: Reads, memory: Bytes) -> None:
         self._keys = keys
@@ -111,12 +105,9 @@ class StoredExperts:
 
 
 class PackedParts:
-    """Memory for the packed parts of consecutive experts.
+    """Memory for the packed parts of consecutive experts, and its places in the output (`writes`).
 
-    Args:
-        shards: number of shards.
-        stacks: shard, part, bytes of one expert, and memory of all experts: in one piece or in one for each.
-        writes: the memory, with its places in the output.
+    A stack is a shard, a part, bytes of one expert, and memory of all experts: in one piece or in one for each.
     """
 
     def __init__(self, shards: int, stacks: Sequence[tuple[int, str, int, Sequence[Bytes]]], writes: Writes) -> None:
@@ -350,7 +341,7 @@ class Packer(UnitWorker[PackUnit, Range]):
         one_torch_thread()
         unit = self._unit
         matrix = self._matrix(expert)
-        regrouped = self._regrouped(matrix)
+        regrouped = self._layer.regrouped(matrix, unit.role)
         written, losses, stored, hashes = 0, 0, [], list[bytes]()
         for index, (shard, layout) in enumerate(zip(self._shards, self._layouts(), strict=True)):
             padded = shard.cut_and_pad(regrouped)
@@ -379,13 +370,6 @@ class Packer(UnitWorker[PackUnit, Range]):
             )
         return matrix
 
-    def _regrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """Return the matrix with the groups that are written."""
-        entry = self._layer.entry
-        if entry.source_group is None:
-            return matrix
-        return regroup(matrix, entry.matrices[self._unit.role].spec.group_size)
-
     def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the matrix with the groups that the source has."""
         group = self._layer.entry.source_group
@@ -404,7 +388,7 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _calibrated(self, layout: Layout) -> list[Layout]:
         found: dict[int, float] = {}
         for expert in range(self._unit.experts.start, self._unit.experts.stop):
-            matrix = self._regrouped(self._matrix(expert))
+            matrix = self._layer.regrouped(self._matrix(expert), self._unit.role)
             for index, shard in enumerate(self._shards):
                 value = layout.calibrate(shard.cut_and_pad(matrix))
                 if value is not None:

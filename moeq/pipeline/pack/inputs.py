@@ -48,8 +48,7 @@ def aligned_memory(size: int) -> Bytes:
 class Buffers:
     """One worker's buffers, by name. They grow to the largest size asked for and stay.
 
-    Args:
-        output_memory: function that allocates output buffers, as `aligned_memory`.
+    `output_memory` allocates output buffers, as `aligned_memory`.
     """
 
     def __init__(self, output_memory: Callable[[int], Bytes] = aligned_memory) -> None:
@@ -105,7 +104,6 @@ class InputFile:
 
     Args:
         fd: its descriptor (`Source.open`), closed with this.
-        name: its name in the source, for messages.
         spans: spans that will be read.
         reread: read everything twice and compare.
         direct: read past the page cache what it does not hold.
@@ -133,8 +131,6 @@ class InputFile:
 
         Args:
             memory: begins at a multiple of `BLOCK` and holds `blocks_of(start, stop)` bytes.
-            start: first byte.
-            stop: byte after the last.
 
         Returns:
             A part of `memory`; it begins at a multiple of `WORD`.
@@ -158,7 +154,8 @@ class InputFile:
                 if start + got < stop:
                     raise MoeqError("source.truncated", f"{self.name}: ended before byte {stop:,} while being read")
         except OSError as error:
-            raise limit_error(error) or self._unreadable(error) from error
+            unreadable = MoeqError("source.unreadable", f"{self.name}: {error.strerror or error}")
+            raise limit_error(error) or unreadable from error
         return found
 
     def _read_direct(self, memory: Bytes, start: int, stop: int) -> bool:
@@ -175,9 +172,6 @@ class InputFile:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return False
-
-    def _unreadable(self, error: OSError) -> MoeqError:
-        return MoeqError("source.unreadable", f"{self.name}: {error.strerror or error}")
 
 
 @dataclass(frozen=True)
@@ -197,12 +191,7 @@ class Reads:
 
 
 def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
-    """Plan how places are read.
-
-    Args:
-        places: places of all items, one item after the other.
-        items: how many places each item has.
-    """
+    """Plan how places are read: one item after the other, each of which has as many places as `items` says."""
     names = list(dict.fromkeys(file for file, _, _ in places))
     numbers = {name: number for number, name in enumerate(names)}
     rows = np.array([(numbers[file], start, stop) for file, start, stop in places], np.int64)
@@ -231,13 +220,7 @@ def plan_reads(places: Sequence[Place], items: Sequence[int]) -> list[Reads]:
 
 
 def read_places(inputs: Mapping[str, InputFile], places: Sequence[Place], buffers: Buffers, slot: int) -> list[Bytes]:
-    """Read the bytes at these places, each to a multiple of `WORD` in memory.
-
-    Args:
-        inputs: open files by name.
-        places: what to read.
-        buffers: memory of this worker.
-        slot: which of its input buffers is free.
+    """Read the bytes at these places into one of a worker's input buffers, each to a multiple of `WORD` in memory.
 
     Raises MoeqError `source.truncated`, `source.unreadable`.
     """

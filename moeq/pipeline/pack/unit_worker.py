@@ -27,8 +27,7 @@ Item = TypeVar("Item")
 class UnitWorker(ABC, Generic[U, Item]):
     """Executes one open unit, item by item. Any thread may execute any item.
 
-    Args:
-        spare: memory for items that turn out to need the reference path.
+    `spare` is memory for items that turn out to need the reference path.
     """
 
     def __init__(self, work: Work, unit: U, inputs: Mapping[str, InputFile], output: Sink, spare: SpareMemory) -> None:
@@ -60,29 +59,21 @@ class UnitWorker(ABC, Generic[U, Item]):
 
     @abstractmethod
     def read(self, item: Item, buffers: Buffers, slot: int) -> Any:
-        """Read the stored bytes of one item; return None if `pack` will read them itself.
-
-        Args:
-            slot: number of the free input buffer.
+        """Read the stored bytes of one item into an input buffer; return None if `pack` will read them itself.
 
         Raises MoeqError `source.truncated`, `source.unreadable`.
         """
 
     @abstractmethod
     def pack(self, item: Item, data: Any, buffers: Buffers, slot: int) -> tuple[Any, Writes]:
-        """Pack and prove one item.
-
-        Args:
-            data: what `read` returned.
-            slot: number of the free output buffer.
+        """Pack and prove one item of which `read` returned `data`, into an output buffer.
 
         Returns:
             The result, which has `written` (bytes) and `hashes` (BLAKE3 of every piece, in the order of `Plan.pieces`),
             and what is left to write; nothing if the reference path packed it, which writes by itself.
 
-        Raises:
-            MoeqError: the item cannot be packed, or the packed bytes do not mean what the source means.
-            OSError: the disk refuses.
+        Raises MoeqError if the item cannot be packed, or the packed bytes do not mean what the source means; OSError if
+        the disk refuses.
         """
 
     def record(self, results: Sequence[Any]) -> UnitRecord:
@@ -142,16 +133,13 @@ class Copier(UnitWorker[CopyUnit, Chunk]):
         parts = (data[start:stop] for start, stop in pairwise([0, *ends]))
         result = CopyResult(data.nbytes, tuple(map(piece_digest, parts)))
         source = self._inputs[self._unit.source_file]
-        if _can_share(chunk, self._output) and _by_kernel(source.fd, self._output.fd, chunk):
+        # Blocks have to line up for a file system to share them between both files.
+        lines_up = (chunk.source - chunk.output) % BLOCK == 0
+        if self._output.fd >= 0 and lines_up and _by_kernel(source.fd, self._output.fd, chunk):
             return result, ()
         (buffer,) = buffers.take_many(f"output {slot}", [chunk.size], [chunk.output])
         np.copyto(buffer, data)
         return result, ((buffer, chunk.output),)
-
-
-def _can_share(chunk: Chunk, output: Sink) -> bool:
-    """Return whether blocks line up, so that a file system could share them between both files."""
-    return output.fd >= 0 and (chunk.source - chunk.output) % BLOCK == 0
 
 
 def _by_kernel(source: int, target: int, chunk: Chunk) -> bool:

@@ -28,7 +28,7 @@ from moeq.pipeline.loss_probe import find_loss
 from moeq.pipeline.plan.calibration import fault_kinds
 from moeq.pipeline.plan.candidates import LayoutChoice, candidates, own_target, tried
 from moeq.pipeline.plan.expert_names import with_names
-from moeq.pipeline.plan.layer_loaders import EngineVerdicts, loaders_of_plan
+from moeq.pipeline.plan.layer_loaders import engine_verdicts, loaders_of_plan
 from moeq.pipeline.plan.layer_plan import LayerPlan, plan_layer
 from moeq.pipeline.plan.layer_verdict import (
     first_layer,
@@ -303,7 +303,7 @@ def _choice(
             planned.append((replace(candidate, sizes=sizes, rank_bytes=rank_bytes, rounding=rounding), plan))
     if not planned:
         return unfit[0]
-    verdicts, fitting = EngineVerdicts(checkpoint, question.deployment, layer, written, verdict), list[LayoutChoice]()
+    verdicts, fitting = engine_verdicts(checkpoint, question.deployment, layer, written, verdict), list[LayoutChoice]()
     for choice, plan in planned:
         if loaders or len(planned) > 1:
             found_loaders = tuple(loaders_of_plan(checkpoint, question, plan, written, verdicts))

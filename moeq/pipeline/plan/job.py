@@ -105,10 +105,7 @@ class Job(Shown, OpenedJob):
 
 
 def open_job(request: JobRequest, checkpoint: Checkpoint | None = None, expect: str | None = None) -> Job:
-    """Open the source, decide and plan.
-
-    Args:
-        checkpoint: the source if it is open already, perhaps with a `Source` that fetches files as they are needed.
+    """Open the source, decide and plan. `checkpoint` is the source if it is open already.
 
     Raises MoeqError `usage.already-converted`, `usage.other-plan` if the digest is not the expected one, and what
     `advised`, `plan_side_files` and `make_plan` raise.

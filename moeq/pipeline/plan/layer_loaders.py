@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -31,33 +31,27 @@ from moeq.pipeline.plan.options import Question
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES
 
+#: Verdict on one layer of a version of vLLM that is started with a backend.
+EngineVerdicts = Callable[[str, str], Verdict]
 
-class EngineVerdicts:
-    """Verdicts of vLLM's versions on one layer: layouts of an answer have the same ones in common.
 
-    Args:
-        checkpoint: the source.
-        deployment: where it is to run.
-        layer: the layer.
-        scheme: encoding of its experts, if it differs from the source's.
-        known: the verdict on the deployment as it is.
+def engine_verdicts(
+    checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, known: Verdict
+) -> EngineVerdicts:
+    """Return a function that judges one layer, each version and backend once: all layouts of an answer ask the same.
+
+    `known` is the verdict on the deployment as it is.
     """
+    verdicts = {(known.engine, deployment.backend): known}
 
-    def __init__(
-        self, checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, known: Verdict
-    ) -> None:
-        self._checkpoint, self._deployment, self._layer, self._scheme = checkpoint, deployment, layer, scheme
-        self._known = {(known.engine, deployment.backend): known}
+    def verdict_of(engine: str, backend: str) -> Verdict:
+        if (engine, backend) not in verdicts:
+            where = replace(deployment, engine=engine, backend=backend)
+            found = judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False)
+            verdicts[engine, backend] = found
+        return verdicts[engine, backend]
 
-    def of(self, engine: str, backend: str) -> Verdict:
-        """Return the verdict of a version that is started with a backend."""
-        key = (engine, backend)
-        if key not in self._known:
-            where = replace(self._deployment, engine=engine, backend=backend)
-            self._known[key] = judge_checkpoint(
-                self._checkpoint, where, self._layer, scheme=self._scheme, explain=False
-            )
-        return self._known[key]
+    return verdict_of
 
 
 def loaders_of_plan(
@@ -166,7 +160,7 @@ def _vllm_versions(question: Question, plan: LayerPlan, verdicts: EngineVerdicts
 
     @cache
     def runs(engine: str) -> bool:
-        return any(reads(verdicts.of(engine, backend)) for backend in options)
+        return any(reads(verdicts(engine, backend)) for backend in options)
 
     def reads(verdict: Verdict) -> bool:
         selected = verdict.selected if verdict.ok else None

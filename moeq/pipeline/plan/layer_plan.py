@@ -14,7 +14,7 @@ from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.model import Checkpoint
 from moeq.model.division import UNEVEN_FORMATS, Division, Shard, Specs, divide
-from moeq.model.regroup import regrouped_spec
+from moeq.model.regroup import regroup, regrouped_spec
 from moeq.model.shards import Range, shard_matrix, shard_spec
 from moeq.pipeline.plan.options import DEFAULTS, ONE_RANK, ConvertOptions, Ranks
 from moeq.spelling import option
@@ -63,6 +63,12 @@ class LayerPlan:
         """The layout that packs this layer."""
         return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
 
+    def regrouped(self, matrix: QuantizedMatrix, role: StackedRole) -> QuantizedMatrix:
+        """Return one expert's matrix with the groups that are written."""
+        if self.entry.source_group is None:
+            return matrix
+        return regroup(matrix, self.entry.matrices[role].spec.group_size)
+
 
 def plan_layer(
     checkpoint: Checkpoint,
@@ -97,19 +103,10 @@ def plan_layer(
     return LayerPlan(entry, shards, options.allow_lossy)
 
 
-def plan_layer_on_rank(
-    checkpoint: Checkpoint,
-    layer: int,
-    layout_id: str,
-    ranks: Ranks,
-    number: int,
-) -> LayerPlan:
+def plan_layer_on_rank(checkpoint: Checkpoint, layer: int, layout_id: str, ranks: Ranks, number: int) -> LayerPlan:
     """Plan the packing of one rank alone: the bytes that it would read of the layer that `plan_layer` plans.
 
-    Args:
-        number: number of the rank, within tensor or expert parallelism.
-
-    Raises MoeqError as `make_plan`.
+    `number` is that of the rank, within tensor or expert parallelism. Raises MoeqError as `make_plan`.
     """
     layout = get_layout(layout_id)
     specs, group = _written_specs(checkpoint, layer, DEFAULTS)
@@ -154,11 +151,9 @@ def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division:
     """Plan every rank, all padded to the size of the fullest."""
     fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
     sizes = _plan_shard(layer, prefix, layout, specs, fullest, f".rank{fullest.rank}").padding
-    plans = []
-    for shard in division.shards:
-        plan = _plan_shard(layer, prefix, layout, specs, shard, f".rank{shard.rank}", sizes)
-        plans.append(plan)
-    return tuple(plans)
+    return tuple(
+        _plan_shard(layer, prefix, layout, specs, shard, f".rank{shard.rank}", sizes) for shard in division.shards
+    )
 
 
 def _plan_shard(

@@ -284,16 +284,12 @@ def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """
     if deployment.all2all != "moonep" or not _is_vllm(deployment):
         return None
-    quantised = checkpoint.quantization_config or deployment.quantization
-    wrong = [
-        text
-        for text, found in (
-            ("quantised models", bool(quantised)),
-            (f"dtype {deployment.dtype}", deployment.dtype != "bf16"),
-            ("expert load balancing", deployment.eplb),
-        )
-        if found
-    ]
+    asked = {
+        "quantised models": checkpoint.quantization_config or deployment.quantization,
+        f"dtype {deployment.dtype}": deployment.dtype != "bf16",
+        "expert load balancing": deployment.eplb,
+    }
+    wrong = [what for what, is_asked in asked.items() if is_asked]
     if not wrong:
         return None
     text = f"the moonep all-to-all takes unquantised bf16 models without load balancing, not {' and '.join(wrong)}"

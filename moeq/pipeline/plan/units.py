@@ -214,11 +214,9 @@ def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) ->
 def copy_units(
     tensors: Mapping[str, TensorEntry], file: str, form: FileForm, counts: dict[str, int]
 ) -> Iterator[CopyUnit]:
-    """Yield the units of one output file of copied tensors.
+    """Yield the units of one output file of copied tensors, which are given by their names there and in its order.
 
-    Args:
-        tensors: name in the output file to source tensor, in the order of the output file.
-        counts: units so far per source file, for their names; counted on.
+    `counts` are the units so far per source file, for their names; they are counted on.
     """
     for source_file, rows in groupby(tensors.items(), key=lambda row: row[1].file):
         places = [CopiedTensor(name, entry.start, form.ranges[name][0], entry.nbytes) for name, entry in rows]

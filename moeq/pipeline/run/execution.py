@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,31 +21,14 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import changed
 from moeq.pipeline.state.records import UnitRecord, is_intact
 
+if TYPE_CHECKING:
+    from moeq.pipeline.run.ray_executor import RayExecutor
+
 #: Cuts units into batches, and may do something between two of them.
 Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 
-
 #: Takes a warning: a code and a sentence.
 Warn = Callable[[str, str], None]
-
-
-class UnitExecutor(Protocol):
-    """Executes units: `moeq.pipeline.run.workers.Executor`, or a cluster."""
-
-    def prepare(self, units: Sequence[Unit]) -> None:
-        """Make the output files of these units."""
-
-    def run(
-        self,
-        units: Sequence[Unit],
-        handle: Callable[[Outcome], None],
-        record_finished: Callable[[Executed], None] = ...,
-    ) -> None:
-        """Execute units and report them, in this thread."""
-
-
-#: An executor that is being opened.
-Opening = AbstractContextManager[UnitExecutor]
 
 
 @dataclass(frozen=True)
@@ -59,29 +42,17 @@ class ExecutorOptions:
     helpers: int = 1  #: threads that read for each of them here, and as many that write
 
 
-@contextmanager
-def _local(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Iterator[UnitExecutor]:
-    yield Executor(job, folder, where.workers, where.spare, where.helpers)
-
-
-def _ray(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Opening:
+def executor(
+    where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn
+) -> AbstractContextManager[Executor | RayExecutor]:
+    """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
+    if where.name == "local":
+        return nullcontext(Executor(job, folder, where.workers, where.spare, where.helpers))
+    if where.name != "ray":
+        raise MoeqError("usage.executor", f"there is no executor {where.name!r}", "known: local, ray")
     from moeq.pipeline.run.ray_executor import ray_executor
 
     return ray_executor(job, folder.path, where.address, warn)
-
-
-#: Ways to open an executor, by the name that `--executor` takes.
-EXECUTORS: Mapping[str, Callable[[ExecutorOptions, OpenedJob, OutputFolder, Warn], Opening]] = {
-    "local": _local,
-    "ray": _ray,
-}
-
-
-def executor(where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn) -> Opening:
-    """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
-    if where.name not in EXECUTORS:
-        raise MoeqError("usage.executor", f"there is no executor {where.name!r}", f"known: {', '.join(EXECUTORS)}")
-    return EXECUTORS[where.name](where, job, folder, warn)
 
 
 @dataclass(frozen=True)
@@ -107,12 +78,8 @@ def run_units(
 ) -> RunResult:
     """Execute the units that are not finished yet and record them in the folder's journal.
 
-    Records of these units count only if the files still hold the bytes, which are read again.
-
-    Args:
-        where: threads of this process, or a cluster.
-        progress: told what happens.
-        batches: cuts units into lists that are executed one after the other.
+    Records of these units count only if the files still hold the bytes, which are read again. `batches` cuts units into
+    lists that are executed one after the other.
 
     Raises MoeqError as `Executor.execute` and `executor`. What was finished until then is recorded.
     """
@@ -203,9 +170,7 @@ def recompute(
 ) -> dict[str, UnitRecord]:
     """Read, pack, prove and hash units, and keep nothing but their records.
 
-    Args:
-        advance: called with bytes packed since the last call and a label, in this thread.
-        spare: as for `Executor`.
+    `advance` is called with bytes packed since the last call and a label, in this thread.
 
     Raises MoeqError as `moeq.pipeline.run.workers.Executor.run`.
     """
@@ -217,6 +182,5 @@ def recompute(
         elif isinstance(outcome, Written):
             advance(outcome.bytes, outcome.label)
 
-    nowhere = Executor(job, None, workers, spare)
-    nowhere.run(units, handle)
+    Executor(job, None, workers, spare).run(units, handle)
     return records

@@ -280,10 +280,8 @@ def run(
             other way; in Ray 2.60 it can abort this process when a task ends at that moment.)
         record_finished: called with results that still come then.
 
-    Raises:
-        MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` if a task was
-            lost too often.
-        Exception: what a task raised: a bug.
+    Raises MoeqError: the first that a task returned; `environment.ray-lost` or `resources.ray-memory` if a task was
+    lost too often. What else a task raised is a bug, and is raised here.
     """
     waiting, running, tries = deque(tasks), dict[Any, Task[R]](), dict[str, int]()
     remotes = {task.call: ray.remote(num_cpus=1, max_retries=0, retry_exceptions=False)(task.call) for task in tasks}

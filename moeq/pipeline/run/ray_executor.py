@@ -137,17 +137,13 @@ def ray_executor(
 
 def execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     """Execute units in this worker process. Returns the results until the token was removed, or the error."""
-    with spelled(for_shell=remote.for_shell):
-        return _execute(remote, units)
-
-
-def _execute(remote: RemoteJob, units: Sequence[str]) -> Results | MoeqError:
     results: Results = []
     try:
-        worker, check = _worker(remote), _stop_when_removed(remote.token)
-        for unit in units:
-            begun = time.monotonic()
-            results.append((worker.execute(unit, check), time.monotonic() - begun))
+        with spelled(for_shell=remote.for_shell):
+            worker, check = _worker(remote), _stop_when_removed(remote.token)
+            for unit in units:
+                begun = time.monotonic()
+                results.append((worker.execute(unit, check), time.monotonic() - begun))
     except _Stopped:
         pass
     except MoeqError as error:

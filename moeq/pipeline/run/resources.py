@@ -108,14 +108,15 @@ def plan_memory(
         work: source and plan.
         units: units that are executed.
         workers: threads wanted.
-        ceiling: bytes that the process must never exceed. None: the usual ceiling, which a single worker may exceed.
+        ceiling: bytes that the process must never exceed. None: `usual`, which a single worker may exceed.
         max_helpers: most threads that read for one worker.
         usual: the usual ceiling.
 
     Raises MoeqError `resources.memory` if not even one worker fits below the ceiling, with the arithmetic.
     """
-    # Units of a kind need the same; there are few kinds and perhaps thousands of units.
-    needs = {unit.kind: need_of(work, unit) for unit in _one_per_kind(units)}
+    # All copies need the same; of the ranks of a stack the first has most experts.
+    first = {unit.kind: unit for unit in reversed(units)}
+    needs = {kind: need_of(work, unit) for kind, unit in first.items()}
     base = base_bytes(work.checkpoint, needs.values())
     # Buffers grow to the largest size of their kind and stay.
     kept = ("input", "output", "scratch", "reference")
@@ -128,11 +129,6 @@ def plan_memory(
     if ceiling is not None and fitting < 1:
         raise _too_little(ceiling, base, per_worker, max(needs, key=lambda kind: needs[kind].total))
     return Memory(base, per_worker, max(1, min(workers, fitting)), ceiling, 1, usual)
-
-
-def _one_per_kind(units: Sequence[Unit]) -> list[Unit]:
-    """Pick one unit of every kind: all copies are alike; of the ranks of a stack the first has most experts."""
-    return list({unit.kind: unit for unit in reversed(units)}.values())
 
 
 def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqError:

@@ -36,14 +36,11 @@ class WorkShard:
         return f"{self.index}-of-{self.count}"
 
     def select(self, units: Sequence[Unit], *, remote: bool) -> tuple[Unit, ...]:
-        """Return the units of this shard, in the order of their places in the source.
+        """Return the units of this shard, in the order of their places in the source (`remote`: see `is_remote`).
 
         Units are dealt in groups, see `grouped`, in the order of their places in the source, so that a shard reads
         neighbouring files. Every shard in turn takes groups until it comes as near as it can to an equal part of what
         is left; none takes so many that another is left without.
-
-        Args:
-            remote: the source is a repository, whose files each process fetches for itself.
         """
         groups = grouped(units, remote=remote)
         sizes = [sum(unit.bytes_in + unit.bytes_out for unit in group) for group in groups]
@@ -105,18 +102,14 @@ def parse_label(label: str) -> WorkShard | None:
 
 
 def parse_shard(text: str, environ: Mapping[str, str]) -> WorkShard:
-    """Return the shard that `--shard` names.
-
-    Args:
-        text: `I/N`, `auto` (whichever launcher started this process), or a launcher's name.
+    """Return the shard of `I/N`, of `auto` (whichever launcher started this process), or of a launcher's name.
 
     Raises MoeqError `usage.shard` for anything else; `usage.shard-launcher` if a launcher's variables are missing or
     contradict each other.
     """
     named = {launcher.name: launcher for launcher in LAUNCHERS}
     if text == "auto" or text in named:
-        found = find_task_index(environ) if text == "auto" else task_index(named[text], environ)
-        return WorkShard(found.index, found.count)
+        return (find_task_index(environ) if text == "auto" else task_index(named[text], environ)).shard
     match = _FRACTION.fullmatch(text.strip())
     if match is None:
         raise MoeqError(
@@ -156,9 +149,7 @@ class Launcher:
     remedy: str  #: a way to launch that sets the variables
     #: Variables with the lowest and highest number and their distance, for a launcher that counts from elsewhere than 0
     #: in steps other than 1.
-    first: str | None = None
-    last: str | None = None
-    step: str | None = None
+    spacing: tuple[str, str, str] | None = None
 
 
 LAUNCHERS = (
@@ -168,9 +159,7 @@ LAUNCHERS = (
         index="SLURM_ARRAY_TASK_ID",
         count="SLURM_ARRAY_TASK_COUNT",
         mark=("SLURM_ARRAY_TASK_ID",),
-        first="SLURM_ARRAY_TASK_MIN",
-        last="SLURM_ARRAY_TASK_MAX",
-        step="SLURM_ARRAY_TASK_STEP",
+        spacing=("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
         remedy="submit with sbatch --array=0-7",
     ),
     Launcher(
@@ -211,14 +200,13 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class TaskIndex:
-    """Index of this process and number of processes, as a launcher says: `index` of `count`, counted from 0."""
+    """Index of this process among all of them, as a launcher says."""
 
     launcher: Launcher
-    index: int
-    count: int
+    shard: WorkShard
 
     def __str__(self) -> str:
-        return f"{self.launcher.title} says {self.index}/{self.count}"
+        return f"{self.launcher.title} says {self.shard}"
 
 
 def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
@@ -227,12 +215,12 @@ def task_index(launcher: Launcher, environ: Mapping[str, str]) -> TaskIndex:
     Raises MoeqError `usage.shard-launcher` if a variable is missing, is no number, or contradicts another.
     """
     index, count = _number(launcher, launcher.index, environ), _number(launcher, launcher.count, environ)
-    if launcher.first and launcher.last and launcher.step:
-        index = _regular(launcher, environ, index, count)
+    if launcher.spacing is not None:
+        index = _regular(launcher, launcher.spacing, environ, index, count)
     if not 0 <= index < count:
         detail = f"{launcher.index}={index} is not one of 0 .. {count - 1} ({launcher.count}={count})"
         raise MoeqError("usage.shard-launcher", f"{launcher.title}: {detail}", launcher.remedy)
-    return TaskIndex(launcher, index, count)
+    return TaskIndex(launcher, WorkShard(index, count))
 
 
 def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
@@ -248,9 +236,8 @@ def find_task_index(environ: Mapping[str, str]) -> TaskIndex:
             f"{option('shard', 'auto')}: no launcher's variables are set; looked for {looked}",
             f"say which shard this is: {option('shard', '0/8')} .. {option('shard', '7/8')}",
         )
-    several = [candidate for candidate in found if candidate.count > 1]
-    places = {(candidate.index, candidate.count) for candidate in several}
-    if len(places) > 1:
+    several = [candidate for candidate in found if candidate.shard.count > 1]
+    if len({candidate.shard for candidate in several}) > 1:
         raise MoeqError(
             "usage.shard-launcher",
             f"{option('shard', 'auto')}: " + ", but ".join(map(str, several)),
@@ -271,9 +258,10 @@ def _number(launcher: Launcher, variable: str, environ: Mapping[str, str]) -> in
     return int(text)
 
 
-def _regular(launcher: Launcher, environ: Mapping[str, str], number: int, count: int) -> int:
+def _regular(
+    launcher: Launcher, names: tuple[str, str, str], environ: Mapping[str, str], number: int, count: int
+) -> int:
     """Return the position of `number` in first, first + step, ..., last; refuse lists such as `--array=1,3,4`."""
-    names = (launcher.first or "", launcher.last or "", launcher.step or "")
     first, last, step = (_number(launcher, name, environ) for name in names)
     if step < 1 or first + (count - 1) * step != last or (number - first) % step:
         shown = ", ".join(f"{name}={environ[name]}" for name in (launcher.index, *names, launcher.count))

@@ -112,8 +112,7 @@ class Executor:
     def execute(self, unit_id: str, advance: Callable[[int, str], None] | None = None) -> UnitRecord:
         """Execute one unit: its bytes are on disk and proven when this returns.
 
-        Args:
-            advance: called with bytes written since the last call and a label, in this thread.
+        `advance` is called with bytes written since the last call and a label, in this thread.
 
         Raises MoeqError `usage.no-such-unit`, `source.*`, `resources.disk-full`, `environment.write`, `bug.round-trip`.
         """

@@ -112,10 +112,7 @@ class WorkFolder:
         return _entered(self._files)
 
     def check(self, *sources: Path) -> None:
-        """Refuse a destination whose data would be lost.
-
-        Args:
-            sources: the source checkpoint's folder, and whatever else is read.
+        """Refuse a destination whose data would be lost, and one that is, holds or is in a source that is read.
 
         Raises MoeqError `usage.no-parent`, `usage.destination-name`, `usage.destination-is-source`,
         `usage.destination-exists`, `usage.foreign-folder`, `usage.foreign-files`; `environment.write`.
@@ -367,11 +364,8 @@ def _beside(parent: OutputFolder, work: str) -> list[str]:
 def tidy(parent: OutputFolder, destination: Path) -> None:
     """Remove what a run left beside a destination when it was killed right after the final rename.
 
-    Several processes may do so at once: each leaves out what another has removed already.
-
-    Args:
-        parent: the folder that the destination is in; there is no work folder in it.
-        destination: the finished output.
+    Several processes may do so at once: each leaves out what another has removed already. There is no work folder in
+    `parent`, the folder that the destination is in.
     """
     for name in _beside(parent, partial_of(destination).name):
         with suppress(FileNotFoundError):

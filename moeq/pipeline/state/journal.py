@@ -117,9 +117,7 @@ def read_journals(
         names: names of the journals; None: all journals of the folder.
         expected: stamp of the job, by which a damaged first line is recognised: its body or its seal is still right.
 
-    Raises:
-        MoeqError: `environment.planted` where one is no file.
-        OSError: they cannot be read.
+    Raises MoeqError `environment.planted` where one is no file; OSError if they cannot be read.
     """
     contents = {name: folder.read_file(name) for name in (journal_files(folder) if names is None else names)}
     stamps = {name: stamp for name, content in contents.items() if (stamp := _stamp_of(content)) is not None}

@@ -21,10 +21,7 @@ WORK_PREFIX = "moeq-work."
 def require_apart(sources: Iterable[Path], folders: Iterable[Path]) -> None:
     """Refuse folders of which one is, or holds, another: by any path, link or mount that leads to it.
 
-    Args:
-        folders: folders that will be written to; they need not exist yet.
-
-    Raises MoeqError `usage.destination-is-source`.
+    The `folders` will be written to and need not exist yet. Raises MoeqError `usage.destination-is-source`.
     """
     read = [(source, _above(source)) for source in sources]
     for folder in folders:
@@ -68,14 +65,9 @@ def is_work(name: str) -> bool:
 
 
 def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str, *, work: bool = True) -> None:
-    """Refuse a folder that holds files of another owner.
+    """Refuse a folder that holds other files than these, and than journals and other work if it may hold `work`.
 
-    Args:
-        files: files that the folder may hold.
-        what: description of the folder, for the message.
-        work: whether the folder may also hold journals and other work.
-
-    Raises MoeqError `usage.foreign-files`, with their names.
+    Raises MoeqError `usage.foreign-files`, with their names and `what` the folder is.
     """
     found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
     if found:
@@ -91,12 +83,8 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
 def require_ours(parent: OutputFolder, name: str, *, fresh: bool) -> OutputFolder:
     """Open a work folder, unless it is a link, not a folder, or somebody else's.
 
-    Args:
-        fresh: whether this process has just made it.
-
-    Raises:
-        MoeqError: `usage.foreign-folder`, `environment.write`.
-        OSError: the folder cannot be opened.
+    `fresh`: this process has just made it. Raises MoeqError `usage.foreign-folder`, `environment.write`; OSError if it
+    cannot be opened.
     """
     info, path = parent.status(name), parent.path / name
     if info is None or not stat.S_ISDIR(info.st_mode):

@@ -49,20 +49,18 @@ from moeq.version import __version__
 def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], signer: Signer | None = None) -> Manifest:
     """Write everything but the weights, `moeq.json` last, and publish the folder. Executes nothing.
 
-    Args:
-        records: unit id to its record, for every unit of the plan.
-
     Raises MoeqError `answer.units-missing` if records are missing or are not of these units, by name; `source.changed`
     if the source was written to meanwhile; `resources.disk-full`.
     """
     complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
     require_units(job.plan, complete, "are not finished", f"convert without {option('shard')} does what is left")
     require_untouched(folder.stamp, job_stamp(job), folder.path)
-    found, checkpoint = job.answer, job.checkpoint
+    found, checkpoint, source = job.answer, job.checkpoint, job.checkpoint.source
+    sizes = {file.name: file.size for file in source.files}
     kept = {name for unit in job.plan.units for name in records[unit.id].kept}
     manifest = Manifest(
         moeq_version=__version__,
-        source=_source_entry(checkpoint.source),
+        source=SourceEntry(source.name, source.revision, sizes, source.identity()),
         model=checkpoint.info.to_json(),
         backend=found.backend,
         deployment=asdict(job.request.deployment),
@@ -77,11 +75,11 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
     files = folder.files
     _read_kept_scales(checkpoint, files)
     sync_files(files, job.plan)
-    copy_side_files(checkpoint.source, job.side_files, files)
+    copy_side_files(source, job.side_files, files)
     write_json(files, INDEX_NAME, index_of(job.plan))
     write_json(files, CONFIG_NAME, converted_config(checkpoint, manifest))
     manifest = replace(manifest, files=_file_digests(job, records, files))
-    checkpoint.source.require_unchanged()
+    source.require_unchanged()
     write_json(files, MANIFEST_NAME, manifest.to_json())
     if signer is not None:
         files.write_file(SIGNATURE_NAME, signer.sign(files.read_file(MANIFEST_NAME)))
@@ -108,13 +106,7 @@ def sign_folder(folder: Path, signer: Signer) -> None:
 
 
 def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> None:
-    """Refuse to go on without all units.
-
-    Args:
-        what: what the others are not, for the message.
-
-    Raises MoeqError `answer.units-missing` with their names.
-    """
+    """Refuse to go on without all units; `what`: what the others are not. Raises MoeqError `answer.units-missing`."""
     missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
@@ -130,11 +122,6 @@ def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord])
             digests.setdefault(projection, []).extend(values)
     losses = sum(records[unit.id].losses for unit in units)
     return replace(layer.entry, digests={name: tuple(values) for name, values in digests.items()}, losses=losses)
-
-
-def _source_entry(source: Source) -> SourceEntry:
-    files = {file.name: file.size for file in source.files}
-    return SourceEntry(source.name, source.revision, files, source.identity())
 
 
 def sync_files(folder: OutputFolder, plan: Plan) -> None:
@@ -157,10 +144,7 @@ def tensors_of(plan: Plan, records: Mapping[str, UnitRecord]) -> dict[str, Tenso
 def copy_side_files(
     source: Source, side_files: SideFiles, folder: OutputFolder, leave_out: Container[str] = ()
 ) -> None:
-    """Write the files of a source that hold no weights.
-
-    Args:
-        leave_out: which of them have another in their place.
+    """Write the files of a source that hold no weights, but for those that have another in their place.
 
     Raises MoeqError `resources.disk-full`, `environment.write`, `source.*`.
     """

@@ -50,8 +50,7 @@ def unrestorable(
 ) -> set[str]:
     """Name the source tensors of one matrix that cannot be rebuilt from it bit for bit.
 
-    Args:
-        exact: whether it equals the source's; then parts that decode by a bijection need no comparison.
+    If it is `exact` the source's, parts that decode by a bijection need no comparison.
     """
     source, found = checkpoint.source, set()
     for part in stored_parts(checkpoint.experts(layer), expert, role, matrix, rebuild_certain=not exact):

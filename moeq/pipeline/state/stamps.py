@@ -183,7 +183,7 @@ def _changed_files(job: Job, destination: Path, manifest: Manifest) -> Iterator[
     if set(files) != {*job.outputs} - {MANIFEST_NAME, SIGNATURE_NAME}:
         yield "other files beside the weights"
     source = job.checkpoint.source
-    for name in job.side_files.sizes if isinstance(source, LocalSource) and source.revision is None else ():
+    for name in job.side_files.sizes if _is_folder(source) else ():
         with closing_fd(source.open(name)) as fd:
             if name in files and open_file_digest(fd).blake3 != files[name].blake3:
                 yield f"the source's {name} is not what it was"

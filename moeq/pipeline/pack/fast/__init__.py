@@ -30,12 +30,8 @@ def find_fast_path(
 ) -> FastPath | None:
     """Find the fast path of one layer's `w13` or `w2`; None leaves it to the reference path.
 
-    Args:
-        experts: the layer as it is stored.
-        role: which matrix.
-        layout: the layout that packs it.
-        shards: what is packed for every rank, or the one plan that holds everything.
-        written: the whole matrix, in the groups that are written.
+    `shards` are what is packed for every rank, or the one plan that holds everything; `written` is the whole matrix, in
+    the groups that are written.
     """
     spec = shards[0].padding.w2 if role == "w2" else shards[0].padding.w13
     if not use_compiled(spec.n * spec.k):

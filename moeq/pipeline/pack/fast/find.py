@@ -15,7 +15,7 @@ from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.pipeline.pack.fast.codecs import Shifted, codecs_of
 from moeq.pipeline.pack.fast.formats import StoredProjection, stored_projection
-from moeq.pipeline.pack.fast.parts import BLOCK, FastPart, packed_parts
+from moeq.pipeline.pack.fast.parts import BLOCK, packed_parts
 from moeq.pipeline.pack.fast.path import FastPath, M, ProjectionReader, ShardPath
 from moeq.pipeline.pack.fast.scales import WIDTH
 from moeq.pipeline.pack.fast.scratch import Region
@@ -125,15 +125,13 @@ def _shard_path(
         return None
     parts = tuple(replace(part, dense=dense) for part in packed_parts(layout, shard, padded))
     if spec.role == "w2" or features.start % repeats == 0:
-        parts = tuple(_with_repeats(part, repeats) for part in parts)
+        parts = tuple(
+            replace(part, widen=replace(part.widen, repeats=repeats)) if isinstance(part.widen, Shifted) else part
+            for part in parts
+        )
     if {part.field for part in parts} != _fields(spec):
         return None
     return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared_scale(layout))
-
-
-def _with_repeats(part: FastPart, repeats: int) -> FastPart:
-    """Tell the codec of scales how many rows share one."""
-    return replace(part, widen=replace(part.widen, repeats=repeats)) if isinstance(part.widen, Shifted) else part
 
 
 def _fields(spec: MatrixSpec) -> set[str]:

@@ -28,7 +28,6 @@ BLOCK = 1 << 19
 #: Views of a field, one per projection of the matrix (gate and up, or one); None if a shard holds zeros instead.
 Views = Sequence["Array | None"]
 
-
 #: Codecs that widen without a loss, by logical and stored dtype.
 WIDENED: dict[tuple[str, str], Codec] = {("BF16", "F32"): WidenedBf16(), ("F16", "F32"): WidenedF16()}
 
@@ -163,14 +162,7 @@ class FastPart:
                 yield whole[row : row + self.every], stored[row // self.every]
 
     def pack(self, views: Views, out: Array, region: Region, scratch: Array) -> None:
-        """Fill the part.
-
-        Args:
-            views: its field, by projection.
-            out: uint8, the part's bytes.
-            region: at least `element_bytes`.
-            scratch: the buffer that regions are parts of.
-        """
+        """Fill the part's bytes (`out`) from its field by projection; `region` has at least `element_bytes`."""
         if self.is_direct:
             for view, start in zip(views, self.starts, strict=True):
                 self.order.pack(present(view), out, start)
@@ -283,8 +275,7 @@ def _packed_part(
         dtype, per_element = "u4", 32 // part.bits
     elif part.field in ("scales", "bias"):
         logical = logical_dtype(part, padded)
-        stored = as_stored(part, padded)
-        if widen is None and not stored:
+        if widen is None and not as_stored(part, padded):
             widen = WIDENED.get((logical, part.dtype))
             if widen is None:
                 return None

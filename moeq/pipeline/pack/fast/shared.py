@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +18,8 @@ from moeq.pipeline.pack.fast.scratch import Array
 _GLOBAL, _FACTOR = "global_scale", "scale_factor"
 
 
-class SharedScale(ABC):
-    """The global scale of one rank's matrix, and what is stored with it."""
+class SharedScale:
+    """The global scale of one rank's matrix, `global_scale`, as the source has it."""
 
     #: Factor that scales are multiplied by.
     factor: float = 1.0
@@ -40,13 +39,13 @@ class SharedScale(ABC):
         self.fill(read, packed)
         return bool(self.of(packed).view(np.uint32) == bits.pop())
 
-    @abstractmethod
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
         """Store the numbers."""
+        packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
 
-    @abstractmethod
     def of(self, packed: Mapping[str, Array]) -> np.float32:
         """Compute the source's global scale from the stored numbers."""
+        return np.float32(packed[_GLOBAL].view(np.float32)[0])
 
     def holds(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> bool:
         """Return whether the stored numbers mean the source's global scale."""
@@ -59,19 +58,9 @@ class SharedScale(ABC):
             fields[_GLOBAL].fill(self.of(packed).view(np.uint32))
 
 
-class PlainScale(SharedScale):
-    """Stores `global_scale` as the source has it."""
-
-    def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
-        packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
-
-    def of(self, packed: Mapping[str, Array]) -> np.float32:
-        return np.float32(packed[_GLOBAL].view(np.float32)[0])
-
-
 @dataclass(frozen=True)
 class MarlinScale(SharedScale):
-    """Stores `global_scale` and `scale_factor` of one rank."""
+    """Marlin's `global_scale` and `scale_factor` of one rank."""
 
     layout: MarlinNVFP4  #: the layout, calibrated if it needs that
 
@@ -107,7 +96,7 @@ def shared_scale(layout: ArrangedLayout) -> SharedScale | None:
     """Return how a layout stores the global scale; None if it has none."""
     if isinstance(layout, MarlinNVFP4):
         return MarlinScale(layout)
-    return PlainScale() if isinstance(layout, NVFP4Layout) else None
+    return SharedScale() if isinstance(layout, NVFP4Layout) else None
 
 
 def stored_largest(packed: Mapping[str, Array]) -> float | None:
