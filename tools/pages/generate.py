@@ -69,6 +69,7 @@ BLOCKS: Mapping[tuple[Path, str], Callable[[], str]] = {
     (REFERENCE / "performance.md", "steps"): results.steps,
     (REFERENCE / "performance.md", "kernels"): results.kernels,
     (REFERENCE / "performance.md", "loading"): results.loading,
+    (REFERENCE / "performance.md", "starting"): results.starting,
     (REFERENCE / "performance.md", "converting"): results.converting,
 }
 

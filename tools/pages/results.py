@@ -44,6 +44,8 @@ FORMATS |= {"int4-fp8": "int4, e4m3 activations", "fp8-w8a8": "FP8", "fp8-block-
 FEWEST_LAYERS = 24
 #: Rows of `serve.py` with moeq's kernels: of a conversion, or of the source as it is.
 OURS = ("converted:moeq", "direct:moeq")
+#: Rows of the same source, loaded by the engine alone and packed by moeq while the engine loads it.
+LOADED = ("auto", "direct:moeq")
 
 Run = dict[str, Any]
 
@@ -72,12 +74,17 @@ def is_serving(run: Run) -> bool:
     """Say whether a run is one of `serve.py` with vLLM and moeq's kernels on a GPU."""
     rows, versions = run.get("rows"), run.get("versions")
     ours = isinstance(rows, list) and any(row.get("name") in OURS for row in rows)
-    return ours and "arguments" in run and isinstance(versions, dict) and "vllm" in versions and not is_load(run)
+    return ours and "arguments" in run and isinstance(versions, dict) and "vllm" in versions and not is_brief(run)
+
+
+def is_brief(run: Run) -> bool:
+    """Say whether a run of `serve.py` has too few rounds for figures of its answers."""
+    return run.get("arguments", {}).get("rounds") in ("0", "1")
 
 
 def is_load(run: Run) -> bool:
-    """Say whether a run of `serve.py` was made for the seconds until weights are ready: it has one round only."""
-    return run.get("arguments", {}).get("rounds") == "1"
+    """Say whether a run of `serve.py` was made for the seconds until weights are ready."""
+    return is_brief(run) and run["arguments"]["profile"] == "False"
 
 
 def serving(columns: tuple[str, ...], *, brief: bool = False) -> str:
@@ -110,7 +117,7 @@ def steps() -> str:
     """Return the table of where a decoding step's time goes, in microseconds, from runs of `serve.py --profile`."""
     lines = []
     for _, run in runs():
-        for row in run["rows"] if is_serving(run) or is_load(run) else []:
+        for row in run["rows"] if is_serving(run) or is_brief(run) else []:
             for users, step in row.get("profiles", {}).items():
                 parts = {name: value for name, value in step.items() if name != "kernels"}
                 lines.append((_served(run), row["name"], users, *(f"{value:,.0f}" for value in parts.values())))
@@ -263,37 +270,30 @@ def _ratios(run: Run) -> dict[str, list[float]]:
 
 def loading() -> str:
     """Return the table of load times: the engine's repack, the plug-in, and `load_experts`."""
+    ways = {"engine": "source, by the engine", "converted": "`moeq.load_experts`", "plug-in": "converted, plug-in"}
     rows = []
-    for _, run in runs():
-        if not str(run.get("schema", "")).startswith("moeq.startup/"):
-            continue
-        for row in run["rows"]:
-            way = row.get("road") or row.get("loader")
-            base = next(
-                one
-                for one in run["rows"]
-                if one["model"] == row["model"]
-                and one["cold"] == row["cold"]
-                and (one.get("road") or one.get("loader")) == "engine"
-            )
-            total = row["median"]["total"]
-            device = "CPU" if run["device"] == "cpu" else run["device"].removeprefix("NVIDIA ")
-            rows.append(
-                (
-                    MODELS.get(row["model"], row["model"]),
-                    device,
-                    f"{run['layers']}",
-                    "disk" if row["cold"] else "page cache",
-                    {
-                        "engine": "source, by the engine",
-                        "converted": "`moeq.load_experts`",
-                        "plug-in": "converted, plug-in",
-                    }[way],
-                    f"{total:.2f} s",
-                    f"{total / base['median']['total']:.2f} x",
-                )
-            )
+    for run in (run for _, run in runs() if str(run.get("schema", "")).startswith("moeq.startup/")):
+        device = "CPU" if run["device"] == "cpu" else run["device"].removeprefix("NVIDIA ")
+        seconds = {
+            (row["model"], row["cold"], row.get("road") or row.get("loader")): row["median"]["total"]
+            for row in run["rows"]
+        }
+        for (model, cold, way), total in seconds.items():
+            files, ratio = "disk" if cold else "page cache", total / seconds[model, cold, "engine"]
+            named = (MODELS.get(model, model), device, f"{run['layers']}", files, ways[way])
+            rows.append((*named, f"{total:.2f} s", f"{ratio:.2f} x"))
     return table(("model", "device", "layers", "files in", "way", "time", "of the engine's"), rows)
+
+
+def starting() -> str:
+    """Return the table of unconverted sources: seconds until weights are ready, by the engine and packed by moeq."""
+    rows = []
+    for run in (run for _, run in runs() if is_load(run)):
+        engine, ours = ({row["name"]: row["facts"]["weights"] for row in run["rows"]}[name] for name in LOADED)
+        which = " ".join(next((name, run["versions"][name]) for name in ("sglang", "vllm") if name in run["versions"]))
+        starts = "at once" if run["arguments"]["together"] == "True" else "one by one"
+        rows.append((_served(run), which, starts, f"{engine:.1f} s", f"{ours:.1f} s", f"{ours / engine:.2f} x"))
+    return table(("source", "engine", "servers start", "by the engine", "packed by moeq", "of the engine's"), rows)
 
 
 # ------------------------------------------------------------------------------------------------ converting
@@ -369,7 +369,8 @@ _KINDS = {
 def _what(run: Run, path: Path) -> str:
     if is_serving(run) or {"arguments", "rows", "compared"} <= set(run):
         server = "`sglang.launch_server`" if "sglang" in run["versions"] else "`vllm serve`"
-        return f"{server}, {_served(run)}" + (", until weights are ready" if is_load(run) else "")
+        why = "until weights are ready" if is_load(run) else "where a step's time goes" if is_brief(run) else ""
+        return ", ".join(filter(None, (server, _served(run), why)))
     kind = str(run.get("schema", "")).partition("/")[0]
     return _KINDS.get(kind) or re.sub(r"^\d{4}-\d\d-\d\d-", "", path.stem).replace("-", " ")
 
