@@ -66,10 +66,9 @@ def run_engine_check(
     from moeq.check.engine_check import EngineCheckReport
     from moeq.check.run_check import CheckOptions, open_both
     from moeq.deploy.deployment import Deployment
-    from moeq.engines.vllm.engine_experts import RELEASE
+    from moeq.engines.vllm.engine_experts import RELEASE, this_device
     from moeq.engines.vllm.one_layer import engine as in_engine
     from moeq.engines.vllm.one_layer import needs_gpu
-    from moeq.engines.vllm.this_device import this_device
     from moeq.pipeline.plan.decide import decide
 
     asked: dict[str, Any] = {"layers": layers, "tokens": tokens, "seed": seed}

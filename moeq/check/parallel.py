@@ -14,6 +14,7 @@ import torch
 
 from moeq.check.layer_check import LayerCheck, check_layer
 from moeq.check.results import LayerReport
+from moeq.check.sampling import expert_weights
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.spelling import for_shell, spelled
@@ -33,8 +34,7 @@ def choose_jobs(checks: Sequence[LayerCheck], asked: int | None) -> int:
 
 def _work(check: LayerCheck) -> int:
     """Return the number of weights that the kernels decode."""
-    expert = sum(matrix.padded_n * matrix.padded_k for matrix in check.entry.matrices.values())
-    return expert * len(check.sample.experts)
+    return expert_weights(check.entry) * len(check.sample.experts)
 
 
 def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str], None]) -> list[LayerReport]:

@@ -15,8 +15,8 @@ from moeq.check.comparison import FP8_LAYER_RULE, INT8_LAYER_RULE, LAYER_RULE, N
 from moeq.check.layer_check import LayerCheck
 from moeq.check.parallel import check_layers, choose_jobs
 from moeq.check.results import CheckReport
-from moeq.check.sampling import CheckOptions, choose_samples
-from moeq.check.workload import Workload, weights_of, workload
+from moeq.check.sampling import CheckOptions, choose_samples, expert_weights
+from moeq.check.workload import Workload, workload
 from moeq.checkpoint.manifest import Manifest, read_manifest
 from moeq.digest import check_digests, default_workers
 from moeq.errors import MoeqError
@@ -84,7 +84,8 @@ def check_opened(
     entries = [manifest.layer(layer) for layer in layers]
     jobs = choose_jobs(checks, options.jobs)
     if checks and announce is not None and device.type == "cpu":
-        announce(workload(checks, sum(map(weights_of, entries)), jobs))
+        digests = sum(entry.num_experts * expert_weights(entry) for entry in entries)
+        announce(workload(checks, digests, jobs))
     checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
     found = check_layers(checks, jobs, steps.advance)
     where = "cpu (Triton interpreter)" if device.type == "cpu" else f"cuda ({torch.cuda.get_device_name(device)})"

@@ -88,6 +88,11 @@ def _runs(tokens: Sequence[int], experts: int, top_k: int) -> tuple[Run, ...]:
     return (*routed, Run(SAME_TOKENS, "same"), Run(spread + 1 - spread % 2, "spread"))
 
 
+def expert_weights(entry: LayerEntry) -> int:
+    """Return the weights of one expert of a layer, as stored."""
+    return sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
+
+
 def _choose_experts(entry: LayerEntry, options: CheckOptions, device: torch.device) -> tuple[int, ...]:
     if options.experts is not None:
         wrong = [expert for expert in options.experts if not 0 <= expert < entry.num_experts]
@@ -98,7 +103,6 @@ def _choose_experts(entry: LayerEntry, options: CheckOptions, device: torch.devi
         return tuple(dict.fromkeys(options.experts))
     if device.type != "cpu":
         return tuple(range(entry.num_experts))
-    weights = sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
-    count = max(2, min(entry.num_experts, CPU_MAX_WEIGHTS // weights))
+    count = max(2, min(entry.num_experts, CPU_MAX_WEIGHTS // expert_weights(entry)))
     generator = torch.Generator().manual_seed(options.seed + entry.layer)
     return tuple(sorted(torch.randperm(entry.num_experts, generator=generator)[:count].tolist()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moeq.check.layer_check import LayerCheck
-from moeq.checkpoint.manifest import LayerEntry
+from moeq.check.sampling import expert_weights
 
 #: Seconds per weight and run in Triton's interpreter, reference included: int4 experts of Qwen3-30B-A3B, one Xeon core.
 _SECONDS_PER_WEIGHT = 1.7e-6
@@ -34,19 +34,11 @@ def workload(checks: Sequence[LayerCheck], digests: int, jobs: int) -> Workload:
         checks: layers that go through the kernels, at least one.
         digests: weights whose digests are recomputed.
     """
-    runs = sum(_weights(check) * len(check.sample.experts) * len(check.sample.runs) for check in checks)
-    one = _weights(checks[0])
+    samples = ((check.sample, expert_weights(check.entry)) for check in checks)
+    runs = sum(weights * len(sample.experts) * len(sample.runs) for sample, weights in samples)
+    one = expert_weights(checks[0].entry)
     experts = 2 if 4 * one * _SECONDS_PER_WEIGHT <= ANNOUNCED_SECONDS else 1
     options = f"--layers {checks[0].entry.layer} --experts {'0,1' if experts == 2 else '0'} --tokens 1 --no-digests"
     # A single token count makes two runs: by the router, and all tokens to the same experts.
     smallest = 2 * experts * one * _SECONDS_PER_WEIGHT
     return Workload(runs * _SECONDS_PER_WEIGHT / jobs + digests * _SECONDS_PER_DIGEST, options, smallest)
-
-
-def weights_of(entry: LayerEntry) -> int:
-    """Return the weights of all experts of a layer, as stored."""
-    return entry.num_experts * sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
-
-
-def _weights(check: LayerCheck) -> int:
-    return weights_of(check.entry) // check.entry.num_experts

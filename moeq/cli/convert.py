@@ -176,12 +176,12 @@ def render(console: Console, conversion: Conversion, pushed: Pushed | None = Non
     from rich.text import Text
 
     plan = conversion.plan
-    head = (f"{_deed(conversion)} {shards.of(conversion)}{conversion.destination}", "bold")
+    head = (f"{_what_happened(conversion)} {shards.of(conversion)}{conversion.destination}", "bold")
     count = f"{'in all ' if conversion.shard else ''}{counted(len(plan.files), 'file')}"
     console.print(Text.assemble(head, f": {count}, {human_bytes(plan.bytes_out)}"))
     layouts = ", ".join(dict.fromkeys(layer.entry.layout for layer in plan.layers))
     if conversion.already_done:
-        line(console, "same", _same_text(conversion))
+        line(console, "same", _comparison_text(conversion))
     line(console, "backend", f"{conversion.backend}, layout {layouts}")
     sizes = f"{human_bytes(plan.expert_bytes_in)} → {human_bytes(plan.expert_bytes_out)}"
     line(
@@ -221,15 +221,15 @@ def _next(conversion: Conversion) -> str | None:
     return serve_converted(place, job.checkpoint.info.dtype, job.request.deployment, names)
 
 
-def _deed(conversion: Conversion) -> str:
-    """Return what became of the folder, in words that its name follows."""
+def _what_happened(conversion: Conversion) -> str:
+    """Return the words before the folder's name that say what happened to it."""
     if conversion.already_done:
         return "already done,"
     return "wrote" if conversion.manifest or shards.ran(conversion) else "would write"
 
 
-def _same_text(conversion: Conversion) -> str:
-    """Say what was compared before a folder was called done, and what compares everything."""
+def _comparison_text(conversion: Conversion) -> str:
+    """Say what was compared with the folder that exists, and which command compares everything."""
     source = conversion.job.checkpoint.source.name
     compare = shlex.join(["moeq", "verify", str(conversion.destination), "--source", source])
     return f"plan, headers and a sample of the weights are those it was made of; {compare} compares everything"

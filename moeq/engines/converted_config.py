@@ -44,9 +44,9 @@ class ConvertedQuantization(ABC):
         self._read_source_config(original)
 
     def _read_source_config(self, original: Mapping[str, Any] | None) -> None:
-        """Set `inner` to the engine's config of the source's method, or for a source `unread` to why there is none.
+        """Set `inner` to the engine's config of the source's method; without one, raise for a converted checkpoint.
 
-        What `convert` says against a source is said first.
+        A source keeps the error in `unread`: its experts are judged first, as `convert` judges them.
         """
         try:
             self.inner = self.source_config(dict(original)) if original else None

@@ -65,7 +65,7 @@ class ExpertReload:
         self.progress = Progress()
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Take a tensor if it belongs to these experts. Those of one layer have to follow each other.
+        """Take a tensor if it belongs to these experts; the tensors of a layer have to come one after the other.
 
         Raises MoeqError `usage.reload` if a layer's kernel reads more than the stored bytes, and the errors of
         `Writer.update_expert`; experts that were written before stay written.

@@ -157,7 +157,7 @@ class Gather:
         if sum(one.numel() for one in found["scale"]) != math.prod(scale_shape):
             return None
         codes, scales = (ones[0] if len(ones) == 1 else torch.cat(ones) for ones in found.values())
-        if not self._holds(scales):
+        if not self._scales_fit(scales):
             return None
         targets = layer.tensors[self._role]
         if scales.is_floating_point():
@@ -208,7 +208,7 @@ class Gather:
             for field, name in fields.items()
         }
 
-    def _holds(self, scales: Tensor) -> bool:
+    def _scales_fit(self, scales: Tensor) -> bool:
         """Return whether all scales are finite, and exponents within those of the layout. Waits for the device."""
         import torch
 

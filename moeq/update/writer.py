@@ -11,8 +11,9 @@ from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole, sta
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
 from moeq.layouts.base import Layout
-from moeq.matrix import QuantizedMatrix
+from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model.shards import Range
+from moeq.schemes.dequantize import dequantize
 from moeq.update.device import Gather, obstacle
 from moeq.update.incoming import (
     PROJECTIONS,
@@ -29,17 +30,29 @@ from moeq.update.incoming import (
     whole_block,
 )
 from moeq.update.layers import WritableLayer, sharing_memory
-from moeq.update.loss import RoundingLoss, measure
 from moeq.update.merge import merged_matrix, regrouped, whole_matrix
 from moeq.update.packing import Copies, calibrations_of, check_reversible, pack, write_all
 from moeq.update.progress import Progress
-from moeq.update.quantize import Rule
+from moeq.update.quantize import Rule, under_scales
 from moeq.update.snapshot import Digests, as_source, digests_of, layer_digest, read_digests, read_matrix
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from moeq_kernels.placement import Write
+
+
+@dataclass(frozen=True)
+class RoundingLoss:
+    """Norm of the error of rounding float weights to codes, relative to the norm of the weights.
+
+    Attributes:
+        new_scales: under the scales that were written with the codes.
+        old_scales: under the scales that the expert had before; None for slices and shards.
+    """
+
+    new_scales: float
+    old_scales: float | None
 
 
 @dataclass(frozen=True)
@@ -323,7 +336,9 @@ class Writer:
         new = whole_matrix(layer, role, given) if block is None else None
         rounded = any(one.weight is not None for one in given.values())
         old = read_matrix(layer, role, places[0]) if new is None or rounded else None
-        loss = measure(given, as_source(layer, role, old) if block is None and layer.is_whole and old else None)
+        loss = _rounding_losses(
+            given, as_source(layer, role, old) if block is None and layer.is_whole and old else None
+        )
         if new is None:
             assert old is not None  # read just above
             check_reversible(layer, role, old, places[0])
@@ -411,3 +426,24 @@ def _check_deployment(layer: WritableLayer, deployment: Deployment | None) -> No
     for name, size in sizes.items():
         if getattr(deployment, name) != size:
             raise layer.unsuitable(f"the deployment has {name} {getattr(deployment, name)}, the tensors {name} {size}")
+
+
+def _rounding_losses(
+    given: Mapping[Projection, Incoming], old: QuantizedMatrix | None
+) -> dict[Projection, RoundingLoss]:
+    """Measure the loss of every projection that was float weights.
+
+    `old` is the stacked matrix before the update, of a rank that holds whole experts; None leaves out `old_scales`.
+    """
+    before = dict(split_projections(old)) if old is not None else {}
+    found = {}
+    for name, new in given.items():
+        if new.weight is not None:
+            known = _error(under_scales(new.weight, before[name]), new.weight) if name in before else None
+            found[name] = RoundingLoss(_error(new.matrix, new.weight), known)
+    return found
+
+
+def _error(matrix: QuantizedMatrix, exact: Tensor) -> float:
+    norm = float(exact.double().norm())
+    return float((dequantize(matrix).double() - exact.double()).norm()) / norm if norm else 0.0

@@ -12,8 +12,8 @@ import torch
 
 from moeq.check.results import Run
 from moeq.check.run_check import CheckOptions, run_check
-from moeq.check.sampling import _choose_experts, _runs
-from moeq.check.workload import Workload, weights_of, workload
+from moeq.check.sampling import _choose_experts, _runs, expert_weights
+from moeq.check.workload import Workload, workload
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
@@ -71,7 +71,7 @@ def test_estimates_by_hand(weights: int, experts: int, options: str) -> None:
     assert found.seconds == pytest.approx((3 * 2 + 5) * weights * 1.7e-6 / 2 + 1000 * 4.5e-9)
     assert found.smallest == f"--layers 6 {options} --tokens 1 --no-digests"
     assert found.smallest_seconds == pytest.approx(2 * experts * weights * 1.7e-6)
-    assert weights_of(checks[0].entry) == 8 * weights
+    assert expert_weights(checks[0].entry) == weights
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from moeq.deploy.detect import detect_cpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.engines.converted_config import source_unread
 from moeq.engines.vllm import config as config_module
+from moeq.engines.vllm import engine_experts as device_module
 from moeq.engines.vllm import experts_method, float_experts, one_layer, own_experts, plugin
-from moeq.engines.vllm import this_device as device_module
 from moeq.errors import MoeqError
 from moeq.load.ranks import Rank
 from moeq_kernels import gpu as kernel_gpus

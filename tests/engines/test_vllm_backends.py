@@ -28,7 +28,7 @@ from moeq.check.run_check import CheckOptions, layer_checks, open_both
 from moeq.cli.app import run
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
-from moeq.engines.vllm import one_layer, this_device
+from moeq.engines.vllm import engine_experts, one_layer
 from moeq.engines.vllm.one_layer import engine, source_layer
 from moeq.pipeline.plan.decide import decide
 
@@ -137,7 +137,7 @@ def test_from_python_a_report_says_what_ran(checkpoints, tmp_path, monkeypatch) 
     source = checkpoints / "ct-int4-g128-qwen3moe"
     folder = convert(source, tmp_path / "out", "marlin-wna16/1", dtype="fp16")
     monkeypatch.setattr(one_layer, "needs_gpu", lambda: False)
-    monkeypatch.setattr(this_device, "this_device", lambda: parse_gpu("A100"))
+    monkeypatch.setattr(engine_experts, "this_device", lambda: parse_gpu("A100"))
     report = moeq.run_engine_check(folder, source, layers=(1,), tokens=(5,), all_backends=True)
     ran = {row.backend for row in report.backends if row.refused is None}
     assert CONVERTED in ran

@@ -368,7 +368,7 @@ def _deployment(layer: Any) -> Deployment:
 
 
 def _places(layer: Any, held: int) -> Callable[[], tuple[int, ...]] | None:
-    """Return what tells the expert of every row on this rank; None if all experts stay in order."""
+    """Return a function that says which expert each row of this rank holds; None if all experts stay in order."""
     moe = get_exec().moe
     moved = moe.enable_eplb or moe.init_expert_location != "trivial" or moe.ep_num_redundant_experts > 0
     if not moved or not layer.uses_expert_location:

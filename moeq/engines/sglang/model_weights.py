@@ -118,7 +118,7 @@ def update_from_disk(update: Load, updater: Any, model_path: str, *given: Any, *
     reading = _Reading(model_path)
     token = _reading.set(reading)
     try:
-        done, said = _told(update, updater, model_path, *given, **named)
+        done, said = _refusal_returned(update, updater, model_path, *given, **named)
     finally:
         _reading.reset(token)
     if not done and reading.complete:
@@ -138,11 +138,11 @@ def update_from_tensor(
             if name in owned:
                 why = "holds packed experts, and a tensor in kernel form does not say how it is packed"
                 return False, f"moeq: {name} {why}; send the tensors as the source checkpoint names them"
-    return _told(update, updater, named_tensors, load_format, **named)
+    return _refusal_returned(update, updater, named_tensors, load_format, **named)
 
 
-def _told(update: Load, *given: Any, **named: Any) -> Outcome:
-    """Return a refusal as the engine returns its own. An error would end the process."""
+def _refusal_returned(update: Load, *given: Any, **named: Any) -> Outcome:
+    """Update, and return a refusal of moeq as the engine returns its own: an error would end the process."""
     try:
         outcome: Outcome = update(*given, **named)
     except MoeqError as error:

@@ -30,10 +30,9 @@ from moeq.engines.choice import EngineOptions, engine_options
 from moeq.engines.converted_config import NAME, ConvertedQuantization, layer_number, source_unread
 from moeq.engines.experts_source import ExpertsSource, PackingExpertsSource, open_experts
 from moeq.engines.reload import ExpertReload, divert
-from moeq.engines.vllm.engine_experts import RELEASE
+from moeq.engines.vllm.engine_experts import RELEASE, this_device
 from moeq.engines.vllm.experts_method import MoeqMoEMethod
 from moeq.engines.vllm.own_experts import logger
-from moeq.engines.vllm.this_device import this_device
 from moeq.errors import MoeqError
 from moeq.oracle.loaders import TRANSFORMERS_GUARD, reads_by_own_config
 from moeq.oracle.versions import BUILTIN

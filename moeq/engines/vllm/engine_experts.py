@@ -1,4 +1,4 @@
-"""Records by which the plug-in describes the engine's own experts for a layout (`moeq.engines.vllm.backends`)."""
+"""The engine's release and device, and records of its own experts for a layout (`moeq.engines.vllm.backends`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 import vllm
 from packaging.version import Version
 from torch import nn
+from vllm.platforms import current_platform
 
 from moeq.checkpoint.manifest import STACKED_ROLES
+from moeq.deploy.deployment import Gpu
+from moeq.deploy.detect import detect_cpu, detect_gpu
+from moeq.deploy.gpus import find_by_device_name, parse_gpu
 from moeq.layouts.readers import VLLM
 from moeq.load.activation_scales import ActivationScales
 from moeq.matrix import MatrixSpec
@@ -33,6 +37,24 @@ RECORDS = "moeq_records"
 
 #: Constants that the engine's method for gpt-oss hands to every kernel, whatever the model's config says.
 GPT_OSS: Clamp = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0}
+
+
+def this_device() -> Gpu:
+    """Return the device that the engine runs on.
+
+    CUDA devices are named by the engine's platform, which asks the driver without taking memory on the device.
+
+    Raises MoeqError `usage.unknown-gpu`.
+    """
+    if current_platform.is_cuda():
+        capability = current_platform.get_device_capability()
+        named = find_by_device_name(current_platform.get_device_name())
+        if named is not None and named.capability == (capability.major, capability.minor):
+            return named
+        return parse_gpu(f"sm{capability.major}{capability.minor}")
+    if current_platform.is_cpu():
+        return detect_cpu()
+    return detect_gpu() or parse_gpu("XPU")
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:

@@ -103,7 +103,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
             **self.specs, scheme=scheme, experts=self.part.experts, activation=moe.activation.value
         )
         known = moe, entry, self.rank, self.weights, experts.backend
-        engine = _moved() if parallel.enable_eplb else outcome(partial(_engine_experts, *known))
+        engine = _eplb_error() if parallel.enable_eplb else outcome(partial(_engine_experts, *known))
         own = outcome(lambda: check_own(moe, entry, self.part))
         slow = None if own else slow_reason(moe, self.packed(self.empty(moe.in_dtype, "meta")))
         title = engine if isinstance(engine, MoeqError) else engine[0].title
@@ -201,7 +201,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
             return
         self.engine.settle(layer, self.weights, self._activation_scales)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        tables, tensors = layer._expert_routing_tables(), _as_engine(dict(layer.named_parameters()))
+        tables, tensors = layer._expert_routing_tables(), _as_engine_dtypes(dict(layer.named_parameters()))
         self.moe_kernel = self.engine.kernel(self.moe_quant_config, self.moe, self.experts_cls, tables, tensors)
         if self.engine.finishes:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
@@ -252,7 +252,7 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         """Make the engine's record of scales, zero points and biases; an empty one if moeq runs the experts."""
         if self.choice.own:
             return FUSED_MOE_UNQUANTIZED_CONFIG
-        tensors = _as_engine(dict(layer.named_parameters())) | getattr(layer, RECORDS, {})
+        tensors = _as_engine_dtypes(dict(layer.named_parameters())) | getattr(layer, RECORDS, {})
         return self.engine.quant_config(tensors, self.weights, clamp_arguments(self.moe))
 
     def apply(
@@ -326,8 +326,8 @@ def _check_device(experts: ExpertsSource) -> None:
         experts.require_arch(f"sm{capability.major}{capability.minor}")
 
 
-def _moved() -> MoeqError:
-    """Return why the engine's own kernels do not run experts that EPLB moves."""
+def _eplb_error() -> MoeqError:
+    """Make the error that says why the engine's own kernels do not run experts that EPLB moves."""
     return MoeqError(
         "usage.eplb",
         "EPLB moves the converted tensors of an expert, and the engine's kernels may read others that were computed "
@@ -349,7 +349,7 @@ def _engine_experts(
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, which none of vLLM's kernels reads as it is",
-            f"moeq convert SRC DST --gpu {_device()} writes what they read there, if it can; it may be "
+            f"moeq convert SRC DST --gpu {_gpu_option()} writes what they read there, if it can; it may be "
             f"{', '.join(BACKENDS)}",
         )
     alike = (found, *found.instead)
@@ -423,7 +423,7 @@ def _check_order(moe: Any, entry: LayerEntry, engine: EngineExperts) -> None:
     if not engine.reader.activates and (order == "interleaved") != (wanted == "interleaved"):
         same = [layout for layout, row in BACKENDS.items() if row.title == engine.title]
         fitting = [layout for layout in same if layout_class(layout).w13_order == wanted]
-        device = f"moeq oracle SRC --gpu {_device()} says which backend takes them"
+        device = f"moeq oracle SRC --gpu {_gpu_option()} says which backend takes them"
         raise MoeqError(
             "answer.no-backend",
             f"layer {entry.layer} is in layout {entry.layout}, whose gate and up rows lie {order}, and vLLM's "
@@ -449,7 +449,7 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: R
             if reason is None:
                 return kind
             break
-    device = _device()
+    device = _gpu_option()
     raise MoeqError(
         "answer.no-backend",
         f"layer {entry.layer} is packed for {engine.title}, which vLLM does not run here: {reason}",
@@ -457,12 +457,12 @@ def _supported_class(engine: EngineExperts, moe: Any, entry: LayerEntry, rank: R
     )
 
 
-def _device() -> str:
-    """Name this device for `--gpu`."""
+def _gpu_option() -> str:
+    """Return the value of `--gpu` that means this device."""
     return "cpu" if current_platform.is_cpu() else "NAME"
 
 
-def _as_engine(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _as_engine_dtypes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """View exponents of scales as the engine's dtype for them."""
     return {
         name: tensor.view(torch.float8_e8m0fnu) if name in SCALES and tensor.dtype == torch.uint8 else tensor

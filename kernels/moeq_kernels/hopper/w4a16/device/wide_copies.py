@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_wait
 from moeq_kernels.hopper.compat import barrier, reinterpret, rows_load, tma_load
 from moeq_kernels.hopper.w4a16.device import common, layouts
 from moeq_kernels.hopper.w4a16.device.steps import load_weights, weight_bytes
+from moeq_kernels.hopper.w4a16.w4a16_plan import WIDE_HEIGHTS
 
 #: Rows of k in one step.
 STEP = gl.constexpr(64)
@@ -33,10 +34,7 @@ def _weight_bytes(group, kind, scale_bits, warpgroups):
 @constexpr_function
 def heights(tokens, fine=False):
     """Return the heights at which tiles can be multiplied; `fine` adds heights 16 above 64 and 128."""
-    if fine:
-        return {96: (32, 64, 80, 96), 160: (64, 80, 96, 128, 144, 160)}[tokens]
-    return {32: (32,), 64: (32, 64), 96: (32, 64, 96), 128: (64, 96, 128), 160: (64, 96, 128, 160),
-            192: (64, 96, 128, 160, 192)}[tokens]  # fmt: skip
+    return WIDE_HEIGHTS[tokens, fine]
 
 
 @constexpr_function

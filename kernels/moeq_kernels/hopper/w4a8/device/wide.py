@@ -319,7 +319,7 @@ def w4a8_product_wide(
         slabs: number of slabs of 16 rows of k per expert.
         groups: number of groups along k per expert.
         pair_tiles: distance, in tiles of 64 columns, between both halves of a pair.
-        TOKENS: token rows per tile: 64, 128, 160 or 192.
+        TOKENS: token rows per tile: 64 or 160.
         REGISTERS: registers per thread of the computing warpgroups.
         KIND, GROUP: `e2m1` or `e2m1-permuted` and 32, or `uint4` and the codes that share a scale (0 for one scale per
             feature).
