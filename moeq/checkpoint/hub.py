@@ -341,16 +341,17 @@ class HubSource(Source):
             OfflineModeIsEnabled,
         )
 
-        for wait in (*_RETRY_SECONDS, None):
+        waits = iter(_RETRY_SECONDS)
+        while True:
             try:
                 return action() if expected is None else guarded(expected, action)
             except OfflineModeIsEnabled:
                 raise
             except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, *transport_errors()) as error:
+                wait = next(waits, None)
                 if wait is None or not isinstance(error, cut_errors()):
                     raise explain(error, self.repo, self._asked, file) from None
             time.sleep(wait)
-        raise AssertionError("the last attempt returns or raises")
 
 
 def _sizes(repo: str, info: ModelInfo) -> dict[str, int | None]:

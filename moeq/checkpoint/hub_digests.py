@@ -54,7 +54,7 @@ class ListedDigests:
         self._headers[file] = len(raw), hashlib.sha256(raw).digest()
 
     def check(self, path: Path, file: str, pieces: Path | None = None) -> None:
-        """Hash a file on disk, unless it is the one that was hashed before.
+        """Hash a file on disk, unless it is the one that was hashed before, for its pieces too where they are wanted.
 
         Args:
             pieces: folder in which digests of its pieces are kept, for `read_pieces`.
@@ -67,7 +67,8 @@ class ListedDigests:
         with self._locks[file], closing_fd(open_regular(path, file)) as fd:
             try:
                 state = state_of(fd)
-                if self._checked.get(file) != state:
+                unknown = pieces is not None and self.pieces_of(file, state.size, pieces) is None
+                if unknown or self._checked.get(file) != state:
                     self._compare(fd, path, file, pieces)
                     self._checked[file] = state
             except OSError as error:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoint.builder import Stored, file_bytes, header_of
 
 from moeq.checkpoint.header import DTYPE_BITS, parse_header, read_header
+from moeq.checkpoint.source import _TORCH_DTYPES
 from moeq.errors import MoeqError
 
 GOOD: dict[str, Any] = {"t": {"dtype": "I32", "shape": [2, 2], "data_offsets": [0, 16]}}
@@ -135,30 +139,97 @@ def test_bad_files_are_refused_in_one_line(name: str, tmp_path: Path) -> None:
     assert len(error.message) < 700
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("Git LFS pointer", "Git LFS pointer"),
-        ("HTML page", "HTML page"),
-        ("JSON error body", "JSON text"),
-        ("GGUF", "GGUF"),
-        ("PyTorch zip", "pickle"),
-        ("pickle", "pickle"),
-        ("zeros", "zero bytes"),
-        ("truncated data", "is 85 bytes long, its header needs 89"),
-        ("tiny file that claims a petabyte", "1,000,000,000,000"),
-        ("size is not shape times dtype", "needs 24 bytes, data_offsets span 16"),
-        ("overlap", "overlaps"),
-        ("a hole", "hole"),
-        ("unknown dtype", "I33"),
-        ("duplicate key, same range", "duplicate key 't'"),
-    ],
-)
-def test_messages_name_the_cause(name: str, says: str, tmp_path: Path) -> None:
+SAYS = {
+    "empty file": "is 0 bytes long, a safetensors file starts with 8 bytes of header length",
+    "seven bytes": "is 7 bytes long, a safetensors file starts with 8 bytes of header length",
+    "length zero": "declares a header of 0 bytes",
+    "length above the cap": "declares a header of 100,000,001 bytes, the limit is 100,000,000",
+    "length of 2**64 - 1": "declares a header of 18,446,744,073,709,551,615 bytes, the limit is 100,000,000",
+    "length beyond the end": "declares a header of 1,000 bytes but is 10 bytes long",
+    "a list": "the header does not start with `{`",
+    "entry is null": "tensor t: entry is None, expected an object",
+    "no dtype": "tensor t: entry lacks 'dtype'",
+    "no shape": "tensor t: entry lacks 'shape'",
+    "no offsets": "tensor t: entry lacks 'data_offsets'",
+    "unknown dtype": "tensor t: unknown dtype 'I33' (written by a newer safetensors?)",
+    "dtype is a list": "tensor t: unknown dtype ['I32'] (written by a newer safetensors?)",
+    "shape is text": "tensor t: shape '22' is not a list of sizes",
+    "negative size": "tensor t: shape [-2, -2] is not a list of sizes",
+    "boolean size after an equal one": "tensor b: shape [True] is not a list of sizes",
+    "float size": "header: not valid JSON: 2.0 is not a whole number",
+    "sizes overflow": "tensor t: shape [4611686018427387904, 8] overflows 64 bits",
+    "zero product that overflows on the way": "tensor t: shape [9223372036854775808, 2, 0] overflows 64 bits",
+    "negative offset": "tensor t: data_offsets [-16, 0] are not a byte range",
+    "offsets are text": "tensor t: data_offsets '01' are not a byte range",
+    "offsets reversed": "tensor t: data_offsets [16, 0] are not a byte range",
+    "size is not shape times dtype": "tensor t: I32 [2, 3] needs 24 bytes, data_offsets span 16",
+    "first offset is not 0": "tensor t: begins at data byte 8, expected 0 (leaves a hole before it)",
+    "a hole": "tensor b: begins at data byte 8, expected 4 (leaves a hole before it)",
+    "overlap": "tensor b: begins at data byte 2, expected 4 (overlaps the tensor before it)",
+    "same range twice": "tensor b: begins at data byte 0, expected 16 (overlaps the tensor before it)",
+    "duplicate key, same range": "header: not valid JSON: duplicate key 't'",
+    "trailing bytes": "is 93 bytes long, its header accounts for 89",
+    "truncated data": "is 85 bytes long, its header needs 89",
+    "tiny file that claims a petabyte": "is 98 bytes long, its header needs 1,000,000,000,000,098",
+    "F4 that does not fill bytes": "tensor t: [3] elements of F4 do not fill whole bytes",
+    "metadata with a number": "`__metadata__` must map strings to strings",
+    "metadata is a list": "`__metadata__` must map strings to strings",
+    "NUL in a name": r"unusable tensor name 'a\x00b': empty, longer than 1024 or not printable",
+    "name of a megabyte": f"unusable tensor name '{'a' * 80}': empty, longer than 1024 or not printable",
+    "Git LFS pointer": "this is a Git LFS pointer, not the file itself",
+    "HTML page": "this is an HTML page, probably an error page saved as a file",
+    "JSON error body": "this is JSON text, not a safetensors file",
+    "GGUF": "this is a GGUF file",
+    "PyTorch zip": "this is a PyTorch pickle (zip) file",
+    "pickle": "this is a Python pickle",
+    "zeros": "this is filled with zero bytes: an incomplete download",
+}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_messages_name_the_cause(name: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(BAD[name])
-    with pytest.raises(MoeqError, match=says):
+    with pytest.raises(MoeqError) as caught:
         read_header(path, "x.safetensors")
+    assert caught.value.message == f"x.safetensors: {SAYS[name]}"
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        (entry("I" * 50), f"tensor t: unknown dtype '{'I' * 39} (written by a newer safetensors?)"),
+        (entry(shape=[-1] * 50), f"tensor t: shape {str([-1] * 50)[:80]} is not a list of sizes"),
+        (entry(offsets=[7] * 50), f"tensor t: data_offsets {str([7] * 50)[:80]} are not a byte range"),
+        ({"t": "x" * 50}, f"tensor t: entry is '{'x' * 39}, expected an object"),
+        ({"x" * 199: 1}, f"tensor {'x' * 199}: entry is 1, expected an object"),
+        ({"x" * 200: 1}, f"tensor '{'x' * 80}': entry is 1, expected an object"),
+        ({"\n": 1}, r"tensor '\n': entry is 1, expected an object"),
+        (entry("U8", [1 << 63, 0], [0, 0]), "tensor t: shape [9223372036854775808, 0] overflows 64 bits"),
+        (entry("U8", [1 << 62, 4], [0, 0]), "tensor t: shape [4611686018427387904, 4] overflows 64 bits"),
+        (entry("U8", [(1 << 63) - 1, 2], [0, 0]), "tensor t: U8 [9223372036854775807, 2] needs "
+         "18,446,744,073,709,551,614 bytes, data_offsets span 0"),
+    ],
+)  # fmt: skip
+def test_long_values_are_cut_and_large_ones_counted(table: dict[str, Any], says: str) -> None:
+    raw_header = json.dumps(table).encode()
+    with pytest.raises(MoeqError) as caught:
+        parse_header(raw_header, "f", 8 + len(raw_header))
+    assert caught.value.message == f"f: {says}"
+
+
+@pytest.mark.parametrize("length", [1024, 1025])
+def test_the_longest_name(length: int) -> None:
+    raw_header = json.dumps({"a" * length: GOOD["t"]}).encode()
+    with nullcontext() if length == 1024 else pytest.raises(MoeqError, match="longer than 1024"):
+        assert list(parse_header(raw_header, "f", 24 + len(raw_header)).tensors) == ["a" * length]
+
+
+def test_unknown_fields_are_noted() -> None:
+    raw_header = json.dumps({"t": {**GOOD["t"], "x" * 300: 1, "a": 2}}).encode()
+    [note] = parse_header(raw_header, "f", 24 + len(raw_header)).notes
+    start = "f: tensor t has unknown header fields: "
+    assert note == start + f"'a', 'data_offsets', 'dtype', 'shape', '{'x' * 300}'"[:200]
 
 
 GOOD_FILES: dict[str, tuple[bytes, int]] = {
@@ -225,6 +296,10 @@ def test_the_reference_library_reads_what_we_accept(tmp_path: Path) -> None:
             assert len(list(reader.keys())) == count, name
 
 
-def test_every_dtype_has_a_width() -> None:
+def test_every_dtype_has_the_width_that_its_name_says() -> None:
+    """And torch's, where torch has it."""
     assert len(DTYPE_BITS) == 22
-    assert set(DTYPE_BITS.values()) == {4, 6, 8, 16, 32, 64}
+    for name, bits in DTYPE_BITS.items():
+        assert bits == (8 if name == "BOOL" else int(re.findall(r"\d+", name)[0]))
+    for name, dtype in _TORCH_DTYPES.items():
+        assert DTYPE_BITS[name] == 8 * getattr(torch, dtype).itemsize

@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from refusing import refuses
 
 from moeq.checkpoint.hub_digests import PIECE_BYTES, ListedDigests
 from moeq.errors import MoeqError
@@ -75,3 +76,9 @@ def test_ranges_are_compared_with_pieces_of_the_whole_file(listed: ListedDigests
         listed.require_pieces(DATA[PIECE_BYTES:], 0, known, FILE)
     with refused(f"{FILE}, read as a range"):
         listed.require_pieces(DATA[2 * PIECE_BYTES :] + b"!", 2, known, FILE)
+
+
+def test_a_file_that_cannot_be_hashed_is_named(listed: ListedDigests, path: Path) -> None:
+    (path.parent / "pieces").touch()
+    with refuses("source.unreadable", f"{FILE}: File exists"):
+        listed.check(path, FILE, path.parent / "pieces")

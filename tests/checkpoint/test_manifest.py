@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusing import refuses
 
 import moeq
 from moeq.checkpoint.manifest import (
@@ -185,6 +186,26 @@ def test_a_folder_without_one(tmp_path) -> None:
     with pytest.raises(MoeqError, match="not a finished output") as caught:
         read_manifest(tmp_path)
     assert caught.value.code == "source.no-manifest"
+
+
+def test_folders_that_have_none_are_told_apart(tmp_path) -> None:
+    """None at all, unfinished work, a source checkpoint, a conversion that lost it."""
+    missing, work, folder = tmp_path / "missing", tmp_path / "out.moeq-partial", tmp_path / "a b"
+    work.mkdir()
+    folder.mkdir()
+    with refuses("source.missing", f"{missing}: no such folder", None):
+        read_manifest(missing)
+    again = "the command that began it, run again, goes on where it stopped"
+    with refuses("source.unfinished", f"{work} holds unfinished work of moeq", again):
+        read_manifest(work)
+    (folder / "config.json").write_text('{"quant_method": "gptq"}')
+    text = f"{folder} is a source checkpoint, not an output of `moeq convert`"
+    with refuses("usage.not-converted", text, f"convert it first: moeq convert '{folder}' DST --gpu NAME"):
+        read_manifest(folder)
+    (folder / "config.json").write_text('{"quant_method" :\n"moeq"}')
+    text = f"{folder} has no moeq.json: it is not a finished output of `moeq convert`"
+    with refuses("source.no-manifest", text, "convert it first: moeq convert SRC DST"):
+        read_manifest(folder)
 
 
 def test_a_conversion_that_lost_it_is_no_source(checkpoints, tmp_path) -> None:

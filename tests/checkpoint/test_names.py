@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from checkpoint.builder import Stored
+from refusing import refuses
 
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import FUSED, StoredName, index_experts
@@ -76,6 +77,26 @@ def test_expert_tensors(
 )
 def test_everything_else(name: str) -> None:
     assert not any(layer.parts for layer in index_experts(stacked(name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "subject", "what"),
+    [
+        ("model.layers.007.mlp.experts.0.w1.weight", "model.layers.007.mlp.experts", "layer number '007'"),
+        ("model.layers.1000000.mlp.experts.0.w1.weight", "model.layers.1000000.mlp.experts", "layer number '1000000'"),
+        ("model.layers.0.mlp.experts.007.w1.weight", None, "expert number '007'"),
+        ("model.layers.0.mlp.experts.-1.w1.weight", None, "expert number '-1'"),
+        ("model.layers.0.mlp.experts.1000000.w1.weight", None, "expert number '1000000'"),
+    ],
+)
+def test_numbers_that_no_writer_produces(name: str, subject: str | None, what: str) -> None:
+    with refuses("source.bad-names", f"tensor {subject or name}: {what} is not something a checkpoint writer produces"):
+        index_experts(entries(name))
+
+
+def test_the_largest_numbers() -> None:
+    [layer] = index_experts(entries("model.layers.999999.mlp.experts.999999.w1.weight"))
+    assert (layer.layer, layer.expert_ids, layer.stack) == (999999, {999999}, "model.layers")
 
 
 def stacked(name: str) -> dict[str, TensorEntry]:
