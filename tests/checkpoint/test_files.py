@@ -245,3 +245,14 @@ def test_unfinished_work_names_its_command(journal: str | None, command: str, tm
     assert (caught.value.code, caught.value.hint) == ("source.unfinished", again)
     refuse_unfinished(out, "out")
     refuse_unfinished(tmp_path / "absent.moeq-partial", "absent")
+
+
+@pytest.mark.parametrize(("size", "named"), [(1 << 10, True), ((1 << 26) + 1, False)])
+def test_a_journal_beyond_all_sizes_is_not_read(size: int, named: bool, tmp_path: Path) -> None:
+    work = tmp_path / "out.moeq-partial"
+    work.mkdir()
+    (work / "moeq-journal-1.jsonl").write_text('{"request": {"src": "my source"}}\n')
+    os.truncate(work / "moeq-journal-1.jsonl", size)
+    with pytest.raises(MoeqError) as caught:
+        refuse_unfinished(work, "work")
+    assert ("moeq convert 'my source'" in (caught.value.hint or "")) == named

@@ -121,6 +121,8 @@ BAD: dict[str, bytes] = {
     "PyTorch zip": b"PK\x03\x04" + bytes(100),
     "pickle": b"\x80\x02}q\x00." + bytes(100),
     "zeros": bytes(1000),
+    "sixteen zeros": bytes(16),
+    "fifteen zeros": bytes(15),
 }
 
 
@@ -182,6 +184,8 @@ SAYS = {
     "GGUF": "this is a GGUF file",
     "PyTorch zip": "this is a PyTorch pickle (zip) file",
     "pickle": "this is a Python pickle",
+    "fifteen zeros": "declares a header of 0 bytes",
+    "sixteen zeros": "this is filled with zero bytes: an incomplete download",
     "zeros": "this is filled with zero bytes: an incomplete download",
 }
 

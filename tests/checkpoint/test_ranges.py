@@ -150,6 +150,9 @@ def test_servers_that_refuse_or_hang_up(url, slept, monkeypatch) -> None:
     with pytest.raises(HfHubHTTPError, match="404"):
         RangeReader({}, 1 << 20).read(url, "file", 0, 5)
     assert len(slept) == 5
+    monkeypatch.setattr(Busy, "statuses", [200])
+    found, total = RangeReader({}, 1 << 20).read(url, "file", 1, 6)  # the range was ignored
+    assert (found, total > 6) == (b"!DOCT", True)
 
 
 def test_a_server_that_drips(monkeypatch) -> None:
