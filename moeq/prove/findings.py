@@ -132,10 +132,7 @@ class FolderContents:
         if isinstance(self._source, HubSource):
             yield from self._source.listed
             return
-        if not isinstance(self._source, LocalSource):
-            index = [self._source.index] if self._source.index else []
-            yield from (*(file.name for file in self._source.files), *self._source.side_files(), *index)
-            return
+        assert isinstance(self._source, LocalSource)
         top = self._source.folder
         for folder, folders, names in os.walk(top):
             at = Path(folder).relative_to(top)

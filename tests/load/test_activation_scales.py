@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from load.deployments import convert
+from refusing import refuses
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import moeq
+from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
-from moeq.load.activation_scales import ActivationScales, activation_scales
+from moeq.layouts.arranged import torch_dtype
+from moeq.load.activation_scales import ActivationScales, _numbers, activation_scales
 from moeq.load.torch_loader import layer_entry, open_converted
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
@@ -54,6 +58,15 @@ def test_they_are_the_sources(name, layout, part, ep, checkpoints: Path, tmp_pat
 
     assert torch.equal(found.w13, torch.stack([wanted("gate_proj"), wanted("up_proj")], dim=1))
     assert torch.equal(found.w2, wanted("down_proj"))
+
+
+def test_restore_data_that_are_not_there_tell_nothing(checkpoints: Path, tmp_path: Path) -> None:
+    folder = convert(checkpoints / "modelopt-nvfp4-qwen3moe", tmp_path / "out", "trtllm-nvfp4/1")
+    checkpoint = open_converted(folder)
+    entry = layer_entry(checkpoint, 1)
+    assert activation_scales(checkpoint, replace(entry, prefix="elsewhere")) is None
+    checkpoint.manifest = replace(checkpoint.manifest, restore=None)
+    assert activation_scales(checkpoint, entry) is None
 
 
 def test_a_source_for_weights_alone_has_none(checkpoints: Path, tmp_path: Path) -> None:
@@ -156,3 +169,32 @@ def test_those_of_stacked_experts(form: str, checkpoints: Path, tmp_path: Path) 
     wanted = {name: (plain.w2 if "down" in name else plain.w13).max() for name in numbers if "layers.1" in name}
     assert wanted  # in this checkpoint they are alike for all experts
     assert all(torch.allclose(1 / numbers[name], number, rtol=1e-6) for name, number in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "experts", "what"),
+    [
+        ((), "F32", 1, None),
+        ((1, 1), "BF16", 1, None),
+        ((), "F16", 3, None),
+        ((1,), "F32", 3, None),
+        ((3,), "F32", 3, None),
+        ((3, 1), "F32", 3, None),
+        ((2,), "F32", 1, "number"),
+        ((2,), "F32", 3, "3 numbers"),
+        ((1,), "I32", 2, "2 numbers"),
+        ((0,), "F32", 1, "number"),
+        ((2, 2), "F32", 4, "4 numbers"),
+    ],
+)
+def test_numbers_of_experts(shape: tuple[int, ...], dtype: str, experts: int, what: str | None, tmp_path) -> None:
+    values = torch.arange(1, 1 + torch.Size(shape).numel()).to(torch_dtype(dtype)).reshape(shape)
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"n\xf6": values}, tmp_path / "model.safetensors")
+    source = LocalSource(tmp_path, "it")
+    entry = source.entry("n\xf6")
+    if what is None:
+        assert _numbers(source, entry, experts).tolist() == values.float().reshape(-1).expand(experts).tolist()
+        return
+    with refuses("source.bad-manifest", rf"'n\xf6' is {dtype} {list(shape)}, no {what}"):
+        _numbers(source, entry, experts)

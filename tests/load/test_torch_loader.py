@@ -8,6 +8,7 @@ import pickle
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,16 @@ from moeq.load import rank_reading
 from moeq.load.packed_sample import load_packed
 from moeq.load.rank_reading import Window, part_cuts, read_experts, read_shards
 from moeq.load.ranks import Rank, plan_rank
-from moeq.load.torch_loader import check_groups, expert_map, fill_parts, open_converted, read_parts, require_arch
+from moeq.load.torch_loader import (
+    check_groups,
+    device_arch,
+    expert_map,
+    fill_parts,
+    open_converted,
+    read_parts,
+    require_arch,
+)
+from moeq.matrix import MatrixSpec
 from moeq_kernels import KernelUnsupportedError, fused_moe, prepare
 from moeq_kernels.hopper.w4a8.fold import folded
 
@@ -288,15 +298,17 @@ class TestRefusals:
 
     def test_a_dtype_that_the_kernel_does_not_take(self, converted) -> None:
         error = self.refused(converted["mxfp4-gptoss"], 0, dtype=torch.float16)
-        assert error.code == "usage.dtype"
-        assert "bfloat16" in error.message
+        text = "layer 0: activations are float16, and the kernel of marlin-mxfp4-interleaved/1 takes bfloat16"
+        assert (error.code, error.message) == ("usage.dtype", text)
         moeq.load_experts(converted[self.name], 0, dtype=torch.float16)
 
     def test_e4m3_activations_beside_weights_without_a_kernel_for_them(self, converted) -> None:
         error = self.refused(converted["gptq-int8-g64-qwen3moe"], 0, activation_dtype="fp8")
         assert error.code == "answer.no-kernel"
         assert "marlin-mxfp4/1" in (error.hint or "")
-        assert self.refused(converted[self.name], 0, activation_dtype="fp4").code == "usage.dtype"
+        error = self.refused(converted[self.name], 0, activation_dtype="fp4")
+        text = "unknown activation_dtype 'fp4'"
+        assert (error.code, error.message, error.hint) == ("usage.dtype", text, "known: fp8, or nothing")
 
     def test_a_layout_without_a_kernel(self, checkpoints, tmp_path) -> None:
         folder = convert(checkpoints / self.name, tmp_path / "out", layout="humming-wna16/1")
@@ -311,6 +323,20 @@ class TestRefusals:
             require_arch(checkpoint, "sm90")
         assert "--gpu sm90" in (caught.value.hint or "")
 
+    def test_the_architecture_of_a_device(self, converted, monkeypatch) -> None:
+        checkpoint = open_converted(converted[self.name])
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+        assert device_arch(torch.device("cuda")) == "sm90"
+        error = self.refused(checkpoint, 0, device="cuda")
+        assert (error.code, error.message) == (
+            "environment.gpu-mismatch",
+            f"{converted[self.name]} was converted for A100 (sm80), and this GPU is sm90",
+        )
+        monkeypatch.setattr("torch.version.hip", "7")
+        amd = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: amd)
+        assert device_arch(torch.device("cuda")) == "gfx942"
+
     def test_changed_bytes_on_request(self, converted, tmp_path) -> None:
         folder = tmp_path / "changed"
         shutil.copytree(converted[self.name], folder)
@@ -322,8 +348,10 @@ class TestRefusals:
             file.seek(entry.start)
             file.write(bytes([byte ^ 1]))
         error = self.refused(folder, 0, verify=True)
-        assert error.code == "source.digest-mismatch"
-        assert "expert 0 down" in error.message
+        assert (error.code, error.message) == (
+            "source.digest-mismatch",
+            "layer 0: 1 of 12 digests differ from the manifest: expert 0 down",
+        )
         moeq.load_experts(folder, 1, verify=True)
 
     def test_a_manifest_that_lies_about_sizes(self, converted, tmp_path) -> None:
@@ -391,3 +419,62 @@ def test_an_opened_checkpoint_goes_to_another_process(converted, batch, tmp_path
     with pytest.raises(MoeqError) as refused:
         moeq.load_experts(sent, 0)
     assert refused.value.code == "source.changed"
+
+
+def test_the_map_of_experts_of_a_rank() -> None:
+    assert expert_map(5, 1, 2).tolist() == [-1, -1, -1, 0, 1]
+    assert expert_map(5, 0, 2).dtype == torch.int32
+    with pytest.raises(MoeqError, match="ep rank 2 of 2"):
+        expert_map(5, 2, 2)
+
+
+def test_parts_of_more_than_64_kib_are_cut(converted) -> None:
+    """Positions of bytes are spelled in as many bytes as they need."""
+    layout, spec = get_layout("marlin-wna16/1"), MatrixSpec("w2", 256, 1024, "int4", 32, "f16")
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        name: torch.randint(0, 256, (torch.Size(one.shape).numel() * (4 if name == "weight" else 2),),
+                            dtype=torch.uint8, generator=generator)
+        for name, one in layout.tensors(spec).items()
+    }  # fmt: skip
+    window = Window((0, 256), (512, 1024))
+    packed = {
+        name: raw.view(torch.int32 if name == "weight" else torch.float16).view(layout.tensors(spec)[name].shape)
+        for name, raw in whole.items()
+    }
+    wanted = layout.slice_parts(packed, spec, n=window.n, k=window.k)
+    for name, cut in part_cuts("marlin-wna16/1", spec, window).items():
+        assert cut.spans is not None
+        bytes_of = [
+            whole[name][span.start : span.stop]
+            if span.chosen is None
+            else whole[name][span.start : span.stop].view(-1, span.width)[torch.from_numpy(span.chosen)].flatten()
+            for span in cut.spans
+        ]
+        assert torch.equal(torch.cat(bytes_of), wanted[name].contiguous().view(-1).view(torch.uint8))
+
+
+def test_a_bias_that_another_rank_adds_is_zero(converted) -> None:
+    checkpoint = open_converted(converted["mxfp4-gptoss"])
+    entry = checkpoint.manifest.layer(0)
+    part = plan_rank(entry, Rank())
+    for zero in (False, True):
+        found = read_parts(checkpoint, entry, part, replace(part.matrices["w2"], zero_bias=zero))
+        assert (bool(found["bias"].any()), bool(found["weight"].any())) == (not zero, True)
+
+
+def test_parts_that_a_shard_computes_anew_are_cut_in_memory(checkpoints, tmp_path) -> None:
+    """Zero points of symmetric weights are the same word everywhere, which tells no position."""
+    checkpoint = open_converted(convert(checkpoints / "gptq-int4-g32-qwen3moe", tmp_path / "out", "rdna3-int4/1"))
+    entry, layout = checkpoint.manifest.layer(0), get_layout("rdna3-int4/1")
+    part = plan_rank(entry, Rank(1, 2, 1, 2))
+    assert part.rows == (2, 4)
+    for role, matrix in part.matrices.items():
+        assert matrix.window is not None
+        found = read_parts(checkpoint, entry, part, matrix)
+        whole = read_parts(checkpoint, entry, part, replace(matrix, window=None))
+        for row in range(2):
+            one = {name: tensor[row] for name, tensor in whole.items()}
+            cut = layout.slice_parts(one, matrix.stored.padded_spec, n=matrix.window.n, k=matrix.window.k)
+            assert cut.keys() == found.keys()
+            assert all(torch.equal(found[name][row], tensor) for name, tensor in cut.items()), (role, row)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from load.deployments import convert
 
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
+from moeq.load.ranks import Rank
 from moeq.load.torch_loader import open_converted
-from moeq.load.warmup import kernel_gpu, make_ready, warm_up
+from moeq.load.warmup import _prepared, kernel_gpu, make_ready, warm_up
 from moeq.spelling import spelled
 from moeq_kernels import KernelEnvironmentError, KernelUnsupportedError, Warmed
 
@@ -141,3 +144,32 @@ def test_an_error_of_kernels_that_were_compiled_meanwhile_is_raised() -> None:
     for _ in range(2):  # the second call tries again
         with pytest.raises(MoeqError, match="no compiler"):
             make_ready(layer, logging.getLogger("moeq-warm"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "tp", "ep", "found"),
+    [
+        (2, 1, 1, [((0, 1), 4, 4, False)]),
+        (1, 2, 1, [((0,), 4, 4, False)]),
+        (2, 1, 2, [((0, 1), 2, 2, False), ((0, 1), 2, 4, True)]),
+        (1, 1, 3, [((0,), 2, 2, False), ((0,), 2, 4, True), ((0,), 1, 1, False), ((0,), 1, 4, True)]),
+    ],
+)
+def test_kinds_of_layers(layers: int, tp: int, ep: int, found: list[Any], converted) -> None:
+    """Experts held, experts that routing may name, and whether a map translates them."""
+    checkpoint = open_converted(converted["gptq-int4-g32-qwen3moe"])
+    checkpoint.manifest = replace(checkpoint.manifest, layers=checkpoint.manifest.layers[:layers])
+    ranks = [Rank(i, tp, j, ep) for i in range(tp) for j in range(ep)]
+
+    def prepared() -> list[tuple[tuple[int, ...], Any]]:
+        return [*_prepared(checkpoint, "H200", ranks, "fp16", 64)]
+
+    rows = prepared()
+    kinds = [(numbers, one.problem.experts, one.problem.known, one.problem.mapped) for numbers, one in rows]
+    assert kinds == found
+    for _, one in rows:
+        shown = one.problem.intermediate, one.problem.hidden, one.problem.dtype, one.max_tokens, str(one.device)
+        assert shown == (128 // tp, 256, torch.float16, 64, "meta")
+    assert {one.problem.top_k for _, one in rows} == {2}
+    checkpoint.info = replace(checkpoint.info, top_k=None)
+    assert {one.problem.top_k for _, one in prepared()} == {1}

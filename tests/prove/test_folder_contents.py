@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from pipeline.mixing import Tensors, rewritten
+from refusing import refuses
 
 import moeq
 from moeq.checkpoint.header import TensorEntry
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
 from moeq.model.converted import ConvertedCheckpoint
 from moeq.pipeline.convert import convert
+from moeq.pipeline.plan.side_files import CARD, CARD_MARK, SOURCE_CARD
 from moeq.pipeline.plan.units import CHUNK_BYTES
+from moeq.prove.derived import plan_of
 from moeq.prove.findings import FolderContents, piece_bytes
 
 NAME = "model.embed_tokens.weight"
@@ -58,3 +63,69 @@ def test_stacks_are_hashed_expert_by_expert() -> None:
     assert piece_bytes(stack, stacked=False) == CHUNK_BYTES
     assert piece_bytes(TensorEntry("w", "U8", (0, 6), "a.safetensors", 0, 0), stacked=True) == CHUNK_BYTES
     assert piece_bytes(TensorEntry("w", "U8", (), "a.safetensors", 0, 1), stacked=True) == CHUNK_BYTES
+
+
+def test_what_cannot_be_read_has_no_digest(converted: ConvertedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents, size = FolderContents(converted, 1), converted.source.size_of("moeq.json")
+    found = contents.digest("moeq.json", size)
+    assert found is not None
+    assert found.bytes == size
+    assert contents.digest("moeq.json", size + 1) is None
+    assert contents.digest("absent", 1) is None
+
+    def opened(error: Exception) -> None:
+        def fail(name: str) -> int:
+            raise error
+
+        monkeypatch.setattr(converted.source, "open", fail)
+
+    for error in (OSError(5, "no"), MoeqError("source.unreadable", "no")):
+        opened(error)
+        assert contents.digest("moeq.json", size) is None
+    opened(MoeqError("source.changed", "other"))
+    with refuses("source.changed", "other"):
+        contents.digest("moeq.json", size)
+
+
+def test_reads_that_fail_name_their_file(converted: ConvertedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = FolderContents(converted, 2)
+
+    def fail(*given: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("moeq.prove.findings.read_digest", fail)
+    with refuses("source.unreadable", f"{converted.source.entry(NAME).file}: Input/output error"):
+        contents._digest(converted.source.entry(NAME))
+
+
+def test_files_of_tools_and_cards_of_moeq_are_compared_with_nothing(converted: ConvertedCheckpoint) -> None:
+    folder = converted.source.path("")
+    for name in (".git", ".cache", "inner/.git"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").touch()
+    (folder / "link").symlink_to(folder / "inner")
+    contents = FolderContents(converted, 1)
+    assert {".git/", ".cache/", "inner/.git/file", "link"} <= contents.names
+    assert ".git/file" not in contents.names
+    assert contents.unproven == {".git/", ".cache/"}
+    for text, known in (("a card", False), (f"a card\n{CARD_MARK}\n", True)):
+        (folder / CARD).write_text(text)
+        assert (CARD in FolderContents(moeq.open(folder), 1).unproven) == known  # type: ignore[arg-type]
+    (folder / CARD).unlink()
+    (folder / CARD).mkdir()
+    (folder / CARD / SOURCE_CARD).touch()
+    assert FolderContents(moeq.open(folder), 1).unproven == {".git/", ".cache/"}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "sizes"),
+    [({"tp": 0}, "tp 0, ep 1"), ({"ep": 1 << 16}, "tp 1, ep 65536"), ({"tp": 1 << 16, "ep": 2}, "tp 65536, ep 2"),
+     ({"tp": 2, "ep": 0}, "tp 2, ep 0")],
+)  # fmt: skip
+def test_deployments_that_cannot_be(deployment: dict[str, int], sizes: str, converted, checkpoints) -> None:
+    source = moeq.open(checkpoints / "ct-w8a8-qwen3moe")
+    with refuses("source.bad-manifest", f"moeq.json: deployment: {sizes} are not sizes"):
+        plan_of(source, replace(converted.manifest, deployment=deployment))
+    layers = (replace(converted.manifest.layers[0], layer=9),)
+    with refuses("source.other-layers", "the source has no experts in layer 9"):
+        plan_of(source, replace(converted.manifest, layers=layers))

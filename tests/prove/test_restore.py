@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from pipeline.mixing import Tensors, content, flip, rewritten
+from refusing import refuses
 from safetensors.torch import load_file, save_file
 
 from moeq.checkpoint.header import read_header
@@ -418,3 +419,50 @@ def test_restore_data_that_changed_are_named_by_their_file(kind: str, name: str,
     raw[at] ^= 1
     (tmp_path / "out" / file).write_bytes(raw)
     assert [row.name for row in verify(tmp_path / "out", source).mismatches if row.kind == "kept"] == [name]
+
+
+def test_reads_that_fail_or_end_early_name_their_file(checkpoints, tmp_path, monkeypatch) -> None:
+    convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
+    again, module = "run the same command again", sys.modules["moeq.prove.restore"]
+
+    def fail(*given: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "open_file_digest", fail)
+        with refuses("source.unreadable", "moeq-restore.data: Input/output error", again):
+            restore(tmp_path / "out", tmp_path / "back")
+    entry = open_checkpoint(tmp_path / "out").source.entry("lm_head.weight")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "read_at", fail)
+        with refuses("source.unreadable", f"{entry.file}: Input/output error", again):
+            restore(tmp_path / "out", tmp_path / "back")
+        patched.setattr(module, "read_at", lambda fd, view, at: len(view) - 1)
+        with refuses("source.truncated", f"{entry.file} ends inside tensor {entry.name}"):
+            restore(tmp_path / "out", tmp_path / "back")
+    assert [folder.name for folder in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_the_folder_does_not_give_is_named(checkpoints, tmp_path, monkeypatch) -> None:
+    """Tensors of another size, those that no part rebuilds, and those that are left out."""
+    out, name = tmp_path / "out", "gptq-int4-g32-qwen3moe"
+    convert(checkpoints / name, out, A100)
+    parts, again = sys.modules["moeq.prove.restore"].stored_parts, "convert the source again"
+    with monkeypatch.context() as patched:
+        patched.setattr("moeq.prove.restore.stored_parts", lambda *a: [replace(one, rebuilt=None) for one in parts(*a)])
+        text = "tensor model.layers.0.mlp.experts.0.gate_proj.g_idx can neither be rebuilt nor was it kept"
+        with refuses("source.bad-manifest", text, again):
+            restore(out, tmp_path / "back", slow=True, workers=1)
+        patched.setattr("moeq.prove.restore.stored_parts", lambda *a: [*parts(*a)][:-1])
+        with pytest.raises(
+            MoeqError, match=r"^16 tensors of model.safetensors were not rebuilt, first model.lay"
+        ) as caught:
+            restore(out, tmp_path / "back", slow=True)
+        assert (caught.value.code, caught.value.hint) == ("source.bad-manifest", again)
+    entry = open_checkpoint(out).source.entry("model.norm.weight")
+    tensors = load_file(out / entry.file)
+    tensors["model.norm.weight"] = torch.cat([tensors["model.norm.weight"]] * 2)
+    save_file(tensors, out / entry.file, {"format": "pt"})
+    text = f"tensor model.norm.weight has {2 * entry.nbytes:,} bytes, the source had {entry.nbytes:,}"
+    with refuses("source.bad-manifest", text, again):
+        restore(out, tmp_path / "back")

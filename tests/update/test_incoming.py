@@ -16,6 +16,7 @@ from moeq.model.shards import Range
 from moeq.schemes.base import Scheme
 from moeq.update.incoming import (
     ProjectionBlock,
+    _common_global_scale,
     check_block,
     joined,
     named_tensors,
@@ -25,6 +26,7 @@ from moeq.update.incoming import (
     whole_block,
 )
 from moeq.update.layers import WritableLayer
+from moeq.update.quantize import RULES, nvfp4_global_scale
 
 LAYOUT = "marlin-wna16/1"
 HINT = "pass the parts as the source stores them (gptq int4 g32 sym), or float weights [N, K]"
@@ -164,8 +166,8 @@ def test_tensors_that_are_refused(layer: WritableLayer) -> None:
         "scales": torch.ones(8, 128, dtype=torch.float16),
         "qzeros": torch.full((8, 16), 0x77777777, dtype=torch.int32),
     }
-    refused(f"the tensors hold {TEXT.replace('128', '64')}, {TEXT} is written",
-            qweight=parts["qweight"][:, :64], scales=parts["scales"][:, :64], qzeros=parts["qzeros"][:, :8])  # fmt: skip
+    half = {"qweight": parts["qweight"][:, :64], "scales": parts["scales"][:, :64], "qzeros": parts["qzeros"][:, :8]}
+    refused(f"the tensors hold {TEXT.replace('128', '64')}, {TEXT} is written", **half)
     text = "layer 4 gate: 16 words hold K=256 codes of 2 bits, the config declares 4"
     with refuses("usage.update-tensors", text, "the config does not describe this tensor"):
         read_update(layer, {"gate": parts | {"qweight": parts["qweight"][:16]}}, None, "compressed-tensors", CPU)
@@ -175,6 +177,18 @@ def test_tensors_that_are_refused(layer: WritableLayer) -> None:
     found = read_update(layer, {"gate": parts}, None, "compressed-tensors", CPU)["gate"]
     assert (found.matrix.spec, found.weight) == (wanted_spec(layer, "gate"), None)
     assert bool((found.matrix.codes == 0).all())
+
+
+def test_gate_and_up_of_nvfp4_have_the_scale_of_the_larger_weights(layer: WritableLayer, checkpoints) -> None:
+    """ModelOpt stores a multiplier, compressed-tensors its reciprocal."""
+    nvfp4 = replace(layer, scheme=moeq.open(checkpoints / "modelopt-nvfp4-qwen3moe").scheme_of(0))
+    given = {"gate": {"weight": FLOATS + 1}, "up": {"weight": FLOATS - 7}}
+    for rule in RULES:
+        found, alone = _common_global_scale(nvfp4, given, rule), nvfp4_global_scale(FLOATS - 7, rule)
+        assert found is not None
+        assert torch.equal(found, alone)
+        assert _common_global_scale(layer, given, rule) is None
+        assert _common_global_scale(nvfp4, {**given, "up": {"qweight": FLOATS}}, rule) is None
 
 
 def test_fused_rows_in_an_order_that_nobody_knows(layer: WritableLayer) -> None:

@@ -40,7 +40,7 @@ def test_what_was_written(wrote: Wrote, told: str) -> None:
     assert (caught.value.code, caught.value.hint) == ("source.bad-data", "hint")
     assert caught.value.message == (f"why; {whole}" if told else "why")
     error = ValueError("why")
-    with pytest.raises(ValueError, match="^why"), made():
+    with pytest.raises(ValueError, match=r"^why"), made():
         raise error
     assert getattr(error, "__notes__", []) == ([f"moeq: {whole}"] if told else [])
     with made():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts.pairs import DEPLOYMENT
+from refusing import refuses
 from update.marks import PAIRS, written_kinds
 from update.updates import Experts, Span, changes, cut, write
 
@@ -192,6 +193,23 @@ def test_hostile_updates_are_refused_and_write_nothing(change, code, text, gptq)
     assert caught.value.code == code
     assert text in caught.value.message
     assert same_bytes(layers[0], kept[0]) == []
+
+
+def test_a_layer_that_is_not_the_expected_one_is_left_alone(gptq) -> None:
+    layers = layers_of(gptq[1])
+    writer, spec = moeq.Writer(layers.values()), layers[0].specs["w2"]
+    text = f"layer 0 has digest {writer.digest(0)[:16]}..., the update expects 0123456789012345..."
+    hint = "an earlier update is missing or was written twice: send the whole layer"
+    for given in (torch.zeros(4, spec.n, spec.k), None):
+        with refuses("usage.stale-digest", text, hint):
+            if given is None:
+                writer.update_expert(0, 0, {}, expected="0123456789" * 6)
+            else:
+                writer.update_layer(0, "down", given, expected="0123456789" * 6)
+    with refuses("usage.no-such-layer", "this writer has no layer 7", "its layers: 0, 1"):
+        writer.update_layer(7, "down", torch.zeros(1))
+    with refuses("usage.no-such-expert", "layer 0 has experts 0 to 3, not 4"):
+        writer.update_expert(0, 4, {})
 
 
 @pytest.mark.parametrize("part", ["qweight", "scales", "qzeros"])
