@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from safetensors.torch import load_file
 
 import moeq
+from moeq.check import synthetic
 from moeq.check.synthetic import RECIPES
 from moeq.layouts.registry import get_layout
 
@@ -58,3 +61,90 @@ def test_nvfp4_has_a_scale_of_down_that_is_not_that_of_gate_and_up(tmp_path: Pat
     gate, up, down = (scales[f"{name}_proj"] for name in ("gate", "up", "down"))
     assert gate == up
     assert len(gate) == len(down) == len(gate | down) - 1 == 1
+
+
+#: Numbers of an expert: part to dtype, shape of gate, least and greatest number (E4M3 as bytes).
+GPTQ = {"g_idx": ("int32", [128], 0, 3)}
+PARTS: dict[str, dict[str, tuple[str, list[int], float, float]]] = {
+    "gptq-int4": {**GPTQ, "qzeros": ("int32", [4, 8], 0x77777777, 0x77777777)},
+    "gptq-int4-actorder": {**GPTQ, "qzeros": ("int32", [4, 8], 0x77777777, 0x77777777)},
+    "gptq-int8": {**GPTQ, "qzeros": ("int32", [4, 16], 0x7F7F7F7F, 0x7F7F7F7F)},
+    "w8a8-int8": {"weight": ("int8", [64, 128], -127, 127)},
+    "nvfp4": {
+        "weight": ("uint8", [64, 64], 0, 255),
+        "weight_scale": ("float8_e4m3fn", [64, 8], 48, 76),
+        "input_scale": ("float32", [], 0.01, 0.01),
+        "weight_scale_2": ("float32", [], 0.004, 0.004),
+    },
+    "fp8-block": {"weight": ("float8_e4m3fn", [64, 128], 0, 253)},
+    "fp8-channel": {"weight": ("float8_e4m3fn", [64, 128], 0, 253)},
+    "mxfp8": {"weight": ("float8_e4m3fn", [64, 128], 0, 253), "weight_scale": ("uint8", [64, 4], 113, 117)},
+}
+
+
+def ct_config(kind: str) -> dict[str, object]:
+    codes = {"num_bits": 8, "type": kind, "symmetric": True}
+    weights, activations = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": codes | weights, "input_activations": codes | activations}
+    ignored = ["model.layers.0.mlp.gate", "lm_head"]
+    names = {"quant_method": "compressed-tensors", "format": f"{kind}-quantized"}
+    return {**names, "config_groups": {"group_0": group}, "ignore": ignored}
+
+
+def gptq_config(bits: int, sym: bool = True, order: bool = False) -> dict[str, object]:
+    names = {"quant_method": "gptq", "checkpoint_format": "gptq"}
+    return {**names, "bits": bits, "group_size": 32, "sym": sym, "desc_act": order}
+
+
+def modelopt(kind: str, group: int) -> dict[str, object]:
+    return {"quant_method": "modelopt", "quant_algo": kind, "group_size": group, "exclude_modules": ["lm_head"]}
+
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "gptq-int4": gptq_config(4),
+    "gptq-int4-asym": gptq_config(4, sym=False),
+    "gptq-int4-actorder": gptq_config(4, order=True),
+    "gptq-int8": gptq_config(8),
+    "awq-int4": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "w8a8-int8": ct_config("int"),
+    "mxfp4": {"quant_method": "mxfp4"},
+    "nvfp4": modelopt("NVFP4", 16),
+    "fp8-block": {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    },
+    "fp8-channel": ct_config("float"),
+    "mxfp8": modelopt("MXFP8", 32),
+}  # fmt: skip
+
+
+def test_configs_are_those_that_tools_write() -> None:
+    assert {recipe.name: recipe.quantization for recipe in RECIPES} == CONFIGS
+    family = {"hidden_size": 128, "num_hidden_layers": 1, "num_experts": 4, "num_experts_per_tok": 2}
+    assert family.items() <= synthetic._SIZES.items()
+    assert (synthetic._QWEN["norm_topk_prob"], synthetic._QWEN["intermediate_size"]) == (True, 128)
+
+
+def test_numbers_use_the_whole_range_of_their_type(tmp_path: Path) -> None:
+    for recipe in RECIPES:
+        recipe.write(tmp_path / recipe.name)
+        stored = load_file(tmp_path / recipe.name / "model.safetensors")
+        for part, (dtype, shape, least, most) in PARTS.get(recipe.name, {}).items():
+            found = [one for name, one in stored.items() if name.endswith(f".gate_proj.{part}")]
+            assert len(found) == 4
+            whole = torch.stack([one.view(torch.uint8) if one.itemsize == 1 and one.is_floating_point() else one
+                                 for one in found]).double()  # fmt: skip
+            assert (str(found[0].dtype), list(found[0].shape)) == (f"torch.{dtype}", shape), (recipe.name, part)
+            assert (float(whole.min()), float(whole.max())) == pytest.approx((least, most)), (recipe.name, part)
+        for name, one in stored.items():
+            if name.endswith(("scales", "weight_scale", "weight_scale_inv")) and one.itemsize in (2, 4):
+                factor = {"weight_scale": 16 if one.itemsize == 2 else 64, "weight_scale_inv": 64}
+                scaled = one.double() * factor.get(name.rpartition(".")[2], 1)
+                assert 0.0039 < float(scaled.min()), name
+                assert float(scaled.max()) < 0.0161, name
+    fused = load_file(tmp_path / "mxfp4" / "model.safetensors")
+    exponents = fused["model.layers.0.mlp.experts.gate_up_proj_scales"]
+    assert (exponents.shape, int(exponents.min()), int(exponents.max())) == ((4, 128, 4), 118, 122)
+    order = load_file(tmp_path / "gptq-int4-actorder" / "model.safetensors")
+    gate, up = (order[f"model.layers.0.mlp.experts.1.{name}_proj.g_idx"] for name in ("gate", "up"))
+    assert torch.equal(gate, up)
+    assert not torch.equal(gate, gate.sort().values)

@@ -91,6 +91,10 @@ def test_layouts_without_an_engine_packing_are_named(package, checkpoints) -> No
         parity(checkpoints / "gptq-int4-g32-qwen3moe", site=package, layout="triton-wna16/1")
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
     assert "marlin-wna16/1" in caught.value.hint
+    convert(checkpoints / "gptq-int4-g32-qwen3moe", package / "out", Deployment(gpu=A100), layout="triton-wna16/1",
+            force_layout=True)  # fmt: skip
+    with pytest.raises(MoeqError, match="packing of triton-wna16/1 does not run on a CPU"):
+        parity(package / "out", site=package)
     with pytest.raises(MoeqError, match="no layout with an engine's packing holds layer 0"):
         parity(checkpoints / "gptq-int4-g32-actorder-qwen3moe", site=package)
 

@@ -1,0 +1,127 @@
+"""What e4m3 rows cost a layer, computed here by hand; and parts of a layer's check that only such rows reach."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moeq.check import layer_check
+from moeq.check.activation_loss import LIMIT, ActivationLoss
+from moeq.check.inputs import Inputs
+from moeq.check.layer_check import LayerCheck, _groups, _Suspects, emulated_input
+from moeq.check.results import Run, Sample
+from moeq.check.whole_layer import pass_16bit, pass_fp8, pass_int8
+from moeq.reference.arithmetic import emulate_fp8, emulate_int8, quantize_rows, quantize_rows_e4m3
+from moeq.reference.moe import Activation, Expert, Linear, activate, rounded
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR)
+
+
+def through(x: torch.Tensor, group: int) -> torch.Tensor:
+    codes, scale = quantize_rows_e4m3(x, group)
+    return codes.double() * scale.double().repeat_interleave(group, 1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_loss_is_that_of_quantised_rows(gated: bool) -> None:
+    x = drawn(3, 32).bfloat16()
+    ids, weights = torch.tensor([[0, 1], [1, 0], [1, 2]]), drawn(3, 2)
+    inputs = Inputs(x, weights, ids, ((Run(3), slice(0, 3)),))
+    experts = [
+        Expert(Linear(drawn(16, 32)) if gated else None, Linear(drawn(16, 32)), Linear(drawn(8, 16))) for _ in "12"
+    ]
+    loss = ActivationLoss(inputs, 8, torch.bfloat16, (16, 8))
+    total = torch.zeros(2, 3, 8, dtype=torch.float64)
+    alone = []
+
+    def combine(gate: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
+        return activate(gate, up, Activation("gelu"))
+
+    for number, expert in enumerate(experts):
+        tokens, slots = torch.where(ids == number)
+        loss.add(number + 5, expert, combine, tokens, slots)
+
+        def first(rows: torch.Tensor, expert: Expert = expert) -> torch.Tensor:
+            return combine(expert.gate.exact(rows) if expert.gate else None, expert.up.exact(rows))
+
+        exact = expert.down.exact(first(x[tokens].double()))
+        hidden = rounded(first(through(x[tokens], 16)), torch.bfloat16)
+        found = expert.down.exact(through(hidden, 8))
+        for side, one in enumerate((exact, found)):
+            total[side].index_add_(0, tokens, one * weights[tokens, slots].double()[:, None])
+        alone.append((exact, found, tokens))
+    result = loss.result(4, 32)
+    assert (result.layer, result.name, result.k, result.tolerance) == (4, "e4m3 loss", 32, LIMIT)
+    assert result.arithmetic == "e4m3 rows against unquantised ones"
+    assert result.relative == pytest.approx(float((total[1] - total[0]).norm() / total[0].norm()))
+    assert 0.01 < result.relative < LIMIT
+    worst = int((total[1] - total[0]).abs().argmax())
+    assert result.worst_element == (worst // 8, worst % 8)
+    for one, (exact, found, tokens), number in zip(result.experts, alone, (5, 6), strict=True):
+        error = (found - exact).abs()
+        place = int(error.argmax())
+        assert (one.expert, one.rows) == (number, len(tokens))
+        assert one.relative == pytest.approx(float(error.norm() / exact.norm()))
+        assert one.element == (int(tokens[place // 8]), place % 8)
+        assert (one.tolerance, one.exceedance) == (2 * LIMIT, pytest.approx(one.relative / (2 * LIMIT)))
+
+
+def check(**more: Any) -> Any:
+    matrix = SimpleNamespace(spec=SimpleNamespace(k=32, group_size=16, gated=True, n=16))
+    entry = SimpleNamespace(layer=7, matrices={"w13": matrix, "w2": matrix})
+    fields: dict[str, Any] = {
+        "converted": None, "reference": None, "entry": entry, "sample": Sample(7, (4, 6, 9), (), 2, False),
+        "device": torch.device("cpu"), "dtype": torch.bfloat16, "seed": 0, "activation": Activation(),
+    }  # fmt: skip
+    return LayerCheck(**fields | more)
+
+
+def test_products_are_emulated_as_kernels_compute_them() -> None:
+    x, linear = drawn(3, 32), Linear(drawn(8, 32))
+    for kind, wanted in (("fp8", emulate_fp8(x, linear, 16, tensor_cores=False)), ("int8", emulate_int8(x, linear))):
+        found = check().emulate("up", x, linear, kind)
+        assert [one.title for one in found] == [one.title for one in wanted]
+        assert all(torch.equal(one.value, other.value) for one, other in zip(found, wanted, strict=True))
+    assert torch.equal(emulated_input(x, "", 16), x)
+    codes, scale = quantize_rows(x)
+    assert torch.equal(emulated_input(x, "int8", 16), codes * scale)
+    assert torch.equal(emulated_input(x[:, :24], "fp8", 16).double(), through(x[:, :24], 16))
+
+
+def test_passages_by_the_kind_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    for through_layer in (pass_fp8, pass_int8, pass_16bit):
+        name = through_layer.__name__
+        monkeypatch.setattr(layer_check, name, lambda *given, name=name, **more: told.append((name, len(given), more)))
+    for kind in ("fp8", "int8", ""):
+        layer_check.passage(check(), kind, drawn(1, 1), None, {})  # type: ignore[arg-type]
+    assert told == [
+        ("pass_fp8", 5, {"group": 16, "tensor_cores": False}), ("pass_int8", 5, {}), ("pass_16bit", 5, {}),
+    ]  # fmt: skip
+
+
+def test_what_a_failing_expert_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other projection first, then those of the other experts; `down` has only its own kind."""
+    names = [*_Suspects(check(), 6, "up", drawn(1, 32))]
+    assert names == ["expert 6 gate", "expert 4 gate", "expert 4 up", "expert 9 gate", "expert 9 up"]
+    assert [*_Suspects(check(), 6, "down", drawn(1, 32))] == ["expert 4 down", "expert 9 down"]
+    monkeypatch.setattr(layer_check, "MOST_SUSPECTS", 2)
+    found = _Suspects(check(), 6, "gate", drawn(1, 32))
+    assert (len(found), [*found]) == (2, ["expert 6 up", "expert 4 gate"])
+
+
+def test_groups_of_input_features() -> None:
+    spec = SimpleNamespace(k=6, group_size=4)
+    for index, wanted in ((None, [0, 0, 0, 0, 1, 1]), (torch.tensor([1, 0, 1]), [1, 0, 1])):
+        asked: list[Any] = []
+        matrix = SimpleNamespace(spec=spec, group_index=index)
+        reference = SimpleNamespace(matrix=lambda *given, asked=asked, matrix=matrix: asked.append(given) or matrix)
+        assert _groups(check(reference=reference), 4, "up").tolist() == wanted
+        assert asked == [(7, 4, "up")]
