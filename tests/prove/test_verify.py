@@ -58,7 +58,17 @@ def test_a_clean_conversion(clean, checkpoints) -> None:
     assert alone.tensors == len(rest)
     assert any("integrity, not origin" in note for note in alone.notes)
     assert not any("integrity" in note for note in together.notes)
-    assert verify(clean, checkpoints / NAME, slow=True).ok
+    slow = verify(clean, checkpoints / NAME, slow=True)
+    assert slow.ok
+    size = sum(entry.nbytes for entry in LocalSource(clean, "").tensors.values())
+    for found, source, files in ((alone, None, 4), (together, str(checkpoints / NAME), 1), (slow, together.source, 1)):
+        assert (found.destination, found.source, found.bytes, found.losses) == (str(clean), source, size, 0)
+        assert (found.signed, found.unproven, found.mismatches, found.files) == (None, (), (), files)
+    assert [note.partition(":")[0] for note in together.notes] == ["taken from moeq.json, since no source tells it"]
+    assert [note[:50] for note in alone.notes] == [
+        "bytes were compared with moeq.json's digests of by", "the digests in moeq.json themselves were trusted. ",
+    ]  # fmt: skip
+    assert [note[:50] for note in verify(clean, slow=True).notes] == [alone.notes[1][:50]]
 
 
 def test_every_step_is_counted_once(clean, checkpoints) -> None:
