@@ -184,7 +184,7 @@ class FolderContents:
         """
         entries = [entry for tensors in self.headers.values() for entry in tensors.values()]
         found: dict[str, TensorDigest] = {}
-        with ThreadPoolExecutor(max(self._workers, 1)) as pool:
+        with ThreadPoolExecutor(self._workers) as pool:
             for entry, digest in zip(entries, pool.map(self._digest, entries), strict=True):
                 if self._source.tensors.get(entry.name) == entry:
                     found[entry.name] = digest
