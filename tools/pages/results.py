@@ -51,20 +51,18 @@ Run = dict[str, Any]
 
 
 def runs() -> list[tuple[Path, Run]]:
-    """Return every result file with what is in it, the newest first."""
-    paths = [path for folder in FOLDERS for path in folder.glob("*.json")]
-    return [(path, _read(path)) for path in sorted(paths, key=_order)]
+    """Return every run of every result file, the newest first. A file holds one, or several as `{"runs": [...]}`."""
+    paths = sorted(path for folder in FOLDERS for path in folder.glob("*.json"))
+    found = [(path, run) for path in paths for run in _read(path)]
+    return sorted(found, key=lambda pair: str(pair[1].get("date", "")), reverse=True)
 
 
-def _read(path: Path) -> Run:
+def _read(path: Path) -> list[Run]:
     found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else {"rows": found}
-
-
-def _order(path: Path) -> tuple[str, str]:
-    day = re.match(r"\d{4}-\d\d-\d\d", path.name)
-    newest = "".join(chr(255 - ord(char)) for char in day[0]) if day else "~"
-    return newest, path.name
+    if isinstance(found, list):
+        return [{"rows": found}]
+    several: list[Run] | None = found.get("runs") if set(found) == {"runs"} else None
+    return several or [found]
 
 
 # ------------------------------------------------------------------------------------------------ serving
@@ -326,7 +324,7 @@ def tested_page() -> str:
     """Return the page of everything that was run, from all result files."""
     rows = []
     for path, run in runs():
-        day = run.get("date") or path.name[:10]
+        day = run.get("date", "")
         rows.append(
             (
                 str(day) if re.match(r"\d{4}-", str(day)) else "",
@@ -338,7 +336,8 @@ def tested_page() -> str:
             )
         )
     intro = (
-        "One row for each result file in the repository: what ran, on which machine and versions, and how it ended.\n"
+        "One row for each run in the repository's result files: what ran, on which machine and versions, and how it "
+        "ended.\n"
         "What has no row was not run. The folders' README files have the commands."
     )
     parts = ["# What was run where", NOTE, intro, table(("date", "what", "on", "versions", "outcome", "file"), rows)]
