@@ -140,11 +140,11 @@ class Record:
             command = ["-m", "pytest", "-q", "-p", "line_tests", "-p", "no:cacheprovider", "-n", str(jobs)]
             with (folder / "pytest.log").open("w") as log:
                 command = [sys.executable, *command, "--dist", "worksteal", *(SLOW if slow else ()), *test_files]
-                subprocess.run(command, cwd=tree, env={**os.environ, **variables}, stdout=log, stderr=log)
+                done = subprocess.run(command, cwd=tree, env={**os.environ, **variables}, stdout=log, stderr=log)
             outcomes: dict[str, list[Any]] = {}
             for path in folder.glob("*.outcomes"):
                 outcomes |= json.loads(path.read_text())
-            if not outcomes:
+            if not outcomes and done.returncode not in (0, 5):  # 5: all are skipped, as where an engine is missing
                 raise SystemExit(f"no test ran:\n{(folder / 'pytest.log').read_text()[-2000:]}")
             passed = {name: seconds for name, (seconds, outcome) in outcomes.items() if outcome == "passed"}
             self.tests |= passed

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from check.test_engine_check import moved, torch_layer
 
 import moeq
-from moeq.api.engine_backends import CONVERTED, chosen_backends
-from moeq.check.run_check import open_both
+from moeq.api import engine_backends
+from moeq.api.engine_backends import CONVERTED, chosen_backends, run_engine_check
+from moeq.check.run_check import CheckOptions, layer_checks, open_both
+from moeq.deploy.gpus import parse_gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_backends_that_are_run(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +54,76 @@ def test_backends_that_are_run(checkpoints: Path, tmp_path: Path, monkeypatch: p
     assert built[-1][2] == others[-1].flag
     nothing = replace(verdict, selected=None)
     assert [row.name for row in chosen_backends(nothing, opened, cpu, every=False)] == [CONVERTED]
+
+
+class Engine:
+    """What moeq asks of an installed vLLM: here plain torch computes, where the engine's kernels would."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, gpu_only: bool = False) -> None:
+        self.entered: list[torch.device] = []
+        self.spoil: Any = lambda linear, name: linear
+        self.opened: Any = None
+        layer = SimpleNamespace(
+            needs_gpu=lambda: gpu_only, engine=self.engine, converted_layer=self.layer, source_layer=self.layer
+        )
+        names = {
+            "one_layer": layer,
+            "engine_experts": SimpleNamespace(RELEASE="0.33.0"),
+            "this_device": SimpleNamespace(this_device=lambda: parse_gpu("A100")),
+        }
+        for name, module in names.items():
+            monkeypatch.setitem(sys.modules, f"moeq.engines.vllm.{name}", module)
+        monkeypatch.setattr(engine_backends, "find_spec", lambda name: name == "vllm")
+
+    @contextmanager
+    def engine(self, device: torch.device) -> Iterator[None]:
+        self.entered.append(device)
+        yield
+
+    def layer(self, opened: Any, number: int, *given: Any) -> SimpleNamespace:
+        extent = CheckOptions(layers=(number,), tokens=(3,), experts=range(4))
+        (check,), _ = layer_checks(self.opened, extent, torch.device("cpu"))
+        experts, run = torch_layer(check, self.spoil)(number)
+        return SimpleNamespace(experts=experts, run=run)
+
+
+@pytest.fixture
+def source(checkpoints: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoints / "ct-int4-g128-qwen3moe", tmp_path / "source"))
+
+
+def test_an_engine_is_compared(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moeq.convert(source, tmp_path / "out", gpu="A100")
+    engine = Engine(monkeypatch)
+    engine.opened = open_both(tmp_path / "out", source)
+    report = run_engine_check(tmp_path / "out", tokens=(3,), layers=(1,), options=CheckOptions(layers=(0,)))
+    assert (report.destination, report.engine, report.ok) == (str(tmp_path / "out"), "vllm", True)
+    assert [(row.layer, row.backend, row.selected) for row in report.backends] == [
+        (1, CONVERTED, False),
+        (1, "MARLIN", True),
+    ]
+    assert engine.entered == [torch.device("cpu")]
+    engine.spoil = moved
+    report = run_engine_check(
+        tmp_path / "out", source, all_backends=True, options=CheckOptions(layers=(0,), tokens=(9,))
+    )
+    assert not report.ok
+    assert len(report.backends) > 2
+    assert {row.layer for row in report.backends} == {0}
+    assert all(row.wrong for row in report.backends)
+
+
+def test_kernels_that_need_a_gpu(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moeq.convert(source, tmp_path / "out", gpu="A100")
+    Engine(monkeypatch, gpu_only=True)
+    with pytest.raises(moeq.MoeqError) as raised:
+        run_engine_check(tmp_path / "out")
+    names = "MARLIN, TRITON, HUMMING, EMULATION"
+    told = f"vLLM 0.33.0 has no kernels for a CPU in this build; those for A100 need a GPU: {names}"
+    assert (raised.value.code, raised.value.message) == ("environment.no-gpu", told)
+    assert raised.value.hint == "without engine moeq's own kernels run in Triton's interpreter"
+    shutil.rmtree(source)
+    with pytest.raises(moeq.MoeqError) as raised:
+        run_engine_check(tmp_path / "out")
+    assert (raised.value.code, raised.value.message) == ("usage.no-source", f"the source {source} is not here")
+    assert raised.value.hint == 'source="SRC"'

@@ -229,3 +229,26 @@ def test_a_conversion_is_signed_with_the_key_that_is_named(sign: str | None, mon
     monkeypatch.setattr(convert, "convert", lambda *given, **options: seen.update(options))
     moeq.convert("folder", "out", gpu="H100", sign=sign)
     assert seen["sign"] == (sign and Path(sign))
+
+
+@pytest.mark.parametrize("progress", [True, False, print])
+def test_a_conversion_is_pushed(checkpoints: Path, tmp_path: Path, progress: Any, monkeypatch: Any) -> None:
+    """A function takes the events of the conversion; it is not told of bytes that are sent."""
+    from moeq.report import publishing
+
+    seen: list[Any] = []
+    monkeypatch.setattr(publishing, "open_push", lambda repo, base_model, public: (repo, public))
+    monkeypatch.setattr(publishing, "push_with_card", lambda *given, progress: seen.append((*given, progress is None)))
+    given: Any = {"gpu": "A100", "push": "org/name", "public": True, "base_model": "org/base"}
+    moeq.convert(checkpoints / NAME, tmp_path / "out", dry_run=True, progress=progress, **given)
+    assert seen == []
+    moeq.convert(checkpoints / NAME, str(tmp_path / "out"), progress=progress, **given)
+    assert seen == [(tmp_path / "out", ("org/name", True), "org/base", None, progress is not True)]
+
+
+def test_two_checkpoints_are_compared(checkpoints: Path) -> None:
+    steps: list[Any] = []
+    found = moeq.diff(checkpoints / NAME, checkpoints / NAME, progress=lambda *step: steps.append(step))
+    assert (found.equal, found.projections, found.tensors) == (True, 24, 45)
+    assert steps
+    assert moeq.diff(checkpoints / NAME, checkpoints / NAME, experts_only=True).tensors == 0

@@ -235,7 +235,7 @@ int cuDeviceGetName(char *name, int length, int device) {{
 """
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=2)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.parametrize(
     ("name", "major", "minor", "status", "expected"),

@@ -50,7 +50,9 @@ def timed() -> Any:
     first, *rest = report().layers
     times = [Timing(0, f"{count} tokens", 50.0 * count, 10**6, 2 * 10**8, 5 * 10**9, 40.0) for count in range(1, 22)]
     unknown = replace(times[0], run="1 token", floor_microseconds=None)
-    return replace(report(), layers=(replace(first, timings=(unknown, *times)), *rest))
+    up, *others = first.results
+    results = (replace(up, experts=up.experts[:1]), *(replace(one, experts=one.experts[1:]) for one in others))
+    return replace(report(), layers=(replace(first, results=results, timings=(unknown, *times)), *rest))
 
 
 def ruined() -> Any:
