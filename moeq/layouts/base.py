@@ -182,14 +182,12 @@ class Layout(ABC):
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
         """Return the packed parts of one expert, shaped as `tensors` says. Raises MoeqError if there are `problems`."""
 
+    @abstractmethod
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         """Pack into buffers of the caller, shaped as `tensors` says, whose memory can be reused.
 
         A part for which `out` has no buffer is skipped.
         """
-        for part, packed in self.pack(matrix).items():
-            if part in out:
-                out[part].view(packed.dtype).copy_(packed.view(out[part].shape))
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         """Return what this layout must know of every local expert before it packs one; None where it needs nothing.
@@ -214,17 +212,17 @@ class Layout(ABC):
             )
         return self.calibration
 
+    @abstractmethod
     def losses(self, matrix: QuantizedMatrix) -> int:
         """Count the stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
-        return 0
 
+    @abstractmethod
     def rounds(self, spec: MatrixSpec) -> bool:
         """Return whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
 
         Values that fit are kept, and the first that does not fit is `answer.lossy`: headers cannot tell whether there
         is one.
         """
-        return False
 
     @classmethod
     def vllm_readers(cls) -> tuple[VLLM, ...]:

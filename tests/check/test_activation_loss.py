@@ -83,6 +83,21 @@ def check(**more: Any) -> Any:
     return LayerCheck(**fields | more)
 
 
+def test_features_that_share_a_scale_in_e4m3() -> None:
+    matrices = {
+        role: SimpleNamespace(spec=SimpleNamespace(k=k, group_size=group, element="e4m3", gated=True, n=16))
+        for role, k, group in (("w13", 64, 32), ("w2", 48, 16))
+    }
+    entry = SimpleNamespace(layer=7, layout="marlin-fp8/1", matrices=matrices)
+    assert check(entry=entry).e4m3_groups() == (64, 48)
+    quantised = check(entry=entry, activation_dtype="fp8")
+    assert quantised.e4m3_groups() == (32, 16)
+    assert (quantised.activations("up"), check(entry=entry).activations("down")) == ("fp8", "")
+    assert quantised.widths == {"gate": 8, "up": 8, "down": 16}
+    matrices["w13"].spec.gated = False
+    assert quantised.widths == {"up": 16, "down": 16}
+
+
 def test_products_are_emulated_as_kernels_compute_them() -> None:
     x, linear = drawn(3, 32), Linear(drawn(8, 32))
     for kind, wanted in (("fp8", emulate_fp8(x, linear, 16, tensor_cores=False)), ("int8", emulate_int8(x, linear))):

@@ -421,6 +421,15 @@ def test_restore_data_that_changed_are_named_by_their_file(kind: str, name: str,
     assert [row.name for row in verify(tmp_path / "out", source).mismatches if row.kind == "kept"] == [name]
 
 
+def test_copies_ask_for_room_before_the_first(checkpoints, tmp_path, monkeypatch) -> None:
+    convert(with_rest(checkpoints, tmp_path / "source"), tmp_path / "out", A100)
+    asked: list[dict[str, int]] = []
+    monkeypatch.setattr("moeq.prove.restore.require_free_space", lambda folder, sizes: asked.append({**sizes}))
+    restore(tmp_path / "out", tmp_path / "back")
+    restore(tmp_path / "out", tmp_path / "back")
+    assert asked == [{"tokenizer.json": (tmp_path / "source" / "tokenizer.json").stat().st_size}]
+
+
 def test_reads_that_fail_or_end_early_name_their_file(checkpoints, tmp_path, monkeypatch) -> None:
     convert(checkpoints / "ct-w8a8-qwen3moe", tmp_path / "out", A100)
     again, module = "run the same command again", sys.modules["moeq.prove.restore"]
