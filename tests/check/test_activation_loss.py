@@ -11,7 +11,7 @@ import torch
 from moeq.check import layer_check
 from moeq.check.activation_loss import LIMIT, ActivationLoss
 from moeq.check.inputs import Inputs
-from moeq.check.layer_check import LayerCheck, _groups, _Suspects, emulated_input
+from moeq.check.layer_check import LayerCheck, _groups, _suspects, emulated_input
 from moeq.check.results import Run, Sample
 from moeq.check.whole_layer import pass_16bit, pass_fp8, pass_int8
 from moeq.reference.arithmetic import emulate_fp8, emulate_int8, quantize_rows, quantize_rows_e4m3
@@ -124,12 +124,18 @@ def test_passages_by_the_kind_of_activations(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_failing_expert_is_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its other projection first, then those of the other experts; `down` has only its own kind."""
-    names = [*_Suspects(check(), 6, "up", drawn(1, 32))]
-    assert names == ["expert 6 gate", "expert 4 gate", "expert 4 up", "expert 9 gate", "expert 9 up"]
-    assert [*_Suspects(check(), 6, "down", drawn(1, 32))] == ["expert 4 down", "expert 9 down"]
+    monkeypatch.setattr(LayerCheck, "linear", lambda self, expert, name: (expert, name))
+    monkeypatch.setattr(LayerCheck, "emulate", lambda self, name, rows, linear: (name, rows.shape[1], linear))
+
+    def suspects(name: Any) -> list[tuple[str, Any]]:
+        return [*_suspects(check(), 6, name, drawn(1, 32))]
+
+    assert [title for title, _ in suspects("up")] == [
+        "expert 6 gate", "expert 4 gate", "expert 4 up", "expert 9 gate", "expert 9 up",
+    ]  # fmt: skip
+    assert suspects("down") == [(f"expert {other} down", ("down", 32, (other, "down"))) for other in (4, 9)]
     monkeypatch.setattr(layer_check, "MOST_SUSPECTS", 2)
-    found = _Suspects(check(), 6, "gate", drawn(1, 32))
-    assert (len(found), [*found]) == (2, ["expert 6 up", "expert 4 gate"])
+    assert [title for title, _ in suspects("gate")] == ["expert 6 up", "expert 4 gate"]
 
 
 def test_groups_of_input_features() -> None:
