@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gguf_files import write_model
 
 import moeq
 from moeq.errors import MoeqError
-from moeq.report.inspect_text import checkpoint_facts
+from moeq.report.backend_matrix import MatrixCell, _cell, backend_matrix
+from moeq.report.inspect_text import Inspection, checkpoint_facts, next_steps
 from moeq.report.publishing import open_push
+from moeq.report.verdict_text import rounding_text
 
 
 def test_facts_of_checkpoints(checkpoints: Path) -> None:
@@ -70,3 +73,39 @@ def test_a_base_model_is_a_name_before_anything_is_asked() -> None:
             open_push("org/name", name, public=False)
         assert refused.value.code == "usage.push-name"
         assert repr(name) in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("kinds", "command"),
+    [
+        (("q8_0", "q8_0"), "moeq transcode m.gguf DST --to compressed-tensors"),
+        (("q4_0", "q6_k"), "moeq transcode m.gguf DST --to bf16 --check-only (fp32 is exact)"),
+    ],
+)
+def test_a_gguf_file_is_taken_to_a_format_that_engines_load(
+    kinds: tuple[str, str], command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    gate_up, down = kinds
+    write_model(tmp_path / "m.gguf", layers=1, experts=2, expert_type=gate_up, down_type=down)
+    found = Inspection(moeq.open("m.gguf"), None, "no GPU")
+    assert list(next_steps(found)) == [("next", command)]
+
+
+def test_backends_that_an_engine_does_not_consider(checkpoints: Path) -> None:
+    verdict = moeq.decide(checkpoints / "mxfp4-gptoss", gpu="H100")
+    assert verdict.chosen is not None
+    assert _cell(verdict, "NOSUCH") == MatrixCell("absent", "not considered")
+    chosen = MatrixCell("chosen", f"the engine's choice ({verdict.chosen.experts})")
+    assert _cell(verdict, verdict.chosen.backend) == chosen
+    assert _cell(verdict, "MARLIN") == MatrixCell("works", "works too, with --moe-backend marlin")
+    assert _cell(verdict, "EMULATION") == MatrixCell("no", "package quark is absent")
+    matrix = backend_matrix(moeq.open(checkpoints / "mxfp4-gptoss"), verdict.deployment)
+    assert (matrix.title, matrix.sizes) == ("vllm@0.33.0 on H100", (1, 2, 4, 8))
+    refused = dict(matrix.rows)[verdict.chosen.backend]
+    assert [cell.state for cell in refused] == ["chosen", "chosen", "no", "no"]
+    assert refused[2].text.endswith("2 attention heads are not divisible by tp 4 (2 % 4 = 2)")
+
+
+def test_what_is_said_of_roundings() -> None:
+    assert rounding_text("scales are rounded") == "only with allow_lossy=True if there are any: scales are rounded"
