@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from enum import IntEnum
 
 from moeq.spelling import option
@@ -60,6 +61,13 @@ class MoeqError(Exception):
     def __reduce__(self) -> tuple[type[MoeqError], tuple[str, str, str | None]]:
         # The default would rebuild from `args` alone and fail; errors must cross process boundaries.
         return (type(self), (self.code, self.message, self.hint))
+
+
+def listed(items: Iterable[object], limit: int = 5) -> str:
+    """Name the first `limit` items, and say how many more there are."""
+    known = list(items)
+    shown = ", ".join(map(str, known[:limit]))
+    return shown if len(known) <= limit else f"{shown} and {len(known) - limit:,} more"
 
 
 def as_moeq_error(error: BaseException) -> MoeqError:

@@ -75,6 +75,11 @@ class MatrixSpec:
         return self.element.startswith("int")
 
     @property
+    def halves(self) -> int:
+        """Matrices stacked in the rows: 2 for gate and up of a gated `w13`, otherwise 1."""
+        return 2 if self.role == "w13" and self.gated else 1
+
+    @property
     def symmetric_zero(self) -> int:
         """The implied zero point of a symmetric matrix."""
         return 1 << (self.bits - 1) if self.integer else 0
@@ -94,8 +99,7 @@ def projection_spec(stacked: MatrixSpec, role: Role) -> MatrixSpec:
     """Return the spec of one projection of a stacked `w13` or `w2`; the stacked spec itself for its own role."""
     if role in ("w13", "w2"):
         return stacked
-    halves = 2 if stacked.role == "w13" and stacked.gated else 1
-    return stacked.with_role(role, stacked.n // halves)
+    return stacked.with_role(role, stacked.n // stacked.halves)
 
 
 #: Parts of a matrix that have a row for each output feature; some of them may be None.

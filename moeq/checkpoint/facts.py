@@ -65,14 +65,14 @@ class Facts:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
-        nested = (_descend(config, path) for path in TEXT_CONFIGS)
+        nested = (descend(config, path) for path in TEXT_CONFIGS)
         self.scopes: list[Mapping[str, Any]] = [scope for scope in nested if isinstance(scope, Mapping)]
         self.scopes.append(config)
 
     def find(self, keys: Sequence[str]) -> Iterator[tuple[str, Any]]:
         """Yield every key whose value is not null, from the first scope that has any."""
         for scope in self.scopes:
-            found = [(key, value) for key in keys if (value := _descend(scope, key)) is not None]
+            found = [(key, value) for key in keys if (value := descend(scope, key)) is not None]
             if found:
                 yield from found
                 return
@@ -158,7 +158,8 @@ def _is_int_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
-def _descend(scope: Mapping[str, Any], path: str) -> Any:
+def descend(scope: Mapping[str, Any], path: str) -> Any:
+    """Return the value under a key of keys, such as `text_config.num_experts`; None where there is none."""
     value: Any = scope
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

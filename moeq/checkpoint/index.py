@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moeq.checkpoint.header import Header, TensorEntry
 from moeq.checkpoint.paths import safe_name, safe_names
 from moeq.checkpoint.warning import CheckpointWarning
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -45,19 +45,18 @@ def choose_weights(names: Iterable[str], read_index: Callable[[str], dict[str, A
     single = [name for name in present if name.endswith(".safetensors")]
     if indices:
         chosen = INDEX_NAME if INDEX_NAME in indices else indices[0]
-        weights = _from_index(read_index(chosen), chosen)
-        return _with_warnings(weights, indices, single)
+        weights, several = _from_index(read_index(chosen), chosen), []
+        if len(indices) > 1:
+            message = f"several index files ({_listed(indices)}); read {chosen}"
+            several = [CheckpointWarning("files.several-indices", message)]
+        extra = _unread(weights, single, "files.not-in-index", f"files that {chosen} does not mention")
+        return replace(weights, warnings=(*several, *extra))
     if SINGLE_NAME in single:
-        extra = [name for name in single if name != SINGLE_NAME]
-        warnings = (
-            [CheckpointWarning("files.not-loaded", f"not part of {SINGLE_NAME}: {_listed(extra)}")] if extra else []
-        )
-        return Weights((SINGLE_NAME,), warnings=tuple(warnings))
+        weights = Weights((SINGLE_NAME,))
+        return replace(weights, warnings=_unread(weights, single, "files.not-loaded", f"not part of {SINGLE_NAME}"))
     if single:
-        return Weights(
-            tuple(single),
-            warnings=(CheckpointWarning("files.no-index", f"no index: all weight files are read, {_listed(single)}"),),
-        )
+        message = f"no index: all weight files are read, {_listed(single)}"
+        return Weights(tuple(single), warnings=(CheckpointWarning("files.no-index", message),))
     raise _no_weights(present, where)
 
 
@@ -87,20 +86,10 @@ def _check_weight_name(file: object, where: str) -> str:
     return name
 
 
-def _with_warnings(weights: Weights, indices: Sequence[str], single: Sequence[str]) -> Weights:
-    warnings = []
-    if len(indices) > 1:
-        warnings.append(
-            CheckpointWarning(
-                "files.several-indices", f"several index files ({_listed(indices)}); read {weights.index}"
-            )
-        )
-    extra = [name for name in single if name not in weights.files]
-    if extra:
-        warnings.append(
-            CheckpointWarning("files.not-in-index", f"files that {weights.index} does not mention: {_listed(extra)}")
-        )
-    return Weights(weights.files, weights.weight_map, weights.index, weights.total_size, tuple(warnings))
+def _unread(weights: Weights, present: Iterable[str], code: str, what: str) -> tuple[CheckpointWarning, ...]:
+    """Return a warning of the files that are there and not read, if there are any."""
+    extra = [name for name in present if name not in weights.files]
+    return (CheckpointWarning(code, f"{what}: {_listed(extra)}"),) if extra else ()
 
 
 def _no_weights(names: Sequence[str], where: str) -> MoeqError:
@@ -204,6 +193,5 @@ def _check_index(weights: Weights, weight_map: dict[str, str], tensors: dict[str
     raise MoeqError("source.index-mismatch", f"{detail} in {weight_map[first]}", "the download mixes two revisions")
 
 
-def _listed(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(ascii(name)[1:-1] for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit:,} more"
+def _listed(names: Iterable[str]) -> str:
+    return listed(ascii(name)[1:-1] for name in names)

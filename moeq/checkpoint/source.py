@@ -17,7 +17,7 @@ from moeq.checkpoint.header import Header, TensorEntry, parse_header, raw_header
 from moeq.checkpoint.index import Weights, choose_weights, merge_headers
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, MAX_INDEX_BYTES, parse_object
 from moeq.checkpoint.warning import CheckpointWarning
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -308,6 +308,5 @@ def _check_present(folder: Path, files: Iterable[str], index: str) -> None:
     wanted = list(files)
     missing = [file for file in wanted if not (folder / file).exists()]
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        detail = f"{len(missing)} of {len(wanted)} weight files named by {index} are missing: {shown}"
+        detail = f"{len(missing)} of {len(wanted)} weight files named by {index} are missing: {listed(missing)}"
         raise MoeqError("source.missing-shard", detail, "finish the download: hf download <repo> --local-dir <folder>")

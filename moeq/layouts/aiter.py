@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
@@ -285,8 +285,7 @@ class AiterFnuz(_AiterFp8):
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
     ) -> dict[str, Tensor]:
         cut = super().slice_parts(parts, spec, n=n, k=k)
-        halves = 2 if is_gated_w13(spec) else 1
-        flags = parts["zero_sign"].view(halves, spec.n // halves, -1)[:, n[0] : n[1], k[0] // 8 : k[1] // 8]
+        flags = parts["zero_sign"].view(spec.halves, spec.n // spec.halves, -1)[:, n[0] : n[1], k[0] // 8 : k[1] // 8]
         return cut | {"zero_sign": flags.reshape(-1, flags.shape[2]).contiguous()}
 
 

@@ -321,8 +321,7 @@ class ArrangedLayout(Layout):
             first, last = (0, 1) if part.field == "bias" else (k[0] // part.group, -(-k[1] // part.group))
             if part.field in ("scales", "zeros") and spec.num_groups == 1:
                 first, last = 0, 1
-            halves = 2 if is_gated_w13(spec) else 1
-            shape = part.padded(rows, columns)
+            shape, halves = part.padded(rows, columns), spec.halves
             height, width = part.padded(halves * (n[1] - n[0]) // part.rows, last - first)
             block = Block(n[0] // part.rows, height // halves, first, width)
             words = flat_words(parts[name].contiguous(), part)
@@ -332,7 +331,7 @@ class ArrangedLayout(Layout):
 
     def shard_spec(self, spec: MatrixSpec, n: tuple[int, int], k: tuple[int, int]) -> MatrixSpec:
         """Return the spec of a slice. Raises MoeqError `usage.illegal-slice` where `slices` does not allow it."""
-        rule, half = self.slices(spec), spec.n // (2 if is_gated_w13(spec) else 1)
+        rule, half = self.slices(spec), spec.n // spec.halves
         for axis, (start, stop), size, unit in (("N", n, half, rule.n), ("K", k, spec.k, rule.k)):
             whole = (start, stop) == (0, size)
             if not 0 <= start < stop <= size or (not whole and (unit is None or start % unit or stop % unit)):
@@ -344,7 +343,7 @@ class ArrangedLayout(Layout):
             raise MoeqError(
                 "usage.illegal-slice", f"{self.id}: a slice along K needs at least {rule.k_least}, not {k[1] - k[0]}"
             )
-        shard = replace(spec, n=(n[1] - n[0]) * (2 if is_gated_w13(spec) else 1))
+        shard = replace(spec, n=(n[1] - n[0]) * spec.halves)
         return shard if k == (0, spec.k) else shard.with_sizes(k=k[1] - k[0])
 
 
@@ -357,11 +356,6 @@ def is_common(part: Part, spec: MatrixSpec) -> bool:
     """Return whether a part holds one thing for the whole matrix."""
     one_column = part.field not in ("scales", "zeros") or spec.num_groups == 1
     return part.rows > 1 and part.rows >= spec.n and one_column
-
-
-def is_gated_w13(spec: MatrixSpec) -> bool:
-    """Return whether the rows are a gate half and an up half."""
-    return spec.role == "w13" and spec.gated
 
 
 def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
@@ -449,10 +443,9 @@ def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
 def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
     found = list(_group_problems(layout, spec))
     n_multiple, k_multiple = _multiples(layout, spec)
-    gated = is_gated_w13(spec)
     axes = [
         ("K", "layout.k-multiple", spec.k, k_multiple),
-        ("N per half" if gated else "N", "layout.n-multiple", spec.n // (2 if gated else 1), n_multiple),
+        ("N per half" if spec.halves == 2 else "N", "layout.n-multiple", spec.n // spec.halves, n_multiple),
     ]
     for axis, code, size, multiple in axes:
         if size % multiple:
@@ -465,13 +458,12 @@ def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
 def _multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
     """Return what rows (per half) and columns must be multiples of, so that every index map applies."""
     n, k = layout.n_multiple, layout.k_multiple
-    halves = 2 if is_gated_w13(spec) else 1
     for part in layout.parts(spec).values():
         rows, columns = part.arrangement.row_multiple, part.arrangement.column_multiple
         per_half = 2 if part.arrangement.has_halves else 1
         if part.pad[0] % rows:
             # Where halves are stacked, only their sum has to divide, but each half is cut and read alone.
-            n = math.lcm(n, rows // per_half if halves == 2 else rows)
+            n = math.lcm(n, rows // per_half if spec.halves == 2 else rows)
         if part.field == "codes" and part.pad[1] % columns:
             k = math.lcm(k, columns)
         elif part.field in ("scales", "zeros") and columns > 1 and part.pad[1] % columns:

@@ -10,12 +10,10 @@ from dataclasses import replace
 from moeq.errors import MoeqError
 from moeq.layouts.arranged import changed
 from moeq.layouts.base import PaddingRule
+from moeq.layouts.fp8 import E4M3_MAX
 from moeq.layouts.nvfp4 import TiledNVFP4, global_scale_of
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import QuantizedMatrix
-
-#: Largest E4M3 number.
-_E4M3_MAX = 448.0
 
 
 class B12xNVFP4(TiledNVFP4):
@@ -71,7 +69,7 @@ class FlashInferB12xNVFP4(TiledNVFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         products = matrix.scales.float() * global_scale_of(matrix)[0]
-        beyond = int((~(products.abs() <= _E4M3_MAX)).sum())  # how torch casts these depends on its version
+        beyond = int((~(products.abs() <= E4M3_MAX)).sum())  # how torch casts these depends on its version
         if beyond:
             raise MoeqError(
                 "usage.scale-range",

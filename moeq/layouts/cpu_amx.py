@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
 from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
@@ -64,10 +64,10 @@ class _SummedBlocks(ArrangedLayout):
     def slice_parts(
         self, parts: Mapping[str, Tensor], spec: MatrixSpec, *, n: tuple[int, int], k: tuple[int, int]
     ) -> dict[str, Tensor]:
-        blocks, halves = parts["weight"], 2 if is_gated_w13(spec) else 1
+        blocks = parts["weight"]
         codes = {**parts, "weight": blocks[..., :-_SUM_BYTES].contiguous()}
         cut = self.cut_parts(codes, spec, self.shard_spec(spec, n, k), n=n, k=k)
-        by_half = blocks.view(halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32]
+        by_half = blocks.view(spec.halves, -1, *blocks.shape[1:])[:, n[0] // 32 : n[1] // 32]
         kept = self.cut_blocks(by_half, spec, k)
         return cut | {"weight": kept.reshape(-1, *kept.shape[2:])}
 
@@ -218,7 +218,7 @@ class CpuAmxMXFP4(MXFP4Layout):
     padding = PaddingRule(intermediate=32, hidden=32)
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        pairs = self.w13_order == "interleaved" and spec.halves == 2
         return {
             "weight": weight_bytes(spec, _MXFP4_WEIGHT_PAIRS if pairs else _MXFP4_WEIGHT),
             "scale": scale_bytes(

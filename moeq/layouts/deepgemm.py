@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from moeq.layouts.arranged import STORED_DTYPE, Part, changed, torch_dtype
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
+from moeq.layouts.fp8 import BLOCK, E4M3_MAX, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-#: Largest E4M3 number, and the least that the largest of a block is taken for.
-_E4M3_MAX, _LEAST = 448.0, 1e-4
+#: Number that the largest of a block is at least taken for.
+_LEAST = 1e-4
 
 _WORDS = Arrangement("n, g q4 -> g n | q")
 
@@ -152,7 +152,7 @@ def requantised(matrix: QuantizedMatrix) -> QuantizedMatrix:
     weights = matrix.codes.view(torch.float8_e4m3fn).float() * scales
     blocks = weights.view(spec.n // BLOCK, BLOCK, spec.k // BLOCK, BLOCK)
     largest = blocks.abs().amax(dim=(1, 3), keepdim=True).clamp(_LEAST)
-    powers = torch.pow(2.0, torch.ceil(torch.log2((largest / _E4M3_MAX).abs())))
+    powers = torch.pow(2.0, torch.ceil(torch.log2((largest / E4M3_MAX).abs())))
     codes = (blocks * (1.0 / powers)).to(torch.float8_e4m3fn).view(spec.n, spec.k).view(torch.uint8)
     rows = powers.view(spec.n // BLOCK, spec.k // BLOCK).repeat_interleave(BLOCK, dim=0)
     return replace(matrix, spec=replace(spec, scale_dtype="f32"), codes=codes, scales=rows)

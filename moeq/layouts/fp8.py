@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
 from moeq.layouts.mxfp4 import IDENTITY_SCALE
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BLOCK = 128
 
 #: Largest E4M3 number.
-_MAX = 448.0
+E4M3_MAX = 448.0
 
 Scope = Literal["block", "channel", "tensor"]
 _SCHEMES: dict[Scope, str] = {
@@ -123,7 +123,7 @@ class MXFP8Layout(ArrangedLayout):
 
 def has_two_scales(matrix: QuantizedMatrix) -> bool:
     """Return whether gate and up have one scale each that differ."""
-    if not is_gated_w13(matrix.spec) or matrix.spec.num_groups > 1:
+    if matrix.spec.halves == 1 or matrix.spec.num_groups > 1:
         return False
     gate, up = matrix.scales.reshape(2, -1)
     return bool((gate == gate[0]).all() and (up == up[0]).all() and gate[0] != up[0])
@@ -142,7 +142,7 @@ def to_larger_scale(matrix: QuantizedMatrix) -> QuantizedMatrix:
     scales = matrix.scales.float()
     larger = scales.max()
     weights = matrix.codes.view(torch.float8_e4m3fn).half() * scales.half()
-    numbers = (weights.float() * (1.0 / larger)).nan_to_num(nan=_MAX).clamp(-_MAX, _MAX)
+    numbers = (weights.float() * (1.0 / larger)).nan_to_num(nan=E4M3_MAX).clamp(-E4M3_MAX, E4M3_MAX)
     codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
     return replace(matrix, codes=codes, scales=larger.to(matrix.scales.dtype).expand_as(matrix.scales).contiguous())
 

@@ -6,7 +6,7 @@ In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is t
 from __future__ import annotations
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, ArrangedLayout, Part, is_gated_w13
+from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -35,6 +35,12 @@ def scale_bytes(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, ..
     return Part("scales", arrangement, shape or (spec.n, spec.num_groups), "U8", 8, group=spec.group_size)
 
 
+def scale_as(spec: MatrixSpec, arrangement: Arrangement, shape: tuple[int, int]) -> Part:
+    """Return the part of the scales in the dtype in which they are stored."""
+    dtype = STORED_DTYPE[spec.scale_dtype]
+    return Part("scales", arrangement, shape, dtype, DTYPE_BITS[dtype], group=spec.group_size)
+
+
 def bias_as(spec: MatrixSpec, arrangement: Arrangement, dtype: str | None = None) -> dict[str, Part]:
     """Return the part of the bias, `[N]` in a fixed dtype or (None) as it is stored; empty if the matrix has none."""
     if spec.bias_dtype is None:
@@ -52,7 +58,7 @@ def refuse_exponents_above(greatest: int, matrix: QuantizedMatrix, why: str, hin
 
 def by_role(w13: Arrangement, plain: Arrangement, spec: MatrixSpec) -> Arrangement:
     """Return the arrangement for gate and up where the matrix has both, else the plain one."""
-    return w13 if is_gated_w13(spec) else plain
+    return w13 if spec.halves == 2 else plain
 
 
 #: Rows and columns as they are.

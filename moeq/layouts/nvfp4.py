@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, changed, is_gated_w13
+from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import SliceRule, TensorSpec
 from moeq.layouts.mxfp4 import IDENTITY, TILE_128X4, TILE_128X4_UP_GATE, UP_GATE, weight_bytes
@@ -55,8 +55,7 @@ class NVFP4Layout(ArrangedLayout):
             out["global_scale"].copy_(global_scale_of(matrix)[:1])
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        stored = global_scale_of(matrix)
-        return super().losses(matrix) + changed(stored, stored[:1].expand_as(stored))
+        return super().losses(matrix) + lost_global_scales(matrix)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         import torch
@@ -79,7 +78,7 @@ class TiledNVFP4(NVFP4Layout):
     n_multiple = 64
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        up_first = self.w13_order == "up-gate" and is_gated_w13(spec)
+        up_first = self.w13_order == "up-gate" and spec.halves == 2
         weight = UP_GATE if up_first else IDENTITY
         # A tile that holds rows of both halves cannot be arranged half by half.
         scale = replace(nvfp4_scale(spec, TILE_128X4), halves_swapped=up_first)
@@ -88,7 +87,7 @@ class TiledNVFP4(NVFP4Layout):
         return {"weight": weight_bytes(spec, weight), "scale": scale}
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        return SliceRule(None, None) if is_gated_w13(spec) and _straddles(spec) else super().slices(spec)
+        return SliceRule(None, None) if spec.halves == 2 and _straddles(spec) else super().slices(spec)
 
 
 def _straddles(spec: MatrixSpec) -> bool:
@@ -102,6 +101,12 @@ def nvfp4_scale(spec: MatrixSpec, arrangement: Arrangement) -> Part:
     # Halves are whole tiles where they are arranged apart, so that nothing has to be filled between them.
     pad = (1 if arrangement.has_halves else TILE[0], TILE[1])
     return Part("scales", arrangement, (rows, groups), "F8_E4M3", 8, pad=pad, group=GROUP)
+
+
+def lost_global_scales(matrix: QuantizedMatrix) -> int:
+    """Count the rows whose global scale is not that of the first row, which is the one that is stored."""
+    scales = global_scale_of(matrix)
+    return changed(scales, scales[:1].expand_as(scales))
 
 
 def global_scale_of(matrix: QuantizedMatrix) -> Tensor:

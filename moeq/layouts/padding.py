@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import is_gated_w13
 from moeq.layouts.base import Layout, PaddingRule
 from moeq.matrix import SCALE_BITS, MatrixSpec, QuantizedMatrix
 
@@ -58,8 +57,7 @@ class PaddingPlan:
         padded = _resized(matrix, after, before.symmetric_zero if self.rule.midpoint and before.symmetric else 0)
         if not self.rule.same_scale or before.num_groups > 1:
             return padded
-        halves = 2 if is_gated_w13(before) else 1
-        return replace(padded, scales=_extended(matrix.scales[:, 0], halves, after.n).unsqueeze(1))
+        return replace(padded, scales=_extended(matrix.scales[:, 0], before.halves, after.n).unsqueeze(1))
 
     def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Invert `pad` exactly."""
@@ -76,12 +74,11 @@ def plan_padding(layout: Layout, w13: MatrixSpec, w2: MatrixSpec) -> PaddingPlan
     The caller checks `layout.problems` of the padded specs; here sizes are only rounded.
     """
     rule = layout.padding
-    halves = 2 if is_gated_w13(w13) else 1
     size = rule.padded(w2.k, w2.group_size if w2.num_groups > 1 else None, gated=w13.gated)
     hidden = -(-w2.n // rule.hidden) * rule.hidden
     return PaddingPlan(
         rule=rule,
-        w13=w13.with_sizes(n=halves * size, k=hidden),
+        w13=w13.with_sizes(n=w13.halves * size, k=hidden),
         w2=w2.with_sizes(n=hidden, k=size),
         original_w13=w13,
         original_w2=w2,
@@ -97,7 +94,7 @@ def logical_bytes(spec: MatrixSpec) -> int:
 
 def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:
     """Cut or fill up the matrix to the sizes of `spec`, each half of a gated w13 apart, with `code` or zeros."""
-    halves = 2 if is_gated_w13(spec) else 1
+    halves = spec.halves
 
     def resize(tensor: Tensor, columns: int | None, fill: int = 0) -> Tensor:
         old = tensor.reshape(halves, matrix.spec.n // halves, *tensor.shape[1:])

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import TensorSpec
+from moeq.layouts.mxfp4 import scale_as
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -39,10 +40,9 @@ class Rdna3Int4(ArrangedLayout):
     n_multiple = 8
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        dtype = STORED_DTYPE[spec.scale_dtype]
         return {
             "weight": Part("codes", _WEIGHT, (spec.k // 8, spec.n), "I32", 4),
-            "scale": Part("scales", _SCALE, (spec.num_groups, spec.n), dtype, 16, group=spec.group_size),
+            "scale": scale_as(spec, _SCALE, (spec.num_groups, spec.n)),
         }
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, bias_as
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, bias_as, scale_as
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -45,8 +45,7 @@ class TritonWNA16(ArrangedLayout):
         four = spec.bits == 4
         shape = (spec.n, spec.k // 2 if four else spec.k)
         parts = {"weight": Part("codes", IDENTITY if four else IDENTITY_SCALE, shape, "U8", spec.bits)}
-        dtype = STORED_DTYPE[spec.scale_dtype]
-        parts["scale"] = Part("scales", IDENTITY_SCALE, (spec.n, spec.num_groups), dtype, 16, group=spec.group_size)
+        parts["scale"] = scale_as(spec, IDENTITY_SCALE, (spec.n, spec.num_groups))
         if not spec.symmetric:
             shape = (spec.n // 2 if four else spec.n, spec.num_groups)
             order = _ZERO_PAIRS if four else IDENTITY_SCALE

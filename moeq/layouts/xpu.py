@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_as, scale_bytes, weight_bytes
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec
 
@@ -108,8 +108,7 @@ class XpuWNA16(ArrangedLayout):
     biased = False
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        dtype = STORED_DTYPE[spec.scale_dtype]
         return {
             "weight": Part("codes", IDENTITY, (spec.n, spec.k // 2), "U8", 4),
-            "scale": Part("scales", IDENTITY_SCALE, (spec.n, spec.num_groups), dtype, 16, group=spec.group_size),
+            "scale": scale_as(spec, IDENTITY_SCALE, (spec.n, spec.num_groups)),
         }

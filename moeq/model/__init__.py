@@ -15,7 +15,7 @@ from moeq.checkpoint.source import LocalSource, Source
 from moeq.errors import MoeqError
 from moeq.gguf.source import GgufSource, is_gguf, names_repository_file, open_gguf_repository
 from moeq.model.checkpoint import Checkpoint
-from moeq.model.missing_sizes import with_bitsandbytes_sizes, with_hqq_sizes, with_torchao_bits
+from moeq.model.missing_sizes import add_missing_sizes
 from moeq.spelling import option
 
 
@@ -40,9 +40,7 @@ def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | N
             raw = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)
             return ConvertedCheckpoint(source, parse_manifest(raw, source.path(MANIFEST_NAME)))
         _check_source(source)
-        with_bitsandbytes_sizes(source)
-        with_hqq_sizes(source)
-        with_torchao_bits(source)
+        add_missing_sizes(source)
         return Checkpoint(source)
 
 

@@ -13,6 +13,7 @@ from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import read_exactly
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import FUSED, StoredName
+from moeq.errors import listed
 from moeq.model.expert_kinds import Experts
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import ACTIVATION_SCALES, FLOAT_NAMES
@@ -45,10 +46,8 @@ class ScaleFault:
     @property
     def text(self) -> str:
         """Describe the fault: `layer 0: experts 2, 5 have a zero input_scale of down`."""
-        shown = ", ".join(map(str, self.experts[:8]))
-        more = f" and {len(self.experts) - 8} more" if self.experts[8:] else ""
         of = f" of {', '.join(self.projections)}" if self.projections else ""
-        return f"layer {self.layer}: experts {shown}{more} have {self.what} {self.part}{of}"
+        return f"layer {self.layer}: experts {listed(self.experts, 8)} have {self.what} {self.part}{of}"
 
 
 def has_static_scale(scheme: Scheme) -> bool:

@@ -85,7 +85,7 @@ class Checkpoint(Shown):
     def scale_faults(self, layer: int) -> tuple[ScaleFault, ...]:
         """Return the faults of a layer's static activation scales: missing by the headers, unusable if read."""
         if layer not in self._scale_faults:
-            self._scale_faults[layer] = tuple(missing_scales(self._layer(layer)))
+            self._scale_faults[layer] = tuple(missing_scales(self.experts(layer)))
         return self._scale_faults[layer]
 
     def unequal_scales(self, layer: int) -> tuple[int, ...]:
@@ -105,22 +105,18 @@ class Checkpoint(Shown):
         if self._scales_read:
             return
         for layer in self.info.moe_layers:
-            found, unequal = unusable_scales(self._layer(layer), find, opened or self.source.open)
+            found, unequal = unusable_scales(self.experts(layer), find, opened or self.source.open)
             self._unequal_scales[layer] = unequal
-            self._scale_faults[layer] = (*missing_scales(self._layer(layer)), *found)
+            self._scale_faults[layer] = (*missing_scales(self.experts(layer)), *found)
         self._scales_read = True
 
     def expert_prefix(self, layer: int) -> str:
         """Return the module path of a layer's experts, such as `model.layers.0.mlp.experts`."""
-        return self._layer(layer).layer.prefix
+        return self.experts(layer).layer.prefix
 
     def num_experts(self, layer: int) -> int:
         """Return the number of routed experts of a layer."""
-        return self._layer(layer).num_experts
-
-    def experts(self, layer: int) -> Experts:
-        """Return a layer's experts as they are stored: tensors, and the kind of every expert."""
-        return self._layer(layer)
+        return self.experts(layer).num_experts
 
     def is_packed(self, layer: int) -> bool:
         """Return whether a layer's experts are in a kernel layout."""
@@ -166,7 +162,8 @@ class Checkpoint(Shown):
         """Return float32 `[N, K]`, the exact product `scale * (code - zero)`."""
         return dequantize(self.matrix(layer, expert, projection))
 
-    def _layer(self, layer: int) -> Experts:
+    def experts(self, layer: int) -> Experts:
+        """Return a layer's experts as they are stored: tensors, and the kind of every expert."""
         if layer not in self._experts:
             known = ", ".join(map(str, self._experts))
             raise MoeqError("usage.no-such-layer", f"layer {layer} has no routed experts", f"MoE layers: {known}")
@@ -177,11 +174,11 @@ class Checkpoint(Shown):
 
     def kind_of(self, layer: int, expert: int) -> ExpertKind:
         """Return how an expert is encoded, for each projection as it is stored."""
-        return self._layer(layer).kind(expert)
+        return self.experts(layer).kind(expert)
 
     def module(self, layer: int, expert: int, projection: StoredName) -> str:
         """Return the module name of a projection, by which tensors and configs call it."""
-        return self._layer(layer).layer.module(projection, expert)
+        return self.experts(layer).layer.module(projection, expert)
 
     def parts(
         self, layer: int, expert: int, projection: StoredName, wanted: Container[str] | None = None
@@ -191,7 +188,7 @@ class Checkpoint(Shown):
         Args:
             wanted: names of the parts to read; None: all.
         """
-        source, experts = self.source, self._layer(layer)
+        source, experts = self.source, self.experts(layer)
         parts: dict[str, Tensor] = {}
         for part, entry in experts.layer.unit(expert)[projection].items():
             if wanted is not None and part not in wanted:

@@ -138,14 +138,14 @@ class ConvertedCheckpoint(Checkpoint):
         parts = {part: self.source.read_row(self.source.entry(name), row) for part, name in stored.tensors.items()}
         return written_padding(layout, matrices).unpad(layout.unpack(parts, stored.padded_spec))
 
-    def _layer(self, layer: int) -> Experts:
+    def experts(self, layer: int) -> Experts:
         if layer in self._entries:
             raise MoeqError(
                 "usage.converted-layer", f"layer {layer} is converted: its source tensors are gone", "see moeq restore"
             )
         if layer not in self._experts:
             self.manifest.layer(layer)  # raises, naming the layers there are
-        return super()._layer(layer)
+        return super().experts(layer)
 
     def _check_expert(self, layer: int, expert: int) -> None:
         count = self._entries[layer].num_experts

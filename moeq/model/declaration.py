@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from moeq.checkpoint.facts import TEXT_CONFIGS
+from moeq.checkpoint.facts import TEXT_CONFIGS, descend
 from moeq.checkpoint.warning import CheckpointWarning
 from moeq.errors import MoeqError
 from moeq.schemes.declared import Declaration
@@ -100,10 +100,7 @@ def _candidates(
 def _scopes(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     yield "", config
     for path in TEXT_CONFIGS:
-        scope: Any = config
-        for key in path.split("."):
-            scope = scope.get(key) if isinstance(scope, Mapping) else None
-        if isinstance(scope, Mapping):
+        if isinstance(scope := descend(config, path), Mapping):
             yield f"{path}.", scope
 
 

@@ -9,7 +9,7 @@ from moeq.checkpoint.families import ModelFamily
 from moeq.checkpoint.header import TensorEntry
 from moeq.checkpoint.names import StoredName
 from moeq.checkpoint.warning import CheckpointWarning
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.matrix import MatrixSpec
 from moeq.model.activation_scales import missing_scales
 from moeq.model.expert_kinds import ExpertKind, Experts
@@ -48,7 +48,7 @@ def check_complete(experts: Iterable[Experts]) -> None:
         plain = [group for group in groups if _unquantized(group.kind)]
         if plain and len(plain) < len(groups):
             numbers = sorted(expert for group in plain for expert in group.experts)
-            gaps.append(f"layer {item.layer.layer}: experts {_few(numbers)} are not quantised, the others are")
+            gaps.append(f"layer {item.layer.layer}: experts {listed(numbers)} are not quantised, the others are")
             uncalibrated += 1
         if "down" not in present or not present & {"up", "gate_up"}:
             gaps.append(f"layer {item.layer.layer}: projections {sorted(present)}, expected (gate,) up and down")
@@ -64,7 +64,7 @@ def _missing(item: Experts, present: set[StoredName]) -> Iterator[str]:
     for group in item.kinds():
         lacking = sorted(present - set(group.kind.projections))
         if lacking:
-            yield f"layer {item.layer.layer}: experts {_few(group.experts)} lack {', '.join(lacking)}"
+            yield f"layer {item.layer.layer}: experts {listed(group.experts)} lack {', '.join(lacking)}"
 
 
 def _unquantized(kind: ExpertKind) -> bool:
@@ -76,7 +76,7 @@ def lint_sets(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
     layers = [item for item in experts if len(item.sets) > 1]
     if layers:
         yield CheckpointWarning(
-            "experts.several-sets", f"layers {_few(i.layer.layer for i in layers)}: {layers[0].set_text}"
+            "experts.several-sets", f"layers {listed(i.layer.layer for i in layers)}: {layers[0].set_text}"
         )
 
 
@@ -119,10 +119,10 @@ def lint_declaration(
         if not excludes and _unquantized(item.kind(0)):
             plain.append(module)
     if excluded:
-        message = f"the config excludes {_few(excluded, 2)} from quantisation, the tensors are quantised; they count"
+        message = f"the config excludes {listed(excluded, 2)} from quantisation, the tensors are quantised; they count"
         yield CheckpointWarning("config.excludes-quantized", message)
     if plain:
-        message = f"the config quantises {_few(plain, 2)}, the tensors are not quantised; they count"
+        message = f"the config quantises {listed(plain, 2)}, the tensors are not quantised; they count"
         yield CheckpointWarning("config.quantizes-plain", message)
 
 
@@ -150,7 +150,7 @@ def lint_tensors(rest: Iterable[TensorEntry]) -> Iterator[CheckpointWarning]:
     """Warn of quantised routers."""
     routers = quantized_routers(rest)
     if routers:
-        message = f"the router is quantised ({_few(routers, 2)}), which engines do not expect"
+        message = f"the router is quantised ({listed(routers, 2)}), which engines do not expect"
         yield CheckpointWarning("module.router-quantized", message)
 
 
@@ -164,7 +164,7 @@ def lint_layers(
             "mtp.absent", f"the config declares {declared} multi-token prediction layers, none has experts"
         )
     if mtp and not declared:
-        beyond = _few(sorted(mtp))
+        beyond = listed(sorted(mtp))
         message = f"layers {beyond} lie beyond the {num_layers} declared; taken for multi-token prediction"
         yield CheckpointWarning("mtp.undeclared", message)
     layers = list(moe)
@@ -179,7 +179,7 @@ def lint_mixing(experts: Iterable[Experts]) -> Iterator[CheckpointWarning]:
     mixed = [item.layer.layer for item in experts if len({s for g in item.kinds() for s in g.kind.schemes}) > 1]
     if mixed:
         yield CheckpointWarning(
-            "scheme.mixed-layer", f"layers {_few(mixed)} mix schemes among their experts or projections"
+            "scheme.mixed-layer", f"layers {listed(mixed)} mix schemes among their experts or projections"
         )
 
 
@@ -188,9 +188,3 @@ def lint_activation_scales(experts: Iterable[Experts]) -> Iterator[CheckpointWar
     for item in experts:
         for fault in missing_scales(item):
             yield CheckpointWarning("scales.activation-missing", f"{fault.text} (not calibrated)")
-
-
-def _few(items: Iterable[object], limit: int = 5) -> str:
-    known = list(items)
-    shown = ", ".join(map(str, known[:limit]))
-    return shown if len(known) <= limit else f"{shown} and {len(known) - limit} more"

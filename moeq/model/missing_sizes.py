@@ -15,8 +15,15 @@ from moeq.schemes.hqq import PACKINGS, SIZES, HqqSizes
 _MAX_SETTING_BYTES = 64
 
 
-def with_hqq_sizes(source: Source) -> None:
-    """Add to every HQQ matrix of a source the part `hqq_sizes`: no bytes, shape `(0, *HqqSizes)`.
+def add_missing_sizes(source: Source) -> None:
+    """Put into a source the sizes that its headers lack. Raises MoeqError `source.inconsistent`, `source.bad-data`."""
+    for entries in (_bitsandbytes_entries, _hqq_entries, _torchao_entries):
+        if found := entries(source):
+            source.tensors = {**source.tensors, **found}
+
+
+def _hqq_entries(source: Source) -> dict[str, TensorEntry]:
+    """Return for every HQQ matrix of a source the part `hqq_sizes`: no bytes, shape `(0, *HqqSizes)`.
 
     A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
     Raises MoeqError `source.inconsistent` if settings are missing or not what the library writes.
@@ -35,8 +42,7 @@ def with_hqq_sizes(source: Source) -> None:
         added[f"{module}.{SIZES}"] = codes._replace(
             name=f"{module}.{SIZES}", dtype="U8", shape=(0, *known[key]), end=codes.start
         )
-    if added:
-        source.tensors = {**source.tensors, **added}
+    return added
 
 
 def _read_sizes(source: Source, module: str) -> HqqSizes:
@@ -61,8 +67,8 @@ def _setting(source: Source, module: str, part: str, dtype: str) -> bytes:
     return source.peek(entry)
 
 
-def with_bitsandbytes_sizes(source: Source) -> None:
-    """Give every 4-bit matrix of a source its shape `[N, K / 2]` instead of `[N K / 2, 1]`.
+def _bitsandbytes_entries(source: Source) -> dict[str, TensorEntry]:
+    """Return every 4-bit matrix of a source in its shape `[N, K / 2]` instead of `[N K / 2, 1]`.
 
     A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
     Raises MoeqError `source.bad-data` if a text is none, `source.inconsistent` if it does not fit its matrix.
@@ -86,8 +92,7 @@ def with_bitsandbytes_sizes(source: Source) -> None:
             detail = f"{weight_name} has {weight.nbytes:,} bytes for {state.rows} x {state.columns} codes of 4 bits"
             raise MoeqError("source.inconsistent", detail)
         found[weight_name] = weight._replace(shape=(state.rows, state.columns // 2))
-    if found:
-        source.tensors = {**source.tensors, **found}
+    return found
 
 
 _CODES_SUFFIX = "_qdata"
@@ -96,8 +101,8 @@ _CODES_SUFFIX = "_qdata"
 _MX_ELEMENTS = ("float8_e4m3fn", "float4_e2m1fn_x2")
 
 
-def with_torchao_bits(source: Source) -> None:
-    """Add to matrices of torchao a part without bytes: `_weight_bits`, `_weight_int4` if packed, or `_weight_mx`.
+def _torchao_entries(source: Source) -> dict[str, TensorEntry]:
+    """Return for matrices of torchao a part without bytes: `_weight_bits`, `_weight_int4` if packed, or `_weight_mx`.
 
     Their shapes are `(0, bits)`, `(0, 1)` or `(0, 0)` for zero points in floats, and `(0, 0)`. Matrices of other
     classes, and those that no metadata describe, get none and are no format that moeq reads, except FP8.
@@ -112,8 +117,7 @@ def with_torchao_bits(source: Source) -> None:
             stacked = codes.shape[:1] if len(codes.shape) == 3 else ()
             found = f"{module}.{parameter}_{told[0]}"
             added[found] = TensorEntry(found, "U8", (*stacked, 0, told[1]), codes.file, codes.start, codes.start)
-    if added:
-        source.tensors = {**source.tensors, **added}
+    return added
 
 
 def _torchao_part(text: str | None) -> tuple[str, int] | None:

@@ -6,8 +6,8 @@ place.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.names import StoredName
@@ -53,26 +53,21 @@ MESSAGES = {
 }
 
 
-@dataclass
-class _Finding:
-    count: int
-    first: str
-
-
 class _Findings:
     """Findings by code: their count and their first place."""
 
     def __init__(self) -> None:
-        self._found: dict[str, _Finding] = {}
+        self._count: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
 
     def add(self, code: str, where: str) -> None:
-        known = self._found.setdefault(code, _Finding(0, where))
-        known.count += 1
+        self._count[code] += 1
+        self._first.setdefault(code, where)
 
     def warnings(self) -> list[CheckpointWarning]:
         return [
-            CheckpointWarning(code, f"{MESSAGES[code]} ({found.count:,} tensors, first {found.first})")
-            for code, found in self._found.items()
+            CheckpointWarning(code, f"{MESSAGES[code]} ({self._count[code]:,} tensors, first {first})")
+            for code, first in self._first.items()
         ]
 
 

@@ -35,7 +35,7 @@ class Range:
 def shard_spec(spec: MatrixSpec, part: Range) -> MatrixSpec:
     """Return the spec of the shard of `w13` or `w2` that holds some intermediate features."""
     if spec.role != "w2":
-        return spec.with_sizes(n=part.size * halves(spec))
+        return spec.with_sizes(n=part.size * spec.halves)
     if part.size == spec.k:
         return spec
     if spec.act_order:
@@ -73,26 +73,20 @@ def join_shards(spec: MatrixSpec, shards: Sequence[QuantizedMatrix]) -> Quantize
             zeros=first.zeros if once else _cat([shard.zeros for shard in shards], 1),
             group_index=_cat([shard.group_index for shard in shards], 0),
         )
-    count = halves(spec)
 
     def join(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.reshape(count, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(0, 1)
+        return torch.cat([tensor.reshape(spec.halves, -1, *tensor.shape[1:]) for tensor in tensors], dim=1).flatten(
+            0, 1
+        )
 
     parts = {name: [getattr(shard, name) for shard in shards] for name in ROW_PARTS}
     present = {name: join(tensors) for name, tensors in parts.items() if tensors[0] is not None}
     return replace(first, spec=spec, **present)
 
 
-def halves(spec: MatrixSpec) -> int:
-    """Return the number of matrices stacked in the rows: 2 for gate and up."""
-    return 2 if spec.role == "w13" and spec.gated else 1
-
-
 def _rows(matrix: QuantizedMatrix, spec: MatrixSpec, part: Range) -> QuantizedMatrix:
-    count = halves(spec)
-
     def cut(tensor: Tensor) -> Tensor:
-        return tensor.reshape(count, -1, *tensor.shape[1:])[:, part.start : part.stop].flatten(0, 1)
+        return tensor.reshape(spec.halves, -1, *tensor.shape[1:])[:, part.start : part.stop].flatten(0, 1)
 
     return matrix.map_rows(cut, spec)
 

@@ -41,6 +41,13 @@ def engine_names() -> tuple[str, ...]:
     return (BUILTIN, *(f"{name}@{version}" for name in ENGINES for version in versions(name)))
 
 
+def _known(engine: str, asked: str) -> tuple[str, ...]:
+    """Return the versions of an engine. Raise MoeqError `usage.unknown-engine`, with the name that was asked for."""
+    if engine not in ENGINES:
+        raise MoeqError("usage.unknown-engine", f"no engine is called '{asked}'", f"known: {', '.join(engine_names())}")
+    return versions(engine)
+
+
 @dataclass(frozen=True)
 class EngineChoice:
     """Tables that represent a requested engine version."""
@@ -59,9 +66,7 @@ def choose_engine(asked: str) -> EngineChoice:
     Raises MoeqError `usage.unknown-engine`, `usage.engine-version`.
     """
     name, _, version = asked.partition("@")
-    if name not in ENGINES:
-        raise MoeqError("usage.unknown-engine", f"no engine is called '{asked}'", f"known: {', '.join(engine_names())}")
-    known = versions(name)
+    known = _known(name, asked)
     notes: tuple[str, ...] = ()
     if not version:
         installed = installed_version(name)
@@ -102,9 +107,7 @@ def version_range(asked: str) -> tuple[str, ...]:
     """
     name, _, ends = asked.partition("@")
     low, _, high = ends.partition("..")
-    if name not in ENGINES:
-        raise MoeqError("usage.unknown-engine", f"no engine is called '{name}'", f"known: {', '.join(engine_names())}")
-    known = versions(name)
+    known = _known(name, name)
     found = tuple(
         f"{name}@{one}" for one in known
         if (not low or release(one) >= release(low)) and (not high or release(one) <= release(high))

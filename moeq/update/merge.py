@@ -10,7 +10,7 @@ from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec, QuantizedMatrix, projection_spec
 from moeq.model.regroup import repeat_groups
-from moeq.model.shards import Range, halves, shard_matrix
+from moeq.model.shards import Range, shard_matrix
 from moeq.schemes.joining import concatenate_rows
 from moeq.update.incoming import Incoming, ProjectionBlock, whole_block
 from moeq.update.layers import WritableLayer
@@ -93,7 +93,7 @@ def _put(
     if rows.size <= 0 or columns.size <= 0:
         return
     start = rows.start - (0 if role == "w2" else own.start)
-    start += spec.n // halves(spec) if name == "up" and spec.gated else 0
+    start += spec.n // spec.halves if name == "up" and spec.gated else 0
     source = slice(rows.start - block.rows.start, rows.stop - block.rows.start)
     target = slice(start, start + rows.size)
     left = columns.start - (own.start if role == "w2" else 0)

@@ -16,7 +16,6 @@ from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix, split_projections
 from moeq.model.regroup import ungroup
-from moeq.model.shards import halves
 from moeq.update.layers import WritableLayer, snapshot_digest
 from moeq.update.placing import reading_of
 
@@ -138,7 +137,7 @@ class _Reader:
 
     def __init__(self, layout: ArrangedLayout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> None:
         self._layout, self._spec, self._own, self._group = layout, spec, own, group
-        self._projections = halves(spec)
+        self._projections = spec.halves
         self._n, self._step = own.n // self._projections, spec.n // self._projections
         stored = layout.tensors(spec)
         self._parts = {

@@ -6,8 +6,9 @@ and `p` its pair of k; a word holds k, k + 1 (`q`), k + 8 (`h`) and, for 4 bits,
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, Part
+from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.mxfp4 import scale_as
 from moeq.matrix import MatrixSpec
 
 #: Weights for 16-bit activations, by bits.
@@ -51,8 +52,7 @@ def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
 
 def scale_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
     """Return the part of the scales: `[G, N]` in the stored dtype."""
-    dtype = STORED_DTYPE[spec.scale_dtype]
-    return Part("scales", arrangement, (spec.num_groups, spec.n), dtype, DTYPE_BITS[dtype], group=spec.group_size)
+    return scale_as(spec, arrangement, (spec.num_groups, spec.n))
 
 
 def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:

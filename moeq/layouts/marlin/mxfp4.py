@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from moeq.layouts.arranged import Part, is_gated_w13
+from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, W13Order
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, WEIGHT_A8, scale_part, weight_part
@@ -55,7 +55,7 @@ class MarlinMXFP4(MXFP4Layout):
     params: ClassVar[str] = "BF16"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        pairs = self.w13_order == "interleaved" and spec.halves == 2
         weight = WEIGHT_PAIRS if pairs else WEIGHT[4]
         single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (MX_SINGLE, MX_GROUPED)
         scale = single if spec.num_groups == 1 else grouped
@@ -114,7 +114,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
     single_group_differs = False
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        pairs = self.w13_order == "interleaved" and is_gated_w13(spec)
+        pairs = self.w13_order == "interleaved" and spec.halves == 2
         single = _SINGLE_A8_PAIRS if pairs else SINGLE
         return {
             "weight": weight_part(spec, _WEIGHT_A8_PAIRS if pairs else WEIGHT_A8[4]),

@@ -26,19 +26,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, changed
+from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.fp8 import E4M3_MAX
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
 from moeq.layouts.mxfp4 import bias_as
-from moeq.layouts.nvfp4 import GROUP, global_scale_of
+from moeq.layouts.nvfp4 import GROUP, global_scale_of, lost_global_scales
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-#: Largest E4M3 number.
-_E4M3_MAX = 448.0
 
 #: Scales are stored times 2**7, and 0 below 2.
 _SHIFT, _LEAST = 7, 2.0
@@ -110,7 +108,7 @@ class MarlinNVFP4(ArrangedLayout):
     def factor(self) -> float:
         """Power of two, from the largest scale of the local experts."""
         largest = self.calibration or 0.0
-        return 2.0 ** math.floor(math.log2(_E4M3_MAX / largest)) if 0 < largest < _E4M3_MAX else 1.0
+        return 2.0 ** math.floor(math.log2(E4M3_MAX / largest)) if 0 < largest < E4M3_MAX else 1.0
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         return float(matrix.scales.float().max())
@@ -133,8 +131,7 @@ class MarlinNVFP4(ArrangedLayout):
             )
 
     def losses(self, matrix: QuantizedMatrix) -> int:
-        stored = global_scale_of(matrix)
-        return super().losses(matrix) + changed(stored, stored[:1].expand_as(stored))
+        return super().losses(matrix) + lost_global_scales(matrix)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale":
@@ -157,7 +154,7 @@ class MarlinNVFP4(ArrangedLayout):
         factor = float(parts["scale_factor"].reshape(-1)[0])
         if not factor >= 1 or math.frexp(factor)[0] != 0.5:
             raise MoeqError("source.bad-data", f"{self.id}: scale_factor is {factor}, expected 1, 2, 4, ...")
-        knowing = self.with_calibration(_E4M3_MAX / factor)
+        knowing = self.with_calibration(E4M3_MAX / factor)
         matrix = super(MarlinNVFP4, knowing).unpack(parts, spec)
         stored = parts["global_scale"].reshape(-1)[:1].double() * factor * 2.0**-self.exponent
         return replace(matrix, global_scale=stored.float().expand(spec.n).contiguous())

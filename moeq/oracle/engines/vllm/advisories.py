@@ -243,8 +243,14 @@ def _uncalibrated_fp8(outcome: Outcome) -> bool:
     return bool(outcome.uncalibrated) and case.method.family == "fp8" and runs_static
 
 
+_FUNCTIONS: tuple[Condition, ...] = (
+    *(_w13_scale_order, _bias_assumed, _backend_never_works, _per_expert_rules, _rules_before_fallback, _emulation),
+    *(_flashinfer_padding, _int8_online, _precision_differs, _block_list, _gptq_v2, _humming_gptq, _scaling_dropped),
+    *(_new_architecture, _first_class_unasked, _unprintable_key, _act_order_one_group, _uncalibrated_fp8),
+)
+#: Conditions by the names that backends.toml has for them; a function has its own name.
 CONDITIONS: dict[str, Condition] = {
-    "w13_scale_order": _w13_scale_order,
+    **{function.__name__.removeprefix("_"): function for function in _FUNCTIONS},
     "lora_ignored": lambda o: o.case.deployment.lora and _flagged(o, "ignores_lora"),
     "bias_dropped": lambda o: (
         o.case.shape.has_bias
@@ -271,32 +277,20 @@ CONDITIONS: dict[str, Condition] = {
     "negative_groups": lambda o: (
         o.case.method.name in ("AutoAWQMoEMethod", "MoeWNA16Method") and (o.case.method.group_size or 0) < 0
     ),
-    "bias_assumed": _bias_assumed,
     "gpt_oss_lora_rocm": lambda o: (
         (o.case.gpu.platform, o.entry, _error(o)) == ("rocm", "gpt_oss_mxfp4", "NO_BACKEND") and o.case.deployment.lora
     ),
-    "backend_never_works": _backend_never_works,
-    "per_expert_rules": _per_expert_rules,
     "bare_assertion": lambda o: _error(o) == "BARE_ASSERTION",
-    "rules_before_fallback": _rules_before_fallback,
     "emulation_zero": lambda o: (
         _emulation(o) and o.case.method.config == "gptq" and o.config.get("checkpoint_format") != "gptq_v2"
     ),
-    "emulation": _emulation,
     "interleaved_padding": lambda o: _padded(o) and o.case.shape.activation == "swigluoai",
     "non_gated_padding": lambda o: _padded(o) and not o.case.shape.gated,
-    "flashinfer_padding": _flashinfer_padding,
     "later_gate_fails": lambda o: o.selection.selected is not None and _failed(o, "G6", "G7", "G8", "G9"),
     "group32_cpu": lambda o: (
         (o.case.gpu.arch, o.case.method.weight_key, _error(o)) == ("x86-amx", "kInt4Static32", "NO_BACKEND")
     ),
-    "int8_online": _int8_online,
-    "precision_differs": _precision_differs,
-    "block_list": _block_list,
-    "gptq_v2": _gptq_v2,
-    "humming_gptq": _humming_gptq,
     "mxint4_bytes": lambda o: _backend(o) == "FLASHINFER_TRTLLM" and o.case.method.config == "moe_wna16",
-    "scaling_dropped": _scaling_dropped,
     # The requested backend stops unquantised MoE layers too: their family does not know its name.
     "override_mixed": lambda o: o.case.method.family == "unquantized" and _error(o) == "OVERRIDE_UNKNOWN",
     "cutlass_mxfp4_hopper": lambda o: (
@@ -305,17 +299,12 @@ CONDITIONS: dict[str, Condition] = {
     "nvfp4_non_gated": lambda o: (
         (o.case.method.family, o.case.shape.activation, _backend(o)) == ("nvfp4", "relu2_no_mul", "FLASHINFER_TRTLLM")
     ),
-    "new_architecture": _new_architecture,
     "marlin_mxfp4_fp16": lambda o: (
         _runs_marlin(o) and o.case.method.family.startswith("mxfp4") and o.case.deployment.dtype == "fp16"
     ),
-    "first_class_unasked": _first_class_unasked,
-    "unprintable_key": _unprintable_key,
     "wna16_8bit_zero_points": lambda o: _moe_wna16(o) and o.case.method.raw_zero_points and o.case.method.bits == 8,
     "nvfp4_split_groups": lambda o: (
         o.case.method.family == "nvfp4" and o.selection.selected is not None and o.case.intermediate % 16 != 0
     ),
-    "act_order_one_group": _act_order_one_group,
-    "uncalibrated_fp8": _uncalibrated_fp8,
     "gemma4": lambda o: o.case.shape.architecture.startswith("Gemma4"),
 }

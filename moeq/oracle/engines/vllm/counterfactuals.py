@@ -9,7 +9,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp
-from moeq.oracle.engines.vllm.tables import Variant
+from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import MoeShape
 from moeq.spelling import option
 
@@ -112,7 +112,7 @@ def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
         if not case.package(name):
             yield f"install {name}", with_package(d, name, True)
     wanted = {(name, allowed[0]) for row in rows for name, allowed in row.env if case.flag(name) not in allowed}
-    wanted |= {("VLLM_HUMMING_MOE_GEMM_TYPE", kind) for kind in _gemm_types(case)}
+    wanted |= {("VLLM_HUMMING_MOE_GEMM_TYPE", row.gemm_type) for row in _classes(case) if row.gemm_type is not None}
     for name, value in sorted(wanted, key=str):
         if case.env(name) != value:
             yield f"set {name}={value}" if value is not None else f"unset {name}", with_env(d, name, value)
@@ -135,11 +135,6 @@ def equipped(case: Case, d: Deployment, rows: Iterable[Variant]) -> Iterator[tup
             words.append(f"unset {name}" if value is None else f"set {name}={value}")
             changed = with_env(changed, name, value)
         yield " and ".join(words), changed
-
-
-def _gemm_types(case: Case) -> set[str]:
-    names = {name for row in case.policy.families[case.method.family].backends.values() for name in row.classes}
-    return {kind for name in names if (kind := case.policy.classes[name].gemm_type) is not None}
 
 
 def _configs(config: Config) -> Iterator[tuple[str, Config]]:
@@ -201,9 +196,14 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
 
 def candidate_variants(case: Case) -> list[Variant]:
     """List the variants of the family's classes on this device: no switch helps other classes."""
+    return [variant for row in _classes(case) for variant in row.variants.get(case.device, ())]
+
+
+def _classes(case: Case) -> list[ExpertsClass]:
+    """List the classes of the family by name."""
     backends = case.policy.families[case.method.family].backends.values()
-    names = sorted({name for row in backends for name in row.classes})
-    return [item for name in names for item in case.policy.classes[name].variants.get(case.device, ())]
+    names = {name for row in backends for name in row.classes}
+    return [case.policy.classes[name] for name in sorted(names)]
 
 
 def with_package(deployment: Deployment, name: str, present: bool) -> Deployment:

@@ -13,6 +13,8 @@ from moeq.oracle.engines.vllm.policy import Backend
 from moeq.oracle.engines.vllm.rules import Failure, nearest_tp
 from moeq.oracle.records import Reason
 
+Check = Callable[[Case], Iterator[Failure]]
+
 
 @dataclass(frozen=True)
 class Filter:
@@ -20,72 +22,97 @@ class Filter:
 
     code: str
     title: str
-    check: Callable[[Case], Iterator[Failure]]
+    check: Check
 
 
-def _f_zero_point(case: Case) -> Iterator[Failure]:
+#: Filters by the names that backends.toml has for them.
+FILTERS: dict[str, Filter] = {}
+
+
+def _filter(name: str, code: str, title: str) -> Callable[[Check], Check]:
+    """Return a decorator that makes a filter of its check."""
+
+    def add(check: Check) -> Check:
+        FILTERS[name] = Filter(code, title, check)
+        return check
+
+    return add
+
+
+@_filter("zero-point", "F01_ZERO_POINT", "no zero points")
+def _zero_point(case: Case) -> Iterator[Failure]:
     if case.method.zero_points:
         yield "the checkpoint's method has zero points", "a symmetric checkpoint"
 
 
-def _f_bias(case: Case) -> Iterator[Failure]:
+@_filter("bias", "F02_BIAS", "no expert bias")
+def _bias(case: Case) -> Iterator[Failure]:
     if case.method.bias_possible:
         real = "has" if case.shape.has_bias else "has none, but"
         yield f"expert bias: this checkpoint {real} {case.method.name} assumes it may have one", None
 
 
-def _f_act_order(case: Case) -> Iterator[Failure]:
-    if case.method.act_order:
-        yield "columns are reordered by activation order", "a checkpoint without act-order"
-
-
-def _f_ct_only(case: Case) -> Iterator[Failure]:
+@_filter("ct-only", "F03_CONFIG", "compressed-tensors only")
+def _ct_only(case: Case) -> Iterator[Failure]:
     if case.method.config != "ct":
         yield f"config is {case.method.config}, only compressed-tensors is taken", None
 
 
-def _f_group_only(case: Case) -> Iterator[Failure]:
-    if (case.method.group_size or -1) <= 0:
-        yield "scales are per channel, only groups are taken", None
-
-
-def _f_not_awq(case: Case) -> Iterator[Failure]:
-    if case.method.config == "awq":
-        yield "the AWQ word order is not read", None
-
-
-def _f_marlin_config(case: Case) -> Iterator[Failure]:
+@_filter("marlin-config", "F03_CONFIG", "AWQ, GPTQ or compressed-tensors")
+def _marlin_config(case: Case) -> Iterator[Failure]:
     if case.method.config not in ("awq", "gptq", "ct", "moe_wna16"):
         yield f"config is {case.method.config}, only AWQ, GPTQ and compressed-tensors are converted", None
 
 
-def _f_not_moe_wna16(case: Case) -> Iterator[Failure]:
+@_filter("not-awq", "F04_LAYOUT", "not the AWQ layout")
+def _not_awq(case: Case) -> Iterator[Failure]:
+    if case.method.config == "awq":
+        yield "the AWQ word order is not read", None
+
+
+@_filter("not-moe-wna16", "F04_LAYOUT", "not the MoeWNA16 layout")
+def _not_moe_wna16(case: Case) -> Iterator[Failure]:
     if case.method.config == "moe_wna16":
         yield "weights were loaded in the MoeWNA16 byte layout", None
 
 
-def _f_marlin_shape(case: Case) -> Iterator[Failure]:
+@_filter("act-order", "F05_ACT_ORDER", "no act-order")
+def _act_order(case: Case) -> Iterator[Failure]:
+    if case.method.act_order:
+        yield "columns are reordered by activation order", "a checkpoint without act-order"
+
+
+@_filter("group-only", "F06_STRATEGY", "group scales only")
+def _group_only(case: Case) -> Iterator[Failure]:
+    if (case.method.group_size or -1) <= 0:
+        yield "scales are per channel, only groups are taken", None
+
+
+@_filter("marlin-shape", "F07_MARLIN_SHAPE", "hidden % 128, groups 32/64/128/channel that divide the shard")
+def _marlin_shape(case: Case) -> Iterator[Failure]:
     yield from marlin_shape(case, case.method.group_size, tile_padding=case.method.tile_padding)
 
 
-def _f_zen_w4a8(case: Case) -> Iterator[Failure]:
+@_filter("zen-w4a8", "F08_SWITCH", "VLLM_CPU_INT4_W4A8 not 0")
+def _zen_w4a8(case: Case) -> Iterator[Failure]:
     if case.env("VLLM_CPU_INT4_W4A8") == "0":
         yield "VLLM_CPU_INT4_W4A8=0", "unset VLLM_CPU_INT4_W4A8"
 
 
-def _f_zen_group(case: Case) -> Iterator[Failure]:
-    group = (
-        case.method.group_size if case.method.config != "quark" else None
-    )  # vLLM's Quark config has no such attribute
-    if group is None or group <= 0 or group % 4:
-        yield f"group size {group or -1} is not a positive multiple of 4", None
-
-
-def _f_megakernel(case: Case) -> Iterator[Failure]:
+@_filter("deep-gemm-megakernel", "F13_MEGAKERNEL", "DeepSeek-V4 routing, no load balancing")
+def _megakernel(case: Case) -> Iterator[Failure]:
     if case.shape.routing != "DeepseekV4":
         yield f"routing {case.shape.routing}: this megakernel knows DeepseekV4's only", None
     if case.deployment.eplb:
         yield "expert load balancing", "no expert load balancing"
+
+
+@_filter("zen-group", "F09_GROUP", "group size multiple of 4")
+def _zen_group(case: Case) -> Iterator[Failure]:
+    # vLLM's Quark config has no attribute of that name.
+    group = None if case.method.config == "quark" else case.method.group_size
+    if group is None or group <= 0 or group % 4:
+        yield f"group size {group or -1} is not a positive multiple of 4", None
 
 
 #: Group sizes of Marlin; -1 is one group per channel.
@@ -111,24 +138,6 @@ def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) ->
     if inner % multiple:
         text = f"intermediate size per rank {inner} is not a multiple of {multiple} (remainder {inner % multiple})"
         yield text, nearest_tp(case, lambda size: size % multiple == 0)
-
-
-FILTERS: dict[str, Filter] = {
-    "zero-point": Filter("F01_ZERO_POINT", "no zero points", _f_zero_point),
-    "bias": Filter("F02_BIAS", "no expert bias", _f_bias),
-    "ct-only": Filter("F03_CONFIG", "compressed-tensors only", _f_ct_only),
-    "marlin-config": Filter("F03_CONFIG", "AWQ, GPTQ or compressed-tensors", _f_marlin_config),
-    "not-awq": Filter("F04_LAYOUT", "not the AWQ layout", _f_not_awq),
-    "not-moe-wna16": Filter("F04_LAYOUT", "not the MoeWNA16 layout", _f_not_moe_wna16),
-    "act-order": Filter("F05_ACT_ORDER", "no act-order", _f_act_order),
-    "group-only": Filter("F06_STRATEGY", "group scales only", _f_group_only),
-    "marlin-shape": Filter(
-        "F07_MARLIN_SHAPE", "hidden % 128, groups 32/64/128/channel that divide the shard", _f_marlin_shape
-    ),
-    "zen-w4a8": Filter("F08_SWITCH", "VLLM_CPU_INT4_W4A8 not 0", _f_zen_w4a8),
-    "deep-gemm-megakernel": Filter("F13_MEGAKERNEL", "DeepSeek-V4 routing, no load balancing", _f_megakernel),
-    "zen-group": Filter("F09_GROUP", "group size multiple of 4", _f_zen_group),
-}
 
 
 def filter_reasons(case: Case, backend: Backend) -> tuple[Reason, ...]:

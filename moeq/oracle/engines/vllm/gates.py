@@ -441,14 +441,9 @@ def run_gates(stage: Stage) -> tuple[Gate, ...]:
     for rule in GATES:
         failures = list(rule.check(stage))
         if not failures:
-            found.append(Gate(rule.code, rule.stage, True, _passed(rule, stage)))
+            sizes = sizes_for(stage.case, stage.selected).text if rule.code == "G5" and stage.selected else "passed"
+            found.append(Gate(rule.code, rule.stage, True, sizes))
         found.extend(Gate(rule.code, rule.stage, False, f.text, f.error, f.kind, f.remedy) for f in failures)
         if failures and stage.case.brief:
             break
     return tuple(found)
-
-
-def _passed(rule: GateRule, stage: Stage) -> str:
-    if rule.code != "G5" or stage.selected is None:
-        return "passed"
-    return sizes_for(stage.case, stage.selected).text

@@ -188,7 +188,8 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
     search = search_of(case, family, "auto")
     tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
     reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
-    usual, flags = _usual_order(case, family), family.flags(case.device)
+    table, flags = family.searches.get(case.device, {}).get("auto"), family.flags(case.device)
+    usual = {attempt.backend for attempt in table.usual.attempts} if table else set()
     for name, backend in family.backends.items():
         # Backends of other devices cannot be selected; only a full report lists them.
         if name in tried or (case.brief and not on_device(case, backend)):
@@ -198,12 +199,6 @@ def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]
         )
         reports.append(_not_tried(case, family, report, usual=name in usual, has_flag=report.flag in flags))
     return tuple(reports)
-
-
-def _usual_order(case: Case, family: Family) -> frozenset[str]:
-    """List the backends that the usual automatic order on the device tries."""
-    table = family.searches.get(case.device, {}).get("auto")
-    return frozenset(attempt.backend for attempt in table.usual.attempts) if table else frozenset()
 
 
 def _not_tried(case: Case, family: Family, report: CandidateReport, *, usual: bool, has_flag: bool) -> CandidateReport:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_common, is_gated_w13, logical_dtype
+from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_common, logical_dtype
 from moeq.layouts.loops import transpose
 from moeq.layouts.loops.compare import is_zero, same
 from moeq.matrix import MatrixSpec
@@ -248,16 +248,15 @@ def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -
 
 def _zero_signs(spec: MatrixSpec, padded: MatrixSpec) -> FastPart:
     """Describe the part that has a bit for each code, set for negative zeros."""
-    halves = 2 if is_gated_w13(spec) else 1
     return FastPart(
         name="zero_sign",
         field="codes",
         order=OwnOrder(),
         shape=(padded.n, padded.k // 8),
         dtype="u1",
-        starts=tuple(half * padded.n // 2 for half in range(halves)),
+        starts=tuple(half * padded.n // 2 for half in range(spec.halves)),
         step=1,
-        filled=(spec.n // halves, spec.k // 8),
+        filled=(spec.n // spec.halves, spec.k // 8),
         widen=ZeroSigns(),
     )
 
@@ -285,7 +284,7 @@ def _packed_part(
         return None  # exponents are filled up with 0, which is a number
     if order is None or columns % per_element or filled[1] % per_element:
         return None
-    halves = 2 if is_gated_w13(spec) and not is_common(part, padded) else 1
+    halves = 1 if is_common(part, padded) else spec.halves
     stride = rows // 2 if part.arrangement.has_halves else layout.element_shape(part, padded)[0] // halves
     starts = tuple(range(halves)) if order.interleaved else tuple(half * stride for half in range(halves))
     return FastPart(
