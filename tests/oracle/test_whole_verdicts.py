@@ -1,0 +1,149 @@
+"""Whole verdicts on questions that reach every line of the engines' rules: each field, reason and hint of each.
+
+    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py            (what is said of them now)
+    PYTHONPATH=.:kernels:tests:tools python tests/oracle/test_whole_verdicts.py --choose   (other questions)
+
+Questions are those that the engines themselves were asked: `differential` holds the decisions against theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from oracle.differential import samples
+from oracle.differential.compare import question_of
+from oracle.differential_sglang import samples as sglang
+from oracle.examples import every_scheme
+
+from moeq.deploy.deployment import Deployment
+from moeq.deploy.gpus import parse_gpu
+from moeq.errors import MoeqError
+from moeq.oracle.engines.vllm.configs.question import PREFIX
+from moeq.oracle.judge import judge, judge_config
+from moeq.oracle.quantization_config import config_of
+from moeq.oracle.records import MoeShape
+from moeq.oracle.versions import versions
+
+Row = dict[str, Any]
+PATH = Path(__file__).parents[1] / "data" / "oracle" / "verdicts.json.xz"
+
+#: Every so many questions, single changes are tried as well.
+EXPLAINED = 7
+
+#: Devices of the questions to moeq's own kernels.
+DEVICES = ("V100", "A100", "H100", "B200", "MI300X", "gfx1100", "CPU", "XPU")
+
+
+class Question(NamedTuple):
+    engine: str
+    world: Row
+    case: Row
+
+
+def said(question: Question, *, explain: bool) -> Row:
+    """The verdict on a question, or the error, as JSON has it."""
+    engine, world, case = question
+    try:
+        if engine == "config":
+            return config_of(every_scheme()[case["scheme"]][0])
+        if engine == "moeq":
+            scheme, shape = every_scheme()[case["scheme"]]
+            deployment = Deployment(parse_gpu(case["gpu"]), engine=engine, **case["options"])
+            verdict = judge(scheme, shape, deployment)
+        elif engine == "sglang":
+            verdict = judge_config(case["config"], *_asked_of_sglang(case))
+        else:
+            config, shape, deployment = question_of(world, case)
+            where = Deployment(**{**vars(deployment), "engine": f"vllm@{engine}"})
+            prefix = case.get("prefix") or PREFIX
+            verdict = judge_config(config, shape, where, prefix=prefix, explain=explain)
+    except MoeqError as error:
+        return {"code": error.code, "message": error.message, "hint": error.hint}
+    found: Row = json.loads(json.dumps(verdict.to_json()))
+    return {name: value for name, value in found.items() if name not in ("deployment", "shape")}
+
+
+def _asked_of_sglang(case: Row) -> tuple[MoeShape, Deployment]:
+    major, minor = case["capability"]
+    shape = MoeShape(case["hidden"], case["inter"], case["experts"], case["topk"], case["act"], **case.get("shape", {}))
+    tp, options = case["tp"], case.get("options", {})
+    where = Deployment(
+        parse_gpu(f"sm{major}{minor}"), tp=tp, ep=tp if case["ep"] else 1, dtype=case["dtype"], backend=case["runner"],
+        quantization=case["quantization"], engine="sglang@0.5.23",
+    )  # fmt: skip
+    return shape, Deployment(**{**vars(where), **options})
+
+
+def asked() -> Iterator[Question]:
+    """The questions to choose from: most are about the newest version."""
+    *older, newest = versions("vllm")
+    yield from (Question(newest, world, case) for world, case, _ in samples.load(newest)[1])
+    for number, version in enumerate(older):
+        yield from (Question(version, world, case) for world, case, _ in samples.load(version)[1][number::20])
+    yield from (Question(version, world, case) for version, world, case, _ in samples.load_dialects()[::4])
+    yield from (Question(version, world, case) for version, world, case, _ in samples.load_options()[::4])
+    for path in (sglang.PATH, sglang.FLOATS):
+        for case, _ in sglang.load(path)[1][::4]:
+            yield Question("sglang", {}, {**case, "shape": {"model_type": "qwen3_moe"}})
+    for options in ({}, {"tp": 2}, {"tp": 8}, {"ep": 4}, {"lora": True}, {"batched": True}, {"backend": "triton"}):
+        for name in every_scheme():
+            yield from (Question("moeq", {}, {"scheme": name, "gpu": gpu, "options": options}) for gpu in DEVICES[::3])
+
+
+def about_configs() -> list[Question]:
+    """Which config an engine would read for a scheme."""
+    return [Question("config", {}, {"scheme": name}) for name in every_scheme()]
+
+
+def choose(questions: Sequence[Question], times: int) -> list[Question]:
+    """Few questions that reach every line, and every jump between two, as often as that if any do."""
+    import coverage
+
+    measured = coverage.Coverage(data_file=None, branch=True, include=["*/moeq/oracle/*"], messages=False)
+    order = random.Random(0).sample(range(len(questions)), len(questions))
+    reached: dict[tuple[str, tuple[int, int]], int] = {}
+    chosen = []
+    for number in order:
+        measured.erase()
+        measured.start()
+        said(questions[number], explain=False)
+        measured.stop()
+        data = measured.get_data()
+        found = {(file, arc) for file in data.measured_files() for arc in data.arcs(file) or ()}
+        if any(reached.get(one, 0) < times for one in found):
+            chosen.append(number)
+            for one in found:
+                reached[one] = reached.get(one, 0) + 1
+    return [questions[number] for number in sorted(chosen)]
+
+
+def load() -> list[tuple[Question, Row]]:
+    """The questions, and what is to be said."""
+    return [(Question(*question), verdict) for question, verdict in json.loads(lzma.decompress(PATH.read_bytes()))]
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_verdicts_are_as_they_were(share: int) -> None:
+    rows = load()
+    assert len(rows) > 400
+    for number, (question, wanted) in list(enumerate(rows))[share::4]:
+        found = said(question, explain=number % EXPLAINED == 0)
+        assert found.keys() == wanted.keys(), question
+        differing = {name: (value, wanted[name]) for name, value in found.items() if value != wanted[name]}
+        assert not differing, question
+
+
+if __name__ == "__main__":
+    kept = choose(list(asked()), 4) if "--choose" in sys.argv else [question for question, _ in load()]
+    kept = [*(one for one in kept if one.engine != "config"), *about_configs()]
+    answers = [said(question, explain=number % EXPLAINED == 0) for number, question in enumerate(kept)]
+    text = json.dumps([[question, answer] for question, answer in zip(kept, answers, strict=True)])
+    PATH.write_bytes(lzma.compress(text.encode(), preset=9))
+    print(f"{len(kept)} questions, {len(text):,} characters, {PATH.stat().st_size:,} bytes")
