@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from moeq.check.comparison import ProductComparison, Totals, difference, tolerance
+from moeq.check.comparison import ProductComparison, Totals, compare_product, difference, tolerance
 from moeq.check.diagnose import Evidence, _span, diagnose
 from moeq.reference.arithmetic import Emulated, emulate_16bit
 from moeq.reference.moe import Linear
@@ -267,3 +267,16 @@ def test_an_error_that_may_be_rounding_has_no_cause(error: float, cause: str | N
 )
 def test_numbers_of_features(numbers: list[int], text: str) -> None:
     assert _span(numbers) == text
+
+
+def test_a_bound_that_is_met_is_kept() -> None:
+    """An error as large as its bound is within it, of an element and of an expert."""
+    value, bound = torch.zeros(2, 3, dtype=torch.float64), torch.full((2, 3), 0.5, dtype=torch.float64)
+    actual = torch.tensor([[0.5, 0.0, -0.5], [0.5, 0.75, 0.0]])
+    found = compare_product(4, actual, value, bound, (0.1, 0.2), torch.tensor([6, 9]))
+    assert (found.expert, found.rows, found.relative, found.tolerance) == (4, 2, 0.1, 0.2)
+    assert (found.exceedance, found.element, found.features) == (1.5, (9, 1), 1)
+    met = ProductComparison("up", 8)
+    sound, wrong = (Emulated(title, value, bound * size) for title, size in (("met", 1), ("missed", 0.999)))
+    met.add(4, actual.clamp(max=0.5), (wrong, sound), torch.tensor([6, 9]))
+    assert met.arithmetic == 1

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.model import open as open_checkpoint
+from moeq.model.missing_sizes import MAX_STATE_BYTES
 from moeq.schemes.bitsandbytes import read_state
 from moeq.transcode.transcode import check, transcode
 
@@ -89,3 +90,25 @@ def test_parts_that_do_not_fit(tmp_path: Path, part: str, tensor: torch.Tensor, 
     source = write_bitsandbytes(tmp_path / "model", VECTORS["nf4-bfloat16"], **{part: tensor})
     with pytest.raises(MoeqError, match=words):
         open_checkpoint(source).dequantize(0, 0, "gate")
+
+
+def test_nested_scales_of_another_number(tmp_path: Path) -> None:
+    vector = VECTORS["nf4-nested-bfloat16"]
+    source = write_bitsandbytes(tmp_path / "model", vector, **{"weight.nested_absmax": torch.ones(7)})
+    with pytest.raises(MoeqError, match="7 nested scales for 16 scales") as caught:
+        open_checkpoint(source).dequantize(0, 0, "gate")
+    assert caught.value.code == "source.bad-data"
+
+
+def test_sizes_of_no_matrix(tmp_path: Path) -> None:
+    """Texts that describe sizes stand beside a matrix of bytes, and are small."""
+    vector = VECTORS["nf4-bfloat16"]
+    state = next(part for part in vector["parts"] if "quant_state" in part)
+    for number, changes in enumerate((
+        {"weight": torch.zeros(512, 1, dtype=torch.int8)}, {"weight": None},
+        {state: torch.zeros(MAX_STATE_BYTES + 1, dtype=torch.uint8)},
+    )):  # fmt: skip
+        source = write_bitsandbytes(tmp_path / str(number), vector, **changes)
+        with pytest.raises(MoeqError, match=f"{state} describes no matrix of bytes called model.layers") as caught:
+            open_checkpoint(source)
+        assert caught.value.code == "source.inconsistent"

@@ -74,3 +74,9 @@ def test_parts_that_do_not_fit(tmp_path: Path, part: str, tensor: torch.Tensor |
     with pytest.raises(MoeqError, match=words) as caught:
         open_checkpoint(source).dequantize(0, 0, "gate")
     assert caught.value.code.startswith("source.")
+
+
+def test_sizes_that_contradict_each_other(tmp_path: Path) -> None:
+    source = write_hqq(tmp_path / "model", VECTORS["4-bit-axis1-g8-bfloat16"], group_size=size(256))
+    with pytest.raises(MoeqError, match="1 rows of groups are no whole bytes of 4-bit codes"):
+        open_checkpoint(source).dequantize(0, 0, "gate")

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from refusing import refuses
 from safetensors.torch import load_file
 
 from moeq.errors import MoeqError
 from moeq.matrix import MatrixSpec
 from moeq.model import open as open_checkpoint
 from moeq.model.tensor_bytes import as_bytes
+from moeq.schemes.format import PartSig
 from moeq.schemes.kt_amx import KtAmx, quantized, scale_part, weight_part
 from moeq.schemes.registry import get_format
 from moeq.transcode.transcode import check, transcode
@@ -108,3 +110,17 @@ def test_refusals(checkpoints: Path, tmp_path: Path) -> None:
         check(checkpoints / "mxfp4-gptoss", "kt-amx-int8", numa=1)
     with pytest.raises(MoeqError, match="names of its own"):
         check(source, "kt-amx-int8", numa=1, names="mlp")
+
+
+def test_numbers_that_bfloat16_does_not_hold() -> None:
+    whole = torch.ones(32, 64)
+    whole[3, 4] = torch.finfo(torch.float32).max
+    with refuses("source.bad-data", "some numbers are not finite in bfloat16"):
+        quantized(whole, spec_of("up", 32, 64, 8, 64))
+
+
+def test_rows_of_all_nodes_count() -> None:
+    parts = {
+        name: PartSig("F32", (32 * (1 + node),)) for node in range(3) for name in (weight_part(node), scale_part(node))
+    }
+    assert format_of(8).out_features(parts) == 32 + 64 + 96

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+from refusing import refuses
 
 from moeq.errors import MoeqError
 from moeq.schemes.patterns import Patterns
@@ -74,3 +75,38 @@ def test_brackets_and_escapes_do_not_confuse_the_check() -> None:
     patterns = Patterns("config.json")
     for text in (r"\(a+\)+", r"[(+)]+", r"(abc)*", r"a\)*"):
         assert patterns.matches(patterns.compile(text), "zzz") in (True, False)
+
+
+@pytest.mark.parametrize(("length", "code"), [(4096, None), (4097, "source.bad-pattern")])
+def test_the_longest_pattern(length: int, code: str | None) -> None:
+    patterns = Patterns("config.json")
+    text = "x" * length
+    if code is None:
+        assert not patterns.matches(patterns.compile(text), "y")
+        return
+    shown = f"config.json: pattern '{'x' * 120}' could take unbounded time to match"
+    for compiled in (patterns.compile, patterns.compile_valid):
+        with refuses(code, shown):
+            compiled(text)
+
+
+def test_patterns_that_are_none_are_told_apart() -> None:
+    patterns = Patterns("config.json")
+    assert patterns.compile_valid("(") is None
+    found = patterns.compile_valid("a.c")
+    assert found is not None
+    assert patterns.matches(found, "abcd")
+    with refuses("source.bad-pattern", f"config.json: pattern '({'y' * 119}' is not valid: missing ), unterminated "
+                 "subpattern at position 0"):  # fmt: skip
+        patterns.compile("(" + "y" * 200)
+
+
+def test_all_matching_together_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    patterns, clock = Patterns("config.json"), iter((0.0, 2.5, 10.0, 12.5, 20.0, 20.5))
+    monkeypatch.setattr("moeq.schemes.patterns.time.perf_counter", lambda: next(clock))
+    found = patterns.compile("x" * 130)
+    for _ in range(2):
+        assert not patterns.matches(found, "y")  # five seconds, and no more
+    text = f"config.json: matching takes too long, last pattern '{'x' * 120}'"
+    with refuses("source.bad-pattern", text):
+        patterns.matches(found, "y")
