@@ -39,7 +39,7 @@ def fill(source: Path, layout: str, layers: int, device: str) -> dict[str, Any]:
 
     import moeq
     from moeq.checkpoint.manifest import STACKED_ROLES
-    from moeq.layouts.arranged import torch_dtype
+    from moeq.layouts.parts import torch_dtype
     from moeq.pipeline.in_memory import RankPacker
     from moeq.pipeline.plan.options import Ranks
 

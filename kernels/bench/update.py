@@ -25,7 +25,7 @@ from blake3 import blake3
 from torch import Tensor
 
 import moeq
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.load.ranks import Rank
@@ -54,10 +54,8 @@ SPECS = {
 }
 
 
-def marlin() -> ArrangedLayout:
-    layout = get_layout("marlin-wna16/1")
-    assert isinstance(layout, ArrangedLayout)
-    return layout
+def marlin() -> Layout:
+    return get_layout("marlin-wna16/1")
 
 
 def targets(experts: int) -> dict[str, dict[str, Tensor]]:

@@ -19,7 +19,7 @@ from moeq.check.sampling import CheckOptions
 from moeq.checkpoint.manifest import LayerEntry, Projection, StackedRole
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.registry import get_layout
 from moeq.load.packed_sample import load_packed
 from moeq.matrix import QuantizedMatrix

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.load.activation import activation_arguments
 from moeq.load.kernel_experts import kernel_experts

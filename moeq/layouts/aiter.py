@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -117,7 +118,7 @@ class AiterGfx1250(MXFP4Layout):
 # ----------------------------------------------------------------------------------------------------------------- int4
 
 
-class AiterInt4(ArrangedLayout):
+class AiterInt4(Layout):
     """int4 for FlyDSL: two's complement codes shuffled (16, 16) as bytes, then eight values packed to four bytes.
 
     Of eight consecutive shuffled values, v0 .. v3 take the low nibbles of four bytes and v4 .. v7 the high ones:

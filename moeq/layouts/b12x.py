@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import changed
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import E4M3_MAX
 from moeq.layouts.nvfp4 import TiledNVFP4, global_scale_of
+from moeq.layouts.parts import changed
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import QuantizedMatrix
 

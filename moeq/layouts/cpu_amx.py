@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
 from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM, Only
 from moeq.layouts.words import block_sums
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -31,7 +32,7 @@ _PER_GROUP = Arrangement("n r32, g -> n g r")
 _SUM_BYTES = 128
 
 
-class _SummedBlocks(ArrangedLayout):
+class _SummedBlocks(Layout):
     """Blocks of codes of 32 rows `[N / 32, ...]`, each followed by 32 int32 sums, one for each row."""
 
     @abstractmethod

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, TILE_128X4, MXFP4Layout, bias_as, scale_bytes, weight_bytes
 from moeq.layouts.nvfp4 import TiledNVFP4
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes, has_two_scales, to_larger_scale
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import (
     IDENTITY,
     IDENTITY_SCALE,
@@ -30,6 +30,7 @@ from moeq.layouts.mxfp4 import (
     weight_bytes,
 )
 from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale
+from moeq.layouts.parts import Part, changed
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -344,7 +345,7 @@ class OneScale(Fp8Layout):
         if not has_two_scales(matrix):
             super().check_values(matrix)
         elif not self.allow_lossy:
-            ArrangedLayout.check_values(self, matrix)  # says what would be lost
+            Layout.check_values(self, matrix)  # says what would be lost
 
     def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         return to_larger_scale(matrix) if has_two_scales(matrix) else matrix
@@ -380,7 +381,7 @@ class TrtllmFp8Tensor(OneScale):
 # ----------------------------------------------------------------------------------------------------------------- int4
 
 
-class TrtllmMxInt4(ArrangedLayout):
+class TrtllmMxInt4(Layout):
     """TRTLLM MxInt4: symmetric int4 in groups of 32 with bf16 scales.
 
     Codes become two's complement (`code xor 8`), rows are shuffled, K is cut in blocks of 256 codes: `weight` uint8

@@ -19,10 +19,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY_SCALE
+from moeq.layouts.parts import Part
 from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.spelling import option
@@ -44,7 +45,7 @@ _SCHEMES: dict[Scope, str] = {
 }
 
 
-class Fp8Layout(ArrangedLayout):
+class Fp8Layout(Layout):
     """FP8 weights. Subclasses set `scope`, what shares a scale."""
 
     source = "vLLM 0.33.0"
@@ -108,7 +109,7 @@ class Fp8Layout(ArrangedLayout):
         )
 
 
-class MXFP8Layout(ArrangedLayout):
+class MXFP8Layout(Layout):
     """MXFP8 weights: E4M3 codes with an E8M0 scale byte per 32 of them, no bias."""
 
     source = "vLLM 0.33.0"

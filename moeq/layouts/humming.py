@@ -13,11 +13,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import Part
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, ZERO_A8, scale_part, weight_part, zero_part
 from moeq.layouts.marlin.wna16 import MarlinWNA16
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as
+from moeq.layouts.parts import Part
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:

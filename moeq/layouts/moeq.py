@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import ArrangedLayout, Part, rearrange
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.bits import MOEQ_MXFP4
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import GROUPED, SINGLE, scale_part
 from moeq.layouts.marlin.mxfp4 import MarlinMXFP4
 from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.mxfp4 import bias_as, refuse_exponents_above
+from moeq.layouts.parts import Part, rearrange
 from moeq.layouts.readers import MOEQ
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.spelling import option
@@ -79,7 +80,7 @@ _LOWER = Arrangement("n c4 o2 r8, k t2 h2 p4 q2 -> k n r p c | q o h t")
 _THIRD = Arrangement("n c4 o2 r8, k t4 h2 p4 q2 -> k n r p c | q o h t")
 
 
-class MoeqWNA16(ArrangedLayout):
+class MoeqWNA16(Layout):
     """2- and 3-bit integers for 16-bit activations, symmetric.
 
     `weight` int32 `[K / 32, 2 N]` holds the lower two bits of each code, and for int3 `weight_high` int32

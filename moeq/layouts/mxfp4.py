@@ -6,15 +6,16 @@ In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is t
 from __future__ import annotations
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import DTYPE_BITS, STORED_DTYPE, ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.layout import Layout
+from moeq.layouts.parts import DTYPE_BITS, STORED_DTYPE, Part
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 #: The OCP Microscaling group.
 GROUP = 32
 
 
-class MXFP4Layout(ArrangedLayout):
+class MXFP4Layout(Layout):
     """Base of layouts for e2m1 codes with an e8m0 byte per 32 of them."""
 
     family = "mxfp4"

@@ -17,10 +17,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part, changed
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import SliceRule, TensorSpec
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY, TILE_128X4, TILE_128X4_UP_GATE, UP_GATE, weight_bytes
+from moeq.layouts.parts import Part, changed
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ GROUP = 16
 TILE = (128, 4)
 
 
-class NVFP4Layout(ArrangedLayout):
+class NVFP4Layout(Layout):
     """Base of layouts for NVFP4 whose codes and scales keep their values."""
 
     source = "vLLM 0.33.0"

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout, PaddingRule
+from moeq.layouts.base import PaddingRule
+from moeq.layouts.layout import Layout
 from moeq.matrix import SCALE_BITS, MatrixSpec, QuantizedMatrix
 
 if TYPE_CHECKING:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import TensorSpec
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import scale_as
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -20,7 +21,7 @@ _WEIGHT = Arrangement("n, k y4 b2 -> k n | b y")
 _SCALE = Arrangement("n, g -> g n")
 
 
-class Rdna3Int4(ArrangedLayout):
+class Rdna3Int4(Layout):
     """int4 words along K, whose even k fill the low half and odd k the high half.
 
     `weight` int32 `[K / 8, N]`, `scale` `[G, N]` as stored, `zero` int32 `[G, N / 8]` with every nibble 7 (the kernel

@@ -20,7 +20,7 @@ from moeq.layouts import (
     vllm_triton,
     xpu,
 )
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin import fp8, mxfp4, nvfp4, wna16
 
 #: One module for each library that owns bytes (Marlin: for each element type).
@@ -44,18 +44,18 @@ _MODULES: tuple[ModuleType, ...] = (
 )
 
 
-def _classes(module: ModuleType) -> Iterator[type[ArrangedLayout]]:
+def _classes(module: ModuleType) -> Iterator[type[Layout]]:
     for found in vars(module).values():
-        layout = isinstance(found, type) and issubclass(found, ArrangedLayout) and "id" in vars(found)
+        layout = isinstance(found, type) and issubclass(found, Layout) and "id" in vars(found)
         if layout and found.__module__ == module.__name__:
             yield found
 
 
 #: Every layout by its id.
-LAYOUTS: dict[str, type[ArrangedLayout]] = {kind.id: kind for module in _MODULES for kind in _classes(module)}
+LAYOUTS: dict[str, type[Layout]] = {kind.id: kind for module in _MODULES for kind in _classes(module)}
 
 
-def layout_class(layout_id: str) -> type[ArrangedLayout]:
+def layout_class(layout_id: str) -> type[Layout]:
     """Return the class of that id. Raises MoeqError `usage.unknown-layout`, naming the known ones."""
     if layout_id not in LAYOUTS:
         known = ", ".join(sorted(LAYOUTS))
@@ -63,7 +63,7 @@ def layout_class(layout_id: str) -> type[ArrangedLayout]:
     return LAYOUTS[layout_id]
 
 
-def get_layout(layout_id: str, *, allow_lossy: bool = False) -> ArrangedLayout:
+def get_layout(layout_id: str, *, allow_lossy: bool = False) -> Layout:
     """Return the layout of that id; `allow_lossy` lets it pack what it cannot hold exactly (`Layout.losses` counts).
 
     Raises MoeqError `usage.unknown-layout`, naming the known ones.

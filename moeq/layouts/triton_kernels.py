@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.bits import MUL_FREE
@@ -28,6 +27,7 @@ from moeq.layouts.mxfp4 import (
     scale_bytes,
     weight_bytes,
 )
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec
 

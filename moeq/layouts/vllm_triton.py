@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, bias_as, scale_as
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _ZERO_PAIRS = Arrangement("n p2, g -> n g | p")
 
 
-class TritonWNA16(ArrangedLayout):
+class TritonWNA16(Layout):
     """WNA16: the `moe_wna16` loader, and the TRITON backend of the WNA16 oracle.
 
     `weight` uint8 `[N, K / 2]`, even k in the low nibble (int8: `[N, K]`, offset by 128); `scale` `[N, G]` as stored;
@@ -70,7 +71,7 @@ class TritonWNA16(ArrangedLayout):
         return (zeros & ((1 << matrix.spec.bits) - 1)).to(torch.uint8)
 
 
-class Int8W8A8(ArrangedLayout):
+class Int8W8A8(Layout):
     """int8 weights and int8 activations.
 
     `weight` int8 `[N, K]` (the signed value: code minus 128), `scale` float32 `[N, 1]`, `bias` as stored. w13 is gate

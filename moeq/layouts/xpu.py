@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_as, scale_bytes, weight_bytes
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec
 
@@ -91,7 +92,7 @@ class XpuMXFP8(MXFP8Layout):
         }
 
 
-class XpuWNA16(ArrangedLayout):
+class XpuWNA16(Layout):
     """int4 in the checkpoint's own order: `weight` uint8 `[N, K / 2]`, low nibble first; `scale` `[N, G]` as stored.
 
     The backend drops zero points, so the layout has no place for them. Source: vLLM 0.33.0, `XPUExpertsWNA16`.

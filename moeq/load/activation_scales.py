@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from moeq.checkpoint.header import TensorEntry, read_header
 from moeq.checkpoint.names import FUSED, LayerExperts, StoredName, index_experts
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.schemes.format import ACTIVATION_SCALES
 
 if TYPE_CHECKING:

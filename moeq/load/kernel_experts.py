@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.base import check_index_parts
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout, layout_class
 from moeq.matrix import MatrixSpec
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.disk import closing_fd
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 

@@ -10,8 +10,8 @@ from threading import Event
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import LayerEntry, StackedRole
-from moeq.layouts.arranged import torch_dtype
 from moeq.layouts.base import check_index_parts
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.load.rank_reading import READERS, STAGE
 from moeq.load.ranks import RankPart

@@ -14,7 +14,8 @@ from moeq.checkpoint.names import index_experts
 from moeq.checkpoint.source import Source
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout, TensorSpec
+from moeq.layouts.base import TensorSpec
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.matrix import ELEMENT_BITS, MatrixSpec, QuantizedMatrix, Role, projection_spec, split_projections

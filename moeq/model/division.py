@@ -13,7 +13,7 @@ from typing import Literal
 
 from moeq.checkpoint.manifest import STACKED_ROLES, StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import plan_padding
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range, shard_spec

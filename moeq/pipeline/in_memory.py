@@ -17,7 +17,7 @@ import numpy as np
 
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.digest import default_workers
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.model.shards import Range
 from moeq.model.tensor_bytes import flat_bytes, one_torch_thread
 from moeq.pipeline.pack.experts import BatchResult, ExpertResult, PackedParts, Packer, StoredExperts

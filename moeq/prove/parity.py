@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from moeq.checkpoint.manifest import STACKED_ROLES, MatrixEntry, StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import PaddingPlan
 from moeq.layouts.registry import get_layout
 from moeq.matrix import QuantizedMatrix

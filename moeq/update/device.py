@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import StackedRole
-from moeq.layouts.arranged import ArrangedLayout, as_stored, torch_dtype
 from moeq.layouts.fp8 import Fp8Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.wna16 import MarlinActOrder
+from moeq.layouts.parts import as_stored, torch_dtype
 from moeq.matrix import QuantizedMatrix
 from moeq.schemes.registry import get_format
 from moeq.update.incoming import Parts, check_form, is_float, wanted_spec
@@ -94,7 +95,7 @@ class Gather:
     def encoded(self, matrix: QuantizedMatrix, rows: Sequence[int]) -> tuple[Copies, list[Write]]:
         """Return the copies and writes of a rank's matrix, which lies on the device of the tensors, into some rows.
 
-        Raises MoeqError: the errors of `ArrangedLayout.check_values`.
+        Raises MoeqError: the errors of `Layout.check_values`.
         """
         import torch
 
@@ -192,7 +193,7 @@ class Gather:
         parts = layout.parts(spec)
         fields = {part.field: name for name, part in parts.items()}
         bits_move = layout.rearranges and not layout.recodes_scales and not layout.extra_tensors(spec)
-        checks = (ArrangedLayout.check_values, Fp8Layout.check_values)  # the latter: rows that share a scale agree
+        checks = (Layout.check_values, Fp8Layout.check_values)  # the latter: rows that share a scale agree
         checked = layout.exact_scales is not None or type(layout).check_values in checks
         plain = view is not None and not view.transposed and view.nibble_of_column is None
         if not (alike and plain and bits_move and checked and len(parts) == 2 and fields.keys() == {"codes", "scales"}):

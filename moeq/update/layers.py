@@ -12,8 +12,9 @@ from moeq.checkpoint.facts import Facts
 from moeq.checkpoint.families import find_family
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, Projection, StackedRole, stacked_role
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import PaddingPlan
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.load.ranks import Rank, RankPart
 from moeq.load.torch_loader import checked_part, layer_entry, open_converted, read_parts
@@ -56,7 +57,7 @@ class WritableLayer:
     """
 
     layer: int
-    layout: ArrangedLayout
+    layout: Layout
     scheme: Scheme
     specs: Mapping[StackedRole, MatrixSpec]
     written: Mapping[StackedRole, MatrixSpec]

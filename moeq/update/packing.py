@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import StackedRole
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.matrix import QuantizedMatrix
 from moeq.model.tensor_bytes import reshaped, same_matrix
 from moeq.update.layers import WritableLayer

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.parts import Part
 
 if TYPE_CHECKING:
     from moeq_kernels.index_maps import Digit, Placement, Reading

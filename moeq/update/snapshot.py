@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole
 from moeq.digest import field_header, header_of, logical_digest
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
+from moeq.layouts.layout import Layout
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix, split_projections
 from moeq.model.regroup import ungroup
@@ -105,7 +106,7 @@ def digests_of(layer: WritableLayer, role: StackedRole, matrix: QuantizedMatrix)
 
 def is_gathered(layer: WritableLayer) -> bool:
     """Return whether kernels read a layer: its layout is an index map of numbers that are decoded one by one."""
-    return type(layer.layout).unpack is ArrangedLayout.unpack
+    return type(layer.layout).unpack is Layout.unpack
 
 
 def runs_of(rows: Sequence[int], layer: WritableLayer, role: StackedRole) -> Iterator[slice]:
@@ -135,7 +136,7 @@ class _Reader:
         group: group size of the source if that of the packed matrix is another, else None.
     """
 
-    def __init__(self, layout: ArrangedLayout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> None:
+    def __init__(self, layout: Layout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> None:
         self._layout, self._spec, self._own, self._group = layout, spec, own, group
         self._projections = spec.halves
         self._n, self._step = own.n // self._projections, spec.n // self._projections
@@ -232,6 +233,6 @@ class _Reader:
 
 
 @lru_cache(maxsize=KEPT_READERS)
-def _reader(layout: ArrangedLayout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> _Reader:
+def _reader(layout: Layout, spec: MatrixSpec, own: MatrixSpec, group: int | None) -> _Reader:
     """Plan the reading of a stacked matrix; layers of a model have a layout object each."""
     return _Reader(layout, spec, own, group)

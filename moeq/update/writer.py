@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moeq.checkpoint.manifest import STACKED_ROLES, Projection, StackedRole, stacked_role
 from moeq.deploy.deployment import Deployment
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.matrix import QuantizedMatrix, split_projections
 from moeq.model.shards import Range
 from moeq.schemes.dequantize import dequantize

@@ -15,7 +15,7 @@ from attacks.running import moeq_command
 from attacks.tampering import consistent, places, rewrite
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts.cases import arranged, specs
+from layouts.cases import specs
 from layouts.matrices import random_matrix
 from support.cases import Recipe, make_layer, route
 
@@ -25,7 +25,7 @@ from moeq.errors import MoeqError
 from moeq.indices import check_indices
 from moeq.layouts import words
 from moeq.layouts.base import INDEX_PARTS
-from moeq.layouts.registry import LAYOUTS
+from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq_kernels import fused_moe
 from moeq_kernels.errors import KernelArgumentError
 
@@ -39,7 +39,7 @@ INDEXED = [
     (name, spec)
     for name in LAYOUTS
     for spec in specs(name)
-    if not set(INDEX_PARTS).isdisjoint(arranged(name).tensors(spec)) and spec.num_groups > 1
+    if not set(INDEX_PARTS).isdisjoint(get_layout(name).tensors(spec)) and spec.num_groups > 1
 ]
 
 
@@ -58,7 +58,7 @@ def test_the_layouts_with_indices_are_found() -> None:
 @settings(max_examples=60, deadline=None)
 @given(value=INT32, place=st.integers(0, 10_000))
 def test_any_number_in_a_packed_matrix(name, spec, part, value, place) -> None:
-    layout, matrix = arranged(name), random_matrix(spec)
+    layout, matrix = get_layout(name), random_matrix(spec)
     packed = layout.pack(matrix)
     held, at = packed[part], place % len(packed[part])
     before = int(held[at])

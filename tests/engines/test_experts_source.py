@@ -14,7 +14,7 @@ from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.deploy.deployment import Deployment
 from moeq.engines.experts_source import ConvertedExpertsSource, PackingExpertsSource, open_experts
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.pipeline.in_memory import RankPacker
 from moeq.pipeline.plan.layer_plan import plan_layer

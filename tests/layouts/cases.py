@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec
 
@@ -27,7 +27,7 @@ KINDS: dict[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-def kinds(layout: ArrangedLayout) -> tuple[str, tuple[int, ...]]:
+def kinds(layout: Layout) -> tuple[str, tuple[int, ...]]:
     """The widest of the float scales that a layout holds, and every group size that it does not refuse."""
     held = layout.scale_dtypes
     scale = next((one for one in ("e4m3", "e8m0", "f32", "bf16") if one in held), held[0])
@@ -43,20 +43,14 @@ def kinds(layout: ArrangedLayout) -> tuple[str, tuple[int, ...]]:
     return scale, tuple(group for group in groups if group not in refused)
 
 
-def arranged(layout_id: str, *, allow_lossy: bool = False) -> ArrangedLayout:
-    layout = get_layout(layout_id, allow_lossy=allow_lossy)
-    assert isinstance(layout, ArrangedLayout)
-    return layout
-
-
-def multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
+def multiples(layout: Layout, spec: MatrixSpec) -> tuple[int, int]:
     """Smallest legal (rows per half, columns), found by asking `problems`."""
     n = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if not _complains(layout, spec, "layout.n-multiple", n=n))
     k = next(k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if not _complains(layout, spec, "layout.k-multiple", k=k))
     return n, k
 
 
-def _complains(layout: ArrangedLayout, spec: MatrixSpec, code: str, n: int | None = None, k: int | None = None) -> bool:
+def _complains(layout: Layout, spec: MatrixSpec, code: str, n: int | None = None, k: int | None = None) -> bool:
     halves = 2 if spec.role == "w13" and spec.gated else 1
     sized = spec.with_sizes(n=None if n is None else halves * n, k=k)
     return any(problem.code == code for problem in layout.problems(sized))
@@ -64,7 +58,7 @@ def _complains(layout: ArrangedLayout, spec: MatrixSpec, code: str, n: int | Non
 
 def specs(layout_id: str, *, rows: int = 1, columns: int = 2) -> Iterator[MatrixSpec]:
     """Specs of that layout for both roles, with and without zero points and bias, `rows` x `columns` units large."""
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     scale, groups = KINDS.get(layout_id) or kinds(layout)
     for element in layout.elements:
         for group in groups:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.base import Layout
 from moeq.layouts.fp8 import Fp8Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.registry import LAYOUTS
 
 #: A base class, or what tells whether a layout belongs.
-Family = type[Layout] | Callable[[type[ArrangedLayout]], bool]
+Family = type[Layout] | Callable[[type[Layout]], bool]
 
 
 def layouts_of(*families: Family) -> set[str]:
@@ -24,6 +23,4 @@ def fp8_scope(scope: str) -> Family:
 
 
 def _belongs(kind: type[Layout], family: Family) -> bool:
-    if isinstance(family, type):
-        return issubclass(kind, family)
-    return issubclass(kind, ArrangedLayout) and family(kind)
+    return issubclass(kind, family) if isinstance(family, type) else family(kind)

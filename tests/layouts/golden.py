@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import plan_padding
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layouts.cases import arranged
 from layouts.matrices import random_matrix, same
 
 from moeq.errors import MoeqError
@@ -131,7 +130,7 @@ def test_other_sizes_are_refused_with_the_arithmetic(layout_id: str, change: dic
 
 
 def test_padding_of_a_matrix_with_one_scale_keeps_it_one() -> None:
-    layout = arranged("trtllm-fp8-tensor/1")
+    layout = get_layout("trtllm-fp8-tensor/1")
     w13, w2 = replace(CHANNELS, n=80), MatrixSpec("w2", 64, 40, "e4m3", 40, "f32")
     plan = plan_padding(layout, w13, w2)
     assert (plan.w13.n, plan.w2.k) == (96, 48)
@@ -199,7 +198,7 @@ def test_a_block_of_zeros_gets_the_least_scale() -> None:
 
 @pytest.mark.parametrize("layout_id", ["aiter-fp8-block-fnuz/1", "aiter-fp8-channel-fnuz/1", "aiter-fp8-tensor-fnuz/1"])
 def test_negative_zeros_become_zeros_and_come_back(layout_id: str) -> None:
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     matrix = blocks() if "block" in layout_id else replace(random_matrix(CHANNELS), scales=torch.full((64, 1), 0.5))
     matrix.codes[0, :9] = torch.tensor([0x80, 0, 0x80, 1, 0x81, 0x7F, 0xFF, 0x80, 0x80], dtype=torch.uint8)
     packed = layout.pack(matrix)
@@ -217,7 +216,7 @@ def test_negative_zeros_become_zeros_and_come_back(layout_id: str) -> None:
 
 
 def test_flags_of_codes_that_are_not_zero_are_damage() -> None:
-    layout = arranged("aiter-fp8-channel-fnuz/1")
+    layout = get_layout("aiter-fp8-channel-fnuz/1")
     packed = layout.pack(replace(random_matrix(CHANNELS), codes=torch.full((64, 64), 1, dtype=torch.uint8)))
     packed["zero_sign"][3, 1] = 0b101
     with pytest.raises(MoeqError, match="zero_sign names 2 codes of w13 that are not 0") as caught:

@@ -11,10 +11,10 @@ from layouts.golden import Source, lay, manifest, nibbles, pack_experts, same_by
 from torch import Tensor
 
 from moeq.layouts import flashinfer
-from moeq.layouts.arranged import Part, arrange
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import TILE_128X4
+from moeq.layouts.parts import Part, arrange
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.layouts.words import pack_words
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts.cases import LAYOUT_IDS, arranged, specs
+from layouts.cases import LAYOUT_IDS, specs
 from layouts.matrices import random_matrix
 from torch import Tensor
 
-from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.marlin.maps import WEIGHT
@@ -56,7 +55,7 @@ def test_marlin_from_rows_and_from_columns_is_marlin_from_codes(bits: int, tiles
 def test_hopper_from_rows_is_the_layout(rows: int) -> None:
     spec = MatrixSpec("w2", 64, 128, "e2m1", 32, "e8m0")
     matrix = random_matrix(spec)
-    plain = arranged("triton-kernels-hopper-w4/1").pack(matrix)["weight"].numpy().view(np.uint64).reshape(-1)
+    plain = get_layout("triton-kernels-hopper-w4/1").pack(matrix)["weight"].numpy().view(np.uint64).reshape(-1)
     words = rows_of(matrix.codes, 4).view(np.uint64)
     out, back = np.zeros_like(plain), np.zeros_like(words)
     for first, last in ((0, rows), (rows, 64)):
@@ -117,8 +116,8 @@ def arrangements() -> dict[tuple[str, int], tuple[Arrangement, int, tuple[int, i
     """Arrangements of elements that are packed into words, with their bits and a shape of three by two units."""
     found = {}
     for layout_id in LAYOUT_IDS:
-        for spec in specs(layout_id, rows=3) if isinstance(get_layout(layout_id), ArrangedLayout) else ():
-            for part in arranged(layout_id).parts(spec).values():
+        for spec in specs(layout_id, rows=3):
+            for part in get_layout(layout_id).parts(spec).values():
                 order = part.arrangement
                 if order.fields:
                     shape = (3 * order.row_multiple, 2 * order.column_multiple)

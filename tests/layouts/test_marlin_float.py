@@ -9,7 +9,7 @@ import torch
 from layouts.matrices import random_matrix, same
 
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import plan_padding
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts.cases import LAYOUT_IDS, arranged
+from layouts.cases import LAYOUT_IDS
 from layouts.matrices import random_matrix, same
 from torch import Tensor
 
@@ -109,7 +109,7 @@ def test_act_order_columns_are_never_padded() -> None:
 
 @pytest.mark.parametrize("layout_id", [one for one in LAYOUT_IDS if "mxfp4" in one or "triton-kernels" in one])
 def test_padded_sizes_of_every_mxfp4_layout_can_be_packed(layout_id: str) -> None:
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     w13, w2 = expert(2880, 2880, 32, element="e2m1", scale="e8m0", bias="bf16")
     plan = plan_padding(layout, w13, w2)
     assert not layout.problems(plan.w13), layout.problems(plan.w13)

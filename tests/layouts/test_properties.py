@@ -9,19 +9,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, arranged, specs
+from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, specs
 from layouts.matrices import block, random_matrix, raw, same
 
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.fp8 import Fp8Layout
+from moeq.layouts.layout import Layout
+from moeq.layouts.parts import torch_dtype
+from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
 EXACT = [layout_id for layout_id in LAYOUT_IDS if layout_id not in LOSSY_ALWAYS]
 
 
-def tame(layout: ArrangedLayout, matrix: QuantizedMatrix) -> QuantizedMatrix:
+def tame(layout: Layout, matrix: QuantizedMatrix) -> QuantizedMatrix:
     """The matrix without values that the layout cannot hold exactly: exponents pulled into fp16's range."""
     if layout.id == "flashinfer-b12x-nvfp4/1":  # it has no global scale but 1
         return replace(matrix, global_scale=torch.ones(matrix.spec.n))
@@ -38,17 +40,15 @@ def tame(layout: ArrangedLayout, matrix: QuantizedMatrix) -> QuantizedMatrix:
     return type(matrix)(**{**vars(matrix), "scales": matrix.scales.clamp(low, high)})
 
 
-def ready(layout: ArrangedLayout, matrix: QuantizedMatrix) -> ArrangedLayout:
+def ready(layout: Layout, matrix: QuantizedMatrix) -> Layout:
     found = layout.calibrate(matrix)
-    calibrated = layout if found is None else layout.with_calibration(found)
-    assert isinstance(calibrated, ArrangedLayout)
-    return calibrated
+    return layout if found is None else layout.with_calibration(found)
 
 
 @pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     for rows, columns in ((1, 2), (3, 5)):
         for seed, spec in enumerate(specs(layout_id, rows=rows, columns=columns)):
             matrix = tame(layout, random_matrix(spec, seed))
@@ -61,7 +61,7 @@ def test_unpack_is_the_inverse_of_pack_at_uneven_sizes(layout_id: str) -> None:
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_nothing_given_is_changed(layout_id: str) -> None:
     for spec in specs(layout_id):
-        layout = arranged(layout_id, allow_lossy=True)
+        layout = get_layout(layout_id, allow_lossy=True)
         matrix = tame(layout, random_matrix(spec))
         layout = ready(layout, matrix)
         before = {name: value.clone() for name, value in vars(matrix).items() if isinstance(value, torch.Tensor)}
@@ -79,7 +79,7 @@ def test_nothing_given_is_changed(layout_id: str) -> None:
 def test_lossy_layouts_keep_codes_and_lose_only_what_they_say(layout_id: str) -> None:
     for spec in specs(layout_id):
         matrix = random_matrix(spec)
-        layout = ready(arranged(layout_id, allow_lossy=True), matrix)
+        layout = ready(get_layout(layout_id, allow_lossy=True), matrix)
         back = layout.unpack(layout.pack(matrix), spec)
         assert torch.equal(back.codes, matrix.codes)
         assert int((back.scales != matrix.scales).sum()) == layout.losses(matrix)
@@ -91,7 +91,7 @@ def test_lossy_layouts_keep_codes_and_lose_only_what_they_say(layout_id: str) ->
 @pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_packed_tensors_are_what_the_descriptor_says(layout_id: str) -> None:
-    layout = arranged(layout_id, allow_lossy=True)
+    layout = get_layout(layout_id, allow_lossy=True)
     for spec in specs(layout_id, rows=2):
         matrix = tame(layout, random_matrix(spec))
         packed, wanted = ready(layout, matrix).pack(matrix), layout.tensors(spec)
@@ -109,7 +109,7 @@ def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
 ) -> None:
     if not words.have_numba():
         pytest.skip("numba is not installed")
-    layout = arranged(layout_id, allow_lossy=True)
+    layout = get_layout(layout_id, allow_lossy=True)
     for spec in specs(layout_id, rows=2, columns=2):
         matrix = tame(layout, random_matrix(spec))
         bound = ready(layout, matrix)
@@ -132,7 +132,7 @@ def test_compiled_and_torch_loops_and_reused_buffers_give_the_same_bytes(
 @pytest.mark.cover(every=4)
 @pytest.mark.parametrize("layout_id", EXACT)
 def test_a_slice_of_the_whole_is_the_layout_of_the_slice(layout_id: str) -> None:
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     for small in specs(layout_id):
         spec, rule = sliceable(layout, small), layout.slices(small)
         matrix = tame(layout, random_matrix(spec))
@@ -152,7 +152,7 @@ def test_a_slice_of_the_whole_is_the_layout_of_the_slice(layout_id: str) -> None
 @pytest.mark.parametrize("layout_id", [one for one in EXACT if "fp8-block" in one or "deepgemm-fp8" in one])
 def test_one_row_of_blocks_is_cut_along_k(layout_id: str) -> None:
     """A hidden size of 128 leaves one row of scales, which is not one scale for all columns."""
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     spec = replace(next(one for one in specs(layout_id) if one.role == "w2"), n=128, k=1024)
     matrix = tame(layout, random_matrix(spec))
     packed = layout.pack(matrix)
@@ -163,7 +163,7 @@ def test_one_row_of_blocks_is_cut_along_k(layout_id: str) -> None:
         assert {name: tensor.shape for name, tensor in cut.items()} == {n: t.shape for n, t in wanted.items()}
 
 
-def sliceable(layout: ArrangedLayout, small: MatrixSpec) -> MatrixSpec:
+def sliceable(layout: Layout, small: MatrixSpec) -> MatrixSpec:
     """A spec of three slices by three (four, where slices have a least width) of the least that can be packed."""
     rule = layout.slices(small)
     halves = 2 if small.role == "w13" else 1
@@ -189,7 +189,7 @@ def legal_slices(
 
 @pytest.mark.parametrize("layout_id", LAYOUT_IDS)
 def test_illegal_slices_are_refused(layout_id: str) -> None:
-    layout = arranged(layout_id, allow_lossy=True)
+    layout = get_layout(layout_id, allow_lossy=True)
     spec = sliceable(layout, next(specs(layout_id)))
     matrix = tame(layout, random_matrix(spec))
     packed, rule = ready(layout, matrix).pack(matrix), layout.slices(spec)
@@ -206,7 +206,7 @@ def test_illegal_slices_are_refused(layout_id: str) -> None:
 @pytest.mark.parametrize("layout_id", [one for one in EXACT if one not in ("int8-w8a8/1", "mxfp4-identity/1")])
 def test_the_granularity_along_n_is_not_too_coarse_nor_too_fine(layout_id: str) -> None:
     """Taking half the stated granularity from the packed words (by their share of memory) is not the layout of it."""
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     for least in specs(layout_id):
         rule = layout.slices(least)
         if least.role == "w13" or rule.n is None or rule.n < 4:
@@ -231,7 +231,7 @@ def test_the_granularity_along_n_is_not_too_coarse_nor_too_fine(layout_id: str) 
 @settings(max_examples=40)
 @given(st.sampled_from(EXACT), st.integers(1, 3), st.integers(2, 5), st.integers(0, 2**31), st.data())
 def test_round_trip_over_random_shapes(layout_id: str, rows: int, columns: int, seed: int, data: st.DataObject) -> None:
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     spec: MatrixSpec = data.draw(st.sampled_from(list(specs(layout_id, rows=rows, columns=columns))))
     matrix = tame(layout, random_matrix(spec, seed))
     assert same(layout.unpack(ready(layout, matrix).pack(matrix), spec), matrix)

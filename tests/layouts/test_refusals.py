@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts.cases import LAYOUT_IDS, arranged
+from layouts.cases import LAYOUT_IDS
 from layouts.matrices import block, random_matrix, raw, same
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import arrange
 from moeq.layouts.marlin import wna16
+from moeq.layouts.parts import arrange
 from moeq.layouts.registry import LAYOUTS, get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -31,7 +31,7 @@ MX = MatrixSpec("w2", 128, 128, "e2m1", 32, "e8m0")
     ],
 )
 def test_marlin_says_what_does_not_fit(change: dict[str, object], code: str) -> None:
-    layout = arranged("marlin-wna16/1")
+    layout = get_layout("marlin-wna16/1")
     spec = replace(INT4, **change)  # type: ignore[arg-type]
     assert code in [problem.code for problem in layout.problems(spec)]
     with pytest.raises(MoeqError, match="does not fit layout marlin-wna16/1"):
@@ -39,7 +39,7 @@ def test_marlin_says_what_does_not_fit(change: dict[str, object], code: str) -> 
 
 
 def test_the_arithmetic_is_in_the_message() -> None:
-    (problem,) = arranged("marlin-wna16/1").problems(replace(INT4, n=192))
+    (problem,) = get_layout("marlin-wna16/1").problems(replace(INT4, n=192))
     assert problem.message == "N per half = 96 is not a multiple of 64 (96 % 64 = 32)"
     assert problem.remedy == "pad N per half to 128"
 
@@ -151,7 +151,7 @@ def test_humming_refuses_weights_that_it_would_recode() -> None:
 
 def test_a_single_group_is_no_slice_of_several() -> None:
     matrix = random_matrix(INT4)
-    layout = arranged("marlin-wna16/1")
+    layout = get_layout("marlin-wna16/1")
     packed = layout.pack(matrix)
     alone = layout.pack(block(matrix, (0, 128), (0, 32)))
     assert torch.equal(alone["weight"], packed["weight"][:2])
@@ -166,7 +166,7 @@ def test_act_order_rows_multiply_the_columns_they_name() -> None:
     layout = get_layout("marlin-act-order/1")
     packed = layout.pack(matrix)
     order = packed["permutation"].long()
-    plain = arranged("marlin-wna16/1")
+    plain = get_layout("marlin-wna16/1")
     rows = plain.unpack({"weight": packed["weight"], "scale": packed["scale"]}, replace(spec, act_order=False))
     scales = rows.scales[:, packed["group_index"].long()].double()
     x = torch.randn(4, 128, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -206,7 +206,7 @@ def test_int8_zero_points_of_any_stored_type_are_not_lost(dtype: torch.dtype) ->
 @pytest.mark.parametrize("layout_id", ["marlin-nvfp4/1", "cutlass-nvfp4/1", "trtllm-nvfp4/1"])
 def test_nvfp4_has_groups_of_16_and_no_others(layout_id: str) -> None:
     spec = MatrixSpec("w2", 256, 256, "e2m1", 16, "e4m3")
-    layout = arranged(layout_id)
+    layout = get_layout(layout_id)
     assert layout.problems(spec) == []
     for size in (256, 32):
         assert [one.code for one in layout.problems(replace(spec, group_size=size))] == ["layout.group-size"]
@@ -223,7 +223,7 @@ def test_codes_around_their_zero_point() -> None:
 
 
 def test_words_are_rewritten_after_they_are_packed() -> None:
-    layout = arranged("moeq-mxfp4/1")
+    layout = get_layout("moeq-mxfp4/1")
     matrix = random_matrix(MX)
     matrix.scales.clamp_(max=188)
     part = layout.parts(MX)["weight"]

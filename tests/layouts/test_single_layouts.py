@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts.cases import arranged
 from layouts.matrices import block, random_matrix, same
 from refusing import refuses
 
@@ -55,7 +54,7 @@ def test_fp8_activations_and_zero_points(symmetric: bool) -> None:
 
 
 def test_blocks_of_a_cpu_with_their_sums() -> None:
-    layout, matrix = arranged("cpu-amx-int4/1"), random_matrix(INT4)
+    layout, matrix = get_layout("cpu-amx-int4/1"), random_matrix(INT4)
     packed = layout.pack(matrix)
     assert packed["weight"].shape == (2, 8, 16 * 32 + 128)
     sums = packed["weight"][..., -128:].contiguous().view(torch.int32)
@@ -92,18 +91,18 @@ def test_blocks_of_a_cpu_with_their_sums() -> None:
     ],
 )  # fmt: skip
 def test_groups_that_fill_no_blocks_of_a_cpu(k: int, group: int, problem: Problem | None) -> None:
-    found = arranged("cpu-amx-int4/1").problems(replace(INT4, k=k, group_size=group))
+    found = get_layout("cpu-amx-int4/1").problems(replace(INT4, k=k, group_size=group))
     assert found == ([] if problem is None else [problem])
 
 
 def test_slices_of_columns_of_a_cpu() -> None:
-    layout = arranged("cpu-amx-int4/1")
+    layout = get_layout("cpu-amx-int4/1")
     units = [layout.slices(replace(INT4, k=k, group_size=group)).k for k, group in ((256, 32), (256, 256), (128, 128))]
     assert units == [32, 128, None]
 
 
 def test_humming_looks_at_symmetric_weights_alone() -> None:
-    layout, symmetric = arranged("humming-wna16/1"), random_matrix(replace(INT4, symmetric=True))
+    layout, symmetric = get_layout("humming-wna16/1"), random_matrix(replace(INT4, symmetric=True))
     text = "humming-wna16/1: Humming recodes symmetric weights in which code 0 never occurs over all local experts"
     with refuses("usage.survey-needed", f"{text}; calibrate first"):
         layout.pack(symmetric)
@@ -116,7 +115,7 @@ def test_humming_looks_at_symmetric_weights_alone() -> None:
 
 def test_kernels_of_aiter_that_take_gate_and_up() -> None:
     spec = MatrixSpec("w13", 512, 256, "e4m3", 32, "e8m0")
-    layout = arranged("aiter-mxfp8/1")
+    layout = get_layout("aiter-mxfp8/1")
     assert layout.problems(spec) == []
     assert [one.code for one in layout.problems(replace(spec, gated=False))] == ["layout.gate"]
     (found,) = layout.problems(replace(spec, role="w2", n=384))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import moeq
 from moeq.checkpoint.source import LocalSource
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.load.activation_scales import ActivationScales, _numbers, activation_scales
 from moeq.load.torch_loader import layer_entry, open_converted
 from moeq.prove.restore import restore

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.parts import Part
 from moeq.update.placing import placement_of
 from moeq_kernels.index_maps import Packing, Placement
 from moeq_kernels.placement import Write, place_together

@@ -21,7 +21,7 @@ import moeq
 from moeq.checkpoint.manifest import STACKED_ROLES
 from moeq.errors import MoeqError
 from moeq.layouts import words
-from moeq.layouts.arranged import torch_dtype
+from moeq.layouts.parts import torch_dtype
 from moeq.load.ranks import Rank, plan_rank
 from moeq.load.torch_loader import open_converted, read_parts, uneven_unit
 from moeq.pipeline import in_memory

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
+from moeq.layouts.parts import Part
 from moeq.pipeline.pack.fast.orders import OwnOrder, ScatterOrder, TransposedOrder, order_of
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from moeq.layouts.arranged import ArrangedLayout, torch_dtype
 from moeq.layouts.padding import PaddingPlan
+from moeq.layouts.parts import torch_dtype
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec
 from moeq.model.shards import Range
@@ -20,7 +20,6 @@ W13, W2 = MatrixSpec("w13", 256, 256, "int4", 32, "f16"), MatrixSpec("w2", 256, 
 def made(layout: str, scheme: Scheme, w13: MatrixSpec = W13, w2: MatrixSpec = W2, **more: Any) -> WritableLayer:
     """A layer 4 of two experts on one rank."""
     found = get_layout(layout, allow_lossy=True)
-    assert isinstance(found, ArrangedLayout)
     tensors = {
         role: {
             name: torch.zeros(2, *one.shape, dtype=torch_dtype(one.dtype)) for name, one in found.tensors(spec).items()

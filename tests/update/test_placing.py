@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, arranged, specs
+from layouts.cases import LAYOUT_IDS, LOSSY_ALWAYS, specs
 from layouts.matrices import random_matrix
 
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 from moeq.update.placing import placement_of
@@ -23,7 +23,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def matrix_of(layout: ArrangedLayout, spec: MatrixSpec, seed: int) -> QuantizedMatrix:
+def matrix_of(layout: Layout, spec: MatrixSpec, seed: int) -> QuantizedMatrix:
     """A matrix whose scales and zeros every layout can hold."""
     matrix = random_matrix(spec, seed)
     scales = matrix.scales
@@ -38,7 +38,7 @@ def matrix_of(layout: ArrangedLayout, spec: MatrixSpec, seed: int) -> QuantizedM
 @pytest.mark.cover(every=30)
 @pytest.mark.parametrize("layout_id", ARRANGED)
 def test_every_part_of_every_layout_is_placed(layout_id) -> None:
-    layout = arranged(layout_id, allow_lossy=True)
+    layout = get_layout(layout_id, allow_lossy=True)
     for number, spec in enumerate(specs(layout_id)):
         if number % 3 and spec.role == "w2":
             continue
@@ -69,7 +69,7 @@ def words(codes: torch.Tensor, order: tuple[int, ...], axis: int) -> torch.Tenso
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gptq", "awq", "int8"])
 def test_packed_sources_are_read_as_they_are(form) -> None:
-    layout = arranged("marlin-wna16/1")
+    layout = get_layout("marlin-wna16/1")
     element = "int8" if form == "int8" else "int4"
     spec = MatrixSpec("w2", 128, 256, element, 64, "f16")
     matrix = random_matrix(spec, 3)

@@ -9,7 +9,7 @@ from layouts.pairs import CASES, LOSSY_CASES
 from update.test_writer import layers_of, pack
 
 from moeq.checkpoint.manifest import STACKED_ROLES
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.registry import get_layout
 from moeq.update import snapshot
 
@@ -17,7 +17,7 @@ from moeq.update import snapshot
 GATHERED = [
     (name, layout)
     for name, layout in [*CASES, *LOSSY_CASES]
-    if getattr(type(get_layout(layout)), "unpack", None) is ArrangedLayout.unpack
+    if getattr(type(get_layout(layout)), "unpack", None) is Layout.unpack
 ]
 
 

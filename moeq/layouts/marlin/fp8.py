@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import GROUPED, MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, scale_part, weight_part
 from moeq.layouts.mxfp4 import bias_as
+from moeq.layouts.parts import STORED_DTYPE, Part, torch_dtype
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _MarlinBytes(ArrangedLayout):
+class _MarlinBytes(Layout):
     source = "vLLM 0.33.0"
     elements = ("e4m3",)
     arch = "SM75 and newer"

@@ -6,9 +6,9 @@ and `p` its pair of k; a word holds k, k + 1 (`q`), k + 8 (`h`) and, for 4 bits,
 
 from __future__ import annotations
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.mxfp4 import scale_as
+from moeq.layouts.parts import Part
 from moeq.matrix import MatrixSpec
 
 #: Weights for 16-bit activations, by bits.

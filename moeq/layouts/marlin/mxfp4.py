@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, W13Order
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, WEIGHT_A8, scale_part, weight_part
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as, refuse_exponents_above
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 

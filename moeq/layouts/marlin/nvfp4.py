@@ -26,12 +26,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.arranged import ArrangedLayout, Part
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
 from moeq.layouts.fp8 import E4M3_MAX
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.nvfp4 import GROUP, global_scale_of, lost_global_scales
+from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 _SHIFT, _LEAST = 7, 2.0
 
 
-class MarlinNVFP4(ArrangedLayout):
+class MarlinNVFP4(Layout):
     """NVFP4 for bf16 parameters."""
 
     id = "marlin-nvfp4/1"
@@ -188,4 +189,4 @@ class MarlinNVFP4Fp16(MarlinNVFP4):
 
     def check_values(self, matrix: QuantizedMatrix) -> None:
         self._check_global(matrix)
-        ArrangedLayout.check_values(self, matrix)
+        Layout.check_values(self, matrix)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.indices import check_indices
-from moeq.layouts.arranged import STORED_DTYPE, ArrangedLayout, Part, torch_dtype
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, check_index_parts
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import (
     GROUPED,
     SINGLE,
@@ -22,6 +22,7 @@ from moeq.layouts.marlin.maps import (
     zero_part,
 )
 from moeq.layouts.mxfp4 import bias_as
+from moeq.layouts.parts import STORED_DTYPE, Part, torch_dtype
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.layouts.words import take_columns
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MarlinWNA16(ArrangedLayout):
+class MarlinWNA16(Layout):
     """int4 and int8 weights for 16-bit activations, symmetric or with zero points.
 
     `weight` int32 `[K / 16, 2 N]` (int8: `[K / 16, 4 N]`), `scale` `[G, N]` in the stored dtype, `zero` int32
@@ -68,7 +69,7 @@ class MarlinWNA16(ArrangedLayout):
         return parts | bias_as(spec, SINGLE)
 
 
-class MarlinActOrder(ArrangedLayout):
+class MarlinActOrder(Layout):
     """int4 and int8 with act-order (GPTQ `desc_act`): rows of K sorted by their group.
 
     `permutation` (int32 `[K]`) is the stable argsort of the group of each input column; packed row i holds column
@@ -161,7 +162,7 @@ def _groups(matrix: QuantizedMatrix) -> Tensor:
 _STEPS = 4096
 
 
-class _MarlinA8(ArrangedLayout):
+class _MarlinA8(Layout):
     """8-bit activations: tiles of 32 x 32 codes, scales in the single order.
 
     Zero points lie in the order of 16-bit activations without its interleave. Source: vLLM 0.33.0, `marlin_utils.py`

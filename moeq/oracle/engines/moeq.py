@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from moeq.deploy.deployment import Deployment
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.readers import MOEQ
 from moeq.layouts.registry import LAYOUTS, layout_class
 from moeq.oracle.devices import DeviceTerm, device_term
@@ -57,7 +57,7 @@ def _kernel_rows(layout: str) -> Iterator[KernelRow]:
             yield KernelRow(reader.backend or layout, row, scales, dtypes, reader.keeps_16_bit)
 
 
-def _scales(kind: type[ArrangedLayout], reader: MOEQ, row: Format) -> tuple[str, ...]:
+def _scales(kind: type[Layout], reader: MOEQ, row: Format) -> tuple[str, ...]:
     """Return the dtypes of scales that a checkpoint may have: what the kernel reads, or what its layout recodes.
 
     The order is that of the words in a message: f16 before bf16.

@@ -48,7 +48,7 @@ from moeq.pipeline.state.records import Bytes, piece_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moeq.layouts.base import Layout
+    from moeq.layouts.layout import Layout
     from moeq.matrix import QuantizedMatrix
     from moeq.model.expert_kinds import Experts
     from moeq.pipeline.pack.fast.formats import Fields

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, RankEntry, Sharding, StackedRole
 from moeq.checkpoint.writer import tensor_bytes
 from moeq.errors import MoeqError
-from moeq.layouts.base import Layout, TensorSpec
+from moeq.layouts.base import TensorSpec
+from moeq.layouts.layout import Layout
 from moeq.layouts.padding import PaddingPlan, logical_bytes, plan_padding
 from moeq.layouts.registry import get_layout
 from moeq.matrix import MatrixSpec, QuantizedMatrix

@@ -18,7 +18,7 @@ from moeq.layouts.words import use_compiled
 
 if TYPE_CHECKING:
     from moeq.checkpoint.manifest import StackedRole
-    from moeq.layouts.base import Layout
+    from moeq.layouts.layout import Layout
     from moeq.matrix import MatrixSpec
     from moeq.model.expert_kinds import Experts
     from moeq.pipeline.pack.fast.path import FastPath

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from moeq.layouts.aiter import NEGATIVE_ZERO, AiterFnuz
-from moeq.layouts.arranged import ArrangedLayout
 from moeq.layouts.deepgemm import DeepGemmFp8Sm90, DeepGemmFp8Sm100
 from moeq.layouts.flashinfer import LEAST, RaisedBlocks
 from moeq.layouts.float_bits import bits_of, e4m3_values, numbers_of
+from moeq.layouts.layout import Layout
 from moeq.layouts.loops.columns import (
     add_negative_zeros,
     all_in,
@@ -291,7 +291,7 @@ _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]
 }
 
 
-def codecs_of(layout: ArrangedLayout, spec: MatrixSpec) -> Mapping[str, Codec] | None:
+def codecs_of(layout: Layout, spec: MatrixSpec) -> Mapping[str, Codec] | None:
     """Return codecs of the parts that a layout stores in another form; None if only the layout can pack them."""
     if layout.rearranges:
         return {}

@@ -9,8 +9,7 @@ import numpy as np
 
 from moeq.checkpoint.manifest import Projection, StackedRole
 from moeq.checkpoint.names import FUSED, StoredName
-from moeq.layouts.arranged import ArrangedLayout
-from moeq.layouts.base import Layout
+from moeq.layouts.layout import Layout
 from moeq.matrix import MatrixSpec, projection_spec
 from moeq.model.expert_kinds import ExpertKind, Experts
 from moeq.pipeline.pack.fast.codecs import Shifted, codecs_of
@@ -31,7 +30,7 @@ def bind(
     """Return the fast path of a role, or None if it has none; `find_fast_path` sees to the compiled loops."""
     kinds = experts.kinds()
     sigs = _signatures(experts)
-    if len(kinds) != 1 or sigs is None or not isinstance(layout, ArrangedLayout):
+    if len(kinds) != 1 or sigs is None:
         return None
     if codecs_of(layout, written) is None:
         return None
@@ -110,9 +109,7 @@ def projection_readers(
     return tuple(readers) or None
 
 
-def _shard_path(
-    layout: ArrangedLayout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool, repeats: int
-) -> ShardPath | None:
+def _shard_path(layout: Layout, spec: MatrixSpec, plan: ShardPlan, *, dense: bool, repeats: int) -> ShardPath | None:
     """Return the parts of one rank, or None if one of them needs the reference path.
 
     `repeats` rows of the matrix share a scale.

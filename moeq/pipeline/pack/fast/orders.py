@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from moeq.layouts import triton_kernels
-from moeq.layouts.arranged import Part
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.bits import MOEQ_MXFP4, MUL_FREE, BitPermutation
 from moeq.layouts.loops import bits, hopper, marlin, scatter, transpose
 from moeq.layouts.loops.nibbles import of_bytes
 from moeq.layouts.marlin.maps import WEIGHT
 from moeq.layouts.marlin.mxfp4 import WEIGHT_PAIRS
+from moeq.layouts.parts import Part
 from moeq.pipeline.pack.fast.scratch import Array
 
 

@@ -14,9 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from moeq.layouts.arranged import ArrangedLayout, Part, as_stored, is_common, logical_dtype
+from moeq.layouts.layout import Layout
 from moeq.layouts.loops import transpose
 from moeq.layouts.loops.compare import is_zero, same
+from moeq.layouts.parts import Part, as_stored, is_common, logical_dtype
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.codecs import Codec, Shifted, WidenedBf16, WidenedF16, ZeroSigns, codecs_of
 from moeq.pipeline.pack.fast.orders import Order, OwnOrder, order_of
@@ -238,7 +239,7 @@ def present(view: Array | None) -> Array:
     return view
 
 
-def packed_parts(layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
+def packed_parts(layout: Layout, spec: MatrixSpec, padded: MatrixSpec) -> list[FastPart]:
     """Return the parts of a packed matrix; parts that no fast path handles are missing."""
     found = [_packed_part(name, part, layout, spec, padded) for name, part in layout.parts(padded).items()]
     if "zero_sign" in layout.extra_tensors(padded):
@@ -264,9 +265,7 @@ def _zero_signs(spec: MatrixSpec, padded: MatrixSpec) -> FastPart:
 _WORDS = {"U8": "u1", "F8_E4M3": "u1", "F16": "u2", "BF16": "u2", "F32": "u4"}
 
 
-def _packed_part(
-    name: str, part: Part, layout: ArrangedLayout, spec: MatrixSpec, padded: MatrixSpec
-) -> FastPart | None:
+def _packed_part(name: str, part: Part, layout: Layout, spec: MatrixSpec, padded: MatrixSpec) -> FastPart | None:
     rows, columns = part.padded(*layout.element_shape(part, padded))
     codec = (codecs_of(layout, padded) or {}).get(name)
     order, dtype, widen, per_element = order_of(part), "u1", codec, 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeq.layouts.arranged import ArrangedLayout
+from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.nvfp4 import MarlinNVFP4
 from moeq.layouts.nvfp4 import NVFP4Layout
 from moeq.pipeline.pack.fast.formats import Fields
@@ -92,7 +92,7 @@ class MarlinScale(SharedScale):
         return bool(factor == self.layout.factor) and super().holds(read, packed)
 
 
-def shared_scale(layout: ArrangedLayout) -> SharedScale | None:
+def shared_scale(layout: Layout) -> SharedScale | None:
     """Return how a layout stores the global scale; None if it has none."""
     if isinstance(layout, MarlinNVFP4):
         return MarlinScale(layout)

@@ -1,89 +1,70 @@
-"""Layouts that are index maps: every part of the packed matrix is an `Arrangement` of one logical tensor.
+"""Layouts: how one kernel wants the bytes of one expert's matrix, and how to get the matrix back.
 
-A subclass says in `parts` which part is which arrangement. Packing, unpacking, shapes, slices and the checks of sizes
-and types follow from that.
+A layout is one `Layout` subclass in the file of the library whose kernels own the bytes: descriptor, parts, constraints
+and readers together. It says in `parts` which part of the packed matrix is which index map of a logical tensor;
+packing, unpacking, shapes, slices and the checks of sizes and types follow from that. `pack` takes the logical matrix
+of *one* expert; a converted checkpoint stacks the results along a leading expert axis.
 """
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from moeq.errors import MoeqError
-from moeq.layouts.arrangement import Arrangement, Block
-from moeq.layouts.base import Layout, Problem, SliceRule, TensorSpec
-from moeq.layouts.bits import BitPermutation
-from moeq.layouts.words import pack_words, unpack_words, word_dtype
+from moeq.layouts.arrangement import Block
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
+from moeq.layouts.parts import (
+    HALF_DTYPES,
+    Field,
+    Part,
+    arrange,
+    as_stored,
+    changed,
+    flat_words,
+    is_common,
+    logical_dtype,
+    rearrange,
+    repeat_rows,
+    torch_dtype,
+)
+from moeq.layouts.readers import MOEQ, VLLM, Reader
+from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
+from moeq.spelling import option
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-#: safetensors dtype and bytes of a stored scale, by `MatrixSpec.scale_dtype` (or `bias_dtype`).
-STORED_DTYPE: dict[str, str] = {"f16": "F16", "bf16": "BF16", "f32": "F32", "e8m0": "U8", "e4m3": "F8_E4M3"}
-
-#: Bits of a stored element.
-DTYPE_BITS = {"U8": 8, "I8": 8, "F8_E4M3": 8, "F16": 16, "BF16": 16, "I32": 32, "F32": 32}
-
-Field = Literal["codes", "scales", "zeros", "bias"]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors dtype name."""
-    import torch
-
-    names = {
-        "U8": torch.uint8,
-        "I8": torch.int8,
-        "I16": torch.int16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "I32": torch.int32,
-        "F32": torch.float32,
-    }
-    return names[name]
-
 
 #: Methods by which a subclass makes packing more than an index map.
 _RECODING = ("encode", "decode", "written", "pack_into", "unpack", "extra_tensors", "fill_extra", "calibrate")
 
 
-@dataclass(frozen=True)
-class Part:
-    """One tensor of the packed matrix."""
+class Layout(ABC):
+    """A kernel's byte arrangement for expert matrices.
 
-    field: Field  #: the logical tensor it holds; `bias` is taken as a matrix of one column
-    arrangement: Arrangement  #: index map from `[rows, columns]` to words
-    shape: tuple[int, ...]  #: stored shape of one expert
-    dtype: str  #: stored safetensors dtype; a word fills a whole number of its elements
-    bits: int  #: bits of one element within a word
-    #: Multiples that rows and columns are zero-filled to inside the layout (gate and up together for `w13`).
-    pad: tuple[int, int] = (1, 1)
-    group: int = 1  #: input features per column, for the arithmetic of slices (scales: the group size; codes: 1)
-    rewrite: BitPermutation | None = None  #: permutation of the bits of every finished word, or None
-    flip: int = 0  #: bits of each element that are stored inverted (8 makes int4 codes two's complement)
-    rows: int = 1  #: output features that share a stored row (scales of blocks: 128; of a whole matrix: all)
-    halves_swapped: bool = False  #: the halves of the rows change places before they are filled up and arranged
+    A layout without options is a plain class; where the bytes depend on something, each choice is an id of its own, so
+    that an id in a manifest always says everything.
 
-    @property
-    def spec(self) -> TensorSpec:
-        """Shape and dtype as stored."""
-        return TensorSpec(self.shape, self.dtype)
-
-    def padded(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the size of the matrix after padding inside the layout."""
-        return -(-rows // self.pad[0]) * self.pad[0], -(-columns // self.pad[1]) * self.pad[1]
-
-
-class ArrangedLayout(Layout):
-    """A layout given by `parts`.
-
-    Subclasses set, besides what `Layout` asks for:
+    Subclasses set:
+        id: versioned name, `marlin-wna16/1`. The number changes whenever the bytes do.
+        title: one line for people.
+        source: library and version whose kernels read these bytes.
+        elements: element types of codes it holds (`moeq.matrix.ELEMENT_BITS`).
+        schemes: what it holds, for people.
+        arch: devices whose kernels read it, for people.
+        slicing: legal slices, for people (`slices` gives the numbers).
+        padding: how sizes are rounded up before packing.
+        w13_order: how the gate and up rows of `w13` lie in the packed result.
+        lossy: what is lost for some inputs, or None where packing is always exact.
+        rounds_jointly: lossy bytes depend on numbers of other rows that are not stored, so no part is packed alone.
+        lossy_as_engine: lossy bytes are, bit for bit, what the engine makes of the checkpoint itself.
+        family: weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
+        calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
+        readers: the kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
         scale_dtypes: stored scale dtypes that fit.
         group_sizes: group sizes its kernel reads; empty for any. One scale per channel is `channelwise`.
         channelwise: whether one scale per output channel is possible.
@@ -99,6 +80,21 @@ class ArrangedLayout(Layout):
             subclass overrides, unless the subclass sets it.
     """
 
+    id: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str] = ""
+    elements: ClassVar[tuple[str, ...]] = ()
+    schemes: ClassVar[str] = ""
+    arch: ClassVar[str] = ""
+    slicing: ClassVar[str] = ""
+    padding: ClassVar[PaddingRule] = PaddingRule()
+    w13_order: ClassVar[W13Order] = "gate-up"
+    lossy: ClassVar[str | None] = None
+    rounds_jointly: ClassVar[bool] = False
+    lossy_as_engine: ClassVar[bool] = False
+    family: ClassVar[str] = "wna16"
+    calibration_scope: ClassVar[str | None] = None
+    readers: ClassVar[tuple[Reader, ...]] = ()
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
     group_sizes: ClassVar[tuple[int, ...]] = ()
     channelwise: ClassVar[bool] = True
@@ -115,8 +111,64 @@ class ArrangedLayout(Layout):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
+        if "readers" not in cls.__dict__:
+            cls.readers = ()
         if "rearranges" not in cls.__dict__:
             cls.rearranges = cls.rearranges and not any(name in cls.__dict__ for name in _RECODING)
+
+    def __init__(self, *, allow_lossy: bool = False, calibration: float | None = None) -> None:
+        self.allow_lossy = allow_lossy
+        self.calibration = calibration
+
+    def calibrate(self, matrix: QuantizedMatrix) -> float | None:
+        """Return what this layout must know of every local expert before it packs one; None where it needs nothing.
+
+        Two passes: `found = max(layout.calibrate(expert) for every local expert of w13 or w2)`, then
+        `layout.with_calibration(found).pack(...)`, for w13 and w2 apart. The result depends on which experts are
+        local, so such packings differ between EP (and TP) degrees.
+        """
+        return None
+
+    def with_calibration(self, found: float) -> Self:
+        """Return this layout with the largest `calibrate` of the local experts."""
+        return type(self)(allow_lossy=self.allow_lossy, calibration=found)
+
+    def calibrated(self) -> float:
+        """Return the largest `calibrate` of the local experts. Raises MoeqError `usage.survey-needed` without one."""
+        if self.calibration is None:
+            raise MoeqError(
+                "usage.survey-needed",
+                f"{self.id}: {self.calibration_scope}; calibrate on the experts before packing them",
+                "layout.with_calibration(max(layout.calibrate(expert) for every local expert))",
+            )
+        return self.calibration
+
+    @classmethod
+    def vllm_readers(cls) -> tuple[VLLM, ...]:
+        """Return the backends of vLLM that moeq's plug-in hands these bytes to, the engine's preferred one first."""
+        return tuple(reader for reader in cls.readers if isinstance(reader, VLLM) and reader.loads)
+
+    @classmethod
+    def is_read(cls) -> bool:
+        """Return whether a plug-in of moeq hands these bytes to an engine, or a kernel of moeq reads them."""
+        return any(isinstance(reader, MOEQ) or reader.loads for reader in cls.readers)
+
+    @classmethod
+    def own_reader(cls) -> MOEQ | None:
+        """Return moeq's kernel that the oracle may choose for these bytes, or None."""
+        return next((reader for reader in cls.readers if isinstance(reader, MOEQ)), None)
+
+    @classmethod
+    def how_to_allow(cls) -> str:
+        """Say what a user may do where numbers would change."""
+        same = (
+            "the numbers that the engine itself makes of this checkpoint at every start; "
+            if cls.lossy_as_engine
+            else ""
+        )
+        return (
+            f"{option('allow_lossy', True)} writes them ({same}moeq restore still gives back every byte of the source)"
+        )
 
     @abstractmethod
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
@@ -128,8 +180,10 @@ class ArrangedLayout(Layout):
 
     def fill_extra(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
         """Fill the tensors of `extra_tensors`."""
+        return  # there are none
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
+        """Return every reason why a matrix of this (already padded) spec cannot be packed; empty when it can."""
         found = _type_problems(self, spec) or _size_problems(self, spec)
         if self.grouped or spec.num_groups == 1:
             return found
@@ -137,10 +191,12 @@ class ArrangedLayout(Layout):
         return [*found, Problem("layout.group-size", message)]
 
     def tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
+        """Return shape and dtype of each part of one packed expert, by part name. Needs no torch."""
         self.check(spec)
         return {name: part.spec for name, part in self.parts(spec).items()} | self.extra_tensors(spec)
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
+        """Return the legal slices of the packed matrix."""
         n, k = self.n_multiple, self.k_multiple
         for part in self.parts(spec).values():
             per_half = 2 if part.arrangement.has_halves else 1
@@ -165,6 +221,7 @@ class ArrangedLayout(Layout):
             )
 
     def pack(self, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+        """Return the packed parts of one expert, shaped as `tensors` says. Raises MoeqError if there are `problems`."""
         import torch
 
         tensors = self.tensors(matrix.spec)
@@ -173,6 +230,10 @@ class ArrangedLayout(Layout):
         return out
 
     def pack_into(self, matrix: QuantizedMatrix, out: Mapping[str, Tensor]) -> None:
+        """Pack into buffers of the caller, shaped as `tensors` says, whose memory can be reused.
+
+        A part for which `out` has no buffer is skipped.
+        """
         self.check(matrix.spec)
         self.check_values(matrix)
         matrix = self.written(matrix)
@@ -184,13 +245,14 @@ class ArrangedLayout(Layout):
     @classmethod
     def is_index_map(cls) -> bool:
         """Return whether packing arranges `encode` of each part, and nothing else."""
-        return cls.pack_into is ArrangedLayout.pack_into and cls.written is ArrangedLayout.written
+        return cls.pack_into is Layout.pack_into and cls.written is Layout.written
 
     def written(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Return the matrix whose parts are stored: another one where the engine requantises it at load."""
         return matrix
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec) -> QuantizedMatrix:
+        """Invert `pack` exactly."""
         self.check(spec)
         found: dict[str, Tensor] = {}
         for name, part in self.parts(spec).items():
@@ -232,10 +294,16 @@ class ArrangedLayout(Layout):
         )
 
     def rounds(self, spec: MatrixSpec) -> bool:
+        """Return whether scales or biases of such matrices get a float type that holds fewer numbers than theirs.
+
+        Values that fit are kept, and the first that does not fit is `answer.lossy`: headers cannot tell whether there
+        is one.
+        """
         recoded = [part for part in self.parts(spec).values() if self.recodes(part, spec)]
-        return any(part.dtype in _HALVES and logical_dtype(part, spec) in (*_HALVES, "F32") for part in recoded)
+        return any(part.dtype in HALF_DTYPES and logical_dtype(part, spec) in (*HALF_DTYPES, "F32") for part in recoded)
 
     def losses(self, matrix: QuantizedMatrix) -> int:
+        """Count the stored numbers of this matrix that packing would change; 0 where `unpack(pack(x)) == x`."""
         return sum(changed(before, after) for _, before, after in self._recoded(matrix))
 
     def _recoded(self, matrix: QuantizedMatrix) -> Iterator[tuple[Field, Tensor, Tensor]]:
@@ -347,84 +415,7 @@ class ArrangedLayout(Layout):
         return shard if k == (0, spec.k) else shard.with_sizes(k=k[1] - k[0])
 
 
-def repeat_rows(part: Part, stored: Tensor, spec: MatrixSpec) -> Tensor:
-    """Return all rows of a matrix, of which a part stores one for each `part.rows`."""
-    return stored if part.rows == 1 else stored.repeat_interleave(part.rows, dim=0)[: spec.n].contiguous()
-
-
-def is_common(part: Part, spec: MatrixSpec) -> bool:
-    """Return whether a part holds one thing for the whole matrix."""
-    one_column = part.field not in ("scales", "zeros") or spec.num_groups == 1
-    return part.rows > 1 and part.rows >= spec.n and one_column
-
-
-def arrange(part: Part, elements: Tensor, out: Tensor) -> None:
-    """Pack a matrix `[rows, columns]` into one stored tensor, zero-filling where the layout pads inside."""
-    words = flat_words(out, part)
-    if part.halves_swapped:
-        elements = elements.roll(len(elements) // 2, dims=0)
-    pack_words(part.arrangement, _zero_fill(elements, part), part.bits, words)
-    if part.flip:
-        flips = sum(part.flip << (part.bits * field) for field in range(part.arrangement.fields_per_word))
-        width = 8 * words.element_size()
-        words ^= flips - (1 << width) if width > 8 and flips >> (width - 1) else flips
-    if part.rewrite is not None:
-        part.rewrite.apply_(words)
-
-
-def rearrange(part: Part, packed: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Invert `arrange`: return codes, or words of `part.bits` bits, `[rows, columns]`."""
-    words = flat_words(packed.contiguous(), part)
-    if part.rewrite is not None:
-        words = part.rewrite.inverse.apply_(words.clone())
-    padded = part.padded(*shape)
-    found = unpack_words(part.arrangement, words, padded, part.bits)
-    if part.flip:
-        found = found ^ part.flip  # a new tensor: `found` may be a view of the caller's
-    halves = 2 if part.arrangement.has_halves else 1
-    kept = found.view(halves, padded[0] // halves, padded[1])[:, : shape[0] // halves, : shape[1]].reshape(shape)
-    return kept.roll(shape[0] // 2, dims=0) if part.halves_swapped else kept
-
-
-def _zero_fill(elements: Tensor, part: Part) -> Tensor:
-    rows, columns = part.padded(*elements.shape)
-    if (rows, columns) == tuple(elements.shape):
-        return elements
-    # Fill gate and up apart: where an engine fills up interleaved rows at their end, half of that belongs to each.
-    halves = 2 if part.arrangement.has_halves else 1
-    old = elements.reshape(halves, -1, elements.shape[1])
-    filled = elements.new_zeros((halves, rows // halves, columns))
-    filled[:, : old.shape[1], : old.shape[2]] = old
-    return filled.view(rows, columns)
-
-
-def flat_words(tensor: Tensor, part: Part) -> Tensor:
-    """View a stored tensor as the words of its arrangement."""
-    return tensor.view(-1).view(word_dtype(part.bits * part.arrangement.fields_per_word))
-
-
-def changed(before: Tensor, after: Tensor) -> int:
-    """Count the values that differ in their bits."""
-    width = word_dtype(8 * before.element_size())
-    return int((before.contiguous().view(width) != after.contiguous().view(width)).sum())
-
-
-#: 16-bit floats: neither holds all numbers of the other, nor those of float32.
-_HALVES = ("F16", "BF16")
-
-
-def logical_dtype(part: Part, spec: MatrixSpec) -> str:
-    """Return the safetensors dtype of the logical scales or bias that a part holds."""
-    return STORED_DTYPE[(spec.bias_dtype or "") if part.field == "bias" else spec.scale_dtype]
-
-
-def as_stored(part: Part, spec: MatrixSpec) -> bool:
-    """Return whether a part holds the bytes of the logical tensor, possibly several to a word."""
-    several = part.arrangement.fields_per_word > 1
-    return part.field in ("codes", "zeros") or several or logical_dtype(part, spec) == part.dtype
-
-
-def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
+def _type_problems(layout: Layout, spec: MatrixSpec) -> list[Problem]:
     found = []
     if spec.element not in layout.elements:
         found.append(Problem("layout.element", f"it holds {', '.join(layout.elements)} codes, not {spec.element}"))
@@ -440,7 +431,7 @@ def _type_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
     return found
 
 
-def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
+def _size_problems(layout: Layout, spec: MatrixSpec) -> list[Problem]:
     found = list(_group_problems(layout, spec))
     n_multiple, k_multiple = _multiples(layout, spec)
     axes = [
@@ -455,7 +446,7 @@ def _size_problems(layout: ArrangedLayout, spec: MatrixSpec) -> list[Problem]:
     return found
 
 
-def _multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
+def _multiples(layout: Layout, spec: MatrixSpec) -> tuple[int, int]:
     """Return what rows (per half) and columns must be multiples of, so that every index map applies."""
     n, k = layout.n_multiple, layout.k_multiple
     for part in layout.parts(spec).values():
@@ -471,7 +462,7 @@ def _multiples(layout: ArrangedLayout, spec: MatrixSpec) -> tuple[int, int]:
     return n, k
 
 
-def _group_problems(layout: ArrangedLayout, spec: MatrixSpec) -> Iterator[Problem]:
+def _group_problems(layout: Layout, spec: MatrixSpec) -> Iterator[Problem]:
     known = ", ".join(str(size) for size in layout.group_sizes)
     if spec.num_groups == 1:
         if not layout.channelwise and spec.k not in layout.group_sizes:
