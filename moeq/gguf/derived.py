@@ -83,7 +83,6 @@ def derive(
 
 
 def _floats(tensor: GgufTensor) -> int:
-    """Return the bytes of a tensor's numbers as float32."""
     return 4 * prod(tensor.shape)
 
 

@@ -48,6 +48,9 @@ _PLAIN = {
     "i64": "I64",
 }
 
+#: File and tensor, by the tensor's name.
+_Stored = Mapping[str, tuple[str, GgufTensor]]
+
 #: Tensors that engines compute from the config instead of reading them.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -117,7 +120,7 @@ class _GgufFiles(Source):
         found = dict(self._facts if config is None else config)
         Source.__init__(self, name, found, {}, self.revision)
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
-        self.tensors = dict(self._entries(stored, architecture))
+        self.tensors = {entry.name: entry for entry in self._entries(stored, architecture)}
         refusal = self._refusal(stored, architecture)
         experts, others = _counts(stored)
         table = {"quant_method": METHOD, "experts": experts, "others": others}
@@ -157,7 +160,6 @@ class _GgufFiles(Source):
             super().require_inside(file)
 
     def _is_converted(self, file: str) -> bool:
-        """Return whether a side file is made of the metadata."""
         return self._converts and file in TOKENIZER_FILES
 
     def _tokenizer_files(self, sides: Sequence[str], metadata: Mapping[str, Any]) -> tuple[str, ...]:
@@ -170,9 +172,7 @@ class _GgufFiles(Source):
             self.warnings.append(CheckpointWarning("gguf.no-tokenizer", text))
         return TOKENIZER_FILES if self._converts else ()
 
-    def _entries(
-        self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
-    ) -> Iterator[tuple[str, TensorEntry]]:
+    def _entries(self, stored: _Stored, architecture: GgufArchitecture) -> Iterator[TensorEntry]:
         """Yield the tensors under their Hugging Face names."""
         found: dict[str, str] = {}
         read_as = dict(_readings(stored))
@@ -192,11 +192,9 @@ class _GgufFiles(Source):
                 entry, make = derive(change, entry, tensor, self._facts, source_name)
                 if make is not None:
                     self._made[entry.file] = make
-            yield entry.name, entry
+            yield entry
 
-    def _joined_half(
-        self, name: str, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
-    ) -> Iterator[tuple[str, TensorEntry]]:
+    def _joined_half(self, name: str, stored: _Stored, architecture: GgufArchitecture) -> Iterator[TensorEntry]:
         """Yield the whole `kv_b_proj` if a tensor is the first half of one."""
         block, found, _ = name.partition(".attn_k_b.weight")
         other, whole = f"{block}.attn_v_b.weight", architecture.name(f"{block}.attn_kv_b.weight")
@@ -206,11 +204,9 @@ class _GgufFiles(Source):
         entry, make = join_latent(whole_name, *stored[name], stored[other][1], block)
         self._made[entry.file] = make
         self._joined |= {name, other}
-        yield entry.name, entry
+        yield entry
 
-    def _joined_rows(
-        self, name: str, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture
-    ) -> Iterator[tuple[str, TensorEntry]]:
+    def _joined_rows(self, name: str, stored: _Stored, architecture: GgufArchitecture) -> Iterator[TensorEntry]:
         """Yield the whole projection if a tensor holds the first rows of one."""
         block, _, inner = name.removesuffix(".weight").rpartition(".")
         second, module = architecture.joined.get(inner, ("", ""))
@@ -221,9 +217,9 @@ class _GgufFiles(Source):
         whole, self._made[place] = join(file, stored[name][1], stored[other][1], self._facts, place)
         entry = entry_of(f"{architecture.layers}.{block.removeprefix('blk.')}.{module}.weight", whole, place)
         self._joined |= {name, other}
-        yield entry.name, entry
+        yield entry
 
-    def _refusal(self, stored: Mapping[str, tuple[str, GgufTensor]], architecture: GgufArchitecture) -> str | None:
+    def _refusal(self, stored: _Stored, architecture: GgufArchitecture) -> str | None:
         """Return why the file cannot be written as another checkpoint, and warn about what is left out."""
         unknown = [name for name in stored if architecture.name(name) is None and name not in self._joined]
         for name in [name for name in unknown if name in _COMPUTED]:
@@ -344,7 +340,7 @@ def _metadata(headers: Sequence[GgufHeader], where: str) -> Mapping[str, Any]:
     return first
 
 
-def _tensors(headers: Sequence[GgufHeader]) -> dict[str, tuple[str, GgufTensor]]:
+def _tensors(headers: Sequence[GgufHeader]) -> _Stored:
     """Return file and tensor by name. Raises MoeqError `source.bad-names` for a tensor in two parts."""
     found: dict[str, tuple[str, GgufTensor]] = {}
     for header in headers:
@@ -355,7 +351,7 @@ def _tensors(headers: Sequence[GgufHeader]) -> dict[str, tuple[str, GgufTensor]]
     return found
 
 
-def _readings(stored: Mapping[str, tuple[str, GgufTensor]]) -> Iterator[tuple[str, str]]:
+def _readings(stored: _Stored) -> Iterator[tuple[str, str]]:
     """Yield the expert tensors that are read as another type than their own, and the type."""
     for name in stored:
         match = _EXPERT.fullmatch(name)
@@ -367,8 +363,7 @@ def _readings(stored: Mapping[str, tuple[str, GgufTensor]]) -> Iterator[tuple[st
             yield from zip(names, readings(gate, up, down), strict=True)
 
 
-def _counts(stored: Mapping[str, tuple[str, GgufTensor]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Count tensors by type: those of experts, and the others."""
+def _counts(stored: _Stored) -> tuple[dict[str, int], dict[str, int]]:
     experts = Counter(tensor.type for name, (_, tensor) in stored.items() if _EXPERT.fullmatch(name))
     others = Counter(tensor.type for name, (_, tensor) in stored.items() if not _EXPERT.fullmatch(name))
     return dict(experts), dict(others)
