@@ -12,7 +12,7 @@ from moeq.layouts.loops import columns
 from moeq.pipeline.pack.fast.formats import Fields
 from moeq.pipeline.pack.fast.path import Inputs, ProjectionReader, ReadMatrix
 from moeq.pipeline.pack.fast.scales import WIDTH
-from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.pipeline.pack.fast.scratch import Array, Region, regions_of
 
 #: Fields that have a row for each output feature.
 _ROWS = ("codes", "scales", "zeros", "bias")
@@ -36,7 +36,7 @@ class Sorting:
     ) -> Sorting:
         """Plan the sorting of an item. `readers` and `index` are those of `moeq.transcode.fast_item.bind`."""
         is_down = index is not None and readers[0].name == index[0]
-        regions: list[dict[str, Region]] = []
+        regions = []
         specs = [spec for reader in readers for _, spec in reader.holds]
         for spec in specs:
             sizes = {"codes": spec.n * spec.k * spec.bits // 8}
@@ -45,10 +45,8 @@ class Sorting:
                 bias = np.dtype(WIDTH[spec.bias_dtype]).itemsize if spec.bias_dtype else 0
                 groups = spec.n * spec.num_groups
                 sizes |= {"scales": groups * scales, "zeros": groups, "bias": spec.n * bias}
-            regions.append({})
-            for name, size in sizes.items():
-                regions[-1][name] = Region(start, size)
-                start = regions[-1][name].stop
+            regions.append(regions_of(sizes, start))
+            start = max(region.stop for region in regions[-1].values())
         own = tuple(spec.group_size for spec in specs)
         size = own[0] if index is None else index[2]
         return cls(specs[0].bits, index and index[:2], size, own, is_down, tuple(regions))

@@ -18,7 +18,7 @@ from moeq.layouts.loops.compare import any_all_ones
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored
 from moeq.pipeline.pack.fast.scales import EXPONENT, WIDTH
-from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.pipeline.pack.fast.scratch import Array, Region, regions_of
 from moeq.schemes.format import Described, PartSig
 from moeq.schemes.gguf import METHOD, part_of
 
@@ -39,21 +39,13 @@ class StoredBlocks:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch for codes and scales."""
-        return self._global_region.stop if self.type in blocks.SCALE_BYTES else 0
+        return self._regions["global scale"].stop if self.type in blocks.SCALE_BYTES else 0
 
     @cached_property
-    def _code_region(self) -> Region:
-        return Region(0, self.spec.n * self.spec.k * self.spec.bits // 8)
-
-    @cached_property
-    def _scale_region(self) -> Region:
-        width = np.dtype(WIDTH[self.spec.scale_dtype]).itemsize
-        return Region(self._code_region.stop, self.spec.n * self.spec.num_groups * width)
-
-    @cached_property
-    def _global_region(self) -> Region:
-        return Region(self._scale_region.stop, 4 * self.spec.n if self.type == "nvfp4" else 0)
+    def _regions(self) -> dict[str, Region]:
+        spec, width = self.spec, np.dtype(WIDTH[self.spec.scale_dtype]).itemsize
+        sizes = {"codes": spec.n * spec.k * spec.bits // 8, "scales": spec.n * spec.num_groups * width}
+        return regions_of({**sizes, "global scale": 4 * spec.n if self.type == "nvfp4" else 0})
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return the fields; None if a scale is no number that its type has."""
@@ -65,15 +57,15 @@ class StoredBlocks:
         rows = stored[part_of(self.type)].reshape(n, -1)
         if self.type not in blocks.SCALE_BYTES:
             return {"blocks": rows, **fields}
-        codes = self._code_region.array(scratch, (n, self.spec.k * self.spec.bits // 32), "u4")
-        scales = self._scale_region.array(scratch, (n, self.spec.num_groups), WIDTH[self.spec.scale_dtype])
+        codes = self._regions["codes"].array(scratch, (n, self.spec.k * self.spec.bits // 32), "u4")
+        scales = self._regions["scales"].array(scratch, (n, self.spec.num_groups), WIDTH[self.spec.scale_dtype])
         blocks.split(self.type, rows, codes.view(np.uint8), scales.view(np.uint8))
         if any_all_ones(scales, EXPONENT[self.spec.scale_dtype]):
             return None
         if self.type == "nvfp4":
             if scales.max() >= _NEGATIVE_E4M3:
                 return None
-            shared = self._global_region.array(scratch, (n, 1), "u4")
+            shared = self._regions["global scale"].array(scratch, (n, 1), "u4")
             shared.view(np.float32).fill(1)
             fields["global_scale"] = shared
         return {"codes": codes, "scales": scales, **fields}

@@ -65,7 +65,14 @@ def compare(
     """Compare a matrix with what was written; None if all values are equal (0.0 and -0.0 are, and NaN and NaN)."""
     if same_codes(before, after):
         return None
-    return _differences(module, before, after, block)
+    spec = before.spec
+    height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
+    change = None
+    if use_compiled(spec.n * spec.k) and _ROWS % height == 0:
+        rows = ((start, old.contiguous().numpy(), new.contiguous().numpy()) for start, old, new in _rows(before, after))
+        change = floats.measure_numbers(rows, spec.k, (height, width))
+    change = change or _measured_in_torch(before, after, (height, width))
+    return measured_loss(module, change, (spec.n, spec.k), (height, width))
 
 
 def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool:
@@ -98,19 +105,6 @@ def same_codes(before: QuantizedMatrix, after: QuantizedMatrix | Tensor) -> bool
         and same(before.group_index, after.group_index)
         and same(before.global_scale, after.global_scale)
     )
-
-
-def _differences(
-    module: str, before: QuantizedMatrix, after: QuantizedMatrix | Tensor, block: tuple[int, int]
-) -> Loss | None:
-    spec = before.spec
-    height, width = (side if side > 0 else size for side, size in zip(block, (spec.n, spec.k), strict=True))
-    change = None
-    if use_compiled(spec.n * spec.k) and _ROWS % height == 0:
-        rows = ((start, old.contiguous().numpy(), new.contiguous().numpy()) for start, old, new in _rows(before, after))
-        change = floats.measure_numbers(rows, spec.k, (height, width))
-    change = change or _measured_in_torch(before, after, (height, width))
-    return measured_loss(module, change, (spec.n, spec.k), (height, width))
 
 
 def measured_loss(module: str, change: Measured | None, size: tuple[int, int], block: tuple[int, int]) -> Loss | None:

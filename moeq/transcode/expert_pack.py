@@ -195,35 +195,18 @@ def _header(pack: PackPlan, identity: str, source: str, config: str) -> bytes:
 
 
 def _entries(pack: PackPlan, hashes: Sequence[bytes], identity: str, source: str) -> Iterator[bytes]:
-    """Yield the index entry of every matrix."""
     size = pack.matrix_bytes
     for number, ((start, _), digest) in enumerate(zip(pack.form.ranges.values(), hashes, strict=True)):
         place, role = divmod(number, len(_ROLES))
         layer, expert = divmod(place, pack.num_experts)
         generation = hashlib.sha256(f"{identity}:{source}:{layer}:{expert}".encode()).digest()[:8]
+        tensor = f"blk.{layer}.ffn_{_ROLES[role]}_exps.weight".encode()
         yield _ENTRY.pack(
-            layer,
-            expert,
-            role,
-            2,
-            _MXFP4,
-            b"MXFP4",
-            f"blk.{layer}.ffn_{_ROLES[role]}_exps.weight".encode(),
-            0,
-            pack.num_experts * size,
-            expert * size,
-            size,
-            start,
-            size,
-            bytes(32),  # the hash of a whole tensor of GGUF, which nobody made
-            digest,
-            digest,
-            *pack.sizes[role],
-            0,
-            0,
-            b"MXFP4",
-            b"identity-v1",
-            32,
+            *(layer, expert, role, 2, _MXFP4, b"MXFP4", tensor),
+            *(0, pack.num_experts * size, expert * size, size),  # the whole tensor of GGUF, and the expert in it
+            *(start, size),  # the place in the pack
+            *(bytes(32), digest, digest),  # the first is the hash of a whole tensor of GGUF, which nobody made
+            *(*pack.sizes[role], 0, 0, b"MXFP4", b"identity-v1", 32),
             int.from_bytes(generation, "little") or 1,
         )
 

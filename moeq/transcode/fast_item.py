@@ -8,7 +8,7 @@ what changed; only of floats, the comparison itself says that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,17 +16,16 @@ import numpy as np
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
-from moeq.layouts.loops import floats, transpose
+from moeq.layouts.loops import floats, kt_amx, transpose
 from moeq.layouts.loops.native import NotCachedError, only_cached
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
 from moeq.pipeline.pack.fast.path import FilledMatrix, Inputs, ProjectionReader, ReadMatrix
-from moeq.pipeline.pack.fast.scratch import Array, Region
-from moeq.schemes.kt_amx import KtAmx
+from moeq.pipeline.pack.fast.scratch import Array, Region, regions_of
+from moeq.schemes.kt_amx import KtAmx, scale_part, weight_part
 from moeq.schemes.registry import get_format
 from moeq.transcode.act_order_fast import Sorting
 from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
-from moeq.transcode.stored_tiles import StoredTiles
 from moeq.transcode.transcode_plan import WrittenProjection
 
 
@@ -40,7 +39,6 @@ class StoredFloats:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch for the transpose."""
         return Region(0, self.spec.n * self.spec.k * self.spec.bits // 8).stop if self.transposed else 0
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
@@ -72,6 +70,62 @@ class StoredFloats:
     def _weight(self, stored: Stored) -> Array:
         n, k = self.spec.n, self.spec.k
         return stored["weight"].view(self._dtype).reshape((k, n) if self.transposed else (n, k))
+
+
+@dataclass(frozen=True)
+class StoredTiles:
+    """A projection in the order of tiles, cut by NUMA node. Its codes and scales lie in scratch."""
+
+    spec: MatrixSpec
+    form: KtAmx
+    nodes: int
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(self.form.signatures(self.spec, self.nodes))
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._regions["scales"].stop
+
+    @cached_property
+    def _regions(self) -> dict[str, Region]:
+        spec = self.spec
+        return regions_of({"codes": spec.n * spec.k * spec.bits // 8, "scales": 4 * spec.n * spec.num_groups})
+
+    def blank(self, stored: Stored, scratch: Array) -> Fields:
+        spec = self.spec
+        return {
+            "codes": self._regions["codes"].array(scratch, (spec.n, spec.k * spec.bits // 32), "u4"),
+            "scales": self._regions["scales"].array(scratch, (spec.n, spec.num_groups), "u4"),
+        }
+
+    def finish(self, stored: Stored, scratch: Array) -> None:
+        for codes, scales, tiles, stored_scales in self._nodes(stored, scratch):
+            kt_amx.tile(codes, self.spec.bits, self.form.row_block, self.form.column_block, tiles)
+            np.divide(scales, np.float32(self.form.step), out=stored_scales)
+
+    def read(self, stored: Stored, scratch: Array) -> Fields | None:
+        for codes, scales, tiles, stored_scales in self._nodes(stored, scratch):
+            kt_amx.untile(tiles, self.spec.bits, self.form.row_block, self.form.column_block, codes)
+            np.multiply(stored_scales, np.float32(self.form.step), out=scales)
+        return self.blank(stored, scratch)
+
+    def _nodes(self, stored: Stored, scratch: Array) -> Iterator[tuple[Array, Array, Array, Array]]:
+        """Yield every node's codes and scales in scratch, and its stored parts."""
+        fields = self.blank(stored, scratch)
+        by_columns = self.spec.role in ("down", "w2")
+        for node in range(self.nodes):
+            codes, scales = (_share(fields[name], node, self.nodes, by_columns) for name in ("codes", "scales"))
+            tiles, stored_scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)]
+            yield codes, scales.view(np.float32), tiles, stored_scales.view(np.float32).reshape(-1, 1)
+
+
+def _share(matrix: Array, node: int, nodes: int, by_columns: bool) -> Array:
+    """Return a node's rows or columns."""
+    size = matrix.shape[by_columns] // nodes
+    share = slice(node * size, (node + 1) * size)
+    return matrix[:, share] if by_columns else matrix[share]
 
 
 @dataclass(frozen=True)

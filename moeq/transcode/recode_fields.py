@@ -328,7 +328,6 @@ def coded(fields: Fields, spec: MatrixSpec) -> floats.Coded:
 
 @lru_cache(maxsize=64)
 def _groups(columns: int, size: int) -> Array:
-    """Return the group of each column."""
     return np.arange(columns, dtype=np.int32) // np.int32(size)
 
 

@@ -111,14 +111,9 @@ def _gpt_oss(spec: MatrixSpec) -> dict[str, PartSig]:
     }
 
 
-def _ct_nvfp4(spec: MatrixSpec) -> dict[str, PartSig]:
-    parts = _byte_matrix("weight_packed", "U8", "weight_scale", "F8_E4M3")(spec)
-    return {**parts, "weight_global_scale": PartSig("F32", (1,))}
-
-
-def _modelopt_nvfp4(spec: MatrixSpec) -> dict[str, PartSig]:
-    parts = _byte_matrix("weight", "U8", "weight_scale", "F8_E4M3")(spec)
-    return {**parts, "weight_scale_2": PartSig("F32", ())}
+def _nvfp4(weight: str, global_scale: str, shape: tuple[int, ...]) -> Callable[[MatrixSpec], dict[str, PartSig]]:
+    matrix = _byte_matrix(weight, "U8", "weight_scale", "F8_E4M3")
+    return lambda spec: {**matrix(spec), global_scale: PartSig("F32", shape)}
 
 
 def _e4m3(
@@ -147,14 +142,6 @@ def _spread_blocks(spec: MatrixSpec) -> tuple[int, ...]:
     return rows, 1, columns, 1
 
 
-def _plain(spec: MatrixSpec) -> dict[str, PartSig]:
-    return {"weight": PartSig(_DTYPES[spec.element], (spec.n, spec.k))}
-
-
-def _transposed(spec: MatrixSpec) -> dict[str, PartSig]:
-    return {"weight": PartSig(_DTYPES[spec.element], (spec.k, spec.n))}
-
-
 def _kt_amx(format_id: str, nodes: int) -> Spelling:
     def parts(spec: MatrixSpec) -> dict[str, PartSig]:
         from moeq.schemes.kt_amx import KtAmx
@@ -177,18 +164,22 @@ SPELLINGS: dict[str, Spelling] = {
         Spelling("deepseek-fp8", "fp8-block", _e4m3("scale", _blocks)),
         Spelling("gpt-oss", "mxfp4", _gpt_oss),
         Spelling("gguf-mxfp4", "gguf", lambda spec: {"gguf_mxfp4": PartSig("U8", (spec.n, spec.num_groups * 17))}),
-        Spelling("ct-nvfp4", "nvfp4", _ct_nvfp4, ("input_global_scale", (1,))),
+        Spelling(
+            "ct-nvfp4", "nvfp4", _nvfp4("weight_packed", "weight_global_scale", (1,)), ("input_global_scale", (1,))
+        ),
         Spelling("ct-fp8", "fp8", _e4m3("weight_scale", lambda spec: (spec.n, 1))),
         Spelling("ct-fp8-tensor", "fp8", _e4m3("weight_scale", lambda spec: (1,)), ("input_scale", (1,))),
         Spelling("ct-mxfp8", "mxfp8", _e4m3("weight_scale", _groups, "U8")),
         Spelling("fp8-block", "fp8-block", _e4m3("weight_scale_inv", _blocks)),
         Spelling("ct-fp8-block", "fp8-block", _e4m3("weight_scale", _blocks)),
-        Spelling("modelopt-nvfp4", "nvfp4", _modelopt_nvfp4, ("input_scale", ())),
+        Spelling("modelopt-nvfp4", "nvfp4", _nvfp4("weight", "weight_scale_2", ()), ("input_scale", ())),
         Spelling("modelopt-fp8", "fp8", _e4m3("weight_scale", lambda spec: ()), ("input_scale", ())),
         Spelling("modelopt-fp8-channel", "fp8", _e4m3("weight_scale", lambda spec: (spec.n,))),
         Spelling("modelopt-fp8-block", "fp8-block", _e4m3("weight_scale", _spread_blocks)),
         Spelling("modelopt-mxfp8", "mxfp8", _e4m3("weight_scale", _groups, "U8")),
-        Spelling("plain", "unquantized", _plain),
-        Spelling("plain-transposed", "unquantized", _transposed),
+        Spelling("plain", "unquantized", lambda spec: {"weight": PartSig(_DTYPES[spec.element], (spec.n, spec.k))}),
+        Spelling(
+            "plain-transposed", "unquantized", lambda spec: {"weight": PartSig(_DTYPES[spec.element], (spec.k, spec.n))}
+        ),
     )
 }

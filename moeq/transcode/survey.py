@@ -120,11 +120,7 @@ class Survey:
     copied: tuple[TensorEntry, ...]  #: tensors that stay as they are
     contents: Contents  #: what the target's config has to describe
     family: ModelFamily | None
-
-    @property
-    def renamed(self) -> tuple[tuple[str, str], ...]:
-        """Containers of experts whose name changes, and their new names."""
-        return _renamed(self.layers)
+    renamed: tuple[tuple[str, str], ...]  #: containers of experts whose name changes, and their new names
 
 
 def survey(
@@ -164,7 +160,7 @@ class _Surveyor:
         info, target = self.checkpoint.info, self.target
         numbers = info.moe_layers if target.experts_only else (*info.moe_layers, *info.mtp_layers)
         layers = tuple(layer for layer in map(self.layer, numbers) if layer is not None)
-        renamed = _renamed(layers)
+        renamed = tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
         consumed = {entry.name for layer in layers for entry in self.checkpoint.experts(layer.layer).layer.tensors()}
         rest = [entry for entry in self.checkpoint.source.tensors.values() if entry.name not in consumed]
         if target.experts_only:
@@ -180,7 +176,7 @@ class _Surveyor:
         if target.element is None:
             floats = (module.written for module in modules if module.projected.spelling == "plain")
             plain += (name for name in floats if not _is_no_linear(name.rpartition(".")[2]))
-        return Survey(layers, modules, copied, _contents(layers, modules, tuple(plain)), self.family)
+        return Survey(layers, modules, copied, _contents(layers, modules, tuple(plain)), self.family, renamed)
 
     def layer(self, number: int) -> LayerSurvey | None:
         """Survey the experts of a layer; None if they are not quantised."""
@@ -294,10 +290,6 @@ class _Surveyor:
         quantised = activation is not None or (spelling == "ct-mxfp8" and described.scheme.activation is not None)
         weights = weights_of(spelling, spec, declared, activations=quantised)
         return Projected(described, spelling, spec, weights, activation)
-
-
-def _renamed(layers: Iterable[LayerSurvey]) -> tuple[tuple[str, str], ...]:
-    return tuple(layer.naming.renamed for layer in layers if layer.naming.renamed)
 
 
 def _parts_of_all(experts: Experts, numbers: Iterable[int], name: StoredName) -> dict[str, PartSig]:

@@ -55,7 +55,8 @@ class TargetFormat:
             if kind in self.of_experts and ".experts" in where:
                 return self.of_experts[kind]
             return self.static.get(kind, self.spellings[kind]) if per_tensor else self.spellings[kind]
-        reason = refusal or f"{option('to', self.id)} stores {_titles(self.spellings)}, no {_TITLES[kind]}"
+        stored = ", ".join(_TITLES[kind] for kind in self.spellings)
+        reason = refusal or f"{option('to', self.id)} stores {stored}, no {_TITLES[kind]}"
         others = [] if refusal else [other.id for other in ENGINE_TARGETS.values() if kind in other.spellings]
         others = others or (["compressed-tensors"] if self.bits else [])
         hint = ", ".join(option("to", other) for other in others) or None
@@ -100,10 +101,6 @@ _TITLES = {
     "mxfp8": "MXFP8",
     "float": "floats",
 }
-
-
-def _titles(kinds: dict[str, str]) -> str:
-    return ", ".join(_TITLES[kind] for kind in kinds)
 
 
 def kind_of(described: Described) -> str:

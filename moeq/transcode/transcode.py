@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import count
@@ -28,23 +28,16 @@ from moeq.pipeline.events import Advance, Finished, Progress
 from moeq.pipeline.plan.job import OpenedJob, places
 from moeq.pipeline.plan.side_files import MAX_SIDE_BYTES, SideFiles, plan_side_files
 from moeq.pipeline.plan.units import Unit
-from moeq.pipeline.run.execution import ExecutorOptions, one_batch, recompute, run_units
+from moeq.pipeline.run.execution import one_batch, recompute, run_units
 from moeq.pipeline.run.resources import plan_memory
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import WorkShard, is_remote, parse_shard
 from moeq.pipeline.run.workers import headers_frozen
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp, require_unchanged
-from moeq.pipeline.state.publish import (
-    copy_side_files,
-    index_of,
-    require_units,
-    sync_files,
-    write_json,
-)
+from moeq.pipeline.state.publish import copy_side_files, index_of, require_complete, sync_files, write_json
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
-from moeq.spelling import option
 from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.planned_result import written_config
@@ -183,10 +176,9 @@ def transcode(
     memory = plan_memory(job, units, workers or default_workers(), max_memory, max_helpers=1)
     tell = progress or (lambda event: None)
     with headers_frozen(), folder:
-        where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare())
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
-            ran = run_units(job, folder, units, where, tell, batches)
-        losses = losses_of({unit.id: ran.records[unit.id] for unit in units})  # in order, whichever ended first
+            ran = run_units(job, folder, units, memory, tell, batches, where=executor, ray_address=ray_address)
+        losses = losses_of(ran.records[unit.id] for unit in units)  # in order, whichever ended first
         found = Transcoding(
             destination=Path(dst),
             plan=job.plan,
@@ -228,7 +220,7 @@ def check(
     records = recompute(
         job, units, memory.workers, lambda size, label: report(next(done), total, label), memory.spare()
     )
-    losses = losses_of({unit.id: records[unit.id] for unit in units})
+    losses = losses_of(records[unit.id] for unit in units)
     dropped = dropped_parts(job.checkpoint, job.plan)
     return Transcoding(
         None,
@@ -296,9 +288,9 @@ def _report_of(job: TranscodeJob, folder: WorkFolder) -> dict[str, Any] | None:
     return report if same else None
 
 
-def losses_of(records: Mapping[str, UnitRecord]) -> tuple[Loss, ...]:
+def losses_of(records: Iterable[UnitRecord]) -> tuple[Loss, ...]:
     """Collect the changed values that journals tell of."""
-    return tuple(Loss.from_json(dict(row)) for record in records.values() for row in record.differences)
+    return tuple(Loss.from_json(dict(row)) for record in records for row in record.differences)
 
 
 def count_projections(plan: TranscodePlan) -> int:
@@ -356,8 +348,7 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
 
 def _finish(job: TranscodeJob, folder: WorkFolder, records: Mapping[str, UnitRecord], found: Transcoding) -> None:
     """Write everything but the weights, the report last, and publish the folder."""
-    complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
-    require_units(job.plan, complete, "are not finished", f"transcode without {option('shard')} does what is left")
+    require_complete(job.plan, records, "transcode")
     require_unchanged(folder.stamp, transcode_stamp(job), folder.path)
     source = job.checkpoint.source
     sync_files(folder.files, job.plan)

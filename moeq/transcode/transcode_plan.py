@@ -299,7 +299,6 @@ def _module_tensors(module: ModuleSurvey) -> TensorForms:
 
 
 def _layer_tensors(layer: LayerSurvey) -> Iterator[tuple[str, tuple[tuple[int, ...], str]]]:
-    """Yield a layer's tensors, expert by expert."""
     naming = layer.naming
     for expert, projections in layer.kinds.items():
         for projection, projected in projections.items():

@@ -15,18 +15,17 @@ import numpy as np
 from moeq.checkpoint.disk import read_at
 from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.names import StoredName
-from moeq.checkpoint.writer import FileForm, Sink, tensor_bytes
+from moeq.checkpoint.writer import Sink, tensor_bytes
 from moeq.errors import MoeqError
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS
 from moeq.model.quantized_modules import read_module
 from moeq.model.regroup import repeat_groups
 from moeq.pipeline.pack.inputs import Buffers, InputFile, Writes, read_places
-from moeq.pipeline.pack.memory import Need, SpareMemory, Way
+from moeq.pipeline.pack.memory import Need, SpareMemory
 from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.state.records import Bytes, piece_digest
-from moeq.schemes.format import PartSig
 from moeq.schemes.registry import get_format
 from moeq.spelling import option
 from moeq.transcode import act_order
@@ -70,10 +69,6 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         super().__init__(work, unit, inputs, output, spare)
         self._form = self._plan.file(unit.file).form
         self._paths = FastPaths(self._checkpoint, self._plan, self._form)
-
-    @classmethod
-    def way(cls, work: Work, unit: TranscodeUnit) -> Way:
-        return "transcode"
 
     @classmethod
     def need(cls, work: Work, unit: TranscodeUnit) -> Need:
@@ -172,21 +167,29 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
         from moeq.model.tensor_bytes import as_bytes, one_torch_thread
 
         one_torch_thread()
-        written, hashes, losses = 0, list[bytes](), list[Loss]()
-        carried, changed = self._carried(item, self._plan.outputs(item, self._form))
-        for name, transcoded in transcode_item(self._checkpoint, self._plan, item, self._form).items():
-            output = transcoded.output
+        outputs = self._plan.outputs(item, self._form)
+        carried, changed = self._carried(item, outputs)
+        matrices = read_item(self._checkpoint, self._plan, item, list(outputs))
+        stored: dict[StoredName, dict[str, Tensor]] = {}
+        losses: list[Loss] = []
+        for name, recoded in _recoded(self._plan, outputs, matrices).items():
+            output, before = outputs[name], matrices[name]
+            stored[name] = _stored(output, recoded, before.bias)
+            loss = compare(output.module, before, decode(output, stored[name]), _block(output))
+            if loss is not None and not self._plan.request.allow_lossy:
+                raise _not_exact(loss, self._plan)
+            losses += [] if loss is None else [loss]
+        written, hashes = 0, list[bytes]()
+        for name, output in outputs.items():
             for part, (start, stop) in output.places.items():
                 data = carried.get((name, part))
                 if data is None:
-                    stored = np.frombuffer(as_bytes(transcoded.stored[part]), np.uint8)
-                    data = self._with_experts(item, part, output, stored)
+                    octets = np.frombuffer(as_bytes(stored[name][part]), np.uint8)
+                    data = self._with_experts(item, part, output, octets)
                 _require_size(output, part, data, stop - start)
                 self._output.write(data.data, start)
                 hashes.append(piece_digest(data))
                 written += data.nbytes
-            if transcoded.loss is not None:
-                losses.append(transcoded.loss)
         return TranscodedItem(written, tuple(hashes), (*losses, *changed))
 
     def _findings(self, results: Sequence[TranscodedItem]) -> dict[str, Any]:
@@ -200,36 +203,6 @@ class Transcoder(UnitWorker[TranscodeUnit, Item]):
 def _require_size(output: WrittenProjection, part: str, data: Bytes, size: int) -> None:
     if data.nbytes != size:
         raise ValueError(f"{output.module}.{part} has {data.nbytes} bytes, its place {size}")
-
-
-@dataclass(frozen=True)
-class Transcoded:
-    """One projection, packed and proven."""
-
-    output: WrittenProjection  #: the projection as it is written
-    stored: Mapping[str, Tensor]  #: its tensors by part, except the static scale of its activations
-    loss: Loss | None  #: the change; None if every value is equal
-
-
-def transcode_item(
-    checkpoint: Checkpoint, plan: TranscodePlan, item: Item, form: FileForm
-) -> dict[StoredName, Transcoded]:
-    """Decode an item's projections, store them in the target's spelling, decode that and compare.
-
-    Raises MoeqError `answer.not-exact` if values change and that was not allowed; `answer.zero-points`; `source.*`.
-    """
-    outputs = plan.outputs(item, form)
-    matrices = read_item(checkpoint, plan, item, list(outputs))
-    found = {}
-    for projection, recoded in _recoded(plan, outputs, matrices).items():
-        output, before = outputs[projection], matrices[projection]
-        stored = _stored(output, recoded, before.bias)
-        after = decode(output, _from_bytes(stored, output.packed))
-        loss = compare(output.module, before, after, _block(output))
-        if loss is not None and not plan.request.allow_lossy:
-            raise _not_exact(loss, plan)
-        found[projection] = Transcoded(output, stored, loss)
-    return found
 
 
 def read_item(
@@ -336,23 +309,19 @@ def _check_zeros(matrix: QuantizedMatrix, output: WrittenProjection) -> None:
         )
 
 
-def _from_bytes(stored: Mapping[str, Tensor], signatures: Mapping[str, PartSig]) -> dict[str, Tensor]:
-    """Rebuild tensors from the written bytes, as a reader does. Raises ValueError if sizes differ (a bug)."""
+def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
+    """Decode the bytes of a projection's tensors as its reader does. Raises ValueError if sizes differ (a bug)."""
     from moeq.checkpoint.source import tensor_of
     from moeq.model.tensor_bytes import as_bytes
 
-    return {
+    found = {
         part: tensor_of(bytearray(as_bytes(stored[part])), signature.dtype, signature.shape, part)
-        for part, signature in signatures.items()
+        for part, signature in output.packed.items()
     }
-
-
-def decode(output: WrittenProjection, stored: Mapping[str, Tensor]) -> QuantizedMatrix | Tensor:
-    """Decode written tensors as their reader does."""
     if output.projected.spec.bits > 8:
-        return stored["weight"].t() if output.projected.spelling == "plain-transposed" else stored["weight"]
+        return found["weight"].t() if output.projected.spelling == "plain-transposed" else found["weight"]
     scheme = output.described.scheme
-    return get_format(scheme.format).unpack(stored, output.described.spec, scheme)
+    return get_format(scheme.format).unpack(found, output.described.spec, scheme)
 
 
 def _block(output: WrittenProjection) -> tuple[int, int]:
