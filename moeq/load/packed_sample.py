@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moeq.checkpoint.manifest import LayerEntry, MatrixEntry, StackedRole
-from moeq.load.ranks import MatrixPart, RankPart
+from moeq.load.ranks import RankPart, whole_matrices
 from moeq.load.torch_loader import packed_experts
 from moeq.model import Checkpoint
 
@@ -41,9 +41,9 @@ def load_packed(
     import torch
 
     def load(matrices: Mapping[StackedRole, MatrixEntry], rows: Sequence[int]) -> PackedExperts:
-        parts = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
         everyone = (0, len(rows))
-        return packed_experts(checkpoint, entry, RankPart(everyone, everyone, parts), device, rows)
+        part = RankPart(everyone, everyone, whole_matrices(matrices))
+        return packed_experts(checkpoint, entry, part, device, rows)
 
     if not entry.ranks:
         features = slice(0, entry.matrices["w2"].spec.k)

@@ -167,6 +167,7 @@ def read_shards(
 
     For `device` and `into` see `read_experts`.
     """
+    import numpy as np
     import torch
 
     entry, spans = source.entry(name), cut.spans
@@ -180,7 +181,16 @@ def read_shards(
 
         def read(target: Bytes, start: int) -> None:
             for row, one in enumerate(target.reshape(-1, kept), start=rows[0] + start // kept):
-                _read_row(source, fd, one, entry.start + row * size, spans, scratch, entry.file)
+                offset, done = entry.start + row * size, 0
+                for span in spans:
+                    out = one[done : done + span.kept]
+                    window = out.data if span.chosen is None else memoryview(scratch)[: span.stop - span.start]
+                    source.read_into(fd, window, offset + span.start, entry.file)
+                    if span.chosen is not None:
+                        unit = np.dtype(f"u{span.width}")
+                        # All positions are in bounds; the mode "raise" would go through a buffer.
+                        np.take(np.frombuffer(window, dtype=unit), span.chosen, out=out.view(unit), mode="clip")
+                    done += span.kept
 
         return read
 
@@ -263,25 +273,6 @@ def _by_pieces(
         return
     with ThreadPoolExecutor(len(shares)) as pool:
         list(pool.map(carry, shares))
-
-
-def _read_row(
-    source: Source, fd: int, out: Bytes, offset: int, spans: tuple[Span, ...], scratch: bytearray, file: str
-) -> None:
-    import numpy as np
-
-    done = 0
-    for span in spans:
-        target = out[done : done + span.kept]
-        if span.chosen is None:
-            source.read_into(fd, target.data, offset + span.start, file)
-        else:
-            window = memoryview(scratch)[: span.stop - span.start]
-            source.read_into(fd, window, offset + span.start, file)
-            unit = np.dtype(f"u{span.width}")
-            # All positions are in bounds; the mode "raise" would go through a buffer.
-            np.take(np.frombuffer(window, dtype=unit), span.chosen, out=target.view(unit), mode="clip")
-        done += span.kept
 
 
 def _stored(dtype: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NoReturn
 
 from moeq.checkpoint.manifest import STACKED_ROLES, LayerEntry, MatrixEntry, StackedRole
 from moeq.errors import MoeqError
@@ -69,10 +68,13 @@ def plan_rank(entry: LayerEntry, rank: Rank, unit: int | None = None) -> RankPar
     if entry.ranks:
         return _written_rank(entry, rank)
     experts = _experts(entry, rank, (0, entry.num_experts))
-    if rank.tp_size == 1:
-        matrices = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in entry.matrices.items()}
-        return RankPart(experts, experts, matrices)
-    return RankPart(experts, experts, _cut(entry, rank, unit))
+    matrices = whole_matrices(entry.matrices) if rank.tp_size == 1 else _cut(entry, rank, unit)
+    return RankPart(experts, experts, matrices)
+
+
+def whole_matrices(matrices: Mapping[StackedRole, MatrixEntry]) -> dict[StackedRole, MatrixPart]:
+    """Return the parts of a rank that reads all of some stacked tensors."""
+    return {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in matrices.items()}
 
 
 def plan_replicas(entry: LayerEntry, rank: Rank, redundant: int) -> list[RankPart]:
@@ -141,19 +143,18 @@ def _written_rank(entry: LayerEntry, rank: Rank) -> RankPart:
     by_expert = entry.sharding.axis == "ep"
     number, asked = (rank.ep_rank, rank.ep_size) if by_expert else (rank.tp_rank, rank.tp_size)
     if asked != len(entry.ranks) or (by_expert and rank.tp_size > 1):
-        _wrong_size(entry, rank)
+        raise _wrong_size(entry, rank)
     home = next(found for found in entry.ranks if found.rank == number)
     experts = home.experts if by_expert else _experts(entry, rank, home.experts)
     rows = (experts[0] - home.experts[0], experts[1] - home.experts[0])
-    matrices = {role: MatrixPart(matrix, matrix.padded_spec) for role, matrix in home.matrices.items()}
-    return RankPart(experts, rows, matrices)
+    return RankPart(experts, rows, whole_matrices(home.matrices))
 
 
-def _wrong_size(entry: LayerEntry, rank: Rank) -> NoReturn:
+def _wrong_size(entry: LayerEntry, rank: Rank) -> MoeqError:
     axis, written = entry.sharding.axis or "tp", len(entry.ranks)
     asked = rank.ep_size if axis == "ep" and rank.ep_size > 1 else rank.tp_size
     wanted = f"--ep {rank.ep_size}" if rank.ep_size > 1 and rank.tp_size == 1 else f"--tp {rank.tp_size}"
-    raise MoeqError(
+    return MoeqError(
         f"usage.{axis}",
         f"layer {entry.layer} is written rank by rank for {axis} {written}, and {rank.title} was asked for "
         f"({entry.sharding.why})",

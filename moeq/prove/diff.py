@@ -288,7 +288,6 @@ def _modules(checkpoint: Checkpoint, rest: Mapping[str, TensorEntry]) -> dict[st
 
 
 def _parts(rest: Mapping[str, TensorEntry], module: str) -> dict[str, TensorEntry]:
-    """Return the tensors of a module by part."""
     start = len(module) + 1
     parts = {name[start:]: entry for name, entry in rest.items() if name.startswith(f"{module}.")}
     return {part: entry for part, entry in parts.items() if "." not in part}

@@ -26,7 +26,6 @@ from moeq.model.expert_kinds import Experts
 from moeq.pipeline.pack.fast.path import FastPath, Outputs
 from moeq.pipeline.pack.inputs import Buffers, InputFile, blocks_of
 from moeq.pipeline.pack.memory import fast_path_of
-from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import LayerPlan
 from moeq.pipeline.plan.units import PackUnit, Span, place_of
@@ -53,103 +52,90 @@ class _ThreadLocal(threading.local):
         self.buffers = Buffers()
 
 
+@dataclass(frozen=True)
+class RestoredFiles:
+    """The source's weight files, open for writing."""
+
+    folder: Path  #: folder that they are in
+    outputs: WeightFiles  #: the files by name
+    kept: Callable[[str], bytes | None]  #: function that reads a tensor that the conversion kept; None for others
+
+
 #: Packed tensors of each shard of a unit, by part.
 _Stacks = list[dict[str, TensorEntry]]
 
 
-class Rebuilding:
-    """Everything of a conversion that the fast path can rebuild.
+def rebuild_experts(
+    converted: ConvertedCheckpoint, original: Checkpoint, files: RestoredFiles, workers: int
+) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
+    """Rebuild experts of the source (`original`), and report each: unit, expert, and the parts that were written.
 
-    Args:
-        original: its source, whose headers are known.
-        folder: folder of the source's files.
-        outputs: these files, open for writing.
-        kept: function that reads a tensor that the conversion kept; None for others.
+    Raises MoeqError `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
     """
+    try:
+        plan = plan_of(original, converted.manifest)
+    except MoeqError:  # this version of moeq does not convert the source so
+        return
+    local = _ThreadLocal()
+    with ThreadPoolExecutor(plan_memory(Work(original, plan), plan.units, workers).workers) as pool:
+        for unit in (unit for unit in plan.units if isinstance(unit, PackUnit)):
+            layer = plan.layer_of(unit)
+            fast_path, stacks = fast_path_of(original, layer, unit), _stacks(converted, layer, unit)
+            if fast_path is None or stacks is None:
+                continue
+            found = _Rebuilder(converted, unit, original.experts(unit.layer), fast_path, stacks, files, local)
+            numbers = range(unit.experts.start, unit.experts.stop)
+            tasks = [pool.submit(found.rebuild, expert) for expert in numbers]
+            try:
+                for expert, task in zip(numbers, tasks, strict=True):
+                    written = task.result()
+                    if written is not None:
+                        yield unit, expert, written
+            finally:
+                for task in tasks:
+                    task.cancel()
+                wait(tasks)
+                found.close()
 
-    def __init__(
-        self,
-        converted: ConvertedCheckpoint,
-        original: Checkpoint,
-        folder: Path,
-        outputs: WeightFiles,
-        kept: Callable[[str], bytes | None],
-        workers: int,
-    ) -> None:
-        self.converted = converted
-        self.folder = folder
-        self.outputs = outputs
-        self.kept = kept
-        self.local = _ThreadLocal()
-        self._original = original
-        self._workers = workers
 
-    def experts(self) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
-        """Rebuild experts, and report each: unit, expert, and the parts that were written.
-
-        Raises MoeqError `source.truncated`, `source.unreadable`; `environment.write`, `resources.disk-full`.
-        """
-        try:
-            plan = plan_of(self._original, self.converted.manifest)
-        except MoeqError:  # this version of moeq does not convert the source so
-            return
-        with ThreadPoolExecutor(plan_memory(Work(self._original, plan), plan.units, self._workers).workers) as pool:
-            for unit in (unit for unit in plan.units if isinstance(unit, PackUnit)):
-                found = self._rebuilder(plan, unit)
-                if found is None:
-                    continue
-                numbers = range(unit.experts.start, unit.experts.stop)
-                tasks = [pool.submit(found.rebuild, expert) for expert in numbers]
-                try:
-                    for expert, task in zip(numbers, tasks, strict=True):
-                        written = task.result()
-                        if written is not None:
-                            yield unit, expert, written
-                finally:
-                    for task in tasks:
-                        task.cancel()
-                    wait(tasks)
-                    found.close()
-
-    def _rebuilder(self, plan: Plan, unit: PackUnit) -> _Rebuilder | None:
-        """Open a unit for rebuilding; None if it is left to the reference path."""
-        layer, experts = plan.layer_of(unit), self._original.experts(unit.layer)
-        fast_path = fast_path_of(self._original, layer, unit)
-        stacks = self._stacks(layer, unit)
-        if fast_path is None or stacks is None:
-            return None
-        return _Rebuilder(self, unit, experts, fast_path, stacks)
-
-    def _stacks(self, layer: LayerPlan, unit: PackUnit) -> _Stacks | None:
-        """Find the packed tensors of a unit; None if this version of moeq would write others."""
-        tensors, found = self.converted.source.tensors, []
-        for shard in (layer.shards[index] for index in unit.shards):
-            parts = {}
-            for part, name in shard.matrices[unit.role].tensors.items():
-                spec = shard.parts[unit.role][part]
-                shape = (unit.experts.size, *spec.shape)
-                entry = tensors.get(name)
-                if entry is None or (entry.shape, entry.nbytes) != (shape, tensor_bytes(shape, spec.dtype)):
-                    return None
-                parts[part] = entry
-            found.append(parts)
-        return found
+def _stacks(converted: ConvertedCheckpoint, layer: LayerPlan, unit: PackUnit) -> _Stacks | None:
+    """Find the packed tensors of a unit; None if this version of moeq would write others."""
+    tensors, found = converted.source.tensors, []
+    for shard in (layer.shards[index] for index in unit.shards):
+        parts = {}
+        for part, name in shard.matrices[unit.role].tensors.items():
+            spec = shard.parts[unit.role][part]
+            shape = (unit.experts.size, *spec.shape)
+            entry = tensors.get(name)
+            if entry is None or (entry.shape, entry.nbytes) != (shape, tensor_bytes(shape, spec.dtype)):
+                return None
+            parts[part] = entry
+        found.append(parts)
+    return found
 
 
 class _Rebuilder:
     """Rebuilder of the stored bytes of one unit's experts. Any thread may rebuild any expert."""
 
     def __init__(
-        self, whole: Rebuilding, unit: PackUnit, experts: Experts, fast_path: FastPath, stacks: _Stacks
+        self,
+        converted: ConvertedCheckpoint,
+        unit: PackUnit,
+        experts: Experts,
+        fast_path: FastPath,
+        stacks: _Stacks,
+        files: RestoredFiles,
+        local: _ThreadLocal,
     ) -> None:
         self.unit = unit
-        self._whole = whole
         self._experts = experts
-        self._digests = whole.converted.manifest.layer(unit.layer).digests
+        self._digests = converted.manifest.layer(unit.layer).digests
         self._fast_path = fast_path
         self._known: dict[tuple[float, ...], FastPath] = {}
         self._stacks = stacks
-        source = whole.converted.source
+        self._files = files
+        self._local = local
+        source = converted.source
         spans: dict[str, list[Span]] = {}
         for entry in (entry for parts in stacks for entry in parts.values()):
             spans.setdefault(entry.file, []).append((entry.start, entry.end))
@@ -162,7 +148,7 @@ class _Rebuilder:
 
     def rebuild(self, expert: int) -> list[RebuiltPart] | None:
         """Rebuild, prove and write the tensors of one expert; None if it is left to the reference path."""
-        buffers = self._whole.local.buffers
+        buffers = self._local.buffers
         packed = self._packed(expert, buffers)
         fast_path = self._calibrated(packed)
         if fast_path is None:
@@ -173,20 +159,20 @@ class _Rebuilder:
         scratch = buffers.take("scratch", fast_path.scratch_bytes)
         fast_path.rebuild(packed, stored, scratch)
         for target, data in zip(targets, memory, strict=True):
-            if kept := self._whole.kept(target.name):  # it does not follow from the packed bytes
+            if kept := self._files.kept(target.name):  # it does not follow from the packed bytes
                 data[:] = np.frombuffer(kept, np.uint8)[target.offset : target.offset + target.size]
         read = fast_path.read(stored, scratch)
         proof = None if read is None else fast_path.prove(read, packed, scratch)
         if proof is None or any(self._digests[projection][expert] != digest for projection, digest in proof):
             return None
         for target, data in zip(targets, memory, strict=True):
-            with disk_errors(self._whole.folder / target.file):
-                self._whole.outputs[target.file].write(data.data, target.start)
+            with disk_errors(self._files.folder / target.file):
+                self._files.outputs[target.file].write(data.data, target.start)
         return targets
 
     def _calibrated(self, packed: Outputs) -> FastPath | None:
         """Calibrate the fast path by what the packed bytes say of their rank; None if they are impossible."""
-        if not self._fast_path.calibrates:
+        if not self._fast_path.calibration_reads:
             return self._fast_path
         largest = self._fast_path.stored_largest(packed)
         if largest is None:

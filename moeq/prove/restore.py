@@ -43,7 +43,7 @@ from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp
 from moeq.pipeline.state.records import open_file_digest, piece_digest
 from moeq.pipeline.state.restore_data import KeptSource, RestoreData, restore_data_of
-from moeq.prove.rebuild import Rebuilding
+from moeq.prove.rebuild import RestoredFiles, rebuild_experts
 from moeq.prove.restore_outputs import HeldFiles, NewFiles, WeightFiles, changed
 
 
@@ -233,10 +233,8 @@ class _Restorer:
     def _rebuild_fast(self, files: WeightFiles) -> set[tuple[int, StackedRole, int]]:
         """Rebuild what the fast path can, and return layer, role and expert of every matrix that is finished."""
         finished: set[tuple[int, StackedRole, int]] = set()
-        rebuilding = Rebuilding(
-            self.converted, self.original, self.outputs.folder.path, files, self._kept, self.workers
-        )
-        with closing(rebuilding.experts()) as experts:
+        restored = RestoredFiles(self.outputs.folder.path, files, self._kept)
+        with closing(rebuild_experts(self.converted, self.original, restored, self.workers)) as experts:
             for unit, expert, written in experts:
                 finished.add((unit.layer, unit.role, expert))
                 for part in written:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Protocol
 
 from moeq.checkpoint.disk import closing_fd, disk_errors, read_at
@@ -24,9 +24,6 @@ class WeightFile(Protocol):
 
     def sync(self) -> None:
         """Finish what was taken. Raises OSError."""
-
-    def close(self) -> None:
-        """Close the file."""
 
 
 #: Weight files by name.
@@ -48,15 +45,12 @@ class NewFiles:
         headers, folder = restore_data.headers, self.folder
         require_free_space(folder, {name: header.size for name, header in headers.items()})
         files: dict[str, WeightFile] = {}
-        try:
+        with ExitStack() as opened:
             for name, header in headers.items():
                 prepare_file(folder, name, restore_data.raw_headers[name], header.size)
                 with disk_errors(folder.path / name):
-                    files[name] = OutputFile(folder, name)
+                    files[name] = opened.enter_context(closing(OutputFile(folder, name)))
             yield files
-        finally:
-            for file in files.values():
-                file.close()
 
     def put_copy(self, name: str, source: int, digest: FileDigest | None) -> None:
         """Copy an open file of the conversion, and compare the copy with its digest.
@@ -101,19 +95,14 @@ class HeldFiles:
     def weights(self, restore_data: RestoreData) -> Iterator[WeightFiles]:
         """Open the source's weight files and compare their sizes and headers."""
         files: dict[str, WeightFile] = {}
-        try:
+        with ExitStack() as opened:
             for name, header in restore_data.headers.items():
-                raw = restore_data.raw_headers[name]
                 with disk_errors(self.folder.path / name):
-                    held = _HeldFile(self, name)
-                    files[name] = held
+                    files[name] = held = opened.enter_context(closing(_HeldFile(self, name)))
                     if os.fstat(held.fd).st_size != header.size:
                         raise self.differs(f"{name} has another size")
-                    held.write(memoryview(raw), 0)
+                    held.write(memoryview(restore_data.raw_headers[name]), 0)
             yield files
-        finally:
-            for file in files.values():
-                file.close()
 
     def put_copy(self, name: str, source: int, digest: FileDigest | None) -> None:
         """Compare a file with the digest of the conversion's."""

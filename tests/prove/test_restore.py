@@ -9,6 +9,7 @@ import sys
 from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from moeq.pipeline.events import Event, UnitFinished
 from moeq.pipeline.plan.units import CHUNK_BYTES, PackUnit
 from moeq.pipeline.state.restore_data import restore_data_of
 from moeq.prove import rebuild
-from moeq.prove.rebuild import Rebuilding, RebuiltPart
+from moeq.prove.rebuild import RebuiltPart
 from moeq.prove.restore import restore
 from moeq.prove.verify import verify
 
@@ -162,14 +163,13 @@ def on_fast_path(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str, int]]:
     pytest.importorskip("numba")
     monkeypatch.setattr(words, "COMPILED_FROM", 0)
     found: list[tuple[int, str, int]] = []
-    experts = Rebuilding.experts
 
-    def told(self: Rebuilding) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
-        for row in experts(self):
+    def told(*given: Any) -> Generator[tuple[PackUnit, int, list[RebuiltPart]], None, None]:
+        for row in rebuild.rebuild_experts(*given):
             found.append((row[0].layer, row[0].role, row[1]))
             yield row
 
-    monkeypatch.setattr(Rebuilding, "experts", told)
+    monkeypatch.setattr("moeq.prove.restore.rebuild_experts", told)
     return found
 
 
