@@ -26,7 +26,7 @@ from moeq.pipeline.plan.conversion_plan import Plan
 from moeq.pipeline.plan.decide import without_loss
 from moeq.pipeline.plan.job import Job, JobRequest, open_job
 from moeq.pipeline.plan.options import ConvertKeywords, ConvertOptions
-from moeq.pipeline.run.execution import ExecutorOptions, one_batch, run_units
+from moeq.pipeline.run.execution import one_batch, run_units
 from moeq.pipeline.run.resources import Memory, plan_memory
 from moeq.pipeline.run.streaming import require_streamable, streamed
 from moeq.pipeline.run.work_shards import ShardRun, WorkShard, is_remote, parse_shard
@@ -121,10 +121,9 @@ def convert(
         _require_no_loss(job)
     if dry_run:
         return Conversion(folder.destination, job, None, shard=part, memory=memory)
-    where = ExecutorOptions(executor, ray_address, memory.workers, memory.spare(), memory.helpers)
     with headers_frozen(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
-            ran = run_units(job, folder, units, where, tell, batches)
+            ran = run_units(job, folder, units, memory, tell, batches, where=executor, ray_address=ray_address)
         manifest = finish(job, folder, ran.records, signer) if shard is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
     return Conversion(folder.destination, job, manifest, len(ran.resumed), part, memory)

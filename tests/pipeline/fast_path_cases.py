@@ -144,7 +144,7 @@ class OnFastPath:
             for index in range(len(plan.shards))
         ]
         self.scratch = buffer(fast_path.scratch_bytes)
-        if fast_path.calibrates:
+        if fast_path.calibration_reads:
             largest = fast_path.largest(self.inputs, self.scratch)
             fast_path = fast_path.with_calibration([1.0] * len(plan.shards) if largest is None else largest)
         self.fast_path = fast_path

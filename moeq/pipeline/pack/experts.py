@@ -38,7 +38,7 @@ from moeq.pipeline.pack.inputs import (
     plan_reads,
     read_places,
 )
-from moeq.pipeline.pack.memory import Need, SpareMemory, Way, fast_path_of, reference_bytes
+from moeq.pipeline.pack.memory import Need, SpareMemory, fast_path_of, reference_bytes
 from moeq.pipeline.pack.unit_worker import UnitWorker
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.layer_plan import ShardPlan, describe
@@ -155,10 +155,6 @@ class Packer(UnitWorker[PackUnit, Range]):
         self._calibrated_layouts: list[Layout] | None = None
         self._calibrated_paths: list[FastPath | None] = []
         self._lock = threading.Lock()
-
-    @classmethod
-    def way(cls, work: Work, unit: PackUnit) -> Way:
-        return "reference" if fast_path_of(work.checkpoint, work.plan.layer_of(unit), unit) is None else "fast"
 
     @classmethod
     def need(cls, work: Work, unit: PackUnit) -> Need:
@@ -306,14 +302,13 @@ class Packer(UnitWorker[PackUnit, Range]):
         return [(entry.file, *place_of(entry, part, self._experts, expert)) for entry, part, expert in entries]
 
     def _entry(self, key: tuple[StoredName, str], expert: int) -> TensorEntry:
-        """Return the tensor that holds a part of an expert."""
         parts = self._experts.layer.parts[key]
         return parts.get(expert) or parts[FUSED]
 
     def _calibrated_path(self) -> FastPath | None:
         """Return the fast path, calibrated over all experts of its rank if needed; None if one of them is unusual."""
         path = self._fast_path
-        if path is None or not path.calibrates:
+        if path is None or not path.calibration_reads:
             return path
         with self._lock:
             if not self._calibrated_paths:
@@ -323,9 +318,11 @@ class Packer(UnitWorker[PackUnit, Range]):
     def _calibrate(self, path: FastPath) -> FastPath | None:
         buffers, largest = Buffers(), [0.0] * len(self._shards)
         for expert in range(self._unit.experts.start, self._unit.experts.stop):
-            data = read_places(self._inputs, self._places(path.calibrates, range(expert, expert + 1)), buffers, 0)
+            data = read_places(
+                self._inputs, self._places(path.calibration_reads, range(expert, expert + 1)), buffers, 0
+            )
             scratch = buffers.take("scratch", path.scratch_bytes)
-            found = path.largest(dict(zip(path.calibrates, data, strict=True)), scratch)
+            found = path.largest(dict(zip(path.calibration_reads, data, strict=True)), scratch)
             if found is None:
                 return None
             largest = [max(one, other) for one, other in zip(largest, found, strict=True)]
@@ -371,7 +368,6 @@ class Packer(UnitWorker[PackUnit, Range]):
         return matrix
 
     def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        """Return the matrix with the groups that the source has."""
         group = self._layer.entry.source_group
         return matrix if group is None else ungroup(matrix, group)
 

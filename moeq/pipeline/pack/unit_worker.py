@@ -15,7 +15,7 @@ import numpy as np
 
 from moeq.checkpoint.writer import BLOCK, Sink
 from moeq.pipeline.pack.inputs import INPUT_BUFFERS, OUTPUT_BUFFERS, Buffers, InputFile, Writes, blocks_of, bytes_for
-from moeq.pipeline.pack.memory import Need, SpareMemory, Way
+from moeq.pipeline.pack.memory import Need, SpareMemory
 from moeq.pipeline.plan.job import Work
 from moeq.pipeline.plan.units import CHUNK_BYTES, Chunk, CopyUnit, Unit
 from moeq.pipeline.state.records import Bytes, UnitRecord, piece_digest, tensor_digests
@@ -40,13 +40,8 @@ class UnitWorker(ABC, Generic[U, Item]):
 
     @classmethod
     @abstractmethod
-    def way(cls, work: Work, unit: U) -> Way:
-        """Return how units like this one are executed, as far as headers tell."""
-
-    @classmethod
-    @abstractmethod
     def need(cls, work: Work, unit: U) -> Need:
-        """Return the memory that one thread needs for a unit."""
+        """Return how a unit is executed, as far as headers tell, and the memory that one thread needs for it."""
 
     @property
     @abstractmethod
@@ -105,10 +100,6 @@ class CopyResult:
 
 class Copier(UnitWorker[CopyUnit, Chunk]):
     """Executes one `CopyUnit`, chunk by chunk."""
-
-    @classmethod
-    def way(cls, work: Work, unit: CopyUnit) -> Way:
-        return "copy"
 
     @classmethod
     def need(cls, work: Work, unit: CopyUnit) -> Need:

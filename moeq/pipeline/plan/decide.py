@@ -111,8 +111,14 @@ class Answer:
         return tuple(dict.fromkeys(text for choice in self.choices.values() for text in choice.overridden))
 
     def refused(self, error: MoeqError) -> Answer:
-        """Return the answer with nothing converted, for an error that headers do not show."""
-        return replace(self, parts=tuple(_withdrawn(part, error) for part in self.parts), error=error)
+        """Return the answer with nothing converted, for an error that headers do not show or layers that do not fit."""
+        parts = (
+            replace(part, choice=None, verdict=replace(part.verdict, convert=None, no_convert=error.message))
+            if part.choice
+            else part
+            for part in self.parts
+        )
+        return replace(self, parts=tuple(parts), error=error)
 
 
 def decide(checkpoint: Checkpoint, deployment: Deployment) -> Verdict:
@@ -221,13 +227,6 @@ def _part(layers: list[int], verdict: Verdict, found: LayoutChoice | MoeqError) 
     experts = next((row.experts for row in verdict.candidates if row.backend == found.backend), "")
     convert = ConvertTarget(found.backend, experts, found.layout, found.flag, found.sizes, found.why, found.rounding)
     return LayerGroup(tuple(layers), replace(verdict, convert=convert, no_convert=None), found)
-
-
-def _withdrawn(part: LayerGroup, problem: MoeqError) -> LayerGroup:
-    """Withdraw the choice for layers that fit, in a checkpoint that is refused for others."""
-    if part.choice is None:
-        return part
-    return replace(part, choice=None, verdict=replace(part.verdict, convert=None, no_convert=problem.message))
 
 
 def convertible_problem(checkpoint: Checkpoint) -> MoeqError | None:

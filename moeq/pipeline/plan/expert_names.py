@@ -32,13 +32,12 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
         return replace(verdict, notes=(*verdict.notes, note))
     if problem is None or not (vllm or listed):
         return verdict
-    remedy = "moeq transcode"
-    gate = Gate("G12", "names of experts", False, problem, "ValueError", "LOADING", remedy)
-    return _with_gate(replace(verdict, works=None), gate)
+    return _with_gate(replace(verdict, works=None), problem, "moeq transcode")
 
 
-def _with_gate(verdict: Verdict, gate: Gate) -> Verdict:
+def _with_gate(verdict: Verdict, text: str, remedy: str) -> Verdict:
     """Return the verdict with a failed gate for every backend: only those that something is converted to are left."""
+    gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy)
     reason = Reason(gate.code, gate.text)
     rows = tuple(
         replace(row, supported=False, reasons=(reason,)) if row.supported and row.layout is None else row
@@ -55,8 +54,7 @@ def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     if having is None or version in having:
         return verdict
     text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(having)} have"
-    remedy = option("engine", f"vllm@{having[-1]}")
-    return _with_gate(verdict, Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy))
+    return _with_gate(verdict, text, option("engine", f"vllm@{having[-1]}"))
 
 
 def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
@@ -71,8 +69,7 @@ def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     instead = f"in place of that of {named.file}" if named else "which the index does not name"
     more = f" and {len(stale) - 1} more" if stale[1:] else ""
     text = f"the engine reads every tensor of every listed file: {stale[0].name} of {stale[0].file}{more}, {instead}"
-    remedy = "moeq convert SRC DST, which leaves stale copies out"
-    return _with_gate(verdict, Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy))
+    return _with_gate(verdict, text, "moeq convert SRC DST, which leaves stale copies out")
 
 
 def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:

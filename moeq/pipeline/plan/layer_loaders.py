@@ -60,6 +60,11 @@ def loaders_of_plan(
     """Return the loaders that take a planned layer."""
     layer, layout, deployment = plan.entry.layer, plan.entry.layout, question.deployment
     model_type = str(checkpoint.source.config.get("model_type", ""))
+    shape = moe_shape(checkpoint, checkpoint.info.moe_layers[0])
+
+    def loads_linears(version: str) -> bool:
+        return linear_problem(checkpoint, f"vllm@{version}", deployment, shape) is None
+
     return loaders_of(
         PlannedLayer(
             layout=layout,
@@ -72,7 +77,7 @@ def loaders_of_plan(
             by_rank=bool(plan.entry.ranks),
             own_kernel=_own_kernel(checkpoint, deployment, layer, scheme, layout),
             vllm=tuple(_vllm_versions(question, plan, verdicts)),
-            others=tuple(_loading_others(checkpoint, deployment)),
+            others=tuple(version for version in VLLM_VERSIONS if loads_linears(version)),
             family=not checkpoint.info.family_from_names,
             own_config=reads_by_own_config(model_type, (checkpoint.quantization_config or {}).get("quant_method")),
             heads=_heads(checkpoint, deployment),
@@ -99,14 +104,6 @@ def _scales(checkpoint: Checkpoint, layer: int, scheme: Scheme, layout: str) -> 
     stored = next((part for _, part in parts if part in ACTIVATION_SCALES), None)
     held = [parts.get((projection, stored), {}) for projection in {name for name, _ in parts}] if stored else [{}]
     return all(FUSED in found or len(found) == experts.num_experts for found in held)
-
-
-def _loading_others(checkpoint: Checkpoint, deployment: Deployment) -> Iterator[str]:
-    """Yield the versions of vLLM that load all linear modules that are no experts."""
-    shape = moe_shape(checkpoint, checkpoint.info.moe_layers[0])
-    for version in VLLM_VERSIONS:
-        if linear_problem(checkpoint, f"vllm@{version}", deployment, shape) is None:
-            yield version
 
 
 def _heads(checkpoint: Checkpoint, deployment: Deployment) -> bool:

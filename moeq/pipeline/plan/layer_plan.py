@@ -72,25 +72,17 @@ class LayerPlan:
 
 
 def plan_layer(
-    checkpoint: Checkpoint,
-    layer: int,
-    layout_id: str,
-    ranks: Ranks = ONE_RANK,
-    options: ConvertOptions = DEFAULTS,
+    checkpoint: Checkpoint, layer: int, layout_id: str, ranks: Ranks = ONE_RANK, options: ConvertOptions = DEFAULTS
 ) -> LayerPlan:
     """Plan one layer. Raises MoeqError as `make_plan` does."""
-    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
-    specs, group = _written_specs(checkpoint, layer, options)
-    division = _division(checkpoint, layer, specs, layout, ranks)
-    count, prefix = checkpoint.num_experts(layer), checkpoint.expert_prefix(layer)
-    sharding = Sharding(division.axis, division.written, division.why)
+    entry, layout, division = _read(checkpoint, layer, layout_id, ranks, options)
+    entry = replace(entry, sharding=Sharding(division.axis, division.written, division.why))
     if division.written == "unsharded":
-        everything = Shard(0, Range(0, count), Range(0, specs["w2"].k))
-        plan = _plan_shard(layer, prefix, layout, specs, everything)
-        entry = LayerEntry(layer, prefix, count, layout.id, plan.matrices, sharding=sharding, source_group=group)
-        return LayerPlan(entry, (plan,), options.allow_lossy)
-    shards = _plan_ranks(layer, prefix, layout, specs, division)
-    entries = tuple(
+        everything = Shard(0, Range(0, entry.num_experts), Range(0, entry.matrices["w2"].spec.k))
+        plan = _plan_shard(entry, layout, everything)
+        return LayerPlan(replace(entry, matrices=plan.matrices), (plan,), options.allow_lossy)
+    shards = _plan_ranks(entry, layout, division)
+    rank_entries = tuple(
         RankEntry(
             rank=plan.shard.rank,
             experts=(plan.shard.experts.start, plan.shard.experts.stop),
@@ -99,9 +91,7 @@ def plan_layer(
         )
         for plan in shards
     )
-    wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(layer, prefix, count, layout.id, wholes, sharding=sharding, ranks=entries, source_group=group)
-    return LayerPlan(entry, shards, options.allow_lossy)
+    return LayerPlan(replace(entry, ranks=rank_entries), shards, options.allow_lossy)
 
 
 def plan_layer_on_rank(checkpoint: Checkpoint, layer: int, layout_id: str, ranks: Ranks, number: int) -> LayerPlan:
@@ -109,17 +99,23 @@ def plan_layer_on_rank(checkpoint: Checkpoint, layer: int, layout_id: str, ranks
 
     `number` is that of the rank, within tensor or expert parallelism. Raises MoeqError as `make_plan`.
     """
-    layout = get_layout(layout_id)
-    specs, group = _written_specs(checkpoint, layer, DEFAULTS)
-    division = _division(checkpoint, layer, specs, layout, ranks)
-    prefix = checkpoint.expert_prefix(layer)
+    entry, layout, division = _read(checkpoint, layer, layout_id, ranks, DEFAULTS)
     if division.written == "ranks":
-        plan = _plan_ranks(layer, prefix, layout, specs, division)[number]
-    else:
-        plan = _plan_shard(layer, prefix, layout, specs, division.shards[number])
-    wholes = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
-    entry = LayerEntry(layer, prefix, checkpoint.num_experts(layer), layout.id, wholes, source_group=group)
-    return LayerPlan(entry, (plan,))
+        return LayerPlan(entry, (_plan_ranks(entry, layout, division)[number],))
+    return LayerPlan(entry, (_plan_shard(entry, layout, division.shards[number]),))
+
+
+def _read(
+    checkpoint: Checkpoint, layer: int, layout_id: str, ranks: Ranks, options: ConvertOptions
+) -> tuple[LayerEntry, Layout, Division]:
+    """Return the entry of a layer with its whole matrices, the layout, and how the ranks divide it."""
+    layout = get_layout(layout_id, allow_lossy=options.allow_lossy)
+    specs, group = _written_specs(checkpoint, layer, options)
+    count, unit = checkpoint.num_experts(layer), UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
+    division = divide(f"layer {layer}", specs, layout, count, ranks.tp, ranks.ep, unit)
+    matrices = {role: MatrixEntry(spec, spec.n, spec.k, {}) for role, spec in specs.items()}
+    entry = LayerEntry(layer, checkpoint.expert_prefix(layer), count, layout.id, matrices, source_group=group)
+    return entry, layout, division
 
 
 def _written_specs(checkpoint: Checkpoint, layer: int, options: ConvertOptions) -> tuple[Specs, int | None]:
@@ -127,17 +123,6 @@ def _written_specs(checkpoint: Checkpoint, layer: int, options: ConvertOptions) 
     specs: Specs = {role: _uniform_spec(checkpoint, layer, role) for role in STACKED_ROLES}
     if options.regroup is None or options.regroup == specs["w2"].group_size:
         return specs, None
-    group = _common_group(layer, specs)
-    return {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}, group
-
-
-def _division(checkpoint: Checkpoint, layer: int, specs: Specs, layout: Layout, ranks: Ranks) -> Division:
-    unit = UNEVEN_FORMATS.get(checkpoint.scheme_of(layer).format)
-    return divide(f"layer {layer}", specs, layout, checkpoint.num_experts(layer), ranks.tp, ranks.ep, unit)
-
-
-def _common_group(layer: int, specs: Specs) -> int:
-    """Return the group size of both matrices. Raises MoeqError `usage.regroup` if they differ."""
     sizes = {role: spec.group_size for role, spec in specs.items()}
     if sizes["w13"] != sizes["w2"]:
         raise MoeqError(
@@ -145,34 +130,27 @@ def _common_group(layer: int, specs: Specs) -> int:
             f"layer {layer} cannot be regrouped: w13 has groups of {sizes['w13']}, w2 of {sizes['w2']}",
             f"leave out {option('regroup')}",
         )
-    return sizes["w2"]
+    return {role: regrouped_spec(spec, options.regroup) for role, spec in specs.items()}, sizes["w2"]
 
 
-def _plan_ranks(layer: int, prefix: str, layout: Layout, specs: Specs, division: Division) -> tuple[ShardPlan, ...]:
+def _plan_ranks(entry: LayerEntry, layout: Layout, division: Division) -> tuple[ShardPlan, ...]:
     """Plan every rank, all padded to the size of the fullest."""
     fullest = max(division.shards, key=lambda shard: shard.intermediate.size)
-    sizes = _plan_shard(layer, prefix, layout, specs, fullest, f".rank{fullest.rank}").padding
-    return tuple(
-        _plan_shard(layer, prefix, layout, specs, shard, f".rank{shard.rank}", sizes) for shard in division.shards
-    )
+    sizes = _plan_shard(entry, layout, fullest, f".rank{fullest.rank}").padding
+    return tuple(_plan_shard(entry, layout, shard, f".rank{shard.rank}", sizes) for shard in division.shards)
 
 
 def _plan_shard(
-    layer: int,
-    prefix: str,
-    layout: Layout,
-    specs: Specs,
-    shard: Shard,
-    suffix: str = "",
-    sizes: PaddingPlan | None = None,
+    entry: LayerEntry, layout: Layout, shard: Shard, suffix: str = "", sizes: PaddingPlan | None = None
 ) -> ShardPlan:
     """Pack one shard: padded sizes, the checks on them, and names. `sizes`: pad to those of another shard."""
-    own = {role: shard_spec(specs[role], shard.intermediate) for role in STACKED_ROLES}
+    whole = {role: entry.matrices[role].spec for role in STACKED_ROLES}
+    own = {role: shard_spec(whole[role], shard.intermediate) for role in STACKED_ROLES}
     padding = plan_padding(layout, own["w13"], own["w2"])
     if sizes is not None:
         w13 = own["w13"].with_sizes(n=sizes.w13.n, k=sizes.w13.k)
         padding = replace(padding, w13=w13, w2=own["w2"].with_sizes(n=sizes.w2.n, k=sizes.w2.k))
-    group = _padded_group(specs["w2"], own["w2"], padding.w2)
+    group = _padded_group(whole["w2"], own["w2"], padding.w2)
     if group is not None:
         padding = replace(padding, w2=replace(padding.w2, group_size=group))
     padded = {"w13": padding.w13, "w2": padding.w2}
@@ -182,7 +160,7 @@ def _plan_shard(
         remedies = [problem.remedy for _, problem in problems if problem.remedy]
         raise MoeqError(
             "usage.layout-does-not-fit",
-            f"layer {layer} does not fit layout {layout.id}: {reasons}",
+            f"layer {entry.layer} does not fit layout {layout.id}: {reasons}",
             "; ".join(dict.fromkeys(remedies)) or "moeq oracle SRC lists the backends that fit",
         )
     parts = {role: layout.tensors(padded[role]) for role in STACKED_ROLES}
@@ -191,7 +169,7 @@ def _plan_shard(
             spec=own[role],
             padded_n=padded[role].n,
             padded_k=padded[role].k,
-            tensors={part: f"{prefix}.{role}_{part}{suffix}" for part in parts[role]},
+            tensors={part: f"{entry.prefix}.{role}_{part}{suffix}" for part in parts[role]},
             padded_group=group if role == "w2" else None,
         )
         for role in STACKED_ROLES

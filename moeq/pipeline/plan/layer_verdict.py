@@ -249,7 +249,6 @@ def _text_class(checkpoint: Checkpoint) -> str:
 
 
 def _starts(name: str, starts: Iterable[str]) -> bool:
-    """Return whether a name of a class, or of a model type, has one of the starts."""
     return name.replace("_", "").lower().startswith(tuple(one.replace("_", "").lower() for one in starts))
 
 

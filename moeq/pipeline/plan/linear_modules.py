@@ -118,12 +118,10 @@ class _Loading:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The checkpoint's quantisation config."""
         return self.checkpoint.checked_config or {}
 
     @cached_property
     def _linears(self) -> tuple[LinearModule, ...]:
-        """Linear modules of the model's class."""
         return linears_of(self.policy.version, self.checkpoint.info.architecture)
 
     @cached_property
@@ -135,7 +133,6 @@ class _Loading:
         return tuple(f"{stack}.{number}." if stack else f"{number}." for number in numbers)
 
     def problems(self) -> Iterator[_Problem]:
-        """Yield what is wrong with the linear modules."""
         for linear, above in self.places():
             yield from self.of_linear(linear, above)
         for above in self._layers:

@@ -40,7 +40,6 @@ def nearest(checkpoint: Checkpoint, question: Question, ask: Ask) -> tuple[Sugge
 
 
 def _working(ask: Ask, changes: Iterator[Suggestion]) -> Iterator[Suggestion]:
-    """Yield the changes whose answer is yes."""
     for change in changes:
         backend = ask(change.question)
         if backend is not None:
@@ -53,10 +52,15 @@ def _kinds(checkpoint: Checkpoint, question: Question) -> Iterator[Iterator[Sugg
     yield _parallel(checkpoint, question)
     yield _regrouped(checkpoint, question)
     yield _switches(question)
-    yield _skipping(question)
-    yield _engines(question)
+    if not question.options.skip_unfit:
+        text = f"{option('skip_unfit', True)} (copies the layers that do not fit)"
+        yield iter([Suggestion(text, question.opting(skip_unfit=True))])
+    if question.deployment.engine != OWN_ENGINE:
+        text = f"{option('engine', OWN_ENGINE)} (moeq's own kernels)"
+        yield iter([_with(question, text, engine=OWN_ENGINE)])
     yield _backends(checkpoint, question)
-    yield _devices(question)
+    others = (name for name in _DEVICES if name != question.deployment.gpu.name)
+    yield (_with(question, option("gpu", name), gpu=parse_gpu(name)) for name in others)
 
 
 def _with(question: Question, text: str, **fields: Any) -> Suggestion:
@@ -115,30 +119,12 @@ def _switches(question: Question) -> Iterator[Suggestion]:
         yield Suggestion(f"leaving out {option('regroup')}", question.opting(regroup=None))
 
 
-def _skipping(question: Question) -> Iterator[Suggestion]:
-    if not question.options.skip_unfit:
-        yield Suggestion(
-            f"{option('skip_unfit', True)} (copies the layers that do not fit)", question.opting(skip_unfit=True)
-        )
-
-
-def _engines(question: Question) -> Iterator[Suggestion]:
-    if question.deployment.engine != OWN_ENGINE:
-        yield _with(question, f"{option('engine', OWN_ENGINE)} (moeq's own kernels)", engine=OWN_ENGINE)
-
-
 def _backends(checkpoint: Checkpoint, question: Question) -> Iterator[Suggestion]:
     """Try backends that only their name reaches."""
     if question.deployment.backend == "auto" and question.options.layout is None:
         for row in judge_checkpoint(checkpoint, question.deployment, explain=False).candidates:
             if row.flag and row.layout:
                 yield _with(question, option("backend", row.flag), backend=row.flag)
-
-
-def _devices(question: Question) -> Iterator[Suggestion]:
-    for name in _DEVICES:
-        if name != question.deployment.gpu.name:
-            yield _with(question, option("gpu", name), gpu=parse_gpu(name))
 
 
 def _plainest(question: Question) -> Iterator[Suggestion]:

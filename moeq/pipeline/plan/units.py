@@ -64,7 +64,7 @@ class Unit:
         return self.id
 
     @property
-    def together(self) -> str:
+    def fetch_group(self) -> str:
         """Name of the units that one machine executes if their source files have to be fetched first."""
         return self.id
 
@@ -103,7 +103,7 @@ class PackUnit(Unit):
         return f"layer {self.layer} {self.role}"
 
     @property
-    def together(self) -> str:
+    def fetch_group(self) -> str:
         return self.file
 
     @property

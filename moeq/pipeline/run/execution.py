@@ -16,6 +16,7 @@ from moeq.pipeline.events import Advanced, Checking, Progress, Started, UnitFini
 from moeq.pipeline.pack.memory import SpareMemory
 from moeq.pipeline.plan.job import OpenedJob, Work
 from moeq.pipeline.plan.units import CHUNK_BYTES, Unit
+from moeq.pipeline.run.resources import Memory
 from moeq.pipeline.run.workers import Executed, Executor, Outcome, Written
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import changed
@@ -31,28 +32,17 @@ Batches = Callable[[Sequence[Unit]], Iterable[Sequence[Unit]]]
 Warn = Callable[[str, str], None]
 
 
-@dataclass(frozen=True)
-class ExecutorOptions:
-    """Place where units are executed."""
-
-    name: str = "local"  #: `local` or `ray`
-    address: str | None = None  #: address of the cluster; None takes the one that is found
-    workers: int = 1  #: threads here
-    spare: SpareMemory | None = None  #: memory for items that turn out to need the reference path
-    helpers: int = 1  #: threads that read for each of them here, and as many that write
-
-
 def executor(
-    where: ExecutorOptions, job: OpenedJob, folder: OutputFolder, warn: Warn
+    name: str, ray_address: str | None, job: OpenedJob, folder: OutputFolder, memory: Memory, warn: Warn
 ) -> AbstractContextManager[Executor | RayExecutor]:
     """Open the executor that was asked for. Raises MoeqError `usage.executor`, and what opening it raises."""
-    if where.name == "local":
-        return nullcontext(Executor(job, folder, where.workers, where.spare, where.helpers))
-    if where.name != "ray":
-        raise MoeqError("usage.executor", f"there is no executor {where.name!r}", "known: local, ray")
+    if name == "local":
+        return nullcontext(Executor(job, folder, memory.workers, memory.spare(), memory.helpers))
+    if name != "ray":
+        raise MoeqError("usage.executor", f"there is no executor {name!r}", "known: local, ray")
     from moeq.pipeline.run.ray_executor import ray_executor
 
-    return ray_executor(job, folder.path, where.address, warn)
+    return ray_executor(job, folder.path, ray_address, warn)
 
 
 @dataclass(frozen=True)
@@ -72,18 +62,21 @@ def run_units(
     job: OpenedJob,
     folder: WorkFolder,
     units: Sequence[Unit],
-    where: ExecutorOptions,
+    memory: Memory,
     progress: Progress,
     batches: Batches = one_batch,
+    *,
+    where: str = "local",
+    ray_address: str | None = None,
 ) -> RunResult:
-    """Execute the units that are not finished yet and record them in the folder's journal.
+    """Execute the units that are not finished yet, here or on a cluster, and record them in the folder's journal.
 
     Records of these units count only if the files still hold the bytes, which are read again. `batches` cuts units into
     lists that are executed one after the other.
 
     Raises MoeqError as `Executor.execute` and `executor`. What was finished until then is recorded.
     """
-    records = finished_units(job, folder, units, where.workers, progress)
+    records = finished_units(job, folder, units, memory.workers, progress)
     resumed = tuple(records)
     finished = [unit for unit in units if unit.id in records]
     todo = [unit for unit in units if unit.id not in records]
@@ -111,7 +104,11 @@ def run_units(
 
     if todo:
         folder.reopen()
-    with executor(where, job, folder.files, lambda code, message: progress(Warned(code, message))) as found:
+
+    def warn(code: str, message: str) -> None:
+        progress(Warned(code, message))
+
+    with executor(where, ray_address, job, folder.files, memory, warn) as found:
         found.prepare(units)  # those of finished units too: their headers may have been lost
         for batch in batches(todo):
             found.run(batch, handle, record)

@@ -6,7 +6,6 @@ memory again and again ends, too. Written for Ray 2.40 and newer (Ray Core API: 
 
 from __future__ import annotations
 
-import io
 import os
 import secrets
 import signal
@@ -51,13 +50,6 @@ class Task(Generic[R]):
     arguments: tuple[Any, ...]  #: its arguments; the result, a `MoeqError` among them, is returned, not raised
 
 
-class _Dropped(io.TextIOBase):
-    """Discards text."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
     """Connect Ray to a cluster: the one at `address`, else the one that Ray finds, else one on this machine.
@@ -80,7 +72,7 @@ def connected(address: str | None) -> Iterator[Any]:
             "run the command on a node of the cluster (with `ray job submit`, say) and leave the address out",
         )
     # Ray prints what happens to workers on stdout, which belongs to the command's answer; it is told by `run` instead.
-    with redirect_stdout(_Dropped()):
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
         ours = not ray.is_initialized()
         if ours:
             _connect(ray, address)

@@ -78,7 +78,7 @@ class Memory:
 
 
 def need_of(work: Work, unit: Unit) -> Need:
-    """Return the memory that one thread needs for a unit."""
+    """Return how a unit is executed, and the memory that one thread needs for it."""
     return worker_of(work, unit).need(work, unit)
 
 
@@ -144,4 +144,4 @@ def _too_little(ceiling: int, base: int, per_worker: int, largest: str) -> MoeqE
 
 def ways_of(work: Work) -> dict[str, Way]:
     """Return how every unit is executed, by its id."""
-    return {unit.id: worker_of(work, unit).way(work, unit) for unit in work.plan.units}
+    return {unit.id: need_of(work, unit).way for unit in work.plan.units}

@@ -126,41 +126,27 @@ def schedule(units: Sequence[U], files: Callable[[U], Collection[str]], sizes: M
     groups: dict[frozenset[str], list[int]] = {}
     for number, unit in enumerate(units):
         groups.setdefault(frozenset(files(unit)), []).append(number)
-    state = _State(sorted(groups, key=sorted), sizes)
-    steps = []
-    while state.waiting:
-        fetch, ready, drop = state.advance()
-        batch = sorted(number for need in ready for number in groups[need])
-        steps.append(Step(tuple(sorted(fetch)), tuple(units[number] for number in batch), tuple(sorted(drop))))
-    return Schedule(tuple(steps), state.peak, sum(sizes[file] for file in frozenset().union(*groups)))
+    waiting, steps, peak = sorted(groups, key=sorted), list[Step[U]](), 0
+    held: frozenset[str] = frozenset()
 
+    def size_of(files: Collection[str]) -> int:
+        return sum(sizes[file] for file in files)
 
-class _State:
-    """Files that are held and needs that wait, between two steps."""
-
-    def __init__(self, needs: Sequence[frozenset[str]], sizes: Mapping[str, int]) -> None:
-        self.waiting = list(needs)
-        self.peak = 0
-        self._held: frozenset[str] = frozenset()
-        self._sizes = sizes
-
-    def advance(self) -> tuple[frozenset[str], list[frozenset[str]], frozenset[str]]:
-        """Take one step: return files to fetch, needs that are then met, and files to drop."""
-        touching = [need for need in self.waiting if need & self._held]
-        need = min(touching, key=self._cost) if touching else self.waiting[0]
-        fetch = need - self._held
-        held = self._held | need
-        self.peak = max(self.peak, self._bytes(held))
-        ready = [other for other in self.waiting if other <= held]
-        self.waiting = [other for other in self.waiting if not other <= held]
-        self._held = held & frozenset().union(*self.waiting)
-        return fetch, ready, held - self._held
-
-    def _cost(self, need: frozenset[str]) -> tuple[int, int]:
+    def cost(need: frozenset[str]) -> tuple[int, int]:
         """Return the peak and the bytes held afterwards if this need is met next; less is better."""
-        held = self._held | need
-        left = frozenset().union(*(other for other in self.waiting if not other <= held))
-        return max(self.peak, self._bytes(held)), self._bytes(held & left)
+        with_need = held | need
+        left = frozenset().union(*(other for other in waiting if not other <= with_need))
+        return max(peak, size_of(with_need)), size_of(with_need & left)
 
-    def _bytes(self, files: Collection[str]) -> int:
-        return sum(self._sizes[file] for file in files)
+    while waiting:
+        touching = [need for need in waiting if need & held]
+        need = min(touching, key=cost) if touching else waiting[0]
+        with_need = held | need
+        peak = max(peak, size_of(with_need))
+        batch = sorted(number for other in waiting if other <= with_need for number in groups[other])
+        waiting = [other for other in waiting if not other <= with_need]
+        left = with_need & frozenset().union(*waiting)
+        fetch, drop = tuple(sorted(need - held)), tuple(sorted(with_need - left))
+        steps.append(Step(fetch, tuple(units[number] for number in batch), drop))
+        held = left
+    return Schedule(tuple(steps), peak, size_of(frozenset().union(*groups)))

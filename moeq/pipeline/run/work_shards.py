@@ -78,7 +78,7 @@ def grouped(units: Sequence[Unit], *, remote: bool = False) -> list[list[Unit]]:
     """
     groups: dict[str, list[Unit]] = {}
     for unit in units:
-        groups.setdefault(unit.together if remote else unit.file, []).append(unit)
+        groups.setdefault(unit.fetch_group if remote else unit.file, []).append(unit)
     return sorted(groups.values(), key=lambda group: (min(map(_place, group)), group[0].id))
 
 

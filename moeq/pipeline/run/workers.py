@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,7 +226,7 @@ class _Run:
         for thread in self._threads:
             thread.join()
         for opened in self._open.values():
-            opened.close()
+            opened.files.close()
         self._open.clear()
         _restore_torch_threads(self._torch_threads)
 
@@ -314,22 +314,17 @@ class _Run:
         begun = time.monotonic()
         source = self._job.checkpoint.source
         inputs: dict[str, InputFile] = {}
-        output: Sink | None = None
-        try:
+        with ExitStack() as files:
             for name, spans in unit.inputs.items():
                 fd = source.open(name)
                 inputs[name] = InputFile(fd, name, spans, reread=source.reread, direct=self._executor.direct)
+                files.callback(inputs[name].close)
             path = self._path / unit.file
             with disk_errors(path):
                 output = self._executor.sink(unit) if self._folder is None else OutputFile(self._folder, unit.file)
+            files.callback(output.close)
             worker = worker_of(self._job, unit)(self._job, unit, inputs, output, self._executor.spare)
-        except BaseException:
-            for file in inputs.values():
-                file.close()
-            if output is not None:
-                output.close()
-            raise
-        opened = OpenUnit(unit, path, worker, tuple(inputs.values()), output, begun)
+            opened = OpenUnit(unit, path, worker, tuple(inputs.values()), output, begun, files.pop_all())
         self._open[unit.id] = opened
         self._events.put(UnitStarted(unit.id))
         return opened
@@ -364,7 +359,7 @@ class _Run:
                 self._events.put(Executed(opened.unit, record, time.monotonic() - opened.begun))
         finally:
             for opened in ready:
-                opened.close()
+                opened.files.close()
 
 
 def _torch_threads() -> int | None:
@@ -398,6 +393,7 @@ class OpenUnit:
     inputs: Sequence[InputFile]
     output: Sink
     begun: float
+    files: ExitStack  #: closes inputs and output
 
     def __post_init__(self) -> None:
         self.left = len(self.worker.items)
@@ -407,12 +403,6 @@ class OpenUnit:
     def in_page_cache(self) -> bool:
         """Whether the page cache holds all inputs: reading ahead would gain nothing and cost a copy."""
         return all(file.cached is True for file in self.inputs)
-
-    def close(self) -> None:
-        """Close its files."""
-        self.output.close()
-        for file in self.inputs:
-            file.close()
 
 
 class WorkerQueues:

@@ -221,7 +221,9 @@ class WorkFolder:
 
     def _clean_up(self, error: BaseException, parent: OutputFolder, files: OutputFolder) -> None:
         alone = self.shard is None and len(journal_files(files)) == 1
-        if not alone or not (_is_final(error) or not read_journals(files).records):
+        code = error.code if isinstance(error, MoeqError) else ""
+        final = code.startswith(_FINAL) and code not in _PASSING
+        if not alone or not (final or not read_journals(files).records):
             return
         self._lock_out_others()
         remove_files(files, self.stamp.outputs)
@@ -412,7 +414,3 @@ def _entered(one: T | None) -> T:
     if one is None:
         raise ValueError("the folder was not entered")  # a bug, not input
     return one
-
-
-def _is_final(error: BaseException) -> bool:
-    return isinstance(error, MoeqError) and error.code.startswith(_FINAL) and error.code not in _PASSING

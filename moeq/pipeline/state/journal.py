@@ -257,7 +257,8 @@ class Journal:
 
     def _whole_lines(self, stamp: JobStamp) -> int:
         """Mend a damaged first line, cut off a torn last one, begin an empty journal with the stamp. Return the end."""
-        content = _read_whole(self._fd)
+        found = bytearray(os.fstat(self._fd).st_size)
+        content = bytes(found[: read_at(self._fd, memoryview(found), 0)])
         whole = content[: content.rfind(b"\n") + 1]
         head = whole.partition(b"\n")[0]
         if _stamp_of(whole) is None:
@@ -306,11 +307,6 @@ def require_lock(fd: int, where: Path, *, exclusive: bool = True) -> None:
         ) from None
     except OSError:
         return  # file systems without locks: two processes would write the same bytes
-
-
-def _read_whole(fd: int) -> bytes:
-    found = bytearray(os.fstat(fd).st_size)
-    return bytes(found[: read_at(fd, memoryview(found), 0)])
 
 
 def _rows(head: bytes, rest: bytes) -> list[Any]:

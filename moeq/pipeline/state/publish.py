@@ -52,8 +52,7 @@ def finish(job: Job, folder: WorkFolder, records: Mapping[str, UnitRecord], sign
     Raises MoeqError `answer.units-missing` if records are missing or are not of these units, by name; `source.changed`
     if the source was written to meanwhile; `resources.disk-full`.
     """
-    complete = {unit.id for unit in job.plan.units if unit.id in records and records[unit.id].fits(unit)}
-    require_units(job.plan, complete, "are not finished", f"convert without {option('shard')} does what is left")
+    require_complete(job.plan, records, "convert")
     require_untouched(folder.stamp, job_stamp(job), folder.path)
     found, checkpoint, source = job.answer, job.checkpoint, job.checkpoint.source
     sizes = {file.name: file.size for file in source.files}
@@ -111,6 +110,12 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
         raise MoeqError("answer.units-missing", f"{len(missing)} of {len(plan.units)} units {what}: {shown}", hint)
+
+
+def require_complete(plan: Plan, records: Mapping[str, UnitRecord], command: str) -> None:
+    """Refuse to publish unless there are fitting records of all units. Raises MoeqError `answer.units-missing`."""
+    complete = {unit.id for unit in plan.units if unit.id in records and records[unit.id].fits(unit)}
+    require_units(plan, complete, "are not finished", f"{command} without {option('shard')} does what is left")
 
 
 def layer_entry(plan: Plan, layer: LayerPlan, records: Mapping[str, UnitRecord]) -> LayerEntry:

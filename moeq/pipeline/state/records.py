@@ -85,15 +85,10 @@ def is_intact(plan: Plan, unit: Unit, record: UnitRecord, folder: OutputFolder, 
         return False
     buffer = np.empty(CHUNK_BYTES, np.uint8) if buffer is None else buffer
     try:
-        fd = folder.open(unit.file, os.O_RDONLY)
+        with closing_fd(folder.open(unit.file, os.O_RDONLY)) as fd:
+            found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in plan.pieces(unit))
     except OSError:
         return False
-    try:
-        found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in plan.pieces(unit))
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
     return found == record.tensors
 
 

@@ -98,7 +98,6 @@ class WidenedBf16(Codec):
 
 @lru_cache(maxsize=1)
 def _widened_bf16() -> Array:
-    """Return the float32 of every bfloat16."""
     return np.arange(1 << 16, dtype=np.uint32) << 16
 
 
@@ -117,7 +116,7 @@ class AsFloat32(Rounding):
     """Stores floats as float32 times a power of two, and raises those below a minimum to it."""
 
     logical: str  #: dtype of the scales: `f32`, `bf16` or `f16`
-    times: float = 1.0  #: the power of two
+    factor: float = 1.0  #: the power of two
     least: float | None = None  #: the minimum; None if there is none
     stored: ClassVar[str] = "u4"
     infinite: ClassVar[int] = 0x7F800000
@@ -127,10 +126,10 @@ class AsFloat32(Rounding):
         if self.least is not None:
             numbers = np.maximum(numbers, np.float32(self.least))
         with np.errstate(over="ignore"):
-            np.copyto(out, (numbers * np.float32(self.times)).view(np.uint32))
+            np.copyto(out, (numbers * np.float32(self.factor)).view(np.uint32))
 
     def narrow(self, stored: Array, out: Array) -> None:
-        numbers = np.ascontiguousarray(stored).view(np.float32) / np.float32(self.times)
+        numbers = np.ascontiguousarray(stored).view(np.float32) / np.float32(self.factor)
         with np.errstate(over="ignore"):
             np.copyto(out, bits_of(numbers, self.logical), casting="unsafe")
 
@@ -284,7 +283,7 @@ _CODECS: dict[type[Any], Callable[[Any, MatrixSpec], Mapping[str, Codec] | None]
     AiterFnuz: lambda layout, spec: {
         "weight": Fnuz(),
         "zero_sign": ZeroSigns(),
-        "scale": AsFloat32(spec.scale_dtype, times=2.0),
+        "scale": AsFloat32(spec.scale_dtype, factor=2.0),
     },
     DeepGemmFp8Sm90: lambda layout, spec: _exponents_only(spec, {"scale": Exponents()}),
     DeepGemmFp8Sm100: lambda layout, spec: _exponents_only(spec, {}),

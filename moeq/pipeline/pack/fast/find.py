@@ -38,7 +38,7 @@ def bind(
     readers = projection_readers(kind, role, lambda name, described: stored_projection(sigs[name], described))
     if readers is None:
         return None
-    spec, times = kind.spec(role), kind.spec(role).group_size // written.group_size
+    spec, splits = kind.spec(role), kind.spec(role).group_size // written.group_size
     if replace(spec, group_size=written.group_size) != written:
         return None
     # A stored projection that holds one logical one and is packed whole has contiguous rows, or is the transpose of a
@@ -54,10 +54,10 @@ def bind(
     parts = [part for rank in found for part in rank.parts]
     elements = Region(readers[-1].region.stop, max(part.element_bytes for part in parts))
     expected = Region(elements.stop, max(BLOCK, *(part.spare_bytes for part in parts)))
-    repeated = tuple(_repeated(expected.stop, readers, written) if times > 1 else ())
+    repeated = tuple(_repeated(expected.stop, readers, written) if splits > 1 else ())
     last = repeated[-1][-1].stop if repeated else expected.stop
-    exact, rounds = layout.exact_scales, layout.allow_lossy and times == 1
-    return FastPath(written, readers, tuple(found), exact, elements, expected, last, times, repeated, rounds)
+    exact, may_round = layout.exact_scales, layout.allow_lossy and splits == 1
+    return FastPath(written, readers, tuple(found), exact, elements, expected, last, splits, repeated, may_round)
 
 
 def _repeated(
@@ -128,10 +128,11 @@ def _shard_path(layout: Layout, spec: MatrixSpec, plan: ShardPlan, *, dense: boo
         )
     if {part.field for part in parts} != _fields(spec):
         return None
-    return ShardPath(parts, features, everything=shard == spec, first=plan.shard.rank == 0, shared=shared_scale(layout))
+    return ShardPath(
+        parts, features, holds_all=shard == spec, is_first=plan.shard.rank == 0, shared=shared_scale(layout)
+    )
 
 
 def _fields(spec: MatrixSpec) -> set[str]:
-    """Return the logical fields of a matrix."""
     optional = {"zeros": not spec.symmetric, "bias": spec.bias_dtype is not None}
     return {"codes", "scales", *(field for field, there in optional.items() if there)}

@@ -31,7 +31,7 @@ from moeq.layouts.loops.compare import any_all_ones, is_zero, same
 from moeq.layouts.loops.native import Loops
 from moeq.matrix import MatrixSpec
 from moeq.pipeline.pack.fast.scales import WIDTH, GlobalScale, StoredScales
-from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.pipeline.pack.fast.scratch import Array, Region, regions_of
 from moeq.schemes.base import Scheme
 from moeq.schemes.format import INTEGERS, Described, FastView, PartRole, PartSig
 from moeq.schemes.registry import get_format
@@ -119,28 +119,24 @@ class StoredProjection:
         return self.sigs[self.names[role]] if role in self.names else None
 
     @property
-    def zero_bytes(self) -> int:
-        """Scratch of the unpacked zero points."""
-        return 0 if self.spec.symmetric else Region(0, self.spec.n * self.spec.num_groups).stop
-
-    @property
     def scratch_bytes(self) -> int:
         """Scratch that `read` needs."""
-        return self._global_region.stop
+        return self._regions["global scale"].stop
 
     @cached_property
-    def _code_region(self) -> Region:
-        """Scratch for codes that have to be rearranged."""
-        copied = self.view.nibble_of_column is not None or self.view.signed
-        return Region(self.zero_bytes, self.spec.n * self.spec.k * self.spec.bits // 8 if copied else 0)
+    def _regions(self) -> dict[str, Region]:
+        """Scratch for what does not lie in the stored bytes as it is."""
+        spec, copied = self.spec, self.view.nibble_of_column is not None or self.view.signed
+        sizes = {
+            "zeros": 0 if spec.symmetric else spec.n * spec.num_groups,
+            "codes": spec.n * spec.k * spec.bits // 8 if copied else 0,
+            "scales": self._scales.scratch_bytes,
+            "global scale": self._global_scale.scratch_bytes if self._global_scale else 0,
+        }
+        return regions_of(sizes)
 
-    @cached_property
-    def _scale_region(self) -> Region:
-        return Region(self._code_region.stop, self._scales.scratch_bytes)
-
-    @cached_property
-    def _global_region(self) -> Region:
-        return Region(self._scale_region.stop, self._global_scale.scratch_bytes if self._global_scale else 0)
+    def _scratch(self, name: str, scratch: Array) -> Array:
+        return scratch[self._regions[name].start :]
 
     def read(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return the matrices, or None if a value needs the reference path."""
@@ -149,14 +145,11 @@ class StoredProjection:
             return None
         fields = {"codes": self._codes(stored, scratch), **scales}
         if self._global_scale is not None:
-            found = self._global_scale.read(stored[self.names["scale2"]], scratch[self._global_region.start :])
+            found = self._global_scale.read(stored[self.names["scale2"]], self._scratch("global scale", scratch))
             if found is None:
                 return None
             fields["global_scale"] = found
-        if self.spec.bias_dtype is not None:
-            fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
-        if self.spec.act_order:
-            fields["index"] = stored[self.names["index"]].view(np.int32)
+        fields |= self._in_place(stored)
         if "zeros" not in self.names:
             return fields
         zeros = self._zeros(stored, scratch)
@@ -169,7 +162,7 @@ class StoredProjection:
 
     def scales(self, stored: Stored, scratch: Array) -> Fields | None:
         """Return the scales alone; None if one is no finite number."""
-        found = self._scales.read(stored[self.scale_part], scratch[self._scale_region.start :])
+        found = self._scales.read(stored[self.scale_part], self._scratch("scales", scratch))
         return None if found is None else {"scales": found}
 
     def blank(self, stored: Stored, scratch: Array) -> Fields:
@@ -177,14 +170,19 @@ class StoredProjection:
         words = self._matrix(stored, "codes", "u4")
         copied = self._copied_codes(words, scratch)
         codes = self._by_rows(words) if copied is None else copied
-        scales = self._scales.blank(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        scales = self._scales.blank(stored[self.scale_part], self._scratch("scales", scratch))
         fields = {"codes": codes, "scales": scales}
         if self._global_scale is not None:
-            fields["global_scale"] = self._global_scale.blank(scratch[self._global_region.start :])
-        if self.spec.bias_dtype is not None:
-            fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
+            fields["global_scale"] = self._global_scale.blank(self._scratch("global scale", scratch))
         if not self.spec.symmetric:
             fields["zeros"] = self._zero_points(scratch)
+        return fields | self._in_place(stored)
+
+    def _in_place(self, stored: Stored) -> Fields:
+        """Return bias and index, which every format stores as they are."""
+        fields = {}
+        if self.spec.bias_dtype is not None:
+            fields["bias"] = self._matrix(stored, "bias", WIDTH[self.spec.bias_dtype]).reshape(-1, 1)
         if self.spec.act_order:
             fields["index"] = stored[self.names["index"]].view(np.int32)
         return fields
@@ -197,9 +195,9 @@ class StoredProjection:
             transpose_awq_back(copied.T, words)
         elif copied is not None:
             np.bitwise_xor(copied, _SIGNS, out=words)
-        self._scales.finish(stored[self.names["scale"]], scratch[self._scale_region.start :])
+        self._scales.finish(stored[self.scale_part], self._scratch("scales", scratch))
         if self._global_scale is not None:
-            self._global_scale.finish(stored[self.names["scale2"]], scratch[self._global_region.start :])
+            self._global_scale.finish(stored[self.names["scale2"]], self._scratch("global scale", scratch))
         if "zeros" in self.names:
             self._write_zeros(stored, scratch)
         if "index" in self.names and not self.spec.act_order:
@@ -214,7 +212,7 @@ class StoredProjection:
         several = "index" in self.names and self.spec.num_groups > 1 and not self.spec.act_order
         if several and not stored[self.names["index"]].any():
             found = (*found, self.names["index"])  # a placeholder, which finish() would make an order
-        if scale is None or not scale.is_lost(stored[self.names["scale2"]], scratch[self._global_region.start :]):
+        if scale is None or not scale.is_lost(stored[self.names["scale2"]], self._scratch("global scale", scratch)):
             return found
         return (*found, self.names["scale2"])
 
@@ -250,13 +248,13 @@ class StoredProjection:
 
     def _copied_codes(self, words: Array, scratch: Array) -> Array | None:
         """Return scratch for codes that have to be rearranged; None if they lie as the digest takes them."""
-        spec, region = self.spec, self._code_region
+        spec, region = self.spec, self._regions["codes"]
         if self.view.nibble_of_column is not None:
             return region.array(scratch, (spec.k // 8, spec.n), "u4").T
         return region.array(scratch, words.shape, "u4") if self.view.signed else None
 
     def _zero_points(self, scratch: Array) -> Array:
-        return Region(0, self.zero_bytes).array(scratch, (self.spec.n, self.spec.num_groups), "u1")
+        return self._regions["zeros"].array(scratch, (self.spec.n, self.spec.num_groups), "u1")
 
     def _zeros(self, stored: Stored, scratch: Array) -> Fields | None:
         """Unpack zero points from words along N; return no field if they are the constant of a symmetric matrix."""

@@ -133,8 +133,8 @@ class ShardPath:
 
     parts: tuple[FastPart, ...]  #: packed parts; the first part of a field holds what the others do not
     features: Range  #: intermediate features of the rank
-    everything: bool  #: whether the rank holds all of them
-    first: bool  #: whether the rank is 0, which keeps the bias of w2
+    holds_all: bool  #: whether the rank holds all of them
+    is_first: bool  #: whether the rank is 0, which keeps the bias of w2
     shared: SharedScale | None = None  #: the global scale, if there is one
 
     @property
@@ -168,7 +168,7 @@ class ShardPath:
 
     def _cut(self, field: str, spec: MatrixSpec, matrix: Array) -> Array | None:
         start, stop = self.features.start, self.features.stop
-        if self.everything:
+        if self.holds_all:
             return matrix
         if spec.role != "w2":
             return matrix[start:stop]
@@ -176,7 +176,7 @@ class ShardPath:
             per_word = 32 // spec.bits
             return matrix[:, start // per_word : stop // per_word]
         if field == "bias":
-            return matrix if self.first else None
+            return matrix if self.is_first else None
         if spec.num_groups == 1:
             return matrix
         return matrix[:, start // spec.group_size : -(-stop // spec.group_size)]
@@ -197,10 +197,10 @@ class FastPath:
     elements: Region  #: scratch for the elements of a part
     expected: Region  #: scratch for what they should be, and for intermediate values
     scratch_bytes: int  #: size of the scratch buffer
-    times: int = 1  #: groups that are written for one of the source's
+    splits: int = 1  #: groups that are written for one of the source's
     #: Scratch for repeated scales and zero points, for each logical projection.
     repeated: tuple[tuple[Region, Region], ...] = ()
-    rounds: bool = False  #: whether scales may be rounded to what the layout holds
+    may_round: bool = False  #: whether scales may be rounded to what the layout holds
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
@@ -218,21 +218,21 @@ class FastPath:
             None if a value needs the reference path, which handles it or says what is wrong. Otherwise packing loses
             nothing of them, and every source tensor except those of `kept` can be rebuilt from the matrices.
         """
-        if self.calibrates:
+        if self.calibration_reads:
             raise ValueError("the largest scale of all local experts has to be known first")  # a bug, not input
         read: list[Fields] = []
         for reader in self.readers:
             fields = reader.read(inputs, scratch)
-            if fields is None or not self._keeps_scales(fields):
+            if fields is None or (self.scales and not all(all_between(one["scales"], *self.scales) for one in fields)):
                 return None
             read += fields
-        if self.times > 1:
+        if self.splits > 1:
             read = [self._regrouped(number, fields, scratch) for number, fields in enumerate(read)]
             for grouped in read:
                 for field, stored in _GROUPED.items():
                     if field in grouped:
-                        repeat_columns(grouped[stored], self.times, grouped[field])
-        if not self._exact(read) and not (self.rounds and self._round(read) and self._exact(read)):
+                        repeat_columns(grouped[stored], self.splits, grouped[field])
+        if not self._exact(read) and not (self.may_round and self._round(read) and self._exact(read)):
             return None
         return read
 
@@ -268,7 +268,7 @@ class FastPath:
     def kept(self, inputs: Inputs, scratch: Array) -> list[tuple[StoredName, str]]:
         """Return stored projection and part of what cannot be rebuilt, after `read` with the same arguments."""
         found = [(reader.name, part) for reader in self.readers for part in reader.kept(inputs, scratch)]
-        codec = self._codec if self.rounds else None
+        codec = self._codec if self.may_round else None
         if codec is None:
             return found
         for reader in self.readers:
@@ -278,7 +278,7 @@ class FastPath:
         return found
 
     @property
-    def calibrates(self) -> tuple[tuple[StoredName, str], ...]:
+    def calibration_reads(self) -> tuple[tuple[StoredName, str], ...]:
         """Projections and parts that `largest` looks at; none if no calibration is needed."""
         if all(shard.is_known for shard in self.shards):
             return ()
@@ -287,7 +287,7 @@ class FastPath:
     def largest(self, inputs: Inputs, scratch: Array) -> list[float] | None:
         """Return the largest scale of one expert, for every shard; None if a scale is no finite number.
 
-        Takes the arguments of `read`, but only what `calibrates` names.
+        Takes the arguments of `read`, but only what `calibration_reads` names.
         """
         read: list[Fields] = []
         for reader in self.readers:
@@ -338,7 +338,7 @@ class FastPath:
         Packed bytes are not trusted: `read` the result and `prove` it against them.
         """
         blank = [fields for reader in self.readers for fields in reader.blank(stored, scratch)]
-        if self.times > 1:
+        if self.splits > 1:
             blank = [self._regrouped(number, fields, scratch) for number, fields in enumerate(blank)]
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts:
@@ -350,7 +350,7 @@ class FastPath:
         for fields in blank:
             for field, held in _GROUPED.items():
                 if held in fields:
-                    np.copyto(fields[held], fields[field][:, :: self.times])
+                    np.copyto(fields[held], fields[field][:, :: self.splits])
         for reader in self.readers:
             reader.finish(stored, scratch)
 
@@ -363,7 +363,7 @@ class FastPath:
         held = [projection for reader in self.readers for projection in reader.holds]
         digests = [new_digest(spec) for _, spec in held]
         for field in (name for name in _FIELDS if name in read[0]):
-            hashed = _GROUPED[field] if self.times > 1 and field in _GROUPED else field
+            hashed = _GROUPED[field] if self.splits > 1 and field in _GROUPED else field
             for digest, fields in zip(digests, read, strict=True):
                 size = fields[hashed].size * (2 if field == "zeros" else fields[hashed].itemsize)
                 digest.update(field_header(field, size))
@@ -376,9 +376,6 @@ class FastPath:
                 for digest, fields in zip(digests, read, strict=True):
                     self._feed(digest, fields[hashed], field, scratch)
         return tuple((name, digest.hexdigest()) for (name, _), digest in zip(held, digests, strict=True))
-
-    def _keeps_scales(self, read: Sequence[Fields]) -> bool:
-        return self.scales is None or all(all_between(fields["scales"], *self.scales) for fields in read)
 
     def _proven(
         self, field: str, read: Sequence[Fields], outputs: Outputs, scratch: Array

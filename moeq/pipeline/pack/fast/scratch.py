@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,3 +32,12 @@ class Region:
         kind = np.dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         return scratch[self.start : self.start + size].view(kind).reshape(shape)
+
+
+def regions_of(sizes: Mapping[str, int], start: int = 0) -> dict[str, Region]:
+    """Return regions of so many bytes, one after the other."""
+    found: dict[str, Region] = {}
+    for name, size in sizes.items():
+        found[name] = Region(start, size)
+        start = found[name].stop
+    return found
