@@ -25,7 +25,7 @@ from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import check_destination, job_stamp, reopen_job, request_of
-from moeq.spelling import option
+from moeq.spelling import option, some_of
 
 #: Name of finalize's own journal.
 _SHARD = "finalize"
@@ -127,11 +127,10 @@ def refuse_contradictions(journals: Journals) -> None:
     """Refuse units of which two shards tell different things. Raises MoeqError `answer.units-contradict`."""
     found = journals.contradictions
     if found:
-        shown = "; ".join(f"{unit} ({', '.join(names)})" for unit, names in list(found.items())[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        shown = some_of([f"{unit} ({', '.join(names)})" for unit, names in found.items()], 5, "; ")
         raise MoeqError(
             "answer.units-contradict",
-            f"shards contradict each other about {len(found)} units: {shown}{more}",
+            f"shards contradict each other about {len(found)} units: {shown}",
             "the same unit gives the same bytes everywhere, so one of the machines (or its memory) is faulty; "
             "remove its journals from the folder and run its shards again elsewhere",
         )

@@ -8,7 +8,7 @@ what changed; only of floats, the comparison itself says that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,116 +16,17 @@ import numpy as np
 
 from moeq.checkpoint.manifest import Projection
 from moeq.checkpoint.names import StoredName
-from moeq.layouts.loops import floats, kt_amx, transpose
+from moeq.layouts.loops import floats
 from moeq.layouts.loops.native import NotCachedError, only_cached
-from moeq.matrix import MatrixSpec
-from moeq.pipeline.pack.fast.formats import Fields, Stored, stored_projection
+from moeq.pipeline.pack.fast.formats import stored_projection
 from moeq.pipeline.pack.fast.path import FilledMatrix, Inputs, ProjectionReader, ReadMatrix
-from moeq.pipeline.pack.fast.scratch import Array, Region, regions_of
-from moeq.schemes.kt_amx import KtAmx, scale_part, weight_part
+from moeq.pipeline.pack.fast.scratch import Array, Region
+from moeq.schemes.kt_amx import KtAmx
 from moeq.schemes.registry import get_format
 from moeq.transcode.act_order_fast import Sorting
 from moeq.transcode.recode_fields import PLAIN, Changes, Matrices, Recoder, recoders_of, same_bits
+from moeq.transcode.stored_matrices import StoredFloats, StoredTiles
 from moeq.transcode.transcode_plan import WrittenProjection
-
-
-@dataclass(frozen=True)
-class StoredFloats:
-    """A projection that is not quantised: `values`, uint16 or uint32 `[N, K]`, and a bias if there is one."""
-
-    spec: MatrixSpec
-    reads: tuple[str, ...]
-    transposed: bool  #: whether the tensor has rows and columns exchanged
-
-    @property
-    def scratch_bytes(self) -> int:
-        return Region(0, self.spec.n * self.spec.k * self.spec.bits // 8).stop if self.transposed else 0
-
-    def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        """Return `values`, and `bias` if there is one."""
-        fields = self.blank(stored, scratch)
-        if self.transposed:
-            transpose.copy_any(self._weight(stored).T, fields["values"])
-        return fields
-
-    def blank(self, stored: Stored, scratch: Array) -> Fields:
-        """Return memory for `values`, and `bias` if there is one."""
-        shape = self.spec.n, self.spec.k
-        region = Region(0, self.scratch_bytes)
-        fields = {"values": region.array(scratch, shape, self._dtype) if self.transposed else self._weight(stored)}
-        if "bias" in stored:
-            width = len(stored["bias"]) // self.spec.n
-            fields["bias"] = stored["bias"].view(f"u{width}").reshape(-1, 1)
-        return fields
-
-    def finish(self, stored: Stored, scratch: Array) -> None:
-        """Store `values` if they lie in scratch."""
-        if self.transposed:
-            transpose.copy_any(self.blank(stored, scratch)["values"].T, self._weight(stored))
-
-    @property
-    def _dtype(self) -> str:
-        return f"u{self.spec.bits // 8}"
-
-    def _weight(self, stored: Stored) -> Array:
-        n, k = self.spec.n, self.spec.k
-        return stored["weight"].view(self._dtype).reshape((k, n) if self.transposed else (n, k))
-
-
-@dataclass(frozen=True)
-class StoredTiles:
-    """A projection in the order of tiles, cut by NUMA node. Its codes and scales lie in scratch."""
-
-    spec: MatrixSpec
-    form: KtAmx
-    nodes: int
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        return tuple(self.form.signatures(self.spec, self.nodes))
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self._regions["scales"].stop
-
-    @cached_property
-    def _regions(self) -> dict[str, Region]:
-        spec = self.spec
-        return regions_of({"codes": spec.n * spec.k * spec.bits // 8, "scales": 4 * spec.n * spec.num_groups})
-
-    def blank(self, stored: Stored, scratch: Array) -> Fields:
-        spec = self.spec
-        return {
-            "codes": self._regions["codes"].array(scratch, (spec.n, spec.k * spec.bits // 32), "u4"),
-            "scales": self._regions["scales"].array(scratch, (spec.n, spec.num_groups), "u4"),
-        }
-
-    def finish(self, stored: Stored, scratch: Array) -> None:
-        for codes, scales, tiles, stored_scales in self._nodes(stored, scratch):
-            kt_amx.tile(codes, self.spec.bits, self.form.row_block, self.form.column_block, tiles)
-            np.divide(scales, np.float32(self.form.step), out=stored_scales)
-
-    def read(self, stored: Stored, scratch: Array) -> Fields | None:
-        for codes, scales, tiles, stored_scales in self._nodes(stored, scratch):
-            kt_amx.untile(tiles, self.spec.bits, self.form.row_block, self.form.column_block, codes)
-            np.multiply(stored_scales, np.float32(self.form.step), out=scales)
-        return self.blank(stored, scratch)
-
-    def _nodes(self, stored: Stored, scratch: Array) -> Iterator[tuple[Array, Array, Array, Array]]:
-        """Yield every node's codes and scales in scratch, and its stored parts."""
-        fields = self.blank(stored, scratch)
-        by_columns = self.spec.role in ("down", "w2")
-        for node in range(self.nodes):
-            codes, scales = (_share(fields[name], node, self.nodes, by_columns) for name in ("codes", "scales"))
-            tiles, stored_scales = stored[weight_part(node)].view(np.uint32), stored[scale_part(node)]
-            yield codes, scales.view(np.float32), tiles, stored_scales.view(np.float32).reshape(-1, 1)
-
-
-def _share(matrix: Array, node: int, nodes: int, by_columns: bool) -> Array:
-    """Return a node's rows or columns."""
-    size = matrix.shape[by_columns] // nodes
-    share = slice(node * size, (node + 1) * size)
-    return matrix[:, share] if by_columns else matrix[share]
 
 
 @dataclass(frozen=True)

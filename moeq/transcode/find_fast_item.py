@@ -121,7 +121,7 @@ class FastPaths:
         from moeq.pipeline.pack.fast.formats import stored_projection
         from moeq.pipeline.pack.fast.path import ProjectionReader
         from moeq.pipeline.pack.fast.scratch import Region
-        from moeq.transcode.block_matrix import stored_blocks
+        from moeq.transcode.stored_matrices import stored_blocks
 
         def stored_as(name: StoredName, described: Described) -> ReadMatrix | None:
             sigs = signatures[name]

@@ -38,6 +38,7 @@ from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import copy_side_files, index_of, require_complete, sync_files, write_json
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
+from moeq.spelling import some_of
 from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.planned_result import written_config
@@ -329,8 +330,7 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
     if plan.target.pack:
         found.append(f"SGLang takes the rest of the model from a GGUF file: put one beside the pack as {GGUF_NAME}")
     if plan.floats:
-        more = f" and {len(plan.floats) - 1} more" if plan.floats[1:] else ""
-        found.append(f"vLLM cannot load {plan.floats[0]}{more} in this format: written as floats")
+        found.append(f"vLLM cannot load {some_of(plan.floats, 1)} in this format: written as floats")
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     before = {old.dtype for old, new in kinds if old is not None and new is None}

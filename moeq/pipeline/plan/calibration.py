@@ -15,7 +15,7 @@ from moeq.model import Checkpoint
 from moeq.model.activation_scales import ScaleFault
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.format import ACTIVATION_SCALES
-from moeq.spelling import option
+from moeq.spelling import option, some_of
 
 #: Method whose loader compares the scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
 _EQUAL_SCALES = "CompressedTensorsW8A8Fp8MoEMethod"
@@ -92,8 +92,7 @@ def is_weight_only(verdict: Verdict) -> bool:
 
 def shown(faults: Sequence[ScaleFault]) -> str:
     """Describe the first faults and count the others."""
-    more = f" and {len(faults) - 3} more" if faults[3:] else ""
-    return "; ".join(fault.text for fault in faults[:3]) + more
+    return some_of([fault.text for fault in faults], 3, "; ")
 
 
 def _nvfp4(faults: Sequence[ScaleFault], verdict: Verdict, num_experts: int) -> str | None:

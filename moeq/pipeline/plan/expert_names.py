@@ -14,7 +14,7 @@ from moeq.oracle.engines.vllm.facts import versions_with
 from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Reason, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES
-from moeq.spelling import option
+from moeq.spelling import option, some_of
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
@@ -67,8 +67,8 @@ def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
         return verdict
     named = tensors.get(stale[0].name)
     instead = f"in place of that of {named.file}" if named else "which the index does not name"
-    more = f" and {len(stale) - 1} more" if stale[1:] else ""
-    text = f"the engine reads every tensor of every listed file: {stale[0].name} of {stale[0].file}{more}, {instead}"
+    read = some_of([f"{entry.name} of {entry.file}" for entry in stale], 1)
+    text = f"the engine reads every tensor of every listed file: {read}, {instead}"
     return _with_gate(verdict, text, "moeq convert SRC DST, which leaves stale copies out")
 
 

@@ -13,6 +13,7 @@ from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.paths import safe_names
 from moeq.errors import MoeqError
 from moeq.pipeline.state.journal import Journals, is_journal
+from moeq.spelling import some_of
 
 #: Prefix of files that are there only for the work and are never published.
 WORK_PREFIX = "moeq-work."
@@ -71,11 +72,10 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
     """
     found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
     if found:
-        shown = ", ".join(ascii(name)[1:-1] for name in found[:8])
-        more = f" and {len(found) - 8} more" if found[8:] else ""
+        shown = some_of([ascii(name)[1:-1] for name in found], 8)
         raise MoeqError(
             "usage.foreign-files",
-            f"{folder.path} {what}, and holds files that moeq did not write: {shown}{more}",
+            f"{folder.path} {what}, and holds files that moeq did not write: {shown}",
             "move them away, or name another folder; only what was written here by a conversion is ever removed",
         )
 

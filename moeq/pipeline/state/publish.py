@@ -42,7 +42,7 @@ from moeq.pipeline.state.records import UnitRecord, open_file_digest
 from moeq.pipeline.state.restore_data import write_restore_data
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
-from moeq.spelling import option
+from moeq.spelling import option, some_of
 from moeq.version import __version__
 
 
@@ -108,8 +108,8 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
     """Refuse to go on without all units; `what`: what the others are not. Raises MoeqError `answer.units-missing`."""
     missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
-        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else "")
-        raise MoeqError("answer.units-missing", f"{len(missing)} of {len(plan.units)} units {what}: {shown}", hint)
+        detail = f"{len(missing)} of {len(plan.units)} units {what}: {some_of(missing, 5)}"
+        raise MoeqError("answer.units-missing", detail, hint)
 
 
 def require_complete(plan: Plan, records: Mapping[str, UnitRecord], command: str) -> None:

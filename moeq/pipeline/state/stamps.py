@@ -30,6 +30,7 @@ from moeq.pipeline.plan.side_files import SIGNATURE_NAME
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp, differences
 from moeq.pipeline.state.records import open_file_digest
+from moeq.spelling import some_of
 from moeq.typed import read_as
 from moeq.version import __version__
 
@@ -105,10 +106,6 @@ def source_sample(source: Source) -> str:
     return digest.hexdigest()
 
 
-#: Differences named in a message.
-_SHOWN = 4
-
-
 def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
     """Check the destination of a job; return its manifest if it is the finished result of the same job.
 
@@ -124,8 +121,7 @@ def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
             raise
         found = list(_differences(job, folder, manifest))
         if found:
-            more = f" and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
-            detail = f"{error.message}, which is not what this would give: {', '.join(found[:_SHOWN])}{more}"
+            detail = f"{error.message}, which is not what this would give: {some_of(found, 4)}"
             raise MoeqError(error.code, detail, error.hint) from None
         return manifest
     return None
