@@ -46,7 +46,9 @@ def in_html(text: object) -> str:
 
 def in_xml(text: str) -> str:
     """Write out characters that XML cannot hold; whoever builds the tree escapes markup."""
-    return _visible(text)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in _LAYOUT else escape(char) for char in text)
 
 
 def in_markdown(text: object) -> str:
@@ -72,12 +74,6 @@ def in_data(value: Any) -> Any:
 def escape(char: str) -> str:
     """Spell one character as Python does: `\\n`, `\\x1b`, `\\u202e`."""
     return ascii(char)[1:-1]
-
-
-def _visible(text: str) -> str:
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char in _LAYOUT else escape(char) for char in text)
 
 
 def _defused(found: re.Match[str]) -> str:

@@ -56,6 +56,10 @@ class Area:
         shape = (*self.shape[:-1], last)
         return replace(self, dtype=dtype, shape=shape, strides=contiguous(shape))
 
+    def as_bytes(self) -> Area:
+        """Reinterpret 8-bit floats as bytes, which every GPU can load; other areas stay as they are."""
+        return self.cast(torch.uint8) if self.dtype.is_floating_point and self.itemsize == 1 else self
+
     def part(self, axis: int, start: int, size: int, step: int = 1) -> Area:
         """Slice `size` entries of an axis."""
         shape, strides = list(self.shape), list(self.strides)

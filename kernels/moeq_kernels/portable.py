@@ -94,13 +94,13 @@ def _gemm(
     kind = "plain" if not epilogue.gated else "interleaved" if epilogue.interleaved else "halves"
     columns = -(-(matrix.n // 2 if kind == "halves" else matrix.n) // blocks.n)
     weight: Area = matrix.weight
-    words = weight.cast(torch.int32) if fmt.codec == "hopper4" else as_bytes(weight)
+    words = weight.cast(torch.int32) if fmt.codec == "hopper4" else weight.as_bytes()
     arguments: dict[str, Argument] = {
         "x": x,
         "x_scale": x_scale,
         "w": words,
         "high": matrix.weight_high,
-        "scale": None if matrix.scale is None else as_bytes(matrix.scale),
+        "scale": None if matrix.scale is None else matrix.scale.as_bytes(),
         "zero": matrix.zero,
         "bias": matrix.bias,
         "global_scale": matrix.global_scale,
@@ -139,11 +139,6 @@ def _gemm(
     }
     sizes = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     return problem.launch("device.gemm:moe_gemm", (rows.tiles.shape[0] * columns,), arguments, constants, **sizes)
-
-
-def as_bytes(area: Area) -> Area:
-    """Cast 8-bit floats to bytes, so that GPUs without such a type can decode them."""
-    return area.cast(torch.uint8) if area.dtype.is_floating_point and area.itemsize == 1 else area
 
 
 def fp8_products(gpu: Gpu, interpret: bool) -> str:
@@ -204,7 +199,7 @@ def _quantize_e4m3(problem: Problem, matrix: PackedMatrix, x: Area, codes: Area,
     block = min(4096, next_power_of_two(group))
     arguments: dict[str, Argument] = {
         "x": x,
-        "q": as_bytes(codes),
+        "q": codes.as_bytes(),
         "scales": scales,
         "static_scale": matrix.input_scale,
         "stride_x": x.strides[0],

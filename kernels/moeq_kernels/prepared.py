@@ -49,11 +49,11 @@ class Program:
 
     def __init__(self, family: str, problem: Problem, device: int, plan: Any) -> None:
         self.family, self.problem, self.device, self.plan = family, problem, device, plan
-        names = [f"{name}.{field.name}" for name, matrix in (("w13", problem.w13), ("w2", problem.w2))
-                 for field in fields(matrix) if isinstance(getattr(matrix, field.name), Area)]  # fmt: skip
+        self.weights = [f"{name}.{field.name}" for name, matrix in (("w13", problem.w13), ("w2", problem.w2))
+                        for field in fields(matrix) if isinstance(getattr(matrix, field.name), Area)]  # fmt: skip
         from moeq_kernels.cuda import MOVING
 
-        self.roots = (*MOVING, *names)
+        self.roots = (*MOVING, *self.weights)
         self.maps: dict[Any, int] = {}
         self.bounds: OrderedDict[int, Any] = OrderedDict()
         self.lock = threading.Lock()
@@ -94,9 +94,8 @@ class PreparedLayer:
         reason: str | None,
         plan: Any = None,
     ) -> None:
-        self.problem, self.max_tokens, self.reason = problem, max_tokens, reason
-        self.family = family
-        self.device = device
+        self.family, self.problem, self.device = family, problem, device
+        self.max_tokens, self.reason = max_tokens, reason
         self._expected = (problem.dtype, problem.hidden, problem.top_k, device)
         self._tensors = tensors
         self._plan = plan
@@ -105,8 +104,7 @@ class PreparedLayer:
         self._kept: list[Any] = []
         if self._direct:
             self._program = _program(self.family, problem, device.index, plan)
-            weights = self._program.roots[6:]
-            self._weights = [tensors[name].data_ptr() for name in weights]
+            self._weights = [tensors[name].data_ptr() for name in self._program.weights]
         self._handle = register(self)
 
     def __str__(self) -> str:

@@ -85,14 +85,10 @@ class Output:
         """Write a line as it is, for the machine that reads stderr."""
         write(sys.stderr, text + "\n")
 
-    @property
-    def _command(self) -> str:
-        """`moeq convert`, from the schema's name."""
-        return self.schema.partition("/")[0].replace(".", " ", 1)
-
     def annotate(self, kind: str, title: str, message: str) -> None:
         """Repeat an `error` or a `warning` where GitHub shows it on the workflow's page."""
-        title = f"{self._command} {title}".rstrip()
+        command = self.schema.partition("/")[0].replace(".", " ", 1)  # `moeq convert`
+        title = f"{command} {title}".rstrip()
         if github.in_actions():
             self.line(github.annotation(kind, plain(title), "\n".join(map(plain, message.splitlines()))))
 

@@ -57,7 +57,7 @@ def codes(w, high, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, B
 def _marlin_words(
     w, k0, p0, K: tl.constexpr, N: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, EACH: tl.constexpr,
     ROWS: tl.constexpr = 16,
-):  # fmt: skip
+):
     """Load the words of a tile, EACH per column and ROWS rows."""
     rows = k0 // ROWS + tl.arange(0, BK // ROWS)
     words = p0 * EACH + tl.arange(0, EACH * BN)

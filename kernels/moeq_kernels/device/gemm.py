@@ -16,7 +16,7 @@ from moeq_kernels.device.scales import group_scales, scale_offset, scale_to_floa
 def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight,
             N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
             BIAS_SINGLE: tl.constexpr, CHANNELWISE: tl.constexpr, GLOBALS: tl.constexpr, GLOBAL_UNIT: tl.constexpr,
-            BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):  # fmt: skip
+            BN: tl.constexpr, WEIGHT_FIRST: tl.constexpr):
     """Apply everything linear to float32 sums: scales of channels, activations and the matrix, router weight, bias.
 
     An expert has GLOBALS global scales, of equal shares of the columns, in units of GLOBAL_UNIT. WEIGHT_FIRST
@@ -51,7 +51,7 @@ def _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pa
 def _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K: tl.constexpr, N: tl.constexpr, G: tl.constexpr,
               GROUP: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
               CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, FP8: tl.constexpr,
-              INTERPRET: tl.constexpr):  # fmt: skip
+              INTERPRET: tl.constexpr):
     """Multiply BK columns of e4m3 codes into float32 [BM, BN], and apply both scales if weights have groups.
 
     Hopper's tensor cores keep 14 bits of a sum of e4m3 products, so sums of BK columns are added up in float32.
@@ -82,7 +82,7 @@ def moe_gemm(
     ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, WEIGHT_FIRST: tl.constexpr, WEIGHT_LAST: tl.constexpr,
     TILES_N: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr,
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Compute one BM x BN tile of one expert's product from packed weights, with its epilogue.
 
     `tiles` `[T, 8]` are those of `device.routing` with height BM. For each sorted row, row `pair_of_row[row] // TOP_K`
@@ -138,18 +138,18 @@ def moe_gemm(
         a = tl.load(x_rows + source[None, :], mask=inside, other=0.0 if FP8 == "native" else 0)
         if FP8 == "":
             b = weight_tile(w, high, scale, zero, group_index, k0, p0, K, N, G, GROUP, ROWS, CODEC, ELEMENT, ORDER,
-                            STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+                            STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)
             acc = dot(a, b, acc, INTERPRET)
             if EPILOGUE == "halves":
                 b = weight_tile(w, high, scale, zero, group_index, k0, p0 + N // 2, K, N, G, GROUP, ROWS, CODEC,
-                                ELEMENT, ORDER, STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)  # fmt: skip
+                                ELEMENT, ORDER, STRIDE, SCALE, CHANNELWISE, BK, BN, DTYPE, INTERPRET)
                 acc_up = dot(a, b, acc_up, INTERPRET)
         else:
             acc += _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0, K, N, G, GROUP, CODEC, ORDER, STRIDE, SCALE,
-                             CHANNELWISE, BK, BN, FP8, INTERPRET)  # fmt: skip
+                             CHANNELWISE, BK, BN, FP8, INTERPRET)
             if EPILOGUE == "halves":
                 acc_up += _fp8_step(a, w, scale, x_scale, rows, valid, k0, p0 + N // 2, K, N, G, GROUP, CODEC, ORDER,
-                                    STRIDE, SCALE, CHANNELWISE, BK, BN, FP8, INTERPRET)  # fmt: skip
+                                    STRIDE, SCALE, CHANNELWISE, BK, BN, FP8, INTERPRET)
 
     if FP8 != "" and not CHANNELWISE:
         x_scale = None  # scales of groups are in the sums already
@@ -158,12 +158,12 @@ def moe_gemm(
         pair_weight = tl.load(pair_weights + pairs, mask=valid, other=0.0)
     value = _finish(acc, rows, valid, p0, expert, scale, bias, global_scale, x_scale, pair_weight, N,
                     CODEC, ORDER, STRIDE, SCALE, BIAS_SINGLE, CHANNELWISE and scale is not None, GLOBALS, GLOBAL_UNIT,
-                    BN, WEIGHT_FIRST)  # fmt: skip
+                    BN, WEIGHT_FIRST)
     column = column_of(p0 + tl.arange(0, BN), CODEC)
     if EPILOGUE == "halves":
         up = _finish(acc_up, rows, valid, p0 + N // 2, expert, scale, bias, global_scale, x_scale,
                      pair_weight, N, CODEC, ORDER, STRIDE, SCALE, BIAS_SINGLE, CHANNELWISE and scale is not None,
-                     GLOBALS, GLOBAL_UNIT, BN, WEIGHT_FIRST)  # fmt: skip
+                     GLOBALS, GLOBAL_UNIT, BN, WEIGHT_FIRST)
         value = activate_gated(value, up, ACTIVATION, ALPHA, BETA, LIMIT)
         keep = column < N // 2
     elif EPILOGUE == "interleaved":
@@ -192,7 +192,7 @@ def moe_gemm(
 
 @triton.jit
 def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
-                  K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
+                  K: tl.constexpr, BLOCK: tl.constexpr, INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr):
     """Quantise a row to symmetric int8 codes, to nearest even; scale = max |x| / 127 (1 for zeros) or static_scale."""
     if DEPENDENT:
         gdc_wait()
@@ -220,7 +220,7 @@ def quantize_rows(x, q, scales, static_scale, stride_x, stride_q,
 @triton.jit
 def quantize_rows_e4m3(x, q, scales, static_scale, stride_x, stride_q, K: tl.constexpr, G: tl.constexpr,
                        GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
-                       INTERPRET: tl.constexpr):  # fmt: skip
+                       INTERPRET: tl.constexpr):
     """Quantise a group of GROUP columns of a row to e4m3 codes, to nearest even, with scales `[R, G]`.
 
     q holds bytes, or the codes as bfloat16 numbers. scale = max |x| / 448 (1 for zeros) or static_scale. vLLM 0.33

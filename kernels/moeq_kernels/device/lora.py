@@ -15,7 +15,7 @@ def activate_rows(
     WIDTH: tl.constexpr, EACH: tl.constexpr, UP_AT: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Compute out[pair] = activation(gate + gate_more, up + up_more) of float32 rows.
 
     `sums` `[R, stride]` holds gate and up of `columns` columns, one after the other or INTERLEAVED, or only up. Addends
@@ -51,7 +51,7 @@ def activate_rows(
 def add_choices(
     outputs, outputs_rows, more, more_rows, weights, y, hidden, stride, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
     INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Compute y[token] = sum over its choices of weight * (output + addend), float32 rows, in the order of choices.
 
     `outputs` is `[R, stride]`, `more` `[R, hidden]` or None; rows of pairs are those of `activate_rows`.

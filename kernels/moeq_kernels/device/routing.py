@@ -82,7 +82,7 @@ def route_few(
     ids, expert_map, x, sorted_x, pair_of_row, inverse, tiles, num_tiles, cleared, to_clear, pairs, top_k, hidden,
     stride_x, EXPERTS, KNOWN, MOST, TILE, GRAIN, listers, MAPPED: tl.constexpr, PAIRS: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COPY: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Sort up to a few thousand pairs in one kernel; grid: (listers + blocks of ROWS pairs, slices).
 
     Every program reads all pairs. The first `listers` programs list the tiles; the others place their pairs and, with
@@ -125,7 +125,7 @@ def route_few(
 def count_pairs(
     ids, expert_map, counts, cleared, to_clear, pairs, EXPERTS, KNOWN, MAPPED: tl.constexpr, BLOCK: tl.constexpr,
     BINS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Count pairs per expert in each block of BLOCK pairs into `[blocks, BINS]`; set `to_clear` integers to zero."""
     if DEPENDENT:
         gdc_wait()
@@ -143,7 +143,7 @@ def count_pairs(
 def place_pairs(
     ids, expert_map, counts, pair_of_row, inverse, tiles, num_tiles, pairs, EXPERTS, KNOWN, MOST, TILE, GRAIN,
     MAPPED: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Place the pairs of one block, and write a share of the list of tiles."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
@@ -184,7 +184,7 @@ def place_pairs(
 def gather_rows(
     x, sorted_x, pair_of_row, tiles, num_tiles, pairs, top_k, hidden, stride_x, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
+):
     """Copy tokens to sorted rows: sorted_x[row] = x[token of row]; grid: (ROWS rows, COLUMNS columns)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     if DEPENDENT:
@@ -216,7 +216,7 @@ def _as_float(part):
 def sum_rows(
     parts, inverse, weights, y, tokens, hidden, rows, stride_w, TOP_K: tl.constexpr, SPLITS: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Compute y[t] = sum over choices of weight (1 if None) * sum over splits of parts `[SPLITS, rows, hidden]`."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

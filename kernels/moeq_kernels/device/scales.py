@@ -101,7 +101,7 @@ def spread(values, ROWS: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def zero_points(zero, groups, p0, G: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
-                CODEC: tl.constexpr, ELEMENT: tl.constexpr):  # fmt: skip
+                CODEC: tl.constexpr, ELEMENT: tl.constexpr):
     """Load zero points as int32 [ROWS, BN]; they are 0 beyond the matrix."""
     if CODEC == "marlin4":  # word 8 tile + octet, field block + 4 half
         words = p0 // 8 + tl.arange(0, BN // 8)
@@ -152,7 +152,7 @@ def weight_tile(
     K: tl.constexpr, N: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     CODEC: tl.constexpr, ELEMENT: tl.constexpr, ORDER: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr,
     CHANNELWISE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Return weights [BK, BN] as operand of a dot: DTYPE, rounded once, or int8 codes for `int8`.
 
     The epilogue applies channel-wise scales: integers minus zero points are exact in 16-bit floats.
@@ -183,7 +183,7 @@ def weight_tile(
 
 @triton.jit
 def group_scales(scale, groups, p0, G: tl.constexpr, N: tl.constexpr, CODEC: tl.constexpr, ORDER: tl.constexpr,
-                 STRIDE: tl.constexpr, SCALE: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+                 STRIDE: tl.constexpr, SCALE: tl.constexpr, BN: tl.constexpr):
     """Load scales of groups at positions p0 .. p0 + BN as float32 [groups, BN]."""
     positions = p0 + tl.arange(0, BN)
     offset = scale_offset(groups[:, None], positions[None, :], CODEC, ORDER, STRIDE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.config import int8_w8a8_moe_quant_config
@@ -69,9 +70,7 @@ def _wna16(reader: VLLM) -> EngineExperts:
         classes=lambda: int_wna16.backend_to_kernel_cls(backend),
         keys=_wna16_keys,
         quant_config=_wna16_config,
-        kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
-            moe_quant_config=config, moe_config=moe, experts_cls=kind, backend=backend, routing_tables=tables
-        ),
+        kernel=partial(int_wna16.make_wna16_moe_kernel, backend=backend),
     )
 
 
@@ -92,32 +91,23 @@ def _triton_wna16(reader: VLLM) -> EngineExperts:
 
 
 def _act_order(reader: VLLM) -> EngineExperts:
-    from moeq.engines.vllm.older_versions import act_order_kernel
+    from moeq.engines.vllm.older_versions import act_order_arguments
 
-    return replace(_wna16(reader), kernel=act_order_kernel)
-
-
-def _int8_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-    if VERSION < (0, 28):  # its expert class asserts that activations are floating-point
-        from moeq.engines.vllm.older_versions import triton_kernel
-
-        return triton_kernel(config, moe, kind, tables, tensors)
-    return int8.make_int8_moe_kernel(int8.Int8MoeBackend.TRITON, config, moe, kind, routing_tables=tables)
-
-
-def _int8_classes() -> Any:
-    if VERSION < (0, 28):
-        from moeq.engines.vllm.older_versions import FunctionalExperts
-
-        return [FunctionalExperts]
-    return int8.backend_to_kernel_cls(int8.Int8MoeBackend.TRITON)
+    return replace(_wna16(reader), kernel_arguments=act_order_arguments)
 
 
 def _int8(reader: VLLM) -> EngineExperts:
+    if VERSION < (0, 28):  # its expert class asserts that activations are floating-point
+        from moeq.engines.vllm.older_versions import FunctionalExperts, triton_kernel
+
+        classes, kernel = lambda: [FunctionalExperts], triton_kernel
+    else:
+        triton = int8.Int8MoeBackend.TRITON
+        classes, kernel = partial(int8.backend_to_kernel_cls, triton), partial(int8.make_int8_moe_kernel, triton)
     return EngineExperts(
         title="TRITON (int8 W8A8)",
         reader=reader,
-        classes=_int8_classes,
+        classes=classes,
         keys=lambda weights: (quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
         # The oracle of 0.26.0 takes dynamic activation scales for none and would run W8A16.
         quant_config=lambda tensors, weights, clamp: int8_w8a8_moe_quant_config(
@@ -129,7 +119,7 @@ def _int8(reader: VLLM) -> EngineExperts:
             w2_bias=tensors.get("w2_bias"),
             per_act_token_quant=True,
         ),
-        kernel=_int8_kernel,
+        kernel=kernel,
     )
 
 

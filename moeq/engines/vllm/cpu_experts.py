@@ -118,9 +118,7 @@ def _int4(reader: VLLM) -> EngineExperts:
         # The class knows this key alone; its kernel subtracts any zero points.
         keys=partial(_unbiased, quant_utils.kInt4Static, None),
         quant_config=_int4_config,
-        kernel=lambda config, moe, kind, tables, tensors: int_wna16.make_wna16_moe_kernel(
-            config, moe, kind, int_wna16.WNA16MoEBackend.CPU, routing_tables=tables
-        ),
+        kernel=partial(int_wna16.make_wna16_moe_kernel, backend=int_wna16.WNA16MoEBackend.CPU),
         settle=_in_float32,
     )
 
@@ -132,9 +130,7 @@ def _int8(reader: VLLM) -> EngineExperts:
         classes=lambda: [cpu_moe.CPUExpertsInt8],
         keys=partial(_unbiased, quant_utils.kInt8StaticChannelSym, quant_utils.kInt8DynamicTokenSym),
         quant_config=_int8_config,
-        kernel=lambda config, moe, kind, tables, tensors: int8.make_int8_moe_kernel(
-            int8.Int8MoeBackend.CPU, config, moe, kind, routing_tables=tables
-        ),
+        kernel=partial(int8.make_int8_moe_kernel, int8.Int8MoeBackend.CPU),
         settle=_by_rows,
         finishes=False,  # the class would pack the weights
     )
@@ -147,9 +143,7 @@ def _mxfp4(reader: VLLM, constants: Clamp | None = None) -> EngineExperts:
         classes=lambda: [cpu_moe.CPUExpertsMxfp4],
         keys=lambda weights: (quant_utils.kMxfp4Static, None),
         quant_config=partial(_mxfp4_config, constants),
-        kernel=lambda config, moe, kind, tables, tensors: mxfp4.make_mxfp4_moe_kernel(
-            config, moe, kind, mxfp4.Mxfp4MoeBackend.CPU, routing_tables=tables
-        ),
+        kernel=partial(mxfp4.make_mxfp4_moe_kernel, mxfp4_backend=mxfp4.Mxfp4MoeBackend.CPU),
         settle=_mxfp4_settled,
         rounds_sizes=True,
     )

@@ -95,9 +95,11 @@ class EngineExperts:
     keys: Callable[[RankWeights], tuple[Any, Any]]  #: function that gives the engine's `(weight key, activation key)`
     #: Function that makes the engine's record of scales, from the layer's tensors and the constants of its activation.
     quant_config: Callable[[Tensors, RankWeights, Clamp], Any]
-    #: Function that makes the engine's kernel, from that record, the engine's MoE config, the expert class, the routing
-    #: tables and the layer's tensors.
-    kernel: Callable[[Any, Any, Any, Any, Tensors], Any]
+    #: Function that makes the engine's kernel, from `moe_quant_config` (that record), `moe_config`, `experts_cls` and
+    #: `routing_tables`.
+    kernel: Callable[..., Any]
+    #: Function that gives more arguments of `kernel` from the layer's tensors.
+    kernel_arguments: Callable[[Tensors], dict[str, Any]] = lambda tensors: {}
     #: Function that gives the filled layer what the engine's own preparation adds beside weights: parameters by the
     #: engine's names, sizes after padding. Its last argument reads the scales of static activations.
     settle: Callable[[Any, RankWeights, ReadScales], None] = as_filled

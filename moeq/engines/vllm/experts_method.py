@@ -202,7 +202,13 @@ class MoeqMoEMethod(PackedMethod, FusedMoEMethodBase):  # type: ignore[misc]
         self.engine.settle(layer, self.weights, self._activation_scales)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         tables, tensors = layer._expert_routing_tables(), _as_engine_dtypes(dict(layer.named_parameters()))
-        self.moe_kernel = self.engine.kernel(self.moe_quant_config, self.moe, self.experts_cls, tables, tensors)
+        self.moe_kernel = self.engine.kernel(
+            moe_quant_config=self.moe_quant_config,
+            moe_config=self.moe,
+            experts_cls=self.experts_cls,
+            routing_tables=tables,
+            **self.engine.kernel_arguments(tensors),
+        )
         if self.engine.finishes:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 

@@ -121,12 +121,6 @@ def _nvfp4_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: C
     )
 
 
-def _nvfp4_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-    return nvfp4.make_nvfp4_moe_kernel(
-        moe_quant_config=config, moe_config=moe, experts_cls=kind, backend=backend, routing_tables=tables
-    )
-
-
 def _nvfp4_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Add all scales to the layer by the engine's names, in the same memory."""
     named_scales(as_it_is, layer, weights, scales)
@@ -169,7 +163,7 @@ def _nvfp4(reader: VLLM, padded: tuple[str, ...] = ()) -> EngineExperts:
         classes=partial(nvfp4.backend_to_kernel_cls, backend),
         keys=_nvfp4_keys,
         quant_config=partial(_nvfp4_config, backend),
-        kernel=partial(_nvfp4_kernel, backend),
+        kernel=partial(nvfp4.make_nvfp4_moe_kernel, backend=backend),
         settle=partial(_nvfp4_settled, backend, padded),
     )
 
@@ -225,12 +219,6 @@ def _fp8_config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Cla
     )
 
 
-def _fp8_kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-    return fp8.make_fp8_moe_kernel(
-        moe_quant_config=config, moe_config=moe, experts_cls=kind, fp8_backend=backend, routing_tables=tables
-    )
-
-
 def _static_scales(layer: Any, weights: RankWeights, scales: ReadScales) -> None:
     """Set one scale for all experts of the rank: the largest."""
     activation = weights.scheme.activation
@@ -270,18 +258,16 @@ def _e8m0_is_off(weights: RankWeights) -> str | None:
 
 def _fp8(reader: VLLM, scale: Form = as_it_is, padded: tuple[str, ...] = (), **more: Any) -> EngineExperts:
     backend = fp8.Fp8MoeBackend[reader.backend]
-    return EngineExperts(
-        **{
-            "title": f"{reader.backend} (FP8)",
-            "reader": reader,
-            "classes": partial(fp8.backend_to_kernel_cls, backend),
-            "keys": _fp8_keys,
-            "quant_config": partial(_fp8_config, backend),
-            "kernel": partial(_fp8_kernel, backend),
-            "settle": partial(_fp8_settled, scale, padded),
-            **more,
-        }
+    row = EngineExperts(
+        title=f"{reader.backend} (FP8)",
+        reader=reader,
+        classes=partial(fp8.backend_to_kernel_cls, backend),
+        keys=_fp8_keys,
+        quant_config=partial(_fp8_config, backend),
+        kernel=partial(fp8.make_fp8_moe_kernel, fp8_backend=backend),
+        settle=partial(_fp8_settled, scale, padded),
     )
+    return replace(row, **more)
 
 
 def _mxfp8(reader: VLLM, scale: Form = as_it_is, **more: Any) -> EngineExperts:

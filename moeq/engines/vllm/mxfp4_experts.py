@@ -7,6 +7,7 @@ stored bytes then become their memory.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,26 +50,20 @@ def _config(backend: Any, tensors: Tensors, weights: RankWeights, clamp: Clamp) 
     )
 
 
-def _kernel(backend: Any, config: Any, moe: Any, kind: Any, tables: Any, tensors: Tensors) -> Any:
-    return mxfp4.make_mxfp4_moe_kernel(config, moe, kind, backend, routing_tables=tables)
-
-
 def _row(reader: VLLM, activation: Any = _16_BIT, **more: Any) -> EngineExperts:
     """Make experts whose sizes are rounded up before weights are made."""
     backend = mxfp4.Mxfp4MoeBackend[reader.backend]
-    return EngineExperts(
-        **{
-            "title": f"{reader.backend} (MXFP4)",
-            "reader": reader,
-            "classes": partial(mxfp4.backend_to_kernel_cls, backend),
-            "keys": lambda weights: (_WEIGHTS, activation),
-            "quant_config": partial(_config, backend),
-            "kernel": partial(_kernel, backend),
-            "settle": partial(named_scales, as_it_is),
-            "rounds_sizes": True,
-            **more,
-        }
+    row = EngineExperts(
+        title=f"{reader.backend} (MXFP4)",
+        reader=reader,
+        classes=partial(mxfp4.backend_to_kernel_cls, backend),
+        keys=lambda weights: (_WEIGHTS, activation),
+        quant_config=partial(_config, backend),
+        kernel=partial(mxfp4.make_mxfp4_moe_kernel, mxfp4_backend=backend),
+        settle=partial(named_scales, as_it_is),
+        rounds_sizes=True,
     )
+    return replace(row, **more)
 
 
 # ----------------------------------------------------------------------------------------------- FlashInfer, DeepGEMM

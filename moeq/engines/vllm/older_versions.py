@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe import modular_kernel
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts, TritonWNA16Experts
 from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-from vllm.model_executor.layers.fused_moe.oracle import int_wna16
 from vllm.model_executor.layers.quantization.utils import quant_utils
 
 from moeq.errors import MoeqError
@@ -82,9 +81,9 @@ class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
         )
 
 
-def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
+def triton_kernel(moe_quant_config: Any, moe_config: Any, experts_cls: Any, routing_tables: Any) -> Any:
     """Make the kernel. Raises MoeqError `answer.no-backend` if tokens would have to be sent to other ranks first."""
-    if moe.moe_parallel_config.use_all2all_kernels:
+    if moe_config.moe_parallel_config.use_all2all_kernels:
         raise MoeqError(
             "answer.no-backend",
             f"moeq runs the Triton experts of vLLM {vllm.__version__} without its all-to-all kernels, and this "
@@ -92,23 +91,18 @@ def triton_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[s
             f"pip install vllm=={VLLM_VERSIONS[0]}, or start without data parallelism",
         )
     prepare = maybe_make_prepare_finalize(
-        moe=moe, quant_config=config, routing_tables=tables, allow_new_interface=True, use_monolithic=False
+        moe=moe_config,
+        quant_config=moe_quant_config,
+        routing_tables=routing_tables,
+        allow_new_interface=True,
+        use_monolithic=False,
     )
-    return FunctionalKernel(prepare, kind(moe_config=moe, quant_config=config))
+    return FunctionalKernel(prepare, experts_cls(moe_config=moe_config, quant_config=moe_quant_config))
 
 
-def act_order_kernel(config: Any, moe: Any, kind: Any, tables: Any, tensors: dict[str, Any]) -> Any:
-    """Make Marlin's kernel with the groups and the order of columns, and all of K on this rank."""
-    return int_wna16.make_wna16_moe_kernel(
-        moe_quant_config=config,
-        moe_config=moe,
-        experts_cls=kind,
-        backend=int_wna16.WNA16MoEBackend.MARLIN,
-        is_k_full=True,
-        **_order(tensors, "w13"),
-        **_order(tensors, "w2"),
-        routing_tables=tables,
-    )
+def act_order_arguments(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of Marlin's kernel: the groups and the order of columns, and all of K on this rank."""
+    return {"is_k_full": True, **_order(tensors, "w13"), **_order(tensors, "w2")}
 
 
 def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def take_cpu(layer: Any) -> None:
     cpu = torch.device("cpu", 0)
     layer.device, layer._expected = cpu, (*layer._expected[:3], torch.device("cpu"))
     layer._direct, layer._program = True, prepared._program(layer.family, layer.problem, 0, None)
-    weights = {one: torch.empty(64, dtype=torch.uint8) for one in layer._program.roots[6:]}
+    weights = {one: torch.empty(64, dtype=torch.uint8) for one in layer._program.weights}
     layer._tensors, layer._weights = weights, [one.data_ptr() for one in weights.values()]
 
 

@@ -32,7 +32,7 @@ def sum_choices(
     y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, column, hidden, stride_w, pairs, experts,
     known, MAPPED: gl.constexpr, TOP_K: gl.constexpr, SHARES: gl.constexpr, COLUMNS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
-):  # fmt: skip
+):
     """Compute y[token] = sum over choices of weight * (sum over shares * scale + bias) for COLUMNS columns, in order.
 
     Scales are in units of UNIT.

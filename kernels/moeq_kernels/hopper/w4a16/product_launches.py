@@ -193,10 +193,7 @@ def channel_scale(matrix: PackedMatrix) -> Area | None:
 
 def group_scale(matrix: PackedMatrix) -> Area | None:
     """Return scales of groups along k, 8-bit scales as bytes, or None if output features have scales."""
-    if matrix.channelwise or matrix.scale is None:
-        return None
-    scale: Area = matrix.scale
-    return scale.cast(torch.uint8) if scale.itemsize == 1 else scale
+    return None if matrix.channelwise or matrix.scale is None else matrix.scale.as_bytes()
 
 
 def _steps(matrix: PackedMatrix, x: Area, step: int) -> int:
@@ -227,7 +224,7 @@ def boxes(matrix: PackedMatrix, x: Area, step: int, tiles: int, tokens: int) -> 
         high = Box(matrix.weight_high.view(-1, matrix.n // 64, words), (step // 64, tiles, words), shared)
     block = (step // layouts.word_rows(kind), tiles, words)
     groups = layouts.groups_of(step, group_of(matrix))
-    scale: Area = matrix.scale.cast(torch.uint8) if matrix.scale.itemsize == 1 else matrix.scale
+    scale: Area = matrix.scale.as_bytes()
     return (
         Box(matrix.weight.view(-1, matrix.n // 64, words), block, shared),
         high,

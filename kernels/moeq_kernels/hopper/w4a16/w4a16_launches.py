@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -54,29 +53,19 @@ MAX_COPIED_ROWS = 4
 HEIGHT_GRAIN = 32
 
 
-@cache
-def _layer(problem: Problem) -> tuple[Work, bool, tuple[Plan, ...]]:
-    """Return what every call of a layer shares.
-
-    That is its work (of no pairs), whether the `mma.sync` kernels read it, and where the two matrices have different
-    formats the plans to choose from.
-    """
-    first, second = problem.w13, problem.w2
-    sizes = 0, problem.experts, first.k, problem.intermediate
-    codes, both = (kind_of(first), problem.top_k, group_of(first)), alike(first, second)
-    work = Work(*sizes, *codes, problem.gpu, both, problem.epilogue.gated)
-    only: tuple[Plan, ...] = ()
-    if not both and not one_group(first, second):
-        sizes_of = kernel_for(WIDE32, kind_of(first), group_of(first), problem.gpu)
-        only = (Plan(kernel_for(sizes_of, kind_of(second), group_of(second), problem.gpu)),)
-    return work, not any(mma.reasons(problem)), only
-
-
 def cuts(problem: Problem, tokens: int) -> tuple[Work, list[tuple[Plan | MmaPlan, Tiling, tuple[int, int]]]]:
     """Return what a call has to do, and its candidates with how each cuts the products."""
-    layer, has_mma, only = _layer(problem)
-    work = replace(layer, pairs=tokens * problem.top_k)
-    return work, [(one, *cut(one, work.kind)) for one in only or candidates(work, has_mma)]
+    first, second = problem.w13, problem.w2
+    kind, group, both = kind_of(first), group_of(first), alike(first, second)
+    sizes = tokens * problem.top_k, problem.experts, first.k, problem.intermediate
+    work = Work(*sizes, kind, problem.top_k, group, problem.gpu, both, problem.epilogue.gated)
+    plans: Iterable[Plan | MmaPlan]
+    if both or one_group(first, second):
+        plans = candidates(work, not any(mma.reasons(problem)))
+    else:  # of different formats: the wide kernel with the fewest tokens reads both
+        of_first = kernel_for(WIDE32, kind, group, problem.gpu)
+        plans = [Plan(kernel_for(of_first, kind_of(second), group_of(second), problem.gpu))]
+    return work, [(one, *cut(one, kind)) for one in plans]
 
 
 @cache

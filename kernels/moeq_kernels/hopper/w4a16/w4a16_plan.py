@@ -114,7 +114,6 @@ WIDE64_HALVES = Wide(64, 9, warpgroups=2, registers=232, gathers=True)
 WIDES = (WIDE32, WIDE64, WIDE64_HALVES, WIDE96, replace(WIDE96, gathers=True), WIDE160, replace(WIDE160, gathers=True))
 
 
-@cache
 def kernel_for(kernel: Kernel, kind: str, group: int, gpu: Gpu = H200) -> Kernel:
     """Adapt a kernel to other codes than `uint4` and groups other than 128."""
     if isinstance(kernel, Wide):

@@ -162,11 +162,6 @@ def in_marlin_order(matrix: PackedMatrix) -> bool:
     return matrix.element in ("int4", "e2m1")
 
 
-def _signed(codes: Area) -> Area:
-    """Cast e4m3 codes to unsigned bytes, by which the quantising kernels tell them from int8 codes."""
-    return codes if codes.dtype == torch.int8 else codes.cast(torch.uint8)
-
-
 def _quantised(
     problem: Problem, piece: Piece, arena: Arena, plan: Int8Plan, grain: int | None
 ) -> tuple[list[Launch], Quantised]:
@@ -182,7 +177,7 @@ def _quantised(
     arguments: dict[str, Argument] = {
         "x": piece.x,
         "static_scale": problem.w13.input_scale,
-        "codes": _signed(rows.codes),
+        "codes": rows.codes.as_bytes(),  # unsigned, by which the kernel tells e4m3 codes from int8 codes
         "scales": rows.scales,
         "scale_stride": rows.scale_stride,
         "inverse": pairs_sorted.inverse,
@@ -247,7 +242,7 @@ def _requantised(
     warps = warps_for(columns)
     arguments: dict[str, Argument] = {
         "static_scale": problem.w2.input_scale,
-        "codes": _signed(rows.codes),
+        "codes": rows.codes.as_bytes(),
         "scales": rows.scales,
         "scale_stride": rows.scale_stride,
         "tiles": found.sorted.tiles,

@@ -67,11 +67,6 @@ class Int8Wide:
         """Token rows per tile: 64 for each of two warpgroups (a third would leave too few registers and stages)."""
         return 128
 
-    @property
-    def cap(self) -> None:
-        """One program fills a multiprocessor."""
-        return None
-
 
 @dataclass(frozen=True)
 class Int8Plan:

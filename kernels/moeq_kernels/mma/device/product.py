@@ -58,8 +58,6 @@ def token_buffer(rows):
     return gl.SwizzledSharedLayout(8, 64 // rows, rows // 8, [1, 0])
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _copy(
     step, stage, some, w, group_scale, x, token, inside, w_buf, s_buf, x_buf, w_row, s_row, tile, pair_tiles, slabs,
@@ -215,6 +213,3 @@ def expert_product_mma(
                 acc, base, row, end_row, column, second, columns, stride, scale, bias, split == 0, expert, packed,
                 EPILOGUE, False, TOKENS, min(TOKENS, 16), UNIT,
             )
-
-
-# fmt: on

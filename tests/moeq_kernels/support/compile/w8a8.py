@@ -103,7 +103,8 @@ def compile_case(case: Int8Case, **options: Any) -> Any:
         types["bias"] = "*bf16"
     else:
         constants["bias"] = None
-    return _compile(function, types, constants, ({"maxnreg": kernel.cap} if kernel.cap else {}) | options)
+    capped = {"maxnreg": kernel.cap} if isinstance(kernel, Int8Narrow) and kernel.cap else {}
+    return _compile(function, types, constants, capped | options)
 
 
 def _compile(function: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, Any]) -> Any:

@@ -106,7 +106,7 @@ def group_at(k, more: gl.constexpr, groups, GROUP: gl.constexpr):
 def zero_offsets(
     zero, row, row_words, tile, pair_tiles, WIDE: gl.constexpr, KIND: gl.constexpr = "uint4",
     HALF: gl.constexpr = False,
-):  # fmt: skip
+):
     """Load zero points of one group as `weights.step_operand` takes them.
 
     `zero` is int32 `[rows, row_words]` with 8 words per tile of 64 columns (8-bit: 16); `tile` is the first tile of
@@ -187,7 +187,7 @@ def row_places(column, second_column, expert, packed, WIDE: gl.constexpr, TOKENS
 def affine_rows(
     acc, column, second_column, scale, bias, bias_here, expert, packed, WIDE: gl.constexpr, TOKENS: gl.constexpr,
     UNIT: gl.constexpr = 1.0,
-):  # fmt: skip
+):
     """Return acc * channel scale + bias for accumulators with rows in map order; arguments as in `store_chunks`.
 
     In this order a thread loads few scales and biases.
@@ -224,7 +224,7 @@ def rounded(value, kind: gl.constexpr):
 def store_pair(
     first, second, out, row, end_row, column, second_column, columns, stride, EPILOGUE: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
+):
     """Activate both results of `pair_columns` and store rows from `row` to end_row.
 
     `column` and `second_column` are the packed columns where the halves begin; out has `columns` columns.
@@ -251,7 +251,7 @@ def store_pair(
 def store_split(
     first, second, out, partial, arrived, split, block, rows, row, end_row, column, second_column, columns, stride,
     EPILOGUE: gl.constexpr, TOKENS: gl.constexpr, SPLITS: gl.constexpr, EVICTION: gl.constexpr,
-):  # fmt: skip
+):
     """Store both results of `pair_columns` for one of SPLITS shares of k; the last program to arrive adds all shares.
 
     `partial` is float32 `[SPLITS, rows, 2 * columns]`; `arrived` counts programs per tile and block of columns. Shares
@@ -280,7 +280,7 @@ def store_split(
 def store_chunks(
     acc, out, row, end_row, column, second_column, columns, stride, scale, bias, bias_here, expert, packed,
     EPILOGUE: gl.constexpr, WIDE: gl.constexpr, TOKENS: gl.constexpr, CHUNK: gl.constexpr, UNIT: gl.constexpr = 1.0,
-):  # fmt: skip
+):
     """Finish and store accumulators in chunks of CHUNK tokens, which bounds the shared memory for transposing them.
 
     `scale` and `bias` are `[experts, packed]` in Marlin's 32-column order, or None; scales are in units of UNIT.
@@ -296,7 +296,7 @@ def store_chunks(
 def _store_chunks(
     acc, out, row, end_row, column, second_column, columns, stride, EPILOGUE: gl.constexpr, WIDE: gl.constexpr,
     TOKENS: gl.constexpr, CHUNK: gl.constexpr,
-):  # fmt: skip
+):
     if TOKENS == CHUNK:
         one, two = pair_columns(acc, WIDE, TOKENS, epilogue.interleaved(EPILOGUE))
         store_pair(one, two, out, row, end_row, column, second_column, columns, stride, EPILOGUE, WIDE, TOKENS)

@@ -22,8 +22,6 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, steps, weights
 TOKENS = gl.constexpr(8)
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _store_row(acc, place, half, left, second_left):
     """Store the first token's sums: two ranges of 128 columns with distance `half`, cut at the ends of their rows."""
@@ -240,6 +238,3 @@ def few_down(
             y, ids, expert_map, topk_weights, parts, scale, bias, packed, token, block * 256, hidden, stride_w, pairs,
             experts, known, MAPPED, TOP_K, SHARES, 256, UNIT,
         )
-
-
-# fmt: on

@@ -22,7 +22,7 @@ def expert_product_narrow(
     stride, rows, zero_words, scale, bias, global_scale, packed, TOKENS: gl.constexpr, STEP: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr, KIND: gl.constexpr, EPILOGUE: gl.constexpr,
     SPLITS: gl.constexpr, AFTER: gl.constexpr, DEPENDENT: gl.constexpr,
-):  # fmt: skip
+):
     """Compute out[row] = epilogue(x[row] @ W[expert of row].T), see `epilogue.Epilogue`.
 
     Args:
@@ -83,7 +83,7 @@ def expert_product_narrow(
             steps.load_weights(
                 first + i, i, ready.index(i), w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP,
                 GROUP, KIND, first + i < last,
-            )  # fmt: skip
+            )
         if DEPENDENT and not FIRST:
             gdc_wait()
         for i in gl.static_range(STAGES):
@@ -101,14 +101,14 @@ def expert_product_narrow(
             acc, part = steps.multiply(
                 acc, part, w_view, s_view, stage, x_buf, stage, zero, s_row, groups, zero_words,
                 tile, pair_tiles, step * STEP, STEP, TOKENS, GROUP, ZEROS, KIND, AFTER,
-            )  # fmt: skip
+            )
             barrier()
             ahead = step + STAGES
             mbarrier.expect(bar, SIZE, pred=ahead < last)
             steps.load_weights(
                 ahead, stage, bar, w_desc, s_desc, w_buf, s_buf, w_row, s_row, tile, pair_tiles, STEP, GROUP,
                 KIND, ahead < last,
-            )  # fmt: skip
+            )
             steps.load_tokens(ahead, stage, bar, x_desc, x_buf, row, STEP, ahead < last)
 
         column = tile * 64
@@ -125,4 +125,4 @@ def expert_product_narrow(
             common.store_split(
                 one, two, out, partial, arrived, split, block, rows, row, end_row, column, second, columns, stride,
                 EPILOGUE, TOKENS, SPLITS, KEPT,
-            )  # fmt: skip
+            )

@@ -38,8 +38,6 @@ def heights(least, tokens):
     return tuple(height for height in (8, 16, 32, 64) if least <= height <= tokens)
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _add_shares(acc, partial, arrived, item, share, shares, NOW: gl.constexpr, TOKENS: gl.constexpr):
     """Store the sums of a share; the item's last share to arrive gets the sum of all shares, and True.
@@ -275,6 +273,3 @@ def expert_layer(
         [1],
         [32],
     )
-
-
-# fmt: on

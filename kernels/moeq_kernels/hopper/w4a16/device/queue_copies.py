@@ -40,8 +40,6 @@ COUNTERS = gl.constexpr(32)
 SHARES, EACH, COUNT, ACROSS, BLOCKS, SLABS, GROUPS, UNITS, TOTAL, BUNDLE, PAIR = map(gl.constexpr, range(11))
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _draw(queue):
     """Start to draw the next unit in lane 0 of a copy warp; `_drawn` waits for it."""
@@ -238,6 +236,3 @@ def copy(
     mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
     tell(info, told % (STAGES + 1), (-1,), 1)
     mbarrier.arrive(ready.index(slot), count=1)
-
-
-# fmt: on

@@ -24,8 +24,6 @@ def span(step, group):
     return min(group, step)
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def buffers(s_desc, SLOTS: gl.constexpr, STEP: gl.constexpr, GROUP: gl.constexpr, KIND: gl.constexpr):
     """Allocate shared memory for words and scales of SLOTS steps."""
@@ -170,6 +168,3 @@ def multiply(
             span(STEP, GROUP),
         )
     return acc, part
-
-
-# fmt: on

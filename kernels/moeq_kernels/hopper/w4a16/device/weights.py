@@ -87,7 +87,7 @@ def step_operand(
     words, first_scale, second_scale, first_zero, second_zero, KIND: gl.constexpr, HALF: gl.constexpr,
     WIDE: gl.constexpr, TOKENS: gl.constexpr, SCALED: gl.constexpr, ZEROS: gl.constexpr, SLABS: gl.constexpr,
     OLD: gl.constexpr = False, OPERAND: gl.constexpr = None,
-):  # fmt: skip
+):
     """Return the left operand of 16 SLABS rows of k: (code - zero point) * scale if SCALED, over `undo`.
 
     `words` is uint8 in `layouts.words` of SLABS (two or four) slabs. Scales (as stored, layout `layouts.scales` without

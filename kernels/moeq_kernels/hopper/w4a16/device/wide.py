@@ -25,8 +25,6 @@ from moeq_kernels.hopper.w4a16.device import common, layouts, weights, wide_copi
 from moeq_kernels.hopper.w4a16.device.wide_copies import STEP
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _slab_scales(scales, SLAB: gl.constexpr, WG: gl.constexpr, GROUPS_OF_WARPS: gl.constexpr, LAYOUT: gl.constexpr):
     """Load a warpgroup's scales of two slabs of 16 rows of k, from slab SLAB of a step on."""
@@ -273,6 +271,3 @@ def expert_product_wide(
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
         )
-
-
-# fmt: on

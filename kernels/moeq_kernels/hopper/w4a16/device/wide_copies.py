@@ -23,8 +23,6 @@ STEP = gl.constexpr(64)
 LAG = gl.constexpr(3)
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @constexpr_function
 def _weight_bytes(group, kind, scale_bits, warpgroups):
     """Return the bytes of a step's words and scales."""
@@ -280,6 +278,3 @@ def gather(
                     GROUP, KIND, GROUPS_OF_WARPS,
                 )
     announce(info, full, free, number, -1, 0, 0, 0, SLOTS, 4)
-
-
-# fmt: on

@@ -26,7 +26,7 @@ from moeq_kernels.hopper.w8a8.device import common as bytes_common
 _INTEGERS = (0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E)
 _BELOW = tuple((one - other) // 2 for one, other in zip(
     (0xD0, 0xCE, 0xCC, 0xCA, 0xC8, 0xC4, 0xC0, 0xB8), _INTEGERS, strict=True
-))  # fmt: skip
+))
 
 
 @constexpr_function
@@ -139,7 +139,7 @@ def e2m1_operand(words, shifts, TOKENS: gl.constexpr, PERMUTED: gl.constexpr):
     lower, upper = gl.inline_asm_elementwise(
         TEXT, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r", (_lanes(words), _lanes(x)),
         (gl.float8e4nv, gl.float8e4nv), True, 16,
-    )  # fmt: skip
+    )
     return _operand(lower, upper, TOKENS)
 
 
@@ -149,7 +149,7 @@ def int4_operand(words, TOKENS: gl.constexpr):
     lower, upper = gl.inline_asm_elementwise(
         decode_int4(), "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", (_lanes(words),), (gl.float8e4nv, gl.float8e4nv),
         True, 16,
-    )  # fmt: skip
+    )
     return _operand(lower, upper, TOKENS)
 
 

@@ -50,8 +50,6 @@ def boxes(tokens):
     return main, tokens // 32 - main
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _load_words(w_desc, s_desc, w_buf, s_buf, bar, stage, expert, i, tile, slabs, groups, pair_tiles,
                 GROUP: gl.constexpr):
@@ -356,6 +354,3 @@ def w4a8_product_wide(
         [4, 1],
         [REGISTERS, 24],
     )
-
-
-# fmt: on

@@ -28,8 +28,6 @@ STEP = common.STEP
 TOKENS = gl.constexpr(8)
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _scale(value):
     """Return the scale of a float32 row whose unused columns are zero, as in `rows`."""
@@ -263,6 +261,3 @@ def few_down_int8(
             y, ids, expert_map, topk_weights, parts, None, None, 0, token, row, hidden, stride_w, pairs,
             experts, known, MAPPED, TOP_K, SHARES, ROWS,
         )
-
-
-# fmt: on

@@ -26,8 +26,6 @@ from moeq_kernels.hopper.w8a8.device import common
 STEP = common.STEP
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _items(tiles, num_tiles, rows, parts, DIRECT: gl.constexpr):
     """Return the number of work items."""
@@ -301,6 +299,3 @@ def w8a8_product_narrow(
             [4, 1, 1],
             [REGISTERS, 24, 24],
         )
-
-
-# fmt: on

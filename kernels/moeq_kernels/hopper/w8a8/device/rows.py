@@ -66,7 +66,7 @@ def route_quantised(
     BINS: tl.constexpr, TOP_K: tl.constexpr, PER: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
     DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Sort and quantise up to a few thousand pairs in one kernel.
 
     The first `listers` programs list the tiles. Every other program takes PER pairs of a token: it writes the codes and
@@ -115,7 +115,7 @@ def quantise_tokens(
     x, static_scale, codes, scales, inverse, hidden, stride_x, stride_q, scale_stride, TOP_K: tl.constexpr,
     CHOICES: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise a token into the sorted rows of its pairs; for many pairs, after `routing.place_pairs`."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -149,7 +149,7 @@ def requantise(
     middle, static_scale, codes, scales, tiles, num_tiles, pairs, size, stride_q, scale_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise the used rows (DIRECT: all rows) of activations `[pairs, size]`."""
     first = tl.program_id(0) * ROWS
     column = tl.arange(0, COLUMNS)
@@ -176,7 +176,7 @@ def activate_quantised(
     BETA: tl.constexpr, LIMIT: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
     INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
     MARLIN: tl.constexpr,
-):  # fmt: skip
+):
     """Finish a split gate-up product: from its partial sums `[SPLITS, rows, 2 * size]` to quantised activations.
 
     The kernel adds the shares of a row, applies scales (unless the sums include scales of groups) and the activation,

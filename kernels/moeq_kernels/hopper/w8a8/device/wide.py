@@ -45,8 +45,6 @@ def stored(columns):
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
-# Argument lists of twenty names, one to a line, would hide the code.
-# fmt: off
 @gluon.jit
 def _load_weights(first_desc, second_desc, w_buf, bar, stage, expert, at, i, OWN: gl.constexpr):
     """Start to copy one step's weights: two boxes of 128 rows."""
@@ -395,6 +393,3 @@ def w8a8_product_wide(
         [4, 1],
         [REGISTERS, 24],
     )
-
-
-# fmt: on
