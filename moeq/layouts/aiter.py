@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, not_multiple
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.layout import Layout
 from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
@@ -164,21 +164,17 @@ class AiterMXFP8(MXFP8Layout):
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with a gate, no bias"
     arch = "gfx950"
     slicing = "I by 256, H by 256"
-    #: Multiple of the hidden size; the groups ask for it of the intermediate size.
-    hidden_multiple: ClassVar[int] = 256
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
         if spec.role == "w13" and not spec.gated:
             found.append(Problem("layout.gate", "its kernel takes the rows of w13 for gate and up"))
-        if spec.role == "w2" and spec.n % self.hidden_multiple:
-            rest = f"{spec.n} % {self.hidden_multiple} = {spec.n % self.hidden_multiple}"
-            message = f"N = {spec.n} is not a multiple of {self.hidden_multiple} ({rest})"
-            found.append(Problem("layout.n-multiple", message))
+        if spec.role == "w2" and spec.n % 256:
+            found.append(Problem("layout.n-multiple", not_multiple(f"N = {spec.n}", spec.n, 256)))
         return found
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
-        return SliceRule(self.hidden_multiple, super().slices(spec).k)
+        return SliceRule(256, super().slices(spec).k)
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         return {

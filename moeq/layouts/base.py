@@ -67,6 +67,11 @@ class Problem:
     remedy: str | None = None  #: the nearest change that would work, or None
 
 
+def not_multiple(what: str, size: int, multiple: int) -> str:
+    """Say that a size is not a multiple, with the remainder."""
+    return f"{what} is not a multiple of {multiple} ({size} % {multiple} = {size % multiple})"
+
+
 @dataclass(frozen=True)
 class SliceRule:
     """Smallest granularity at which the packing of a shard is a slice of the packing of the whole."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moeq.layouts.arrangement import Arrangement
-from moeq.layouts.base import PaddingRule, Problem, SliceRule
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, not_multiple
 from moeq.layouts.bits import MUL_FREE
 from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes, has_two_scales, to_larger_scale
 from moeq.layouts.layout import Layout
@@ -247,9 +247,8 @@ class TrtllmMXFP8(MXFP8Layout):
         axis, hidden = ("n", spec.n) if spec.role == "w2" else ("k", spec.k)
         if hidden % 256:
             above = -(-hidden // 256) * 256
-            message = f"the hidden size {hidden} is not a multiple of 256 ({hidden} % 256 = {hidden % 256})"
-            remedy = f"the engine pads it to {above} with scales of 1"
-            found.append(Problem(f"layout.{axis}-multiple", message, remedy))
+            message = not_multiple(f"the hidden size {hidden}", hidden, 256)
+            found.append(Problem(f"layout.{axis}-multiple", message, f"the engine pads it to {above} with scales of 1"))
         return found
 
     def slices(self, spec: MatrixSpec) -> SliceRule:

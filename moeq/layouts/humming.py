@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from moeq.errors import MoeqError
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, ZERO_A8, scale_part, weight_part, zero_part
+from moeq.layouts.marlin.maps import GROUPED, SINGLE, WEIGHT, ZERO_A8, scale_part, weight_part
 from moeq.layouts.marlin.wna16 import MarlinWNA16
 from moeq.layouts.mxfp4 import MXFP4Layout, bias_as
 from moeq.layouts.parts import Part
@@ -37,12 +37,7 @@ class HummingWNA16(MarlinWNA16):
     schemes = "int4 and int8, symmetric; int4 with zero points"
     arch = "SM75 to SM90, not native-dequant"
     calibration_scope = "Humming recodes symmetric weights in which code 0 never occurs over all local experts"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        parts = super().parts(spec)
-        if not spec.symmetric:
-            parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
-        return parts
+    maps = (WEIGHT, GROUPED, ZERO_A8)
 
     def calibrate(self, matrix: QuantizedMatrix) -> float | None:
         return float(bool((matrix.codes == 0).any())) if matrix.spec.symmetric else None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Block
-from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order, not_multiple
 from moeq.layouts.parts import (
     HALF_DTYPES,
     Field,
@@ -441,8 +441,7 @@ def _size_problems(layout: Layout, spec: MatrixSpec) -> list[Problem]:
     for axis, code, size, multiple in axes:
         if size % multiple:
             above = -(-size // multiple) * multiple
-            message = f"{axis} = {size} is not a multiple of {multiple} ({size} % {multiple} = {size % multiple})"
-            found.append(Problem(code, message, f"pad {axis} to {above}"))
+            found.append(Problem(code, not_multiple(f"{axis} = {size}", size, multiple), f"pad {axis} to {above}"))
     return found
 
 

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
-from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec
+from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, not_multiple
 from moeq.layouts.fp8 import E4M3_MAX
 from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
@@ -80,7 +80,7 @@ class MarlinNVFP4(Layout):
         found = super().problems(spec)
         if not found and spec.role == "w2" and spec.n % 128:
             # The engine pads the intermediate size to 128 instead of 64 there.
-            message = f"N = {spec.n} (the hidden size) is not a multiple of 128 ({spec.n} % 128 = {spec.n % 128})"
+            message = not_multiple(f"N = {spec.n} (the hidden size)", spec.n, 128)
             found.append(Problem("layout.n-multiple", message, "moeq oracle SRC lists other backends"))
         return found
 

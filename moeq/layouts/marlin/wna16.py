@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.indices import check_indices
+from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, check_index_parts
 from moeq.layouts.layout import Layout
 from moeq.layouts.marlin.maps import (
@@ -31,7 +32,24 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MarlinWNA16(Layout):
+class _MarlinIntegers(Layout):
+    """Integers in Marlin's order: codes, scales, zero points if the matrix has some, and bias."""
+
+    elements: ClassVar[tuple[str, ...]] = ("int4", "int8")
+    n_multiple = 64
+    #: Index maps of weights by bits, of scales of several groups along K, and of zero points by bits.
+    maps: ClassVar[tuple[Mapping[int, Arrangement], Arrangement, Mapping[int, Arrangement]]] = (WEIGHT, GROUPED, ZERO)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight, grouped, zero = self.maps
+        scale = scale_part(spec, SINGLE if spec.num_groups == 1 else grouped)
+        parts = {"weight": weight_part(spec, weight[spec.bits]), "scale": scale}
+        if not spec.symmetric:
+            parts["zero"] = zero_part(spec, zero[spec.bits])
+        return parts | bias_as(spec, SINGLE)
+
+
+class MarlinWNA16(_MarlinIntegers):
     """int4 and int8 weights for 16-bit activations, symmetric or with zero points.
 
     `weight` int32 `[K / 16, 2 N]` (int8: `[K / 16, 4 N]`), `scale` `[G, N]` in the stored dtype, `zero` int32
@@ -51,25 +69,16 @@ class MarlinWNA16(Layout):
     title = "Marlin and batched Marlin, 16-bit activations"
     readers = (VLLM("MARLIN", "marlin", weights_only=True), MOEQ("MARLIN"))
     source = "vLLM 0.33.0"
-    elements = ("int4", "int8")
     schemes = "int4 and int8, symmetric or with zero points, group-wise or channel-wise, with bias"
     arch = "SM75 and newer (SM75: fp16 only)"
     slicing = "N by 64, K by whole groups (16 where channel-wise)"
     padding = PaddingRule(intermediate=64, whole_groups=True)
     zero_points = True
-    n_multiple = 64
     single_group_differs = True
     k_multiple = 16
 
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = SINGLE if spec.num_groups == 1 else GROUPED
-        parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
-        if not spec.symmetric:
-            parts["zero"] = zero_part(spec, ZERO[spec.bits])
-        return parts | bias_as(spec, SINGLE)
 
-
-class MarlinActOrder(Layout):
+class MarlinActOrder(_MarlinIntegers):
     """int4 and int8 with act-order (GPTQ `desc_act`): rows of K sorted by their group.
 
     `permutation` (int32 `[K]`) is the stable argsort of the group of each input column; packed row i holds column
@@ -87,18 +96,11 @@ class MarlinActOrder(Layout):
     title = "Marlin with act-order"
     readers = (VLLM("MARLIN", "marlin", until="0.29.0", weights_only=True, shards=False, chosen=False), MOEQ("MARLIN"))
     source = "SGLang 0.5.23, vLLM 0.26.0"
-    elements = ("int4", "int8")
     schemes = "gptq int4 and int8 with act-order, symmetric"
     arch = "SM75 and newer (SM75: fp16 only)"
     slicing = "N by 64; none along K"
     act_order = True
-    n_multiple = 64
     k_multiple = 16
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = SINGLE if spec.num_groups == 1 else GROUPED
-        parts = {"weight": weight_part(spec, WEIGHT[spec.bits]), "scale": scale_part(spec, order)}
-        return parts | bias_as(spec, SINGLE)
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         vector = TensorSpec((spec.k,), "I32")
@@ -162,7 +164,7 @@ def _groups(matrix: QuantizedMatrix) -> Tensor:
 _STEPS = 4096
 
 
-class _MarlinA8(Layout):
+class _MarlinA8(_MarlinIntegers):
     """8-bit activations: tiles of 32 x 32 codes, scales in the single order.
 
     Zero points lie in the order of 16-bit activations without its interleave. Source: vLLM 0.33.0, `marlin_utils.py`
@@ -172,14 +174,8 @@ class _MarlinA8(Layout):
     source = "vLLM 0.33.0"
     padding = PaddingRule(intermediate=64, whole_groups=True)
     zero_points = True
-    n_multiple = 64
     k_multiple = 32
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        parts = {"weight": weight_part(spec, WEIGHT_A8[spec.bits]), "scale": scale_part(spec, SINGLE)}
-        if not spec.symmetric:
-            parts["zero"] = zero_part(spec, ZERO_A8[spec.bits])
-        return parts | bias_as(spec, SINGLE)
+    maps = (WEIGHT_A8, SINGLE, ZERO_A8)
 
 
 class MarlinInt8Act(_MarlinA8):
@@ -195,7 +191,6 @@ class MarlinInt8Act(_MarlinA8):
     id = "marlin-wna16-int8act/1"
     title = "Marlin, int8 activations"
     readers = (VLLM("MARLIN", loads=False, only=Only(env="VLLM_MARLIN_INPUT_DTYPE=int8", configs=("gptq", "ct"))),)
-    elements = ("int4", "int8")
     schemes = "int4 and int8, symmetric or with zero points"
     arch = "SM75 and newer"
     slicing = "none with groups (scales depend on all local experts); N by 64, K by 32 where channel-wise"

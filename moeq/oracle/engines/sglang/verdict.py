@@ -1,4 +1,8 @@
-"""Verdicts on SGLang: every runner is tried by its name, and the one that runs is reported as chosen."""
+"""Verdicts on SGLang: every runner is tried by its name, and the one that runs is reported as chosen.
+
+Runners that the server puts in the place of `auto`, and values that its arguments refuse, are those of SGLang 0.5.23,
+`arg_groups/moe_hook.py`, `arg_groups/overrides.py` and `arg_groups/model_overrides`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from moeq.layouts.registry import LAYOUTS
 from moeq.oracle.engines.sglang.decision import FLOAT_RUNNERS, RUNNERS, VERSION, decide_sglang, method_in_force
 from moeq.oracle.engines.sglang.floats import parsed
 from moeq.oracle.engines.sglang.layer import Refused, SglangChoice, SglangLayer
-from moeq.oracle.engines.sglang.server import LEAST, with_runner
 from moeq.oracle.records import CandidateReport, ConvertTarget, EngineError, MoeShape, Reason, Sizes, Verdict
 from moeq.spelling import option
 
@@ -27,6 +30,24 @@ _READ_FLOATS = ("fp8", "mxfp8", "mxfp4", "w4afp8", "modelopt", "modelopt_fp8", "
 _AGAIN = ("nvfp4_online", "quark_mxfp4", "modelopt_fp4", "humming", "petit_nvfp4", "modelopt_mixed")
 _UNCHECKED = "not checked: modules beside the experts (attention, shared experts), and whether tp cuts their groups"
 _PLACELESS = "the method in force makes unquantised experts, and the checkpoint's packed weights have no place in them"
+
+#: Least compute capability of a method, times 10.
+_LEAST = {"fp8": 80, "mxfp8": 100, "mxfp4": 80, "w4afp8": 90, "w8a8_fp8": 89, "modelopt_fp8": 89, "modelopt_fp4": 80}
+
+#: Models whose classes choose FlashInfer's TensorRT-LLM runner for FP8 on SM 10.x.
+_TRTLLM = ("qwen3_moe", "qwen3_next", "qwen3_vl_moe", "qwen3_5_moe", "deepseek_v3", "llama4")
+#: Models whose classes leave the runner alone on SM 10.x.
+_PLAIN = ("mixtral", "qwen2_moe", "olmoe", "phimoe", "granitemoe", "glm4_moe", "minimax_m2")
+#: Models whose classes choose a runner by rules that are not followed.
+_OWN = ("nemotron_h", "minimax_m3", "deepseek_v4", "kimi_k3", "mimo_v2", "bailing_moe_v3", "cohere2_moe", "gpt_oss")
+
+#: Runner -> named methods that the arguments accept it with; without `--quantization` all are accepted.
+_ACCEPTED = {
+    "flashinfer_cutlass": ("modelopt_fp4", "modelopt_fp8", "modelopt_mixed"),
+    "flashinfer_cutedsl": ("modelopt_fp4", "modelopt_mixed", "nvfp4_online"),
+    "flashinfer_trtllm": ("modelopt_fp4", "fp8", "mxfp8", "modelopt_fp8", "modelopt_mixed", "compressed-tensors"),
+    "flashinfer_trtllm_routed": ("fp8", "mxfp8", "modelopt_fp4", "modelopt_mixed"),
+}
 
 
 def is_sglang(engine: str) -> bool:
@@ -120,7 +141,7 @@ def _own_default(config: Mapping[str, Any], shape: MoeShape, deployment: Deploym
     """Return the error if the model's class replaces the automatic runner by rules that are not followed."""
     layer = _layer(shape, deployment, deployment.backend)
     try:
-        known = with_runner(layer, method_in_force(parsed(config), layer), shape.model_type) is not None
+        known = _with_runner(layer, method_in_force(parsed(config), layer), shape.model_type) is not None
     except Refused:  # `_asked` reports it
         return None
     if known:
@@ -190,10 +211,37 @@ def _decided(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment)
         return decide_sglang(config, layer)
     name = method_in_force(parsed(config), layer)
     major, minor = layer.capability
-    if 10 * major + minor < LEAST.get(name, 0):
-        text = f"{name} needs compute capability {LEAST[name] / 10:.1f}, {deployment.gpu.name} has {major}.{minor}"
+    if 10 * major + minor < _LEAST.get(name, 0):
+        text = f"{name} needs compute capability {_LEAST[name] / 10:.1f}, {deployment.gpu.name} has {major}.{minor}"
         raise Refused("config", "ValueError", text)
-    return decide_sglang(config, with_runner(layer, name, shape.model_type) or layer)
+    return decide_sglang(config, _with_runner(layer, name, shape.model_type) or layer)
+
+
+def _with_runner(layer: SglangLayer, name: str, model_type: str) -> SglangLayer | None:
+    """Return the layer with the runner that the server decides on; None if it is not known here.
+
+    Raises Refused if the server's arguments refuse the runner.
+    """
+    asked = layer.quantization
+    accepted = _ACCEPTED.get(layer.runner)
+    if accepted is not None and asked is not None and asked not in accepted:
+        text = f"--moe-runner-backend {layer.runner} does not go with {option('quantization', asked)}"
+        raise Refused("config", "AssertionError", text, f"no {option('quantization')}")
+    if layer.runner == "cutlass" and asked in ("fp8", "mxfp8") and layer.ep:
+        raise Refused("config", "AssertionError", "the cutlass runner takes no expert parallelism", "ep 1")
+    if layer.runner != "auto":
+        return layer
+    major = layer.capability[0]
+    if model_type == "gpt_oss" and name == "mxfp4":
+        plain = "triton_kernel" if not layer.ep and asked is None else "auto"
+        return replace(layer, runner="flashinfer_mxfp4" if major in (10, 12) else plain, dtype="bf16")
+    if model_type in _OWN or name == "mxfp8" or (name == "modelopt_fp4" and major > 10):
+        return None
+    if major == 10 and name in ("fp8", "modelopt_fp8", "modelopt_fp4"):
+        if model_type in _TRTLLM and name == "fp8":
+            return replace(layer, runner="flashinfer_trtllm")
+        return layer if model_type in _PLAIN and name == "fp8" else None
+    return layer
 
 
 def _way_out(config: Mapping[str, Any], deployment: Deployment) -> str | None:
