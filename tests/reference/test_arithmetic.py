@@ -170,3 +170,15 @@ def test_bounds_in_words_have_their_numbers() -> None:
     assert "6 sqrt(4) 2^-24 sum|x||w| = 7.2e-07 sum|x||w|" in describe_bound(4)
     assert "(6 sqrt(4) + 3) 2^-24 sum|x||w| = 8.9e-07 sum|x||w|" in describe_bound(4, "fp8")
     assert "2^-24 sum|x||w| + 4 x 2^-24 |y|" in describe_bound(4, "int8")
+
+
+def test_nothing_may_be_off_by_the_smallest_numbers() -> None:
+    """Relative bounds do not hold below the normal range of float32."""
+    zeros = Linear(torch.zeros(2, 64))
+    for emulated in (
+        *emulate_16bit(torch.zeros(1, 64), zeros, torch.bfloat16),
+        *emulate_int8(torch.zeros(1, 64), zeros),
+        *emulate_fp8(torch.zeros(1, 64), zeros, 64, tensor_cores=True),
+    ):
+        assert emulated.bound.tolist() == [[2.0**-120] * 2]
+        assert emulated.value.tolist() == [[0.0, 0.0]]

@@ -52,3 +52,28 @@ def test_sqrtsoftplus() -> None:
 def test_a_scoring_that_is_not_known_is_run_as_softmax() -> None:
     names = ("softmax", "sigmoid", "sqrtsoftplus", "another")
     assert [known_scoring(name) for name in names] == ["softmax", "sigmoid", "sqrtsoftplus", "softmax"]
+
+
+@pytest.mark.parametrize(
+    ("scoring", "renormalize", "weights"),
+    [
+        ("topk-softmax", False, [4 / 7, 3 / 7]),
+        ("topk-softmax", True, [4 / 7, 3 / 7]),
+        ("topk-sigmoid", False, [4 / 5, 3 / 4]),
+        ("topk-sigmoid", True, [16 / 31, 15 / 31]),
+    ],
+)
+def test_scores_of_the_chosen_alone(scoring: str, renormalize: bool, weights: list[float]) -> None:
+    rule = RoutingRule(top_k=2, scoring=scoring, renormalize=renormalize)  # type: ignore[arg-type]
+    routed = route(torch.log(torch.tensor([[1.0, 2.0, 3.0, 4.0]])), rule)
+    assert routed.ids.tolist() == [[3, 2]]
+    assert routed.weights[0].tolist() == pytest.approx(weights)
+    assert known_scoring(scoring) == scoring
+    assert RoutingRule(2) == RoutingRule(2, "softmax", True, 1.0, 1, 1, "max")
+
+
+def test_several_groups_are_kept() -> None:
+    logits = torch.logit(torch.tensor([[0.6, 0.1, 0.5, 0.4, 0.3, 0.2]]))
+    rule = RoutingRule(top_k=3, scoring="sigmoid", num_groups=3, topk_groups=2)
+    assert route(logits, rule).ids.tolist() == [[0, 2, 3]]
+    assert route(logits, RoutingRule(3, "sigmoid", num_groups=3, topk_groups=1)).ids[0, :2].tolist() == [0, 1]
