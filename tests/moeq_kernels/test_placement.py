@@ -1,7 +1,8 @@
-"""Both gather kernels write what an index map says, for random maps that no layout has."""
+"""The gather kernels write and read what an index map says, for random maps that no layout has."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.parts import Part
 from moeq.update.placing import placement_of
-from moeq_kernels.index_maps import Packing, Placement
-from moeq_kernels.placement import Write, place_together
-from moeq_kernels.placement_tiles import tiling_of
+from moeq_kernels.errors import KernelArgumentError
+from moeq_kernels.index_maps import Digit, Packing, Placement, Reading
+from moeq_kernels.placement import Elements, Write, place_together, read
+from moeq_kernels.placement_tiles import NUMBERS, tiling_of
 
 WORDS = {8: torch.uint8, 16: torch.int16, 32: torch.int32}
 
@@ -63,7 +65,7 @@ def packed_source(codes: torch.Tensor, bits: int, per: int, order: tuple[int, ..
     return (words if size == 8 else words - (words >> (size - 1) << size)).to(WORDS[size])
 
 
-@pytest.mark.cover(every=4)
+@pytest.mark.cover(every=3)
 @pytest.mark.parametrize("seed", range(24))
 def test_random_index_maps_from_random_sources(seed: int) -> None:
     draw = random.Random(seed)
@@ -74,6 +76,8 @@ def test_random_index_maps_from_random_sources(seed: int) -> None:
     per = draw.choice([one for one in (1, 8 // bits, 16 // bits, 32 // bits) if one == 1 or bits * one in WORDS])
     rows = arrangement.row_multiple * draw.choice([1, 3, 5])
     columns = arrangement.column_multiple * draw.choice([1, 3, 4]) * per
+    while seed % 6 == 3 and rows * columns <= 2 * NUMBERS:  # several tiles along both axes
+        rows, columns = 2 * rows, 2 * columns
     flip, sign = draw.choice([0, 1 << (bits - 1)]), draw.choice([0, 1 << (bits - 1)])
     placement = whole(arrangement, bits, rows, columns, flip)
     order = tuple(draw.sample(range(per), per))
@@ -96,3 +100,143 @@ def test_columns_that_cut_a_source_word_are_placed_one_by_one() -> None:
     target = torch.zeros(2, 3, dtype=torch.int16)
     place_together([Write(packed_source(codes, 4, 8, tuple(range(8))), target, placement, (2, 12), Packing(8))])
     assert torch.equal(target.flatten(), expected(arrangement, codes[:, :12], 4, 0, 4))
+
+
+def inner_bits_swapped(bits: int) -> tuple[tuple[int, int], ...]:
+    """Return the steps that exchange the two bits in the middle of each byte of a word."""
+    kept, low, high = (int(f"{byte:02x}" * (bits // 8), 16) for byte in (0xE7, 0x08, 0x10))
+    return (0, kept), (1, high), (-1, low)
+
+
+def moved(word: int, steps: tuple[tuple[int, int], ...]) -> int:
+    """Return a word whose bits are permuted by steps."""
+    parts = [(word << shift if shift >= 0 else word >> -shift) & mask for shift, mask in steps]
+    return sum(parts) if steps else word
+
+
+def random_block(draw: random.Random, bits: int, fields: int) -> tuple[Placement, int]:
+    """A placement of a block in the middle of a packed tensor, and the words of that tensor."""
+    radixes = [draw.randint(2, 6) for _ in range(4)]
+    strides, words = {}, 1
+    for place in draw.sample(range(4), 4):
+        strides[place] = words
+        words *= radixes[place]
+    digits = []
+    for place, radix in enumerate(radixes):
+        start = draw.randrange(2)
+        axis, multiple = place % 2, draw.randint(1, 3)
+        backwards, extent = draw.random() < 0.5, radix - start - draw.randrange(2) * (radix > 2)
+        digits.append(Digit(axis, radix, multiple, backwards, strides[place], start, extent))
+    offsets = tuple((draw.randint(0, 3), draw.randint(0, 3)) for _ in range(fields))
+    steps = inner_bits_swapped(bits * fields) if bits * fields % 8 == 0 and draw.random() < 0.3 else ()
+    origin = draw.randint(1, 3), draw.randint(1, 3)
+    return Placement(tuple(digits), offsets, bits, draw.randrange(1 << bits), steps, origin), words
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_blocks_are_written_word_by_word_and_zeros_around_the_matrix(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    bits = draw.choice([2, 4, 8])
+    fields = draw.choice([one for one in (1, 2, 4, 8) if bits * one in WORDS])
+    placement, words = random_block(draw, bits, fields)
+    per = 1 if seed % 2 else draw.choice([one for one in (2, 4, 8) if bits * one in WORDS])
+    packing = Packing(per, seed % 4 == 2, tuple(draw.sample(range(per), per)), draw.randrange(1 << bits))
+    rows, columns = draw.randint(4, 7), draw.randint(4, 7)
+    codes = torch.randint(0, 1 << bits, (2, 8, 8), dtype=torch.uint8)
+    stored = [packed_source(one.T if packing.along_rows else one, bits, per, packing.order) for one in codes]
+    source = torch.stack([one.T if packing.along_rows else one for one in stored])
+    around = torch.randint(0, 100, (4, *source.shape[1:])).to(source.dtype)  # what lies before and behind is not read
+    around[1:3] = source
+    if seed % 4 == 3:  # strides of a transposed tensor
+        around = around.mT.contiguous().mT
+    target = torch.full((2, words), 0x5A, dtype=WORDS[bits * fields])
+    wanted = target.clone()
+    for matrix, numbers in itertools.product(range(2), itertools.product(*(range(d.extent) for d in placement.digits))):
+        first, place = [-placement.origin[0], -placement.origin[1]], 0
+        for digit, number in zip(placement.digits, numbers, strict=True):
+            value = number + digit.start
+            place += value * digit.stride
+            first[digit.axis] += (digit.radix - 1 - value if digit.reversed else value) * digit.multiple
+        word = 0
+        for field, (row, column) in enumerate((first[0] + n, first[1] + k) for n, k in placement.fields):
+            inside = 0 <= row < rows and 0 <= column < columns
+            element = int(codes[matrix, row, column]) ^ packing.sign if inside else 0
+            word |= (element ^ placement.flip) << (bits * field)
+        word = moved(word, placement.steps) & ((1 << bits * fields) - 1)
+        signed = bits * fields > 8 and word >> (bits * fields - 1)
+        wanted[matrix, place] = word - (1 << bits * fields) if signed else word
+    place_together([Write(around[1:3], target, placement, (rows, columns), packing)])
+    assert torch.equal(target, wanted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_readings_find_words_and_fields(seed: int) -> None:
+    draw = random.Random(seed)
+    bits, fields = draw.choice([(8, 1), (4, 2), (4, 4), (2, 16), (8, 4), (4, 16)])
+    pairs = seed % 2 == 1 and bits <= 4
+    axes: list[tuple[tuple[int, int, int, int, int], ...]] = []
+    words = 1
+    for _ in range(2):
+        digits: list[tuple[int, int, int, int, int]] = []
+        multiple = 1
+        for _ in range(draw.randint(1, 3)):
+            radix = draw.randint(2, 5)
+            digits.append((radix, multiple, draw.randint(0, 1), words, draw.randint(0, 1) if fields > 8 else 0))
+            words, multiple = words * radix, multiple * radix
+        axes.append((*digits, (fields // 8, multiple, 0, 0, 1)) if fields > 8 else tuple(digits))
+    steps = inner_bits_swapped(bits * fields) if seed % 5 == 0 else ()
+    flip, shared, half = draw.randrange(1 << bits), draw.randint(1, 3), draw.randint(2, 4)
+    below, above = draw.randint(0, 2), draw.randint(3, 5)
+    reading = Reading(axes[0], axes[1], bits, fields, flip, steps, shared, half, below, above)
+    rows, columns, first_row = 520 if seed == 3 else draw.randint(3, 9), 260 if seed == 4 else 6, draw.randint(1, 4)
+    size = bits * fields
+    source = torch.randint(-(1 << size - 1), (1 << size - 1) - 1, (2, words)).to({**WORDS, 64: torch.int64}[size])
+
+    def places(numbers: range, digits: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
+        found = []
+        for number in numbers:
+            word = field = 0
+            for radix, multiple, backwards, by_words, by_fields in digits:
+                digit = number // multiple % radix
+                digit = radix - 1 - digit if backwards else digit
+                word, field = word + digit * by_words, field + digit * by_fields
+            found.append((word, field))
+        return found
+
+    stored = [(row + first_row) // shared for row in range(rows)]
+    at = [number + (reading.below if number < half else reading.above) for number in stored]
+    across = places(range(max(at) + 1), reading.rows)
+    down = places(range(columns), reading.columns)
+    elements = torch.empty(2, rows, columns, dtype=torch.uint8)
+    for matrix, raw in enumerate((source.long() if size == 64 else source.long() & ((1 << size) - 1)).tolist()):
+        whole_words = [moved(word & ((1 << size) - 1), steps) for word in raw]
+        for row, number in enumerate(at):
+            elements[matrix, row] = torch.tensor([
+                whole_words[across[number][0] + word] >> (bits * (across[number][1] + field)) & ((1 << bits) - 1) ^ flip
+                for word, field in down
+            ])  # fmt: skip
+    wanted = elements[..., ::2] | elements[..., 1::2] << 4 if pairs else elements
+    step = wanted[0].numel() + 3
+    target = torch.full((5 + 2 * step,), 0x5A, dtype=torch.uint8)
+    filled = target.clone()
+    for matrix in range(2):
+        filled[5 + matrix * step :][: step - 3] = wanted[matrix].flatten()
+    read(source, target, reading, first_row, Elements(rows, wanted.shape[2], 5, step), pairs=pairs)
+    assert torch.equal(target, filled)
+
+
+def test_words_of_no_dtype_and_tensors_on_two_devices_are_refused() -> None:
+    source, elements = torch.zeros(1, 6, dtype=torch.uint8), Elements(1, 6, 0, 6)
+    reading = Reading(((1, 1, 0, 0, 0),), ((6, 1, 0, 1, 0),), bits=8, fields=3)
+    with pytest.raises(KernelArgumentError, match="words of 3 bytes cannot be read"):
+        read(source, torch.zeros(6, dtype=torch.uint8), reading, 0, elements)
+    placement = whole(Arrangement("n, k -> n k"), 8, 1, 6)
+    with pytest.raises(KernelArgumentError, match="a matrix on cpu cannot be written to meta and meta"):
+        place_together([Write(source, source.to("meta"), placement, (1, 6))])
+    for target, told in (
+        (torch.zeros(1, 12, dtype=torch.uint8)[:, ::2], r"words of 1 bytes in strides \(12, 2\) cannot be written"),
+        (torch.zeros(1, 5, dtype=torch.uint8), r"word 5 of 5, from \[1, 1, 6\]"),
+    ):
+        with pytest.raises(KernelArgumentError, match=told):
+            place_together([Write(source, target, placement, (1, 6))])

@@ -66,12 +66,12 @@ def place_words(
         k = column + FIELDS[f][1]
         inside = live & (n < rows) & (k < columns)
         if PER == 1:
-            value = tl.load(source + n * row_stride + k * column_stride, inside, 0).to(tl.uint64)
+            value = tl.load(source + n * row_stride + k * column_stride, inside).to(tl.uint64)
         elif ALONG_ROWS:
-            found = tl.load(source + (n // PER) * row_stride + k * column_stride, inside, 0).to(tl.uint64)
+            found = tl.load(source + (n // PER) * row_stride + k * column_stride, inside).to(tl.uint64)
             value = found >> (((ORDER >> (4 * (n % PER))) & 15) * BITS).to(tl.uint64)
         else:
-            found = tl.load(source + n * row_stride + (k // PER) * column_stride, inside, 0).to(tl.uint64)
+            found = tl.load(source + n * row_stride + (k // PER) * column_stride, inside).to(tl.uint64)
             value = found >> (((ORDER >> (4 * (k % PER))) & 15) * BITS).to(tl.uint64)
         value = ((value & ((1 << BITS) - 1)) ^ SIGN) * inside.to(tl.uint64)
         packed |= (value ^ FLIP) << (BITS * f)

@@ -2,8 +2,9 @@
 
 The code of a kernel and of all that it calls is taken as it is; only the names that it looks up are others. Layouts say
 nothing here, since they only say which lane has what: `assert_trivial` conversions, lanes and copies are the compiler's
-business. `ptx_on_cpu` runs PTX texts. Shared memory is full of NaN before it is written, and copies that are masked
-write zeros, as cp.async does. Warps that specialise are threads, which wait for each other at mbarriers.
+business, but a layout that it would refuse fails here as well (`layout_checks`). `ptx_on_cpu` runs PTX texts. Shared
+memory is full of NaN before it is written, and copies that are masked write zeros, as cp.async does. Warps that
+specialise are threads, which wait for each other at mbarriers.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from moeq_kernels import areas
 from moeq_kernels.launch import Launch, run_with_triton
+from support.layout_checks import WARPS, in_registers, in_shared_memory, is_power
 from support.ptx_on_cpu import Value, inline_asm, value
 
 
@@ -117,6 +120,7 @@ class Shared:
         return Shared(self.memory.permute(order))
 
     def load(self, layout: Any) -> Value:
+        in_registers(layout, self.memory.shape)
         _seen("read", self)
         return value(self.memory.clone())
 
@@ -144,6 +148,7 @@ class Barriers:
     def __init__(self) -> None:
         self._states: dict[int, list[int]] = {}
         self._changed = threading.Condition()
+        self._running, self._waiting = 1, list[tuple[list[int], int]]()
 
     def _count(self, shared: Shared, arrivals: int, moved: int) -> None:
         with self._changed:
@@ -171,9 +176,28 @@ class Barriers:
 
     def wait(self, shared: Shared, phase: Any) -> None:
         _seen("wait", None, shared, phase)
-        state = self._states[shared.memory.data_ptr()]
+        waiting = (self._states[shared.memory.data_ptr()], int(phase))
         with self._changed:
-            assert self._changed.wait_for(lambda: state[3] != int(phase), timeout=120), "waits forever"
+            self._waiting.append(waiting)
+            self._changed.notify_all()
+            try:
+                assert self._changed.wait_for(lambda: self._passed(waiting) or self._is_stuck(), timeout=120)
+                assert self._passed(waiting), "waits forever"
+            finally:
+                self._waiting.remove(waiting)
+
+    @staticmethod
+    def _passed(waiting: tuple[list[int], int]) -> bool:
+        return waiting[0][3] != waiting[1]
+
+    def _is_stuck(self) -> bool:
+        return len(self._waiting) >= self._running and not any(map(self._passed, self._waiting))
+
+    def run_on(self, more: int) -> None:
+        """So many partitions more, or fewer, go on running."""
+        with self._changed:
+            self._running += more
+            self._changed.notify_all()
 
     def copied(self, shared: Shared, moved: int) -> None:
         """Bytes have come."""
@@ -194,12 +218,14 @@ def tma_load(box: Box, place: list[Any], bar: Shared, target: Shared, pred: Any 
 
 def reinterpret(shared: Shared, dtype: Any, shape: list[int], layout: Any) -> Shared:
     """View the memory as another type and shape."""
+    in_shared_memory(layout, shape, _torch(dtype).itemsize)
     return Shared(shared.memory.view(-1).view(torch.uint8).view(_torch(dtype)).view(shape))
 
 
 def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
     """Shared memory, full of NaN."""
     dtype = _torch(dtype)
+    in_shared_memory(layout, shape, dtype.itemsize)
     bits = torch.full((*shape, dtype.itemsize), 255, dtype=torch.uint8)
     return Shared(bits.view(dtype).reshape(shape))
 
@@ -221,7 +247,8 @@ class Language:
     int8, uint8, int16, int32, int64 = torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
     float8e4nv = torch.float8_e4m3fn
     static_range = range
-    SliceLayout = BlockedLayout = SwizzledSharedLayout = staticmethod(_nothing)
+    SliceLayout, BlockedLayout = language.SliceLayout, language.BlockedLayout
+    SwizzledSharedLayout = language.SwizzledSharedLayout
     allocate_shared_memory = staticmethod(allocate)
 
     def __init__(self) -> None:
@@ -245,15 +272,19 @@ class Language:
         return value(self.grid[axis])
 
     @staticmethod
-    def arange(start: int, end: int, layout: Any = None) -> Value:
-        return value(torch.arange(start, end))
+    def arange(start: int, end: int, layout: Any) -> Value:
+        found = value(torch.arange(start, end))
+        found.layout_here = in_registers(layout, found.shape)  # type: ignore[attr-defined]
+        return found
 
     @staticmethod
     def zeros(shape: list[int], dtype: Any, layout: Any) -> Value:
+        in_registers(layout, shape)
         return value(torch.zeros(shape, dtype=_torch(dtype)))
 
     @staticmethod
     def full(shape: list[int], content: Any, dtype: torch.dtype, layout: Any) -> Value:
+        in_registers(layout, shape)
         return value(value(content).to(dtype).expand(shape).clone())
 
     @staticmethod
@@ -270,6 +301,8 @@ class Language:
 
     @staticmethod
     def expand_dims(x: Value, axis: int) -> Value:
+        layout = getattr(x, "layout_here", None)
+        assert layout is None or layout.dim == axis, f"{layout} leaves out another axis than {axis}"
         return x.unsqueeze(axis)
 
     @staticmethod
@@ -278,6 +311,7 @@ class Language:
 
     @staticmethod
     def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
+        in_registers(layout, x.shape)
         return x
 
     @staticmethod
@@ -295,6 +329,10 @@ class Language:
     @staticmethod
     def abs(x: Value) -> Value:
         return x.abs()
+
+    @staticmethod
+    def div_rn(one: Value, other: Value) -> Value:
+        return one / other
 
     @staticmethod
     def erf(x: Value) -> Value:
@@ -331,15 +369,24 @@ class Language:
     @staticmethod
     def warp_specialize(partitions: list[tuple[Any, Any]], warps: list[int], registers: list[int]) -> None:
         """Each partition in a thread of its own."""
+        assert all(map(is_power, warps))
+        assert len(registers) == len(warps) == len(partitions) - 1
+        assert all(24 <= count <= 256 and count % 8 == 0 for count in registers)
+        counts = [WARPS.count, *warps]
 
         def start(number: int) -> None:
-            _seen.warps.partition = number
+            _seen.warps.partition, WARPS.count = number, counts[number]
             function, given = partitions[number]
-            function(*given)
+            try:
+                function(*given)
+            finally:
+                LANGUAGE.barriers.run_on(-1)
 
+        LANGUAGE.barriers.run_on(len(partitions) - 1)
         with ThreadPoolExecutor(len(partitions)) as threads:
             for future in [threads.submit(start, number) for number in range(len(partitions))]:
                 future.result()
+        LANGUAGE.barriers.run_on(1)
 
 
 LANGUAGE = Language()
@@ -469,7 +516,7 @@ def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
         elif isinstance(argument, int):
             given[key] = value(argument)
     constants = {key: getattr(one, "value", one) for key, one in launch.constants.items()}
-    LANGUAGE.grid = (*launch.programs, 1, 1)[:3]
+    LANGUAGE.grid, WARPS.count = (*launch.programs, 1, 1)[:3], launch.options.get("num_warps", 4)
     for place in itertools.product(*map(range, reversed(LANGUAGE.grid))):
         LANGUAGE.program, LANGUAGE.barriers = place[::-1], Barriers()
         _seen.warps.partition = None
