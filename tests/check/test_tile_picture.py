@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts.cases import arranged
 
 from moeq.check.tile_picture import _packed_codes, tile_picture
 from moeq.layouts.registry import get_layout
@@ -51,4 +50,4 @@ def test_layouts_that_have_no_picture() -> None:
     """Bytes that hold more than codes, and matrices that do not fit."""
     assert tile_picture("cpu-amx-int8/1", replace(INT4, element="int8", group_size=256)) is None
     assert tile_picture("marlin-wna16/1", replace(INT4, element="e4m3")) is None
-    assert _packed_codes(arranged("marlin-wna16/1"), replace(INT4, n=100), torch.zeros(100, 256)) is None
+    assert _packed_codes(get_layout("marlin-wna16/1"), replace(INT4, n=100), torch.zeros(100, 256)) is None
