@@ -51,11 +51,11 @@ class Recorded(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """Experts of the layer."""
+        """Number of experts of the layer."""
 
     @property
     def digests(self) -> Mapping[Any, Sequence[str]]:
-        """Projection to one digest per expert."""
+        """Digests by projection, one per expert."""
 
     @property
     def projections(self) -> Sequence[str]:
@@ -155,30 +155,33 @@ def check_digests(
         matrices: the checkpoint.
         entries: layers with their recorded digests.
         advance: called once per expert, in order, with a label.
-        workers: threads. Reading, unpacking and hashing leave the interpreter, so they overlap.
+        workers: number of threads. Reading, unpacking and hashing release the interpreter's lock, so they overlap.
 
     Returns:
-        How many were checked, and which differ.
+        The number of digests checked, and the differences found.
 
     Raises:
-        MoeqError: `source.bad-manifest` where digests are missing for an expert, and what reading raises.
+        MoeqError: `source.bad-manifest` where digests are missing for an expert, and the errors of reading.
     """
     checked, differences = 0, []
     for entry in entries:
         require_complete(entry)
-        homes = {
-            value: f"expert {e} {name}" for name, values in entry.digests.items() for e, value in enumerate(values)
+        place_of_digest = {
+            digest: f"expert {expert} {projection}"
+            for projection, digests in entry.digests.items()
+            for expert, digest in enumerate(digests)
         }
 
-        def found(expert: int, entry: Recorded = entry) -> dict[str, str]:
+        def digests_of(expert: int, entry: Recorded = entry) -> dict[str, str]:
             return expert_digests(matrices, entry.layer, expert, entry.digests)
 
-        with closing(in_order(found, range(entry.num_experts), workers)) as results:
+        with closing(in_order(digests_of, range(entry.num_experts), workers)) as results:
             for expert, digests in enumerate(results):
                 for projection, digest in digests.items():
                     checked += 1
                     if digest != entry.digests[projection][expert]:
-                        differences.append(DigestDifference(entry.layer, expert, projection, homes.get(digest)))
+                        place = place_of_digest.get(digest)
+                        differences.append(DigestDifference(entry.layer, expert, projection, place))
                 advance(f"layer {entry.layer} expert {expert}")
     return checked, differences
 
@@ -210,19 +213,20 @@ def require_complete(entry: Recorded) -> None:
 
 
 def in_order(function: Callable[[int], T], items: Iterable[int], workers: int) -> Generator[T, None, None]:
-    """Map over a few threads, results in order; close it (`contextlib.closing`) before what it works on goes away.
+    """Map over a few threads and yield the results in order.
 
-    Every thread runs torch's operations by itself: threads of their own per operation would only wait for each other.
+    Close the generator (`contextlib.closing`) before its inputs are released. In these threads torch starts no threads
+    of its own, which would only wait for each other.
     """
     import torch
 
-    before = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     pool = ThreadPoolExecutor(max(workers, 1), initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield from pool.map(function, items)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads_before)
 
 
 def default_workers() -> int:

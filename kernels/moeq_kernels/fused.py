@@ -74,9 +74,10 @@ def fused_moe(
     epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input)
     if expert_map is not None:
         check_map(expert_map, x.device)
-    known = None if expert_map is None else expert_map.numel()
+    global_experts = None if expert_map is None else expert_map.numel()
     tokens, top_k = topk_ids.shape
-    layer = prepare_for(x, experts, top_k, tokens, epilogue, known, family="portable" if blocks else None, plan=blocks)
+    family = "portable" if blocks else None
+    layer = prepare_for(x, experts, top_k, tokens, epilogue, global_experts, family=family, plan=blocks)
     return layer(x, topk_weights, topk_ids, expert_map=expert_map)
 
 
@@ -106,8 +107,8 @@ def fused_moe_batched(
         limit: clamp, or number in the formula, as in `fused_moe`.
         row_weights: floating point `[E, max_tokens]` router weights, or None if the combine step applies them.
         router_weight_on_input: whether router weights multiply the input, as in `fused_moe`.
-        expected_tokens: mean of the rows that an expert uses, for which Hopper's kernels are chosen; None for
-            max_tokens. It changes times only.
+        expected_tokens: mean number of rows that an expert uses; Hopper's kernels are chosen for it. None stands for
+            max_tokens. The number changes the speed, never the results.
         blocks: tile sizes of the portable kernels, which then run even where others would.
 
     Returns:
@@ -127,46 +128,49 @@ def fused_moe_batched(
             f"row_weights is {shape_of(row_weights)}; with x {shape_of(x)} it must be floating [{count}, {max_tokens}]",
         )
         require(row_weights.device == x.device, f"row_weights is on {row_weights.device}, but x is on {x.device}")
-    require(experts.num_experts == count, f"x is {shape_of(x)}, but there are {experts.num_experts} experts in experts")
+    require(experts.num_experts == count, f"x is {shape_of(x)}, but `experts` holds {experts.num_experts} experts")
     require(expected_tokens is None or expected_tokens > 0, f"expected_tokens is {expected_tokens}; it is at least 1")
     check_experts(x, experts, activation)
     require_runnable(x.device)
     weighted = row_weights is not None
-    first = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input and weighted)
-    flat = torch.ones(count * max_tokens, device=x.device) if row_weights is None else row_weights.float().reshape(-1)
+    w13_epilogue = epilogue_of(experts, activation, alpha, beta, limit, router_weight_on_input and weighted)
+    if row_weights is None:
+        row_factors = torch.ones(count * max_tokens, device=x.device)
+    else:
+        row_factors = row_weights.float().reshape(-1)
     if blocks is None:
         rows = x.reshape(count * max_tokens, hidden)
-        layer = batched_layer(rows, experts, first, expected_tokens)
+        layer = batched_layer(rows, experts, w13_epilogue, expected_tokens)
         if layer.family != "portable":
             ids = batched_ids(num_tokens.to(x.device), max_tokens)
-            return layer(rows, flat.view(-1, 1), ids).view(count, max_tokens, hidden)
-    last = Epilogue(weight="last" if weighted and not router_weight_on_input else "")
+            return layer(rows, row_factors.view(-1, 1), ids).view(count, max_tokens, hidden)
+    w2_epilogue = Epilogue(weight="last" if weighted and not router_weight_on_input else "")
     pairs = count * max_tokens
-    problem = describe(x, experts, first, 1, dependent=False)
-    used = blocks or portable.plan_for(problem, pairs)
+    problem = describe(x, experts, w13_epilogue, 1, dependent=False)
+    tile_sizes = blocks or portable.plan_for(problem, pairs)
     y = torch.zeros(pairs, hidden, dtype=x.dtype, device=x.device)
     if not pairs:
         return y.view(count, max_tokens, hidden)
-    tiles = _tiles(num_tokens.to(x.device), max_tokens, used.m)
-    roots = {
+    tiles = _tiles(num_tokens.to(x.device), max_tokens, tile_sizes.m)
+    tensors = {
         "x": x.reshape(pairs, hidden).contiguous(),
         "rows": torch.arange(pairs, dtype=torch.int32, device=x.device),
         "tiles": tiles,
-        "weights": flat.contiguous(),
+        "weights": row_factors.contiguous(),
         "out": y,
     }
-    areas = {name: Area.like(name, tensor) for name, tensor in roots.items()}
+    areas = {name: Area.like(name, tensor) for name, tensor in tensors.items()}
     arena = Arena()
-    middle = arena.take(x.dtype, pairs, experts.intermediate_size)
+    intermediate = arena.take(x.dtype, pairs, experts.intermediate_size)
     launches = []
     for matrix, epilogue, source, out in (
-        (problem.w13, first, areas["x"], middle),
-        (problem.w2, last, middle, areas["out"]),
+        (problem.w13, w13_epilogue, areas["x"], intermediate),
+        (problem.w2, w2_epilogue, intermediate, areas["out"]),
     ):
         rows = portable.Rows(source, areas["tiles"], areas["rows"], 0, areas["weights"])
-        launches += portable.product(problem, matrix, epilogue, rows, out, arena, used)
+        launches += portable.product(problem, matrix, epilogue, rows, out, arena, tile_sizes)
     workspace = torch.empty(arena.used, dtype=torch.uint8, device=x.device)
-    run_with_triton(launches, {**roots, "workspace": workspace, **tensors_of(experts)})
+    run_with_triton(launches, {**tensors, "workspace": workspace, **tensors_of(experts)})
     return y.view(count, max_tokens, hidden)
 
 
@@ -178,9 +182,9 @@ def batched_layer(
     gpu: str | None = None,
     rows: int | None = None,
 ) -> PreparedLayer:
-    """Prepare a layer for `rows` rows (default: those of x) `[E * max_tokens, H]` of `batched_ids`.
+    """Prepare the layer that runs rows `[E * max_tokens, H]` of a batch, each a token with one choice of an expert.
 
-    Each row is a token with one choice. `gpu` names the GPU of experts on `meta`.
+    `rows` is the number of rows, by default that of x. `gpu` names the GPU of experts on `meta`.
     """
     rows = x.shape[0] if rows is None else rows
     layer = prepare_for(x, experts, 1, rows, epilogue, None, gpu=gpu)
@@ -189,7 +193,7 @@ def batched_layer(
     tokens = expected_tokens * experts.num_experts
     plan = w4a16.plan_for(layer.problem, min(rows, tokens))
     while isinstance(getattr(plan, "kernel", None), Direct) and tokens < rows:
-        tokens *= 2  # that kernel has a program for each row, used or not
+        tokens *= 2  # the direct kernel starts a program for every row, unused ones included: find another kernel
         plan = w4a16.plan_for(layer.problem, min(rows, tokens))
     return prepare_for(x, experts, 1, rows, epilogue, None, family=layer.family, plan=plan, gpu=gpu)
 
@@ -203,12 +207,12 @@ def batched_ids(num_tokens: Tensor, max_tokens: int) -> Tensor:
 
 def _tiles(num_tokens: Tensor, max_tokens: int, height: int) -> Tensor:
     """List the tiles `[T, 8]` of `device.routing` for experts that use `num_tokens[e]` of their max_tokens rows."""
-    experts, each = num_tokens.numel(), -(-max_tokens // height)
-    first = torch.arange(each, device=num_tokens.device) * height
-    numbers = torch.arange(experts, device=num_tokens.device)[:, None]
-    limit = num_tokens.to(torch.int64).clamp(0, max_tokens)[:, None]
-    tiles = torch.zeros(experts, each, 8, dtype=torch.int32, device=num_tokens.device)
-    tiles[..., 0] = torch.where(first < limit, numbers, -1)
-    tiles[..., 1] = numbers * max_tokens + first
-    tiles[..., 2] = numbers * max_tokens + limit
+    experts, tiles_per_expert = num_tokens.numel(), -(-max_tokens // height)
+    first_row = torch.arange(tiles_per_expert, device=num_tokens.device) * height
+    ids = torch.arange(experts, device=num_tokens.device)[:, None]
+    used_rows = num_tokens.to(torch.int64).clamp(0, max_tokens)[:, None]
+    tiles = torch.zeros(experts, tiles_per_expert, 8, dtype=torch.int32, device=num_tokens.device)
+    tiles[..., 0] = torch.where(first_row < used_rows, ids, -1)
+    tiles[..., 1] = ids * max_tokens + first_row
+    tiles[..., 2] = ids * max_tokens + used_rows
     return tiles.view(-1, 8)

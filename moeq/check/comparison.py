@@ -1,9 +1,9 @@
 """Compare a product with its emulations, expert by expert, and hold every error against two bounds.
 
-The first bound is measured on the same inputs: the norm of the error may be 1.2 times what the plain way loses, which
-rounds weights to the activation dtype, sums products in float32, and rounds results where the fused layer rounds. An
-error of a few weights hides in that norm, so each element also has a bound that is derived from the arithmetic
-(`moeq.reference.arithmetic`). No tensor larger than one expert's rows is held.
+The first bound is measured on the same inputs: the norm of the error may be 1.2 times that of the plain 16-bit
+computation, which rounds weights to the activation dtype, sums products in float32, and rounds results where the fused
+layer rounds. An error of a few weights hides in that norm, so each element also has a bound that is derived from the
+arithmetic (`moeq.reference.arithmetic`). No tensor larger than one expert's rows is held.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NORM_RULE = (
     f"({EXPERT_FACTOR} x for a single expert), and never less than the norm of the element bounds"
 )
 LAYER_RULE = (
-    "whole layer: weights, intermediate and output each round once, independently: |error| <= "
-    "6 x root of the sum of their squares through the layer + 2^-8 |y| (fp16: 2^-11 |y|) per element"
+    "whole layer: weights, intermediate and output each round once, independently; per element, |error| <= 6 x the "
+    "root of the sum of these roundings' squares, carried through the layer, + 2^-8 |y| (fp16: 2^-11 |y|)"
 )
 INT8_LAYER_RULE, FP8_LAYER_RULE = (
     f"whole layer: against {kind} emulation from input to output; up to 4 intermediate codes may round the other way, "
@@ -55,21 +55,21 @@ def tolerance(baseline: float, floor: float, factor: float = FACTOR) -> float:
 class Totals:
     """Sums that make up the statistics of a product over all experts."""
 
-    error2: float = 0.0
-    plain2: float = 0.0
-    expected2: float = 0.0
-    bound2: float = 0.0
-    actual2: float = 0.0
-    dot: float = 0.0
-    absolute: float = 0.0
-    count: int = 0
-    max_abs: float = -1.0
-    worst: tuple[int, int] = (0, 0)
+    error2: float = 0.0  #: squared errors
+    plain2: float = 0.0  #: squared errors of the plain 16-bit computation
+    expected2: float = 0.0  #: squared values of the reference
+    bound2: float = 0.0  #: squared bounds of the elements
+    actual2: float = 0.0  #: squared values of the kernel
+    dot: float = 0.0  #: products of the kernel's values and the reference's
+    absolute: float = 0.0  #: absolute errors
+    count: int = 0  #: number of elements
+    max_abs: float = -1.0  #: largest absolute error; negative before the first rows
+    worst: tuple[int, int] = (0, 0)  #: `(row, output feature)` of the largest absolute error
 
     def add(
         self, actual: Tensor, expected: Tensor, plain: Tensor, bound: Tensor, rows: Tensor
     ) -> tuple[float, float, float]:
-        """Add some rows `[T, N]`. Returns the relative errors of `actual`, of `plain` and of the bounds."""
+        """Add rows `[T, N]` to the sums. Returns the relative errors of `actual`, of `plain` and of the bounds."""
         error = difference(actual, expected)
         error2, plain2, norm2, bound2 = (
             float(one.square().sum()) for one in (error, plain - expected, expected, bound)
@@ -140,7 +140,7 @@ class Totals:
 
 
 def difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return |actual - expected| in float64; a value that is not finite is infinitely wrong unless both are equal."""
+    """Return |actual - expected| in float64: 0 where both are equal, infinite where the difference is NaN."""
     actual = actual.double()
     error = (actual - expected).abs()
     error = torch.where(actual == expected, torch.zeros_like(error), error)
@@ -159,15 +159,18 @@ class ProductComparison:
     """Comparison of one product of one layer, expert by expert."""
 
     name: str  #: `gate`, `up` or `down`
-    k: int  #: length of its sums
+    k: int  #: number of products in each of its sums
     totals: Totals = field(default_factory=Totals)  #: statistics over all experts
     _experts: list[tuple[ExpertError, ...]] = field(default_factory=list)
     _titles: tuple[str, ...] = ()
 
     def add(self, expert: int, actual: Tensor, emulated: Sequence[Emulated], rows: Tensor) -> None:
-        """Compare the rows of one expert with every way of rounding: the first is 16-bit, the last the reference."""
-        exact, plain = emulated[-1], emulated[0]
-        relative, baseline, floor = self.totals.add(actual, exact.value, plain.value, exact.bound, rows)
+        """Compare the rows of one expert with every emulated way of rounding.
+
+        The first emulation is the plain 16-bit computation, the last one is the reference.
+        """
+        reference, plain = emulated[-1], emulated[0]
+        relative, baseline, floor = self.totals.add(actual, reference.value, plain.value, reference.bound, rows)
         allowed = tolerance(baseline, floor, EXPERT_FACTOR)
         self._titles = tuple(one.title for one in emulated)
         self._experts.append(
@@ -199,7 +202,7 @@ class ProductComparison:
 def compare_product(
     expert: int, actual: Tensor, value: Tensor, bound: Tensor, norms: tuple[float, float], rows: Tensor
 ) -> ExpertError:
-    """Hold every element of an expert's rows `[T, N]` against its bound; `norms`: the relative error, its tolerance."""
+    """Hold every element of an expert's rows `[T, N]` against its bound; `norms`: its relative error and tolerance."""
     exceedance = difference(actual, value) / bound
     place = int(exceedance.argmax())
     row, column = divmod(place, exceedance.shape[1])

@@ -18,7 +18,7 @@ CPU_MAX_WEIGHTS = 8 * 2**20
 CPU_TOKENS = (1, 7, 33)
 GPU_TOKENS = (1, 7, 33, 256)
 
-#: Tokens of the run in which all go to the same experts: an odd number, which no tile divides.
+#: Token count of the run whose tokens all go to the same experts; an odd number, which no tile size divides.
 SAME_TOKENS = 7
 
 
@@ -32,9 +32,9 @@ class CheckOptions:
         tokens: token counts, one run each; None: CPU_TOKENS or GPU_TOKENS.
         seed: seed of the random tokens and of the choice of experts.
         device: `auto`, `cpu` or `cuda`.
-        digests: recompute the logical digests of every expert of every layer first.
-        kernels: run the kernels; otherwise only digests are checked and neither triton nor a GPU is needed.
-        whole: run the fused layer too, not only each product.
+        digests: whether the logical digests of all experts are recomputed first.
+        kernels: whether kernels run; without them only digests are checked, which needs neither triton nor a GPU.
+        whole: whether the fused layer is checked too, not only each product.
         digest_layers: layers whose digests are recomputed; None: all.
         jobs: processes that check layers at the same time on a CPU; None: by the amount of work.
         activation_dtype: `fp8` to bound the loss of e4m3 activations, and to run FP8 weights with them; empty: 16-bit
@@ -82,14 +82,15 @@ def choose_samples(
 
 
 def _runs(tokens: Sequence[int], experts: int, top_k: int) -> tuple[Run, ...]:
-    """List the runs: each token count by the router, all tokens to the same experts, and every expert in turn."""
-    spread = -(-LEAST_ROWS * experts // top_k)
+    """List the runs: one by the router for each token count, one on the same experts, one that uses all experts."""
+    needed = -(-LEAST_ROWS * experts // top_k)
+    odd_count = needed + 1 - needed % 2
     routed = [Run(count) for count in sorted(dict.fromkeys(tokens))]
-    return (*routed, Run(SAME_TOKENS, "same"), Run(spread + 1 - spread % 2, "spread"))
+    return (*routed, Run(SAME_TOKENS, "same"), Run(odd_count, "spread"))
 
 
 def expert_weights(entry: LayerEntry) -> int:
-    """Return the weights of one expert of a layer, as stored."""
+    """Return the number of weights of one expert of a layer, padding included."""
     return sum(matrix.padded_n * matrix.padded_k for matrix in entry.matrices.values())
 
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """Sink of one command."""
+    """Writer of everything that one command prints."""
 
     def __init__(self, schema: str, json_mode: bool = False) -> None:
         self.schema = schema
         self.json_mode = json_mode
-        self.live: Console | None = None  # of a progress bar, while there is one
+        self.live: Console | None = None  # console of the progress bar, while one is shown
         self.kept: Path | None = None  # unfinished work that an interrupted command leaves
         self._answered = False
 
@@ -41,7 +41,7 @@ class Output:
         return _console(sys.stderr, sys.stderr)
 
     def answer(self, document: Mapping[str, Any], render: Callable[[Console], None], *, ok: bool = True) -> ExitCode:
-        """Write the command's answer, `document` in JSON mode, else what `render` draws; returns its exit code.
+        """Write the command's answer: `document` in JSON mode, otherwise what `render` draws. Returns the exit code.
 
         Args:
             document: the JSON document without `schema` and `ok`, which are added here.
@@ -59,14 +59,14 @@ class Output:
         """Report a MoeqError: one line and a hint on stderr, and in JSON mode the document on stdout.
 
         Args:
-            styled: whether Rich is imported for it; after an interrupt, modules may be half imported.
+            styled: whether Rich styles the line; not after an interrupt, when Rich may be half imported.
         """
         if self.json_mode:
             details = {"code": error.code, "message": error.message, "hint": error.hint}
             self._document({"ok": False, "error": {**details, "exit_code": int(error.exit_code)}})
         for label, style, told in (("error", "bold red", error.message), ("hint", "cyan", error.hint)):
             if told and styled:
-                self._line(label, style, told)
+                self._labelled(label, style, told)
             elif told:
                 self.line(f"{label}: {told}")
         text = error.message + (f"\n{error.hint}" if error.hint else "")
@@ -74,11 +74,11 @@ class Output:
 
     def warning(self, message: str) -> None:
         """Warn of something unusual that does not stop the command."""
-        self._line("warning", "yellow", message)
+        self._labelled("warning", "yellow", message)
         self.annotate("warning", "", message)
 
     def note(self, message: str) -> None:
-        """Print progress and the like."""
+        """Print a message without a label, such as progress."""
         self._say(message)
 
     def line(self, text: str) -> None:
@@ -92,10 +92,10 @@ class Output:
         if github.in_actions():
             self.line(github.annotation(kind, plain(title), "\n".join(map(plain, message.splitlines()))))
 
-    def _line(self, label: str, style: str, message: str) -> None:
+    def _labelled(self, label: str, style: str, message: str) -> None:
         from rich.text import Text
 
-        # One line, whatever names it quotes: a line of its own could be taken for a command by what reads the log.
+        # A quoted name may hold line breaks, and CI runners take some lines of a log for commands: join all lines.
         self._say(Text.assemble((f"{label}: ", style), " ".join(message.splitlines())))
 
     def _say(self, message: str | Text) -> None:
@@ -107,7 +107,7 @@ class Output:
         write(sys.stderr, text.getvalue())
 
     def _document(self, document: Mapping[str, Any]) -> None:
-        if self._answered:  # interrupted after the answer: there is one document
+        if self._answered:  # an interrupt after the answer must not add a second document
             return
         # allow_nan=False: NaN and Infinity are not JSON, and a reader in another language would choke on them.
         text = json.dumps({"schema": self.schema, **document}, indent=2, allow_nan=False, default=str)
@@ -125,7 +125,7 @@ def _unpadded(text: str) -> str:
 
 
 def _console(file: TextIO, stream: TextIO) -> Console:
-    """Make a console that writes to `file` as to `stream`. Piped output is not wrapped: scripts grep lines."""
+    """Make a console that writes to `file` in the style of `stream`. Piped lines are not wrapped: scripts grep them."""
     from moeq.cli.screen import Screen
 
     terminal = stream.isatty()
@@ -140,7 +140,7 @@ def _console(file: TextIO, stream: TextIO) -> Console:
 
 
 def write(stream: TextIO, text: str) -> OSError | None:
-    """Write at once; return the error of the file system if there was one.
+    """Write a text and flush; return the error of the file system if there was one.
 
     If the reader has gone away or the disk is full, the rest of the output is dropped. The exit code still gives the
     answer, except for a JSON document.
@@ -165,13 +165,13 @@ def _silence(stream: TextIO) -> None:
 
 
 def open_missing_streams() -> None:
-    """Open streams that were closed before Python began (`moeq ... >&-`), for which it has None."""
+    """Replace streams that were closed before Python began (`moeq ... >&-`), where `sys` holds None, by /dev/null."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lives as long as the process
 
 
 def flush_streams() -> None:
-    """Write out what is buffered; Python would complain at exit where that fails."""
+    """Write out the buffers of stdout and stderr, since Python would complain at exit where that fails."""
     for stream in (sys.stdout, sys.stderr):
         write(stream, "")

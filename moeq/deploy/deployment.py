@@ -45,6 +45,7 @@ class Deployment:
         lora: whether LoRA adapters are applied to the experts.
         eplb: whether expert load balancing is on.
         redundant_experts: replicas that load balancing adds to the experts of a layer, over all ranks.
+        dtype: activation dtype.
         backend: name of the requested backend, or `auto`.
         engine: engine that decides, `vllm@0.33.0`, `sglang` or `moeq`.
         env: environment variables that engines read, as sorted `(name, value)` pairs.
@@ -72,7 +73,7 @@ class Deployment:
     def __post_init__(self) -> None:
         """Raise MoeqError `usage.deployment` for values that no deployment has."""
         if not isinstance(self.gpu, Gpu):
-            hint = "moeq.gpu(NAME) gives one: Deployment(gpu=moeq.gpu('H100'))"
+            hint = "moeq.gpu(NAME) makes a Gpu: Deployment(gpu=moeq.gpu('H100'))"
             raise MoeqError("usage.deployment", f"gpu is {self.gpu!r}, it has to be a Gpu", hint)
         for name, least in (("tp", 1), ("ep", 1), ("dp", 1), ("pcp", 1), ("redundant_experts", 0)):
             value = getattr(self, name)

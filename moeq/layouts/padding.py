@@ -1,6 +1,7 @@
 """Rounding sizes up to what a layout needs, before packing, with the cost known beforehand.
 
-Gate and up are padded apart (zero rows after each half), as is w2's K: zero codes, zero scales and zero zero points.
+Gate and up are padded separately, with zero rows after each half, and w2 is padded along K. Padding consists of zero
+codes, zero scales and zero zero points, unless the layout's rule says otherwise (`PaddingRule`).
 A zero code is not the value zero, but it never counts: with groups, the padded scales are zero; with one scale per
 channel, the padded columns of w2 meet activations that are zero because the padded rows of w13 have zero scales and
 biases. Source of the rule: vLLM 0.33.0, `marlin_moe_padded_intermediate` and the MXFP4 size rounding of its oracle.
@@ -55,10 +56,12 @@ class PaddingPlan:
                 f"{before.role} has act-order, so K = {before.k} cannot be padded to {after.k}",
                 "re-quantise with desc_act=False",
             )
-        padded = _resized(matrix, after, before.symmetric_zero if self.rule.midpoint and before.symmetric else 0)
+        code = before.symmetric_zero if self.rule.midpoint and before.symmetric else 0
+        padded = _resized(matrix, after, code)
         if not self.rule.same_scale or before.num_groups > 1:
             return padded
-        return replace(padded, scales=_extended(matrix.scales[:, 0], before.halves, after.n).unsqueeze(1))
+        row_scales = _extended(matrix.scales[:, 0], before.halves, after.n)
+        return replace(padded, scales=row_scales.unsqueeze(1))
 
     def unpad(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
         """Invert `pad` exactly."""
@@ -94,14 +97,17 @@ def logical_bytes(spec: MatrixSpec) -> int:
 
 
 def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> QuantizedMatrix:
-    """Cut or fill up the matrix to the sizes of `spec`, each half of a gated w13 apart, with `code` or zeros."""
+    """Crop or pad the matrix to the sizes of `spec`, each half of a gated w13 separately.
+
+    Added codes are `code`; added scales, zero points and biases are zero, and added global scales repeat the last one.
+    """
     halves = spec.halves
 
     def resize(tensor: Tensor, columns: int | None, fill: int = 0) -> Tensor:
         old = tensor.reshape(halves, matrix.spec.n // halves, *tensor.shape[1:])
         shape = [halves, spec.n // halves] + ([] if columns is None else [columns])
         new = tensor.new_zeros(shape) if tensor.element_size() > 1 else _zero_bytes(tensor, shape)
-        part = tuple(slice(0, min(a, b)) for a, b in zip(old.shape, new.shape, strict=True))
+        part = tuple(slice(0, min(sizes)) for sizes in zip(old.shape, new.shape, strict=True))
         if fill:
             new.fill_(fill)
         new[part] = old[part]
@@ -119,7 +125,7 @@ def _resized(matrix: QuantizedMatrix, spec: MatrixSpec, code: int = 0) -> Quanti
 
 
 def _extended(scales: Tensor, halves: int, rows: int) -> Tensor:
-    """Resize the scales `[N]` of whole matrices: added rows take the scale of their half."""
+    """Resize scales `[N]`, one for each row: added rows take the scale of the last row of their half."""
     old = scales.reshape(halves, -1)
     if rows // halves <= old.shape[1]:
         return old[:, : rows // halves].flatten()

@@ -47,14 +47,14 @@ class Conversion(Shown):
     job: Job  #: source, decision and plan
     manifest: Manifest | None  #: what `moeq.json` says; None for a dry run
     resumed_units: int = 0  #: units found finished from an interrupted run
-    shard: ShardRun | None = None  #: the shard of the units that was asked for, or None if it was all
-    memory: Memory | None = None  #: memory that the run takes, and its number of workers
+    shard: ShardRun | None = None  #: shard of the units that was requested; None for all units
+    memory: Memory | None = None  #: memory that the run takes, and the number of its workers
     #: Whether the folder already held the result of the same job, so that nothing was written.
     already_done: bool = False
 
     @property
     def plan(self) -> Plan:
-        """Files, units and sizes."""
+        """Plan of the conversion: files, units and sizes."""
         return self.job.plan
 
     @property
@@ -94,7 +94,7 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ConvertKeywords],
 ) -> Conversion:
-    """Convert a source checkpoint for a deployment, as `moeq.convert` does, which says what arguments and errors mean.
+    """Convert a source checkpoint for a deployment; `moeq.convert` describes the arguments and errors.
 
     Where `dst` already holds the result of the same job (`moeq.pipeline.state.stamps`), nothing is done. A failed run
     leaves no folder DST behind; finished units are kept in `<DST>.moeq-partial`. `backend` replaces the deployment's,
@@ -106,7 +106,7 @@ def convert(
     job = open_job(_request(src, deployment, backend, revision, options), expect=plan_digest)
     source = job.checkpoint.source
     source.reread = reread
-    _check_ways(source, shard, executor, stream_source, force)
+    _check_compatible(source, shard, executor, stream_source, force)
     folder = WorkFolder(Path(dst), job_stamp(job), shard=shard.label if shard else None, force=force)
     done = check_destination(job, folder)
     if done is not None:
@@ -114,19 +114,19 @@ def convert(
             sign_folder(folder.destination, signer)
         return Conversion(folder.destination, job, done, already_done=True)
     units = shard.select(job.plan.units, remote=is_remote(source)) if shard else job.plan.units
-    part = ShardRun(shard, len(units), sum(unit.bytes_out for unit in units), not dry_run) if shard else None
+    shard_run = ShardRun(shard, len(units), sum(unit.bytes_out for unit in units), not dry_run) if shard else None
     tell = progress or (lambda event: None)
     memory = plan_memory(job, units, workers or default_workers(), max_memory)
     if dry_run or is_remote(source):  # before gigabytes are downloaded in vain
         _require_no_loss(job)
     if dry_run:
-        return Conversion(folder.destination, job, None, shard=part, memory=memory)
+        return Conversion(folder.destination, job, None, shard=shard_run, memory=memory)
     with headers_frozen(), folder:
         with streamed(source, folder, tell) if stream_source else nullcontext(one_batch) as batches:
             ran = run_units(job, folder, units, memory, tell, batches, where=executor, ray_address=ray_address)
         manifest = finish(job, folder, ran.records, signer) if shard is None else None
     tell(Finished(sum(unit.bytes_out for unit in units), time.monotonic() - begun, len(ran.resumed)))
-    return Conversion(folder.destination, job, manifest, len(ran.resumed), part, memory)
+    return Conversion(folder.destination, job, manifest, len(ran.resumed), shard_run, memory)
 
 
 def plan(
@@ -139,7 +139,7 @@ def plan(
 ) -> Job:
     """Plan what `convert` with these arguments would do: decision, files and units.
 
-    Reads headers, and one expert where the layout may lose numbers.
+    Planning reads headers, and one expert where the layout may lose numbers.
 
     Raises MoeqError as `convert` does before it writes anything; `answer.lossy` if the first expert would lose numbers.
     """
@@ -163,15 +163,15 @@ def _request(
     return JobRequest(str(src), deployment, ConvertOptions(**options), revision)
 
 
-def _check_ways(source: Source, shard: WorkShard | None, executor: str, stream_source: bool, force: bool) -> None:
-    """Refuse ways of working that exclude each other."""
+def _check_compatible(source: Source, shard: WorkShard | None, executor: str, stream_source: bool, force: bool) -> None:
+    """Raise MoeqError for options that exclude each other."""
     if shard is not None and force:
         raise MoeqError(
             "usage.force-shard",
             f"{option('force', True)} with {option('shard', str(shard))}: one shard must not remove what another has "
             "written",
-            f"finalize with {option('force', True)} replaces an earlier conversion; unfinished work of another one: "
-            "remove its folder",
+            f"to replace an earlier conversion, use finalize with {option('force', True)}; to drop unfinished work of "
+            "another conversion, remove its folder",
         )
     if stream_source:
         require_streamable(source, executor)

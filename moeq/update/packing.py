@@ -1,4 +1,4 @@
-"""Pack an expert on the CPU in scratch memory, prove it, and write it so that it is old or new as a whole."""
+"""Pack an expert on the CPU in scratch memory, prove it, and write all of it or, after an error, none of it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
     from moeq_kernels.placement import Write
 
-#: Finished tensors: where each is copied to, and the tensor.
+#: Pairs of a tensor to overwrite and the finished tensor that is copied to it.
 Copies = Sequence[tuple["Tensor", "Tensor"]]
 
 
 def pack(
     layer: WritableLayer, layout: Layout, role: StackedRole, matrix: QuantizedMatrix
 ) -> tuple[dict[str, Tensor], QuantizedMatrix, int]:
-    """Return a rank's packed parts, proven, the matrix that they hold, and how many stored numbers differ in it.
+    """Return a rank's packed and proven parts, the matrix that they hold, and the number of changed stored numbers.
 
-    Raises MoeqError `bug.round-trip` if packing changed numbers without leave, and the errors of `Layout.pack`.
+    Raises MoeqError `bug.round-trip` if a layout that may not change numbers did, and the errors of `Layout.pack`.
     """
     padded = layer.padding.pad(matrix)
     shapes = layout.tensors(padded.spec)
@@ -46,24 +46,20 @@ def pack(
 
 
 def check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatrix, row: int) -> None:
-    """Check that weights which stay keep their bytes, where packing rounds.
+    """Check that the weights which an update leaves keep their bytes in a layout that rounds.
 
     Raises MoeqError `usage.shared-tensor` if packing the current values again would give other bytes.
     """
-    import torch
-
-    if not layer.layout.allow_lossy or (layer.layout.calibration_scope is not None and layer.layout.lossy is None):
-        return
     layout = layer.layout
+    is_calibrated = layout.calibration_scope is not None
+    if not layout.allow_lossy or (is_calibrated and layout.lossy is None):
+        return
     if not layout.rounds_jointly:
         stored = stored_row(layer, role, row)
         padded = layer.padding.pad(old)
-        value = layout.calibrate(padded) if layout.calibration_scope is not None else None
-        again = (layout if value is None else layout.with_calibration(value)).pack(padded)
-        if all(
-            torch.equal(again[name].contiguous().view(-1).view(torch.uint8), stored[name].view(-1).view(torch.uint8))
-            for name in stored
-        ):
+        calibration = layout.calibrate(padded) if is_calibrated else None
+        repacked = (layout if calibration is None else layout.with_calibration(calibration)).pack(padded)
+        if all(_same_bytes(repacked[name], stored[name]) for name in stored):
             return
     raise MoeqError(
         "usage.shared-tensor",
@@ -73,11 +69,17 @@ def check_reversible(layer: WritableLayer, role: StackedRole, old: QuantizedMatr
     )
 
 
-def write_all(copies: Copies, writes: Sequence[Write]) -> None:
-    """Copy finished tensors, then queue what the gather kernel writes. If one fails, take the copies back.
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    import torch
 
-    The gather kernel checks and compiles all writes before the first one, so that only a device that is lost ends
-    between two of them.
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
+
+
+def write_all(copies: Copies, writes: Sequence[Write]) -> None:
+    """Copy finished tensors, then queue the writes of the gather kernel. If one fails, take the copies back.
+
+    The gather kernel checks and compiles all writes before the first one: only the loss of the device can stop it
+    between two writes.
     """
     import torch
 
@@ -98,10 +100,10 @@ def write_all(copies: Copies, writes: Sequence[Write]) -> None:
 
 
 def calibrations_of(layer: WritableLayer, role: StackedRole) -> list[float]:
-    """Return what the layout must know of every row of a stacked matrix."""
-    found = []
+    """Return the layout's calibration of every expert of a stacked matrix, in the order of its rows."""
+    calibrations = []
     for row in range(len(layer.experts)):
-        value = layer.layout.calibrate(layer.padding.pad(read_matrix(layer, role, row)))
-        assert value is not None  # the caller's matrix has one, and experts are alike
-        found.append(value)
-    return found
+        calibration = layer.layout.calibrate(layer.padding.pad(read_matrix(layer, role, row)))
+        assert calibration is not None  # the caller's matrix has one, and experts are alike
+        calibrations.append(calibration)
+    return calibrations

@@ -152,7 +152,12 @@ def test_routing_with_a_bias_is_named_by_its_groups(grouped: bool, name: str) ->
         ("HunYuanMoEV1ForCausalLM", "vllm@0.29.0", 2 * EXPERTS, ""),
         ("MellumForCausalLM", "vllm@0.31.0", 2 * EXPERTS, "experts, which the class refuses"),
         ("MellumForCausalLM", "vllm@0.32.0", 2 * EXPERTS, ""),
-        ("DeepseekV4ForCausalLM", "vllm@0.30.0", 2 * EXPERTS, f"{EXPERTS} experts do not divide by tp {2 * EXPERTS}"),
+        (
+            "DeepseekV4ForCausalLM",
+            "vllm@0.30.0",
+            2 * EXPERTS,
+            f"{EXPERTS} experts are not divisible by tp {2 * EXPERTS}",
+        ),
         ("DeepseekV4ForCausalLM", "vllm@0.31.0", 2 * EXPERTS, ""),
     ],
 )

@@ -1,6 +1,6 @@
 """Keep packed experts away from SGLang's model classes, at the start and when weights are updated while it runs.
 
-Their own method fills experts, whatever the model. A model class gets all other tensors of the checkpoint.
+The quantisation method of packed experts fills them, whatever the model. A model class gets all other tensors.
 """
 
 from __future__ import annotations
@@ -51,25 +51,29 @@ def register_hooks() -> None:
 
 
 def find_class(find: Load, model_config: Any) -> Any:
-    """Wrap the choice of the model class: Mixtral's class for methods that the engine does not list has no FusedMoE."""
-    asked = model_config.quantization
-    if asked == NAME:
+    """Choose the model class as for an unquantised model.
+
+    For quantisation methods that the engine does not list, it would take a class of Mixtral without FusedMoE.
+    """
+    quantization = model_config.quantization
+    if quantization == NAME:
         model_config.quantization = None
     try:
         return find(model_config)
     finally:
-        model_config.quantization = asked
+        model_config.quantization = quantization
 
 
 def load_others(load: Load, model: Any, *given: Any, **named: Any) -> Any:
-    """Wrap the loading of a model's weights: from now on its class gets no tensors of packed experts.
+    """Wrap the loading of a model's weights: from now on the model's class gets no tensors of packed experts.
 
-    Raises MoeqError `usage.unsupported-model` if the class runs its experts otherwise, and what `_load_weights` raises.
+    Raises MoeqError `usage.unsupported-model` if the class runs its experts without FusedMoE, and the errors of
+    `_load_weights`.
     """
     if "load_weights" not in vars(model):
-        # A rank of pipeline parallelism may hold no experts, and a draft model has the source's.
-        whole = get_parallel().pp_size == 1 and not get_flags().moe.in_speculative_scope
-        if whole and not _packed_layers(model) and _configs(model):
+        # A rank of pipeline parallelism may hold no experts, and a draft model has the source's experts.
+        needs_packed = get_parallel().pp_size == 1 and not get_flags().moe.in_speculative_scope
+        if needs_packed and not _packed_layers(model) and _configs(model):
             raise MoeqError(
                 "usage.unsupported-model",
                 f"{type(model).__name__} does not run its experts through SGLang's FusedMoE",
@@ -80,22 +84,22 @@ def load_others(load: Load, model: Any, *given: Any, **named: Any) -> Any:
 
 
 def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named: Any) -> Any:
-    """Load weights into a model; into its experts only if it runs, since at the start their method fills them.
+    """Load weights into a model; into its experts only if it already runs, since at the start their method fills them.
 
-    The model has the source's config meanwhile, since the engine's classes ask it how the other tensors are stored
-    (DeepSeek's joins q_a and kv_a of AWQ by columns).
+    During the load the model has the source's config, which tells the engine's classes how the other tensors are
+    stored (DeepSeek's class joins q_a and kv_a of AWQ by columns).
 
     Raises MoeqError: the errors of `ExpertReload` and `FolderReload`.
     """
     layers = _packed_layers(model)
-    stacked: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
+    expert_names: set[str] = set().union(*(layer.quant_method.experts.names for layer in layers))
     configs = _configs(model)
     reading = _reading.get()
     if any(layer.quant_method.info is not None for layer in layers):
         path = reading.folder if reading else layers[0].quant_method.experts.checkpoint.source.name
         weights = divert(weights, ExpertReload(layers, path, from_path=reading is not None))
     elif layers:
-        weights = ((name, tensor) for name, tensor in weights if name not in stacked)
+        weights = ((name, tensor) for name, tensor in weights if name not in expert_names)
     for module, config in configs:
         module.quant_config = config.inner
     if reading:
@@ -111,14 +115,14 @@ def _load_weights(model: Any, load: Load, weights: Weights, *given: Any, **named
 
 
 def update_from_disk(update: Load, updater: Any, model_path: str, *given: Any, **named: Any) -> Outcome:
-    """Wrap `update_weights_from_disk`: the folder is a source or a converted one, and refusals stop no server.
+    """Wrap `update_weights_from_disk`: the folder is a source or a converted one, and a refusal stops no server.
 
-    After an error the engine says that it goes back to the former weights, but reads the same folder again.
+    After an error the engine says that it goes back to the former weights, but it reads the same folder again.
     """
     reading = _Reading(model_path)
     token = _reading.set(reading)
     try:
-        done, said = _refusal_returned(update, updater, model_path, *given, **named)
+        done, said = _update_or_refuse(update, updater, model_path, *given, **named)
     finally:
         _reading.reset(token)
     if not done and reading.complete:
@@ -129,7 +133,7 @@ def update_from_disk(update: Load, updater: Any, model_path: str, *given: Any, *
 def update_from_tensor(
     update: Load, updater: Any, named_tensors: Any, load_format: str | None = None, **named: Any
 ) -> Outcome:
-    """Wrap `update_weights_from_tensor`: refusals stop no server, and names in kernel form are refused for experts."""
+    """Wrap `update_weights_from_tensor`: a refusal stops no server, and experts accept no tensors in kernel form."""
     if load_format == "direct":
         model = updater.get_model()
         packed = {id(tensor) for layer in _packed_layers(model) for tensor in layer.parameters()}
@@ -138,11 +142,11 @@ def update_from_tensor(
             if name in owned:
                 why = "holds packed experts, and a tensor in kernel form does not say how it is packed"
                 return False, f"moeq: {name} {why}; send the tensors as the source checkpoint names them"
-    return _refusal_returned(update, updater, named_tensors, load_format, **named)
+    return _update_or_refuse(update, updater, named_tensors, load_format, **named)
 
 
-def _refusal_returned(update: Load, *given: Any, **named: Any) -> Outcome:
-    """Update, and return a refusal of moeq as the engine returns its own: an error would end the process."""
+def _update_or_refuse(update: Load, *given: Any, **named: Any) -> Outcome:
+    """Update, and return moeq's errors as the engine returns its own refusals: a raised error would end the process."""
     try:
         outcome: Outcome = update(*given, **named)
     except MoeqError as error:
@@ -151,7 +155,7 @@ def _refusal_returned(update: Load, *given: Any, **named: Any) -> Outcome:
 
 
 def _configs(model: Any) -> list[tuple[Any, ConvertedQuantization]]:
-    """Return the parts of a model that hold moeq's config, each with it."""
+    """Return the modules of a model that hold moeq's config, each with this config."""
     found = ((module, getattr(module, "quant_config", None)) for module in model.modules())
     return [(module, config) for module, config in found if isinstance(config, ConvertedQuantization)]
 

@@ -22,11 +22,11 @@ from moeq.layouts.readers import VLLM_VERSIONS
 
 
 class FunctionalExperts(TritonExperts):  # type: ignore[misc]
-    """Triton experts that run through a function, which would leave out adapters."""
+    """Triton experts that run through a function, which ignores LoRA adapters."""
 
     @staticmethod
     def supports_lora() -> bool:
-        """Return False: the function leaves out adapters."""
+        """Return False: the function ignores LoRA adapters."""
         return False
 
 
@@ -48,8 +48,8 @@ class AskableWNA16Experts(TritonWNA16Experts):  # type: ignore[misc]
 class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
     """Kernel that calls the engine's function `fused_experts`, as its own WNA16 method does.
 
-    The expert classes fail here: those of WNA16 (0.26.0) get no order of blocks for int4 and few tokens, those of W8A8
-    refuse int8 activations.
+    The engine's expert classes fail here. WNA16 experts (0.26.0) are given no order of token blocks for int4 weights
+    and few tokens; W8A8 experts refuse int8 activations.
     """
 
     def apply(
@@ -82,7 +82,10 @@ class FunctionalKernel(modular_kernel.FusedMoEKernel):  # type: ignore[misc]
 
 
 def triton_kernel(moe_quant_config: Any, moe_config: Any, experts_cls: Any, routing_tables: Any) -> Any:
-    """Make the kernel. Raises MoeqError `answer.no-backend` if tokens would have to be sent to other ranks first."""
+    """Make the kernel that runs Triton experts through `fused_experts`.
+
+    Raises MoeqError `answer.no-backend` if tokens would have to be sent to other ranks first.
+    """
     if moe_config.moe_parallel_config.use_all2all_kernels:
         raise MoeqError(
             "answer.no-backend",
@@ -102,13 +105,14 @@ def triton_kernel(moe_quant_config: Any, moe_config: Any, experts_cls: Any, rout
 
 def act_order_arguments(tensors: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of Marlin's kernel: the groups and the order of columns, and all of K on this rank."""
-    return {"is_k_full": True, **_order(tensors, "w13"), **_order(tensors, "w2")}
+    return {"is_k_full": True, **_matrix_order(tensors, "w13"), **_matrix_order(tensors, "w2")}
 
 
-def _order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
-    """Return the kernel's arguments for the order of a matrix's columns, without an order for a single group.
+def _matrix_order(tensors: dict[str, Any], role: str) -> dict[str, Any]:
+    """Return the kernel's arguments for the order of a matrix's columns: none where the matrix is a single group.
 
-    The kernel refuses that (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
+    The kernel refuses an order for a single group
+    (`csrc/moe/marlin_moe_wna16/ops.cu`: "For act_order, num_groups must be > 1").
     """
     if tensors[f"{role}_scale"].shape[1] == 1:
         return {f"{role}_g_idx": None, f"{role}_g_idx_sort_indices": None}

@@ -24,8 +24,8 @@ from moeq.spelling import option
 HEADS = ("num_attention_heads", "n_heads", "n_head")
 EXPERT_DTYPE = ("expert_dtype", "quantization_config.expert_dtype")
 
-# How engines name routing rules: by scoring, renormalisation and correction bias. DeepSeek's rule is told from
-# MiniMax's by the config having expert groups at all (even one).
+# How engines name routing rules, by scoring, renormalisation and correction bias. The rules of DeepSeek and MiniMax
+# share a key: it is DeepSeek's if the config has expert groups, even a single one (`routing_name`).
 _ROUTING: dict[tuple[str, bool, bool], Routing] = {
     ("softmax", True, False): "RenormalizeNaive",
     ("topk-softmax", True, False): "RenormalizeNaive",
@@ -49,16 +49,16 @@ def judge_checkpoint(
     scheme: Scheme | None = None,
     explain: bool = True,
 ) -> Verdict:
-    """Judge one layer's experts on a deployment, attention heads included. A no is a verdict too.
+    """Judge one layer's experts on a deployment, attention heads included. A refusal is returned as a verdict.
 
     Args:
         layer: the layer to decide for, if layers differ; None for the first quantised one.
+        scheme: scheme that the experts are to have; None for the one that the checkpoint stores.
         explain: also try single changes (see `moeq.oracle.judge.judge`).
 
     Raises MoeqError `source.no-top-k` if the config does not say how many experts a token uses.
     """
-    first = first_layer(checkpoint)
-    layer = first if layer is None else layer
+    layer = first_layer(checkpoint) if layer is None else layer
     verdicts = [
         _judge_set(checkpoint, deployment, layer, experts, scheme, explain=explain and experts.start == 0)
         for experts in _sets(checkpoint, layer)
@@ -75,8 +75,8 @@ def judge_checkpoint(
         count_gate(checkpoint, deployment, layer),
         width_gate(checkpoint, deployment, layer) if stored else None,
         size_gate(checkpoint, deployment, layer) if stored else None,
-        beyond_gate(checkpoint, deployment) if stored else None,
-        bare_gate(checkpoint, deployment, layer) if stored else None,
+        extra_layer_gate(checkpoint, deployment) if stored else None,
+        missing_experts_gate(checkpoint, deployment, layer) if stored else None,
         moonep_gate(checkpoint, verdict.deployment),
         class_gate(checkpoint, verdict.deployment),
     )
@@ -90,7 +90,7 @@ def judge_checkpoint(
 
 def _sets(checkpoint: Checkpoint, layer: int) -> tuple[range, ...]:
     """Return the sets of a layer's experts: one, unless the model has several."""
-    if checkpoint.is_packed(layer):  # in one stack
+    if checkpoint.is_packed(layer):  # packed experts are one stack
         return (range(checkpoint.num_experts(layer)),)
     return checkpoint.experts(layer).sets
 
@@ -100,8 +100,14 @@ def _judge_set(
 ) -> Verdict:
     """Judge one set of a layer's experts: all of them, unless a layer has several sets."""
     own = checkpoint.scheme_of(layer, experts.start)
-    # A scheme that the source does not have has no config of the source's, and none of its tensors.
+    # The source's config and tensors describe only the scheme that the source stores.
     stored = scheme is None or scheme == own
+
+    def is_admitted(other: Deployment) -> bool:
+        if heads_problem(checkpoint, other):
+            return False
+        return not stored or side_config_gate(checkpoint, other) is None
+
     return judge(
         scheme or own,
         moe_shape(checkpoint, layer, experts),
@@ -109,15 +115,13 @@ def _judge_set(
         config=checkpoint.checked_config if stored else None,
         prefix=module_of_set(checkpoint.info.architecture, checkpoint.expert_prefix(layer), experts),
         explain=explain,
-        admits=lambda other: (
-            not heads_problem(checkpoint, other) and not (stored and side_config_gate(checkpoint, other))
-        ),
+        admits=is_admitted,
         tensors=stored_tensors(checkpoint, layer, experts) if stored else (),
     )
 
 
 def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> object:
-    """Return what the engine's config gives a layer's experts: layers of another method get another answer."""
+    """Return the quantisation method that the engine's config gives a layer's experts; None without a config."""
     config = checkpoint.checked_config
     if config is None or checkpoint.is_packed(layer):
         return None
@@ -128,8 +132,8 @@ def layer_method(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> 
 def module_of_set(architecture: str, prefix: str, experts: range) -> str:
     """Return the path of the module that vLLM builds for a set of a layer's experts, in the checkpoint's spelling.
 
-    Entries of a config are matched with it: those of published configs name `experts`, which a class of two sets has
-    not (vLLM 0.26.0 to 0.33.0, `Ernie4_5_VLMoeMoE`).
+    Engines match the entries of a config with this path. Published configs name `experts`, a module that a class with
+    two sets of experts does not have (vLLM 0.26.0 to 0.33.0, `Ernie4_5_VLMoeMoE`).
     """
     if architecture not in CLASSES_OF_SETS:
         return prefix
@@ -175,9 +179,9 @@ def side_config_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | N
 
 
 def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
-    """Return the failed gate if a layer has fewer experts than the engine creates, which is one number for all layers.
+    """Return the failed gate if a layer has fewer experts than the engine creates: the same number in all layers.
 
-    The engine leaves the others as it allocated them (vLLM 0.33.0, `FusedMoEConfig.num_experts`).
+    The engine leaves the missing experts as it allocated them (vLLM 0.33.0, `FusedMoEConfig.num_experts`).
     """
     declared, found = checkpoint.info.num_experts, checkpoint.num_experts(layer)
     if found >= declared or len(_sets(checkpoint, layer)) > 1 or deployment.engine == OWN_ENGINE:
@@ -189,7 +193,7 @@ def count_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
 
 
 def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
-    """Return the failed gate if experts give another width than they take: some matrices are transposed."""
+    """Return the failed gate if the experts' output is not as wide as their input, as with transposed matrices."""
     if checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
         return None
     taken, given = checkpoint.spec(layer, "w13").k, checkpoint.spec(layer, "w2").n
@@ -200,17 +204,17 @@ def width_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Ga
 
 
 def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
-    """Return the failed gate if experts are wider or narrower than config.json says, which engines allocate by.
+    """Return the failed gate if experts are wider or narrower than the size in config.json, which engines allocate.
 
-    A narrower tensor leaves numbers as they were allocated, and of a wider one a part is taken (vLLM 0.33.0,
-    `RoutedExperts._load_w13`).
+    A narrower tensor leaves the rest of the allocated memory unset; of a wider tensor only a part is loaded (vLLM
+    0.33.0, `RoutedExperts._load_w13`).
     """
     family, facts = find_family(checkpoint.info.model_type), Facts(checkpoint.source.config)
     declared = facts.count(family.intermediate_keys) if family else None
-    if checkpoint.info.model_type == "deepseek_v4" and _is_vllm(deployment):
-        # From 0.33.0 on the config is transformers' class, where `intermediate_size` is the experts' and goes first.
-        renames = load_policy(choose_engine(deployment.engine).policy).since("0.33.0")
-        declared = (renames and facts.count(("intermediate_size",))) or declared
+    # From vLLM 0.33.0 on the config of DeepSeek-V4 is transformers' class, whose `intermediate_size` is that of the
+    # experts: where config.json has this key, it decides.
+    if checkpoint.info.model_type == "deepseek_v4" and _is_vllm(deployment) and _since(deployment, "0.33.0"):
+        declared = facts.count(("intermediate_size",)) or declared
     if declared is None or checkpoint.is_packed(layer) or deployment.engine == OWN_ENGINE:
         return None
     found = checkpoint.spec(layer, "w2").k
@@ -223,16 +227,16 @@ def size_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gat
 
 
 #: Starts of the names of classes that refuse more tensor-parallel ranks than experts (vLLM 0.26.0 to 0.33.0).
-_WHOLE_EXPERTS = (
+_AT_LEAST_ONE_EXPERT_PER_RANK = (
     *("AliceAI", "ClefFlash", "ClefOmni", "Cohere2Moe", "Ernie4_5_Moe", "Ernie4_5_VLMoe", "ExaoneMo", "HYV3", "HYV4"),
     *("InternS1Pro", "InternS2", "K2Horizon", "Laguna", "Lfm2Moe", "MiMoV2", "MiniMaxM2", "MiniMaxM3", "Qwen2Moe"),
     *("Qwen3Moe", "Qwen3Next", "Qwen3OmniMoe", "Qwen3VLMoe", "Qwen3_5", "Qwen4Exp", "Step3", "Step5"),
 )
-#: Classes that transformers' blocks replaced, which refuse none, by the version that did.
-_UNTIL = {"HunYuanMoEV1": "0.29.0", "Mellum": "0.32.0"}
+#: Further such classes, and the first version that runs a block of transformers instead, which refuses no size.
+_AT_LEAST_ONE_EXPERT_UNTIL = {"HunYuanMoEV1": "0.29.0", "Mellum": "0.32.0"}
 
-#: Starts of the names of wrappers that run the class of their text config: the one that it names, else the one of its
-#: model type (vLLM 0.26.0 to 0.33.0, `VllmConfig.with_hf_config`).
+#: Starts of the names of wrappers that run the class of their text config: the class that this config names, otherwise
+#: the class of its model type (vLLM 0.26.0 to 0.33.0, `VllmConfig.with_hf_config`).
 _WRAPPERS = (
     *("Eagle2_5_VL", "GraniteSpeech", "HCXVision", "InternS1For", "InternVLChat", "LightOnOCR", "LlamaNemotronVL"),
     *("Llava", "Mistral3For", "Ovis", "PaliGemma", "Pixtral", "SkyworkR1V", "StepVL", "Ultravox", "Voxtral"),
@@ -240,7 +244,7 @@ _WRAPPERS = (
 
 
 def _text_class(checkpoint: Checkpoint) -> str:
-    """Return the name of the class that holds the experts, or a model type that tells it."""
+    """Return the name of the class that holds the experts, or its model type where the config names no class."""
     name, scopes = checkpoint.info.architecture, Facts(checkpoint.source.config).scopes
     if not name.startswith(_WRAPPERS) or len(scopes) < 2:
         return name
@@ -248,8 +252,9 @@ def _text_class(checkpoint: Checkpoint) -> str:
     return str(named[0] if isinstance(named, list) and named else scopes[0].get("model_type"))
 
 
-def _starts(name: str, starts: Iterable[str]) -> bool:
-    return name.replace("_", "").lower().startswith(tuple(one.replace("_", "").lower() for one in starts))
+def _starts_with_any(name: str, starts: Iterable[str]) -> bool:
+    """Return whether the name starts with any of `starts`; case and underscores do not count."""
+    return name.replace("_", "").lower().startswith(tuple(start.replace("_", "").lower() for start in starts))
 
 
 def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
@@ -260,16 +265,16 @@ def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     """
     if not _is_vllm(deployment):
         return None
-    since = load_policy(choose_engine(deployment.engine).policy).since
     name, tp, cuda = _text_class(checkpoint), deployment.tp, deployment.gpu.platform == "cuda"
     experts = max(Facts(checkpoint.source.config).expert_sets(), default=checkpoint.info.num_experts)
     total = experts + (deployment.redundant_experts if cuda else 0)
-    whole = _starts(name, [*_WHOLE_EXPERTS, *(one for one, end in _UNTIL.items() if not since(end))])
-    divided = name.startswith("DeepseekV4") and not (cuda and since("0.31.0"))
-    if divided and total % tp:
-        text = f"{total} experts do not divide by tp {tp}, which this version's class asks for"
+    not_replaced = (start for start, end in _AT_LEAST_ONE_EXPERT_UNTIL.items() if not _since(deployment, end))
+    limits_tp = _starts_with_any(name, (*_AT_LEAST_ONE_EXPERT_PER_RANK, *not_replaced))
+    divides_experts = name.startswith("DeepseekV4") and not (cuda and _since(deployment, "0.31.0"))
+    if divides_experts and total % tp:
+        text = f"{total} experts are not divisible by tp {tp}, and the class of this version divides them by tp"
         remedy = "vLLM 0.31" if cuda else "a tp that divides them"
-    elif whole and tp > experts:
+    elif limits_tp and tp > experts:
         text, remedy = f"tp {tp} is more than {experts} experts, which the class refuses", f"tp {experts} or less"
     else:
         return None
@@ -277,7 +282,7 @@ def class_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
 
 
 def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
-    """Return the failed gate if the moonep all-to-all is asked for what it does not carry.
+    """Return the failed gate if the moonep all-to-all is asked for models or options that it does not support.
 
     Source: vLLM 0.31.0 to 0.33.0, `VllmConfig.__post_init__`.
     """
@@ -295,32 +300,32 @@ def moonep_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
     return Gate("G10", "options", False, text, "ValueError", "OPTION", "another all-to-all")
 
 
-def beyond_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
-    """Return the failed gate if layers follow the last one and the config says that none predicts further tokens.
+def extra_layer_gate(checkpoint: Checkpoint, deployment: Deployment) -> Gate | None:
+    """Return the failed gate if the file has more layers than the model, and the config declares no MTP layers.
 
-    Classes then find no module of that number (vLLM 0.33.0, `AutoWeightsLoader._load_module`).
+    The model class then has no module of that number (vLLM 0.33.0, `AutoWeightsLoader._load_module`).
     """
-    text = checkpoint.source.config.get("text_config")
-    places = (checkpoint.source.config, text if isinstance(text, dict) else {})
-    declared = [value for place in places for key in MTP if (value := place.get(key)) is not None]
+    text_config = checkpoint.source.config.get("text_config")
+    configs = (checkpoint.source.config, text_config if isinstance(text_config, dict) else {})
+    declared = [config[key] for config in configs for key in MTP if config.get(key) is not None]
     if not checkpoint.info.mtp_layers or not declared or any(declared) or not _is_vllm(deployment):
         return None
     text = f"the file has layer {checkpoint.info.mtp_layers[0]}, and the engine creates {checkpoint.info.num_layers}"
     return _not_loaded(text, "ValueError", f'"{MTP[0]}" in config.json')
 
 
-def bare_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
-    """Return the failed gate if a layer has a router and no experts: the engine would serve what its memory held.
+def missing_experts_gate(checkpoint: Checkpoint, deployment: Deployment, layer: int) -> Gate | None:
+    """Return the failed gate if a layer has a router and no experts: the engine would run uninitialised experts.
 
-    Source: vLLM 0.33.0, `DefaultModelLoader.track_weights_loading`, which passes over experts.
+    Source: vLLM 0.33.0, `DefaultModelLoader.track_weights_loading`, which does not check experts.
     """
     family = find_family(checkpoint.info.model_type)
     if family is None or checkpoint.is_packed(layer) or not _is_vllm(deployment):
         return None
     stack = checkpoint.experts(layer).layer.stack
-    above = f"{stack}." if stack else ""
+    stack_prefix = f"{stack}." if stack else ""
     for number in checkpoint.info.dense_layers:
-        router = f"{above}{number}.{family.router}.weight"
+        router = f"{stack_prefix}{number}.{family.router}.weight"
         if router in checkpoint.source.tensors:
             return _not_loaded(f"layer {number} has a router and no experts in the file")
     return None
@@ -330,10 +335,15 @@ def _is_vllm(deployment: Deployment) -> bool:
     return deployment.engine.partition("@")[0] == "vllm"
 
 
-def stored_tensors(checkpoint: Checkpoint, layer: int, within: range | None = None) -> tuple[StoredTensor, ...]:
-    """List the headers of a layer's experts, or of one set of them, equal ones once.
+def _since(deployment: Deployment, version: str) -> bool:
+    """Return whether the deployment's vLLM is this version or a later one."""
+    return load_policy(choose_engine(deployment.engine).policy).since(version)
 
-    Empty for a converted layer, whose source tensors are gone.
+
+def stored_tensors(checkpoint: Checkpoint, layer: int, within: range | None = None) -> tuple[StoredTensor, ...]:
+    """List the distinct tensor headers of a layer's experts; `within` restricts them to one set of experts.
+
+    A converted layer has none, because its source tensors are gone.
     """
     if checkpoint.is_packed(layer):
         return ()
@@ -365,12 +375,12 @@ def heads_problem(checkpoint: Checkpoint, deployment: Deployment) -> str | None:
     tp, facts = deployment.tp, Facts(checkpoint.source.config)
     if deployment.engine == OWN_ENGINE or tp == 1:
         return None
-    heads, shared = facts.count(HEADS), facts.count(KV_HEADS)
+    heads, kv_heads = facts.count(HEADS), facts.count(KV_HEADS)
     if heads is not None and heads % tp:
         return f"{heads} attention heads are not divisible by tp {tp} ({heads} % {tp} = {heads % tp})"
     latent = facts.count(("kv_lora_rank",)) is not None  # one latent key-value head, which every rank has
-    if shared and not latent and max(shared, tp) % min(shared, tp):
-        return f"{shared} key-value heads neither divide by tp {tp} nor do {tp} ranks divide by them"
+    if kv_heads and not latent and max(kv_heads, tp) % min(kv_heads, tp):
+        return f"{kv_heads} key-value heads are not divisible by tp {tp}, and tp {tp} is not divisible by {kv_heads}"
     return None
 
 
