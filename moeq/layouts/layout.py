@@ -48,65 +48,43 @@ class Layout(ABC):
 
     A layout without options is a plain class; where the bytes depend on something, each choice is an id of its own, so
     that an id in a manifest always says everything.
-
-    Subclasses set:
-        id: versioned name, `marlin-wna16/1`. The number changes whenever the bytes do.
-        title: one line for people.
-        source: library and version whose kernels read these bytes.
-        elements: element types of codes it holds (`moeq.matrix.ELEMENT_BITS`).
-        schemes: what it holds, for people.
-        arch: devices whose kernels read it, for people.
-        slicing: legal slices, for people (`slices` gives the numbers).
-        padding: how sizes are rounded up before packing.
-        w13_order: how the gate and up rows of `w13` lie in the packed result.
-        lossy: what is lost for some inputs, or None where packing is always exact.
-        rounds_jointly: lossy bytes depend on numbers of other rows that are not stored, so no part is packed alone.
-        lossy_as_engine: lossy bytes are, bit for bit, what the engine makes of the checkpoint itself.
-        family: weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
-        calibration_scope: None, or why every expert must be looked at before the first is packed (see `calibrate`).
-        readers: the kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
-        scale_dtypes: stored scale dtypes that fit.
-        group_sizes: group sizes its kernel reads; empty for any. One scale per channel is `channelwise`.
-        channelwise: whether one scale per output channel is possible.
-        zero_points, act_order, biased: whether such matrices can be held.
-        n_multiple: what rows (per half of `w13`) must be a multiple of.
-        k_multiple: what columns must be a multiple of.
-        single_group_differs: scales of a single group lie in another order than those of several, so that no slice of
-            several groups may have one only.
-        exact_scales: least and greatest scale besides 0, as unsigned integers, that keep their value; None: all.
-        recodes_scales: scales are stored as other values, whatever their dtype.
-        grouped: whether its kernel reads scales of groups, not of output channels alone.
-        rearranges: packing only moves bits (within `exact_scales`), so the fast path may do it. Derived from what a
-            subclass overrides, unless the subclass sets it.
     """
 
-    id: ClassVar[str]
-    title: ClassVar[str]
-    source: ClassVar[str] = ""
-    elements: ClassVar[tuple[str, ...]] = ()
-    schemes: ClassVar[str] = ""
-    arch: ClassVar[str] = ""
-    slicing: ClassVar[str] = ""
-    padding: ClassVar[PaddingRule] = PaddingRule()
-    w13_order: ClassVar[W13Order] = "gate-up"
-    lossy: ClassVar[str | None] = None
+    id: ClassVar[str]  #: versioned name, `marlin-wna16/1`. The number changes whenever the bytes do
+    title: ClassVar[str]  #: one line for people
+    source: ClassVar[str] = ""  #: library and version whose kernels read these bytes
+    elements: ClassVar[tuple[str, ...]] = ()  #: element types of codes it holds (`moeq.matrix.ELEMENT_BITS`)
+    schemes: ClassVar[str] = ""  #: what it holds, for people
+    arch: ClassVar[str] = ""  #: devices whose kernels read it, for people
+    slicing: ClassVar[str] = ""  #: legal slices, for people (`slices` gives the numbers)
+    padding: ClassVar[PaddingRule] = PaddingRule()  #: how sizes are rounded up before packing
+    w13_order: ClassVar[W13Order] = "gate-up"  #: how the gate and up rows of `w13` lie in the packed result
+    lossy: ClassVar[str | None] = None  #: what is lost for some inputs, or None where packing is always exact
+    #: Whether lossy bytes depend on numbers of other rows that are not stored, so that no part is packed alone.
     rounds_jointly: ClassVar[bool] = False
-    lossy_as_engine: ClassVar[bool] = False
+    lossy_as_engine: ClassVar[bool] = False  #: whether lossy bytes are, bit for bit, the engine's own
+    #: Weights as vLLM's selection functions tell them apart (`families` of the oracle's backends.toml).
     family: ClassVar[str] = "wna16"
+    #: None, or why every expert must be looked at before the first is packed (see `calibrate`).
     calibration_scope: ClassVar[str | None] = None
+    #: The kernels that read these bytes; empty where nothing does. Never inherited: each class says its own.
     readers: ClassVar[tuple[Reader, ...]] = ()
-    scale_dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")
-    group_sizes: ClassVar[tuple[int, ...]] = ()
-    channelwise: ClassVar[bool] = True
-    zero_points: ClassVar[bool] = False
-    act_order: ClassVar[bool] = False
-    biased: ClassVar[bool] = True
-    n_multiple: ClassVar[int] = 1
-    k_multiple: ClassVar[int] = 1
+    scale_dtypes: ClassVar[tuple[str, ...]] = ("f16", "bf16")  #: stored scale dtypes that fit
+    group_sizes: ClassVar[tuple[int, ...]] = ()  #: group sizes its kernel reads, `channelwise` apart; empty for any
+    channelwise: ClassVar[bool] = True  #: whether one scale per output channel is possible
+    zero_points: ClassVar[bool] = False  #: whether matrices with zero points can be held
+    act_order: ClassVar[bool] = False  #: whether matrices with act-order can be held
+    biased: ClassVar[bool] = True  #: whether matrices with a bias can be held
+    n_multiple: ClassVar[int] = 1  #: what rows (per half of `w13`) must be a multiple of
+    k_multiple: ClassVar[int] = 1  #: what columns must be a multiple of
+    #: Whether scales of a single group lie in another order than those of several: no slice of several may have one.
     single_group_differs: ClassVar[bool] = False
-    recodes_scales: ClassVar[bool] = False
-    grouped: ClassVar[bool] = True
+    recodes_scales: ClassVar[bool] = False  #: whether scales are stored as other values, whatever their dtype
+    grouped: ClassVar[bool] = True  #: whether its kernel reads scales of groups, not of output channels alone
+    #: Least and greatest scale besides 0, as unsigned integers, that keep their value; None: all.
     exact_scales: ClassVar[tuple[int, int] | None] = None
+    #: Whether packing only moves bits (within `exact_scales`), so that the fast path may do it. Derived from what a
+    #: subclass overrides, unless the subclass sets it.
     rearranges: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:

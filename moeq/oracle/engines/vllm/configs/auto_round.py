@@ -22,7 +22,6 @@ from moeq.oracle.engines.vllm.configs.integers import (
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigQuestion,
-    ConfigRefusal,
     integer,
     marlin_fails,
     refuse,
@@ -81,7 +80,7 @@ def read_inc(question: ConfigQuestion) -> Method:
         return Method("INCLinearMethod", "fp8", "inc", "none", block=block)
     modules = "for experts" if question.fused is None else "outside experts"
     text = f"AutoRound {type_} with {weights.bits} bits has no method {modules}"
-    raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
+    refuse(text, error="NotImplementedError")
 
 
 def _group(question: ConfigQuestion, value: Any) -> int | tuple[int, int]:
@@ -144,7 +143,7 @@ def _check_weights(question: ConfigQuestion, base: _Weights, type_: str, packing
         checks += tuple(_inputs(config, _MX8_INPUTS if newer else {**_MX8_INPUTS, "enable_quanted_input": False}))
     for wrong, text in checks:
         if wrong:
-            raise ConfigRefusal("AssertionError", "CONFIG", f"AutoRound refuses {text}", code="G0")
+            refuse(f"AutoRound refuses {text}", error="AssertionError")
 
 
 def _inputs(config: Config, expected: Mapping[str, Any]) -> list[tuple[bool, str]]:
@@ -205,7 +204,7 @@ def _one_size(group: int | tuple[int, int]) -> int:
     """Return the group size of integers, and refuse a block."""
     if isinstance(group, tuple):
         text = f"AutoRound integers with group_size {list(group)}, not one number"
-        raise ConfigRefusal("AssertionError", "CONFIG", text, code="G0")
+        refuse(text, error="AssertionError")
     return group
 
 
@@ -223,7 +222,7 @@ def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, pac
     if bits not in (4, 8) or not sym or not marlin or old:
         what = f"{bits} bits, sym {str(sym).lower()} and group_size {group}"
         text = f"AutoRound with {what} has no method outside experts"
-        raise ConfigRefusal("NotImplementedError", "CONFIG", text, code="G0")
+        refuse(text, error="NotImplementedError")
     return auto_gptq(bits, group)
 
 

@@ -11,7 +11,6 @@ from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigQuestion,
-    ConfigRefusal,
     check_marlin_input,
     marlin_fails,
     refuse,
@@ -91,7 +90,7 @@ def _block(shape: Any) -> tuple[int, ...] | None:
         sizes = ()
     if sizes is not None and not (isinstance(sizes, list) and [type(size) for size in sizes] == [int, int]):
         text = f"compressed-tensors refuses it: block_structure {shape!r} is not two sizes"
-        raise ConfigRefusal("ValidationError", "CONFIG", text, code="G0")
+        refuse(text, error="ValidationError")
     return None if sizes is None else tuple(sizes)
 
 
@@ -109,7 +108,7 @@ def _validate(row: Arguments) -> None:
     )
     for wrong, text in checks:
         if wrong:
-            raise ConfigRefusal("ValidationError", "CONFIG", f"compressed-tensors refuses it: {text}", code="G0")
+            refuse(f"compressed-tensors refuses it: {text}", error="ValidationError")
 
 
 def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
@@ -130,7 +129,7 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
         if "preset" in group:
             text = f"config_groups[{key!r}] names a preset for {listed}; the engine takes groups as objects only"
             hint = "moeq transcode SRC DST --to compressed-tensors writes the preset's arguments out"
-            raise ConfigRefusal("TypeError", "CONFIG", text, hint, "G0")
+            refuse(text, hint, error="TypeError")
         if len(listed) == 1 and listed[0].endswith("Attention"):
             continue
         weights = _arguments(group.get("weights"))
@@ -142,7 +141,7 @@ def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
         inputs = group.get("input_activations")
         if format_ in _ACTIVATION_FORMATS and not inputs and weights is not None and weights.type != "float":
             text = f"format {format_} without input activations trips an assertion"
-            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "store the weights as pack-quantized", "G0")
+            refuse(text, "store the weights as pack-quantized", error="AssertionError", kind="BARE_ASSERTION")
         _arguments(inputs)
         targets.update({target: (key, group) for target in listed})
     return targets
@@ -178,7 +177,7 @@ def _check_sparsity(config: Config) -> None:
     sparsity = config.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("targets"):
         text = "the config has a sparsity_config with targets, which compressed-tensors no longer supports"
-        raise ConfigRefusal("DeprecationWarning", "CONFIG", text, "a checkpoint without sparsity", "G0")
+        refuse(text, "a checkpoint without sparsity", error="DeprecationWarning")
 
 
 def read_compressed_tensors(question: ConfigQuestion) -> Method:
@@ -208,7 +207,7 @@ def read_compressed_tensors(question: ConfigQuestion) -> Method:
             if method is not None:
                 return method
     text = f"no MoE scheme matches weights {_words(weights)} with input activations {_words(inputs)}"
-    raise ConfigRefusal("RuntimeError", "CONFIG", text, "supported: see `moeq backends`", "G0")
+    refuse(text, "supported: see `moeq backends`", error="RuntimeError")
 
 
 def _words(arguments: Arguments | None) -> str:
@@ -264,7 +263,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
         check_marlin_input(question.probe)
     if not weights.symmetric and weights.bits not in (4, 8) and not policy.since("0.31.0"):
         text = f"weight-only experts of {weights.bits} bits with zero points are not in this version's table of types"
-        raise ConfigRefusal("KeyError", "CONFIG", text, "a symmetric checkpoint, or vLLM 0.31 and newer", "G0")
+        refuse(text, "a symmetric checkpoint, or vLLM 0.31 and newer", error="KeyError")
     if weights.bits not in (4, 8) and not policy.since("0.29.0"):
         refuse(f"weight-only experts have 4 or 8 bits, these have {weights.bits}", "vLLM 0.29 and newer")
     group = -1 if weights.group is None else weights.group
@@ -272,7 +271,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
     if policy.since("0.27.0") and not policy.since("0.30.0"):
         if weights.bits == 8 and weights.group != -1 and not policy.since("0.29.0"):
             text = "8-bit weights trip an assertion of this version unless their group_size says -1"
-            raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.29 and newer", "G0")
+            refuse(text, "vLLM 0.29 and newer", error="AssertionError", kind="BARE_ASSERTION")
         group = 0 if weights.group is None else weights.group  # it does not read what is not there as -1
     return Method(
         "CompressedTensorsWNA16MoEMethod" if policy.since("0.27.0") else "CompressedTensorsWNA16MarlinMoEMethod",
@@ -310,7 +309,7 @@ def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | No
         (not weights.symmetric, "the kernel built into this version's method takes symmetric weights only"),
     ):
         if wrong and not flydsl:
-            raise ConfigRefusal("AssertionError", "CONFIG", text, "--moe-backend emulation on ROCm", "G0")
+            refuse(text, "--moe-backend emulation on ROCm", error="AssertionError")
     if flydsl:
         name, kernel = "CompressedTensorsW4A16FlydslMoEMethod", ("FLYDSL", "FlydslExperts")
     elif rocm and arch == "gfx1100" and weights.bits == 4:
@@ -346,7 +345,7 @@ def _fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None,
     scopes = weights.strategy, inputs.strategy
     if scopes not in (("tensor", "tensor"), ("channel", "token")) and weights.strategy != "block":
         text = f"fp8 weights per {scopes[0]} with activations per {scopes[1]} trip an assertion"
-        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "channel with token, or tensor with tensor", "G0")
+        refuse(text, "channel with token, or tensor with tensor", error="AssertionError", kind="BARE_ASSERTION")
     weight = _FP8_SCOPES[weights.strategy]
     if weights.strategy == "block":
         activation = "kFp8Dynamic128Sym"
@@ -360,7 +359,7 @@ def _fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None,
 
 def _int8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
     if inputs is None:  # the engine compares bits that are not there
-        raise ConfigRefusal("AttributeError", "CONFIG", f"weights {_words(weights)} need input activations", code="G0")
+        refuse(f"weights {_words(weights)} need input activations", error="AttributeError")
     if weights.bits != 8 or inputs.bits != 8 or not weights.symmetric or weights.dynamic:
         return None
     if weights.strategy not in ("tensor", "channel") or inputs.strategy != "token" or not inputs.dynamic:
@@ -390,7 +389,7 @@ def _w4a8_fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | 
         return None
     if weights.group != 128:
         text = f"int4 weights with fp8 activations need group size 128, this is {weights.group}"
-        raise ConfigRefusal("AssertionError", "CONFIG", text, "requantise with group size 128", "G0")
+        refuse(text, "requantise with group size 128", error="AssertionError")
     return Method("CompressedTensorsW4A8Fp8MoEMethod", "w4a8-fp8", "ct", "kInt4Static", "kFp8DynamicTokenSym", 4, 128)
 
 

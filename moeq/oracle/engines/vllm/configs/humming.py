@@ -15,7 +15,6 @@ from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigQuestion,
-    ConfigRefusal,
     integer,
     refuse,
     required,
@@ -119,7 +118,7 @@ def _layer(question: ConfigQuestion, part: str) -> Config | None:
         groups = config.get("config_groups")
         if groups is None:
             text = f"{option('quantization', 'humming')} reads config_groups, which this config does not have"
-            raise ConfigRefusal("KeyError", "CONFIG", text, f"drop {option('quantization')}", "G0")
+            refuse(text, f"drop {option('quantization')}", error="KeyError")
         row: Config = next((row for row in groups.values() if "Linear" in required(row, "targets")), {})
         if row.get("weights", {}) is None or "weights" not in row or row.get(part) is None:
             return None
@@ -150,12 +149,12 @@ def _missing(layer: Config, *names: str) -> None:
     absent = [name for name in names if name not in layer]
     if absent:
         text = f"Humming needs {' and '.join(absent)} in the quantisation config"
-        raise ConfigRefusal("TypeError", "CONFIG", text, f"drop {option('quantization')}", "G0")
+        refuse(text, f"drop {option('quantization')}", error="TypeError")
 
 
 def _assert(holds: bool, text: str) -> None:
     if not holds:
-        raise ConfigRefusal("AssertionError", "CONFIG", f"Humming: {text}", f"drop {option('quantization')}", "G0")
+        refuse(f"Humming: {text}", f"drop {option('quantization')}", error="AssertionError")
 
 
 def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) -> HummingWeights:
@@ -193,7 +192,7 @@ def _auto_round(question: ConfigQuestion, layer: Config) -> HummingWeights:
         "AutoRound with quantised activations is not supported",
     )
     if not question.policy.since("0.31.0"):
-        raise ConfigRefusal("TypeError", "CONFIG", "Humming reads no AutoRound weights", "vLLM 0.31 and newer", "G0")
+        refuse("Humming reads no AutoRound weights", "vLLM 0.31 and newer", error="TypeError")
     return _integers(question, integer(layer, "bits"), integer(layer, "group_size"), bool(layer.get("sym", True)))
 
 
@@ -324,7 +323,7 @@ def runtime_inputs(case: Case, weights: HummingWeights, asked: HummingInputs | N
     """
     dtype, capability = case.deployment.dtype, case.gpu.capability
     if case.gpu.platform != "cuda" or capability is None or dtype not in ("bf16", "fp16"):
-        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", f"Humming with {dtype} on {case.gpu.name}", code="G0")
+        refuse(f"Humming with {dtype} on {case.gpu.name}", error="AssertionError", kind="BARE_ASSERTION")
     sm = capability[0] * 10 + capability[1]
     if asked is not None:
         if not _is_slow(asked, sm) and _fits(asked, weights, sm):

@@ -11,7 +11,6 @@ from moeq.oracle.engines.vllm.case import Case, Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigQuestion,
-    ConfigRefusal,
     check_marlin_input,
     integer,
     marlin_fails,
@@ -132,7 +131,7 @@ def moe_wna16(
         refuse(f"moe_wna16 takes 4 and 8 bits, this is {bits}")
     if bits == 8 and group != -1 and not built_in and not policy.since("0.29.0"):
         text = f"8-bit weights in groups of {group} trip an assertion of this version's MoeWNA16"
-        raise ConfigRefusal("AssertionError", "BARE_ASSERTION", text, "vLLM 0.29 and newer", "G0")
+        refuse(text, "vLLM 0.29 and newer", error="AssertionError", kind="BARE_ASSERTION")
     key = "kInt8Static" if bits == 8 else "kInt4Static32" if group == 32 else "kInt4Static"
     return Method(
         "MoeWNA16Method", "wna16", "moe_wna16", key, None, bits, group,

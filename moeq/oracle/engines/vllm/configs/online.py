@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.floats import read_gpt_oss, read_mxfp4
-from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, ConfigRefusal, refuse
+from moeq.oracle.engines.vllm.configs.question import ConfigQuestion, refuse
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.spelling import option
 
@@ -71,7 +71,7 @@ def read_online(question: ConfigQuestion) -> Method:
     if name in _FILES:
         refuse(f"{option('quantization', name)} needs a quantization_config, or {_FILES[name]} in the folder", known)
     error = "ValueError" if name == "deepseek_v4_fp8" else "TypeError"
-    raise ConfigRefusal(error, "CONFIG", f"{option('quantization', name)} needs a quantization_config", known, "G0")
+    refuse(f"{option('quantization', name)} needs a quantization_config", known, error=error)
 
 
 def _nvfp4(question: ConfigQuestion) -> Method:

@@ -12,7 +12,6 @@ from moeq.oracle.engines.vllm.case import Method
 from moeq.oracle.engines.vllm.configs.question import (
     Config,
     ConfigQuestion,
-    ConfigRefusal,
     refuse,
     unquantized,
     weight_only_key,
@@ -28,13 +27,13 @@ def read_quark(question: ConfigQuestion) -> Method:
         return unquantized()
     scheme = _matched(config, question.prefix)
     if scheme.get("output_tensors") or scheme.get("bias"):
-        raise ConfigRefusal("NotImplementedError", "CONFIG", "quantised outputs or biases are not supported", code="G0")
+        refuse("quantised outputs or biases are not supported", error="NotImplementedError")
     weight, inputs = scheme.get("weight"), scheme.get("input_tensors")
     if (isinstance(weight, list) and len(weight) > 1) or (isinstance(inputs, list) and len(inputs) > 1):
         return _two_levels(weight, inputs)
     if (isinstance(weight, list) or isinstance(inputs, list)) and not question.policy.since("0.30.0"):
         kind = "AttributeError" if weight and inputs else "RuntimeError"
-        raise ConfigRefusal(kind, "CONFIG", "this version reads no lists of one scale", "vLLM 0.30 and newer", "G0")
+        refuse("this version reads no lists of one scale", "vLLM 0.30 and newer", error=kind)
     weight, inputs = _single(weight), _single(inputs)
     for reads in (_fp8, _int4, _mx, _int8):
         method = reads(question, weight or {}, inputs)
@@ -43,7 +42,7 @@ def read_quark(question: ConfigQuestion) -> Method:
     text = (
         f"no Quark MoE scheme matches weights {(weight or {}).get('dtype')} with inputs {(inputs or {}).get('dtype')}"
     )
-    raise ConfigRefusal("RuntimeError", "CONFIG", text, code="G0")
+    refuse(text, error="RuntimeError")
 
 
 def _single(value: Any) -> Any:
@@ -79,9 +78,7 @@ def _two_levels(weight: Any, inputs: Any) -> Method:
     kinds = [row.get("dtype") for row in rows(weight)], [row.get("dtype") for row in rows(inputs)]
     if kinds == (["fp4", "fp8_e4m3"], ["fp4", "fp8_e4m3"]) and _nvfp4_levels(weight) and _nvfp4_levels(inputs, True):
         return Method("QuarkNvfp4MoEMethod", "nvfp4", "quark", "kNvfp4Static", "kNvfp4Dynamic", 4, 16)
-    raise ConfigRefusal(
-        "RuntimeError", "CONFIG", f"no Quark MoE scheme has weights {kinds[0]} and inputs {kinds[1]}", code="G0"
-    )
+    refuse(f"no Quark MoE scheme has weights {kinds[0]} and inputs {kinds[1]}", error="RuntimeError")
 
 
 def _nvfp4_levels(levels: list[Config], dynamic: bool = False) -> bool:
@@ -204,7 +201,7 @@ def _mx(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Meth
         refuse(f"Quark MX weights {element} with activations {runs} are not supported")
     method = Method("QuarkOCP_MX_MoEMethod", "mxfp4", "quark", key, activation, 4 if element == "fp4" else 6, 32)
     if activation == "kFp8DynamicTensorSym":
-        raise ConfigRefusal("NotImplementedError", "CONFIG", "dynamic fp8 activations with MX weights", code="G0")
+        refuse("dynamic fp8 activations with MX weights", error="NotImplementedError")
     if element == "fp4" and activation in (None, "kFp8StaticTensorSym", "kMxfp4Dynamic"):
         return replace(method, first_class=not policy.since("0.33.0"))
     return replace(method, fixed=("EMULATION", "OCP_MXQuantizationEmulationTritonExperts"))
@@ -214,9 +211,7 @@ def _mxfp8(question: ConfigQuestion, activation: str | None) -> Method:
     if activation != "kMxfp8Dynamic":
         refuse(f"Quark MXFP8 weights with activations {activation or '16-bit'} are not supported")
     if question.probe.shape.has_bias:
-        raise ConfigRefusal(
-            "NotImplementedError", "CONFIG", "Quark MXFP8 experts with biases are not supported", code="G0"
-        )
+        refuse("Quark MXFP8 experts with biases are not supported", error="NotImplementedError")
     return Method("QuarkW8A8Mxfp8MoEMethod", "mxfp8", "quark", "kMxfp8Static", "kMxfp8Dynamic", 8, 32)
 
 
@@ -232,7 +227,7 @@ def _int8(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Me
         return None
     if static:
         text = "int8 experts with static activations run outside every selection function"
-        raise ConfigRefusal("none", "SILENT_NONE", text, code="G0")
+        refuse(text, error="none", kind="SILENT_NONE")
     channel = scope == "per_channel"
     weight_key = f"kInt8Static{'Channel' if channel else 'Tensor'}Sym"
     activation = f"kInt8Dynamic{'Token' if channel else 'Tensor'}Sym"

@@ -117,18 +117,18 @@ def _with_moved_entries(value: Any) -> Any:
 Reader = Callable[[ConfigQuestion], Method]
 
 
-def refuse(text: str, hint: str | None = None, code: str = "G0") -> NoReturn:
-    """Raise the refusal of a config for which the engine raises ValueError."""
-    raise ConfigRefusal("ValueError", "CONFIG", text, hint, code)
+def refuse(
+    text: str, hint: str | None = None, code: str = "G0", *, error: str = "ValueError", kind: str = "CONFIG"
+) -> NoReturn:
+    """Raise the refusal of a config for which the engine raises an error, or goes on without experts."""
+    raise ConfigRefusal(error, kind, text, hint, code)
 
 
 def check_layer(case: Case) -> None:
     """Check what the engine asserts about a layer before it reads any config; division of sizes is gate G5."""
     if case.shape.activation not in case.policy.activations:
         text = f"{case.policy.name} has no activation {case.shape.activation}"
-        raise ConfigRefusal(
-            "ValueError", "SHAPE", text, f"it has {', '.join(case.policy.activations)}", "P03_ACTIVATION"
-        )
+        refuse(text, f"it has {', '.join(case.policy.activations)}", "P03_ACTIVATION", kind="SHAPE")
     for name in INTEGER_VARIABLES:
         value = case.env(name)
         if value is not None and not is_integer(value):
@@ -138,7 +138,7 @@ def check_layer(case: Case) -> None:
         refuse(f"VLLM_MARLIN_INPUT_DTYPE is {dtype!r}, not int8 or fp8", "unset VLLM_MARLIN_INPUT_DTYPE")
     if not case.gated and case.gpu.platform == "cpu":
         text = f"experts without a gate ({case.shape.activation}) are not supported on CPUs"
-        raise ConfigRefusal("NotImplementedError", "SHAPE", text, code="P02_NOT_GATED")
+        refuse(text, code="P02_NOT_GATED", error="NotImplementedError", kind="SHAPE")
 
 
 def unquantized(_: object = None) -> Method:
