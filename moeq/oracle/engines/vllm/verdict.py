@@ -96,7 +96,7 @@ def verdict_of(outcome: Outcome, title: str, notes: tuple[str, ...] = ()) -> Ver
     """Build the report of an outcome, without counterfactuals."""
     case, chosen = outcome.case, outcome.selection.selected
     sizes = sizes_for(case, chosen) if chosen else None
-    target, against = (None, None) if outcome.refused else convert_target(outcome)
+    target, against = convert_target(outcome)
     return Verdict(
         engine=case.policy.name,
         scheme=title,
