@@ -164,7 +164,6 @@ def _request(
 
 
 def _check_compatible(source: Source, shard: WorkShard | None, executor: str, stream_source: bool, force: bool) -> None:
-    """Raise MoeqError for options that exclude each other."""
     if shard is not None and force:
         raise MoeqError(
             "usage.force-shard",

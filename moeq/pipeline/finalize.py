@@ -74,7 +74,7 @@ def finalize(
 
 
 def _finished(destination: Path) -> Conversion | None:
-    """Return the conversion at a destination beside which no shards are left; None if there is none to return.
+    """Return the finished conversion at a destination; None if there is none, or if shards are left beside it.
 
     Raises MoeqError as opening its source and `check_destination`.
     """

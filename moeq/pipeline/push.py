@@ -59,7 +59,6 @@ class Upload:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(map(_size, self.contents.values()))
 
 
@@ -154,7 +153,7 @@ def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, Fi
     with closing_fd(seen.open(name)) as fd:
         size = os.fstat(fd).st_size
         if wanted is not None and size != wanted.bytes and name not in _CARDS:
-            raise _other(name)
+            raise _changed_file(name)
         if size <= MAX_CONFIG_BYTES and not name.endswith(_WEIGHTS):
             raw = seen.read(name, MAX_CONFIG_BYTES)
             content: Path | bytes = raw
@@ -168,11 +167,11 @@ def _content(seen: SeenFiles, folder: Path, name: str, recorded: Mapping[str, Fi
             else:
                 found = open_file_digest(fd)
     if wanted is not None and found != wanted and name not in _CARDS:
-        raise _other(name)
+        raise _changed_file(name)
     return content
 
 
-def _other(name: str) -> MoeqError:
+def _changed_file(name: str) -> MoeqError:
     return MoeqError(
         "source.digest-mismatch", f"{name} is not the file that was written", "moeq verify lists every difference"
     )

@@ -93,7 +93,6 @@ class AgainstSource(Findings):
             self.add("manifest", MANIFEST_NAME, f"moeq.json: {field} is not what the source gives")
 
     def _weights(self, derived: Derived, digests: Mapping[str, TensorDigest]) -> None:
-        """Compare every tensor and every weight file."""
         ours = self.converted.source.tensors
         wanted = {name: form for file in derived.plan.files for name, form in file.tensors.items()}
         damaged: set[int] = set()

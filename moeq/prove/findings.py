@@ -65,11 +65,9 @@ class Findings(ABC):
         """Check everything; `slow`: unpack experts whose bytes have not changed as well."""
 
     def add(self, kind: str, name: str, text: str) -> None:
-        """Note a mismatch."""
         self.found.append(Mismatch(kind, name, text))
 
     def advance(self, label: str) -> None:
-        """Report that a step is done."""
         self._done += 1
         self._progress(min(self._done, self.total), self.total, label)
 
@@ -107,7 +105,6 @@ class Findings(ABC):
 
 
 def values_mismatch(kind: str, row: DigestDifference, text: str) -> Mismatch:
-    """Describe a projection whose values differ."""
     return Mismatch(kind, row.name, f"{row.name} {text}{row.swap}")
 
 

@@ -61,7 +61,6 @@ class Parity:
         return bool(self.parts) and not any(part.differing for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
         return asdict(self)
 
 

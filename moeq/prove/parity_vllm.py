@@ -112,6 +112,9 @@ def _strip(function: ast.FunctionDef) -> None:
 _UTILS = "model_executor/layers/quantization/utils"
 _WNA16 = "model_executor/layers/fused_moe/oracle/int_wna16.py"
 
+#: Function that gives one part of an expert's matrix; None if the matrix has none.
+Part = Callable[[QuantizedMatrix], "Tensor | None"]
+
 #: Tensors `[E, ...]` of each stacked matrix by part.
 Packed = dict[StackedRole, dict[str, "Tensor"]]
 
@@ -143,21 +146,17 @@ def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
         num_groups_w2=spec.num_groups,
     )
     bits, per_word = spec.bits, 32 // spec.bits
+    parts: list[Part]
+    matrices = experts.w13, experts.w2
     if experts.awq:
-        words = [_stack(matrices, _awq_words) for matrices in (experts.w13, experts.w2)]
-        scales = [_stack(matrices, lambda m: m.scales.t().contiguous()) for matrices in (experts.w13, experts.w2)]
-        zeros = [_stack(matrices, _awq_zeros) for matrices in (experts.w13, experts.w2)]
+        parts = [_awq_words, lambda m: m.scales.t().contiguous(), _awq_zeros, lambda m: m.bias]
         head: tuple[Any, ...] = (layer, bits, per_word, experts.group_size, None)
         run = namespace["_process_awq_weights_marlin"]
     else:
-        words = [_stack(matrices, _row_words) for matrices in (experts.w13, experts.w2)]
-        scales = [_stack(matrices, lambda m: m.scales.contiguous()) for matrices in (experts.w13, experts.w2)]
-        zeros = [_stack(matrices, _packed_zeros) for matrices in (experts.w13, experts.w2)]
+        parts = [_row_words, lambda m: m.scales.contiguous(), _packed_zeros, lambda m: m.bias]
         head = (layer, None, bits, per_word, experts.group_size)
         run = namespace["_process_weights_marlin"]
-    biases = [_stack(matrices, lambda m: m.bias) for matrices in (experts.w13, experts.w2)]
-    found = run(*head, *words, *scales, *zeros, *biases)
-    w13, w2, s13, s2, z13, z2, _, _, b13, b2 = found
+    w13, w2, s13, s2, z13, z2, _, _, b13, b2 = run(*head, *(_stack(rows, part) for part in parts for rows in matrices))
     return {"w13": _parts(w13, s13, z13, b13), "w2": _parts(w2, s2, z2, b2)}
 
 
@@ -173,12 +172,10 @@ def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
     engine.load(f"{_UTILS}/marlin_utils_fp4.py", names, namespace)
     w13 = [interleaved(m) if experts.interleaved else m for m in experts.padded["w13"]]
     matrices = (w13, experts.padded["w2"])
-    words = [_stack(rows, lambda m: pack_nibbles(m.codes)) for rows in matrices]
-    scales = [_stack(rows, lambda m: m.scales.contiguous()) for rows in matrices]
-    biases = [_stack(rows, lambda m: m.bias) for rows in matrices]
+    parts: list[Part] = [lambda m: pack_nibbles(m.codes), lambda m: m.scales.contiguous(), lambda m: m.bias]
     layer = SimpleNamespace(params_dtype=torch.bfloat16)
     w13_words, w2_words, s13, s2, b13, b2 = namespace["prepare_moe_mxfp4_layer_for_marlin"](
-        layer, *words, *scales, *biases
+        layer, *(_stack(rows, part) for part in parts for rows in matrices)
     )
     return {"w13": _parts(w13_words, s13, None, b13), "w2": _parts(w2_words, s2, None, b2)}
 
@@ -270,7 +267,7 @@ class _Operations:
         return packed
 
 
-def _stack(matrices: Sequence[QuantizedMatrix], part: Callable[[QuantizedMatrix], Tensor | None]) -> Tensor | None:
+def _stack(matrices: Sequence[QuantizedMatrix], part: Part) -> Tensor | None:
     import torch
 
     found = [part(matrix) for matrix in matrices]

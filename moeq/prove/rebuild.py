@@ -142,7 +142,6 @@ class _Rebuilder:
         self._inputs = {file: InputFile(source.open(file), file, found) for file, found in spans.items()}
 
     def close(self) -> None:
-        """Close the files of the conversion."""
         for file in self._inputs.values():
             file.close()
 

@@ -110,7 +110,6 @@ class HeldFiles:
             raise self.differs(f"{name} is not the source's")
 
     def put_text(self, name: str, data: bytes) -> None:
-        """Compare a whole file."""
         with disk_errors(self.folder.path / name):
             if self.folder.read_file(name) != data:
                 raise self.differs(f"{name} is not the source's")

@@ -62,7 +62,6 @@ class Verification:
         return not self.mismatches and self.units > 0
 
     def to_json(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
         return asdict(self)
 
 
@@ -115,7 +114,6 @@ def verify(
 
 
 def _signed(check: Findings, key: str) -> bool:
-    """Return whether the manifest is signed by that key."""
     source = check.converted.source
     manifest = source.read_file(MANIFEST_NAME, MAX_MANIFEST_BYTES)  # the same bytes that were parsed
     wrong = check_signature(manifest, source.path(SIGNATURE_NAME), key)

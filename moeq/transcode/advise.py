@@ -49,11 +49,9 @@ class Advice:
 
     @property
     def text(self) -> str:
-        """One line for people."""
         return f"{self.command} ({self.backend} takes it; {_PROOFS[self.proof]})"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         return {"command": self.command, "backend": self.backend, "proof": self.proof}
 
 

@@ -49,7 +49,6 @@ class Loss:
 
     @property
     def text(self) -> str:
-        """One line for people."""
         row, column = self.first
         shape = f"{self.block[0]} x {self.block[1]}"
         return (

@@ -40,13 +40,11 @@ class FastItem:
 
     @cached_property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
-        """Stored projection and part of everything that is read."""
         found = [(reader.name, part) for reader in self.readers for part in reader.stored.reads]
         return tuple(dict.fromkeys([*found, *(self.sorting.reads if self.sorting else ())]))
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the scratch buffer."""
         return self.sorting.stop if self.sorting else self.writers[-1].region.stop
 
     def transcode(self, inputs: Inputs, outputs: Inputs, scratch: Array) -> Changes | None:

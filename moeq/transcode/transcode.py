@@ -112,7 +112,6 @@ class Transcoding:
         return notes(self.plan)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for a JSON document."""
         plan, request = self.plan, self.plan.request
         return {
             "destination": None if self.destination is None else str(self.destination),
@@ -247,7 +246,6 @@ def open_transcode(request: TranscodeRequest) -> TranscodeJob:
 
 
 def transcode_stamp(job: TranscodeJob) -> JobStamp:
-    """Make the stamp of a transcoding."""
     return work_stamp(job, {**asdict(job.request), "revision": job.checkpoint.source.revision}, job.outputs)
 
 

@@ -95,7 +95,7 @@ def test_a_source_that_has_changed(change: dict[str, Any], said: str | None) -> 
         assert refusal(require_untouched, PLACE, now, Path("out")) == ("source.changed", said)
         return
     require_unchanged(PLACE, now, Path("out"))
-    if now.knows(PLACE):
+    if now.saw_same_source(PLACE):
         require_untouched(PLACE, now, Path("out"))
         return
     text = "its files were replaced while they were converted"

@@ -76,7 +76,6 @@ class BatchResult:
 
     @property
     def written(self) -> int:
-        """Bytes of all experts."""
         return sum(result.written for result in self.experts)
 
     @property

@@ -121,7 +121,6 @@ class InputFile:
         self.cached = None if share is None or _NOTHING < share < _EVERYTHING else share >= _EVERYTHING
 
     def close(self) -> None:
-        """Close it."""
         os.close(self.fd)
         if self._direct >= 0:
             os.close(self._direct)

@@ -39,7 +39,6 @@ class Need:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return self.input + self.output + self.scratch + self.reference
 
 

@@ -175,19 +175,19 @@ def in_source_order(source: Source, entries: Iterable[TensorEntry]) -> list[Tens
     return sorted(entries, key=lambda entry: (order.get(entry.file, len(order)), entry.file, entry.start, entry.end))
 
 
-def bounded_files(together: Iterable[TensorForms]) -> Iterator[TensorForms]:
-    """Group tensors into files of about `REST_FILE_BYTES`; tensors that are given together stay together."""
-    group: TensorForms = {}
+def bounded_files(groups: Iterable[TensorForms]) -> Iterator[TensorForms]:
+    """Yield the tensors of files of about `REST_FILE_BYTES`; the tensors of a group stay together."""
+    file: TensorForms = {}
     size = 0
-    for tensors in together:
+    for tensors in groups:
         count = sum(tensor_bytes(*form) for form in tensors.values())
-        if group and size + count > REST_FILE_BYTES:
-            yield group
-            group, size = {}, 0
-        group |= tensors
+        if file and size + count > REST_FILE_BYTES:
+            yield file
+            file, size = {}, 0
+        file |= tensors
         size += count
-    if group:
-        yield group
+    if file:
+        yield file
 
 
 def file_names(count: int) -> list[str]:

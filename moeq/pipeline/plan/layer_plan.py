@@ -36,7 +36,6 @@ class ShardPlan:
         return self.padding.pad(shard_matrix(matrix, self.shard.intermediate, first=self.shard.rank == 0))
 
     def padding_bytes(self, role: StackedRole) -> int:
-        """Count the padding bytes of one expert's `w13` or `w2`."""
         padding = self.padding
         before, after = (padding.original_w2, padding.w2) if role == "w2" else (padding.original_w13, padding.w13)
         return logical_bytes(after) - logical_bytes(before)
@@ -61,7 +60,6 @@ class LayerPlan:
 
     @property
     def layout(self) -> Layout:
-        """The layout that packs this layer."""
         return get_layout(self.entry.layout, allow_lossy=self.allow_lossy)
 
     def regrouped(self, matrix: QuantizedMatrix, role: StackedRole) -> QuantizedMatrix:

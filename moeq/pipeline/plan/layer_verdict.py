@@ -391,7 +391,6 @@ def first_layer(checkpoint: Checkpoint) -> int:
 
 
 def is_quantised(checkpoint: Checkpoint, layer: int) -> bool:
-    """Return whether a layer's experts are quantised."""
     return checkpoint.scheme_of(layer).format != "unquantized"
 
 

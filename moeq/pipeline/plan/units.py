@@ -79,12 +79,10 @@ class Unit:
 
     @cached_property
     def bytes_in(self) -> int:
-        """Bytes of the source that it reads."""
         return sum(stop - start for spans in self.inputs.values() for start, stop in spans)
 
     @cached_property  # asked for with every expert that is packed
     def bytes_out(self) -> int:
-        """Bytes that it writes."""
         return sum(stop - start for start, stop in self.outputs)
 
 
@@ -144,7 +142,6 @@ class Chunk:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
         return sum(size for _, size in self.pieces)
 
 
@@ -188,7 +185,6 @@ class CopyUnit(Unit):
 
 
 def pack_units(layer: LayerPlan, experts: Experts, file: str, form: FileForm) -> Iterator[PackUnit]:
-    """Yield the units of one layer."""
     for role in STACKED_ROLES:
         by_experts: dict[Range, list[int]] = {}
         for index, plan in enumerate(layer.shards):

@@ -54,7 +54,6 @@ class RunResult:
 
 
 def one_batch(units: Sequence[Unit]) -> list[Sequence[Unit]]:
-    """Put all units into one batch."""
     return [units]
 
 

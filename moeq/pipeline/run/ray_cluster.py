@@ -154,7 +154,6 @@ class Token:
     word: str
 
     def visible(self) -> bool:
-        """Return whether this machine sees the file."""
         deadline = time.monotonic() + _VISIBLE_SECONDS
         while True:
             try:

@@ -59,7 +59,6 @@ def require_streamable(source: Source, executor: str = "local") -> HubSource:
 
 
 def unit_schedule(units: Sequence[Unit], source: Source) -> Schedule[Unit]:
-    """Schedule a conversion's units."""
     return schedule(units, lambda unit: unit.inputs, {file.name: file.size for file in source.files})
 
 

@@ -108,7 +108,6 @@ class WorkFolder:
 
     @property
     def files(self) -> OutputFolder:
-        """The folder, opened."""
         return _entered(self._files)
 
     def check(self, *sources: Path) -> None:

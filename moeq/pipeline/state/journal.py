@@ -52,7 +52,7 @@ class JobStamp:
     #: Names of all files that the job writes. What a folder holds beside them is not moeq's.
     outputs: tuple[str, ...] = ()
 
-    def knows(self, other: JobStamp) -> bool:
+    def saw_same_source(self, other: JobStamp) -> bool:
         """Return whether both saw the very same source: the same commit, or the same unchanged files."""
         return self.identity == other.identity and self.files == other.files
 
@@ -84,7 +84,7 @@ class Journals:
 
     def of_other_files(self, stamp: JobStamp) -> frozenset[str]:
         """Return units that are known only from journals whose source is not recognised as that of `stamp`."""
-        known = {name for name, other in self.stamps.items() if other.knows(stamp)}
+        known = {name for name, other in self.stamps.items() if other.saw_same_source(stamp)}
         return frozenset(unit for unit in self.records if known.isdisjoint(self.homes[unit]))
 
 
@@ -99,12 +99,10 @@ def shard_of(name: str) -> str | None:
 
 
 def is_journal(name: str) -> bool:
-    """Return whether a file name is that of a journal."""
     return name.startswith(_STEM) and name.endswith(_SUFFIX) and "/" not in name
 
 
 def journal_files(folder: OutputFolder) -> list[str]:
-    """Return the names of the journals in a folder."""
     return [name for name in folder.names() if is_journal(name)]
 
 
@@ -217,7 +215,7 @@ def require_untouched(then: JobStamp, now: JobStamp, where: Path) -> None:
     Raises MoeqError `source.changed`.
     """
     require_unchanged(then, now, where)
-    if not then.knows(now):
+    if not then.saw_same_source(now):
         raise changed(where, now.source, "its files were replaced while they were converted")
 
 
@@ -289,7 +287,6 @@ class Journal:
         self._end += len(lines)
 
     def close(self) -> None:
-        """Close and unlock the journal."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -177,7 +177,6 @@ def _file_digests(job: Job, records: Mapping[str, UnitRecord], folder: OutputFol
 
 
 def index_of(plan: Plan) -> dict[str, Any]:
-    """Make the index of the weight files."""
     weight_map = {tensor: file.name for file in plan.files for tensor in file.tensors}
     return {"metadata": {"total_size": plan.bytes_out}, "weight_map": weight_map}
 

@@ -39,7 +39,6 @@ class UnitRecord:
     differences: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
         # As `asdict`, which copies every name of thousands of tensors.
         return {**vars(self), "tensors": {name: dict(vars(digest)) for name, digest in self.tensors.items()}}
 

@@ -65,7 +65,6 @@ def unrestorable(
 def write_restore_data(
     checkpoint: Checkpoint, side_files: SideFiles, kept: Iterable[str], folder: OutputFolder
 ) -> RestoreEntry:
-    """Write `moeq-restore.data`."""
     kept = tuple(sorted(kept))
     source, contents = checkpoint.source, restore_contents(checkpoint, side_files, kept)
     with SafetensorsWriter(folder, RESTORE_DATA_NAME, _forms(contents), _METADATA) as writer:
@@ -167,7 +166,6 @@ class RestoreData:
             return read_part(fd, 0, min(count, os.fstat(fd).st_size), self.path.name)
 
     def size_of(self, name: str) -> int:
-        """Return the bytes of a kept tensor."""
         return self._file.tensors[name].nbytes
 
     @property

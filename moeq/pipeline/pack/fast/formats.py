@@ -96,7 +96,6 @@ class StoredProjection:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """Parts that are read."""
         return tuple(part for part in self.sigs if part in self.names.values())
 
     @cached_property
@@ -120,7 +119,6 @@ class StoredProjection:
 
     @property
     def scratch_bytes(self) -> int:
-        """Scratch that `read` needs."""
         return self._regions["global scale"].stop
 
     @cached_property
@@ -157,7 +155,6 @@ class StoredProjection:
 
     @property
     def scale_part(self) -> str:
-        """The part that holds the scales."""
         return self.names["scale"]
 
     def scales(self, stored: Stored, scratch: Array) -> Fields | None:
@@ -209,8 +206,8 @@ class StoredProjection:
     def kept(self, stored: Stored, scratch: Array) -> tuple[str, ...]:
         """Return parts that do not follow from what was read, and so have to be kept to restore the source."""
         scale, found = self._global_scale, self.others
-        several = "index" in self.names and self.spec.num_groups > 1 and not self.spec.act_order
-        if several and not stored[self.names["index"]].any():
+        has_order = "index" in self.names and self.spec.num_groups > 1 and not self.spec.act_order
+        if has_order and not stored[self.names["index"]].any():
             found = (*found, self.names["index"])  # a placeholder, which finish() would make an order
         if scale is None or not scale.is_lost(stored[self.names["scale2"]], self._scratch("global scale", scratch)):
             return found

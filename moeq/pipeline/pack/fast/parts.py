@@ -78,7 +78,6 @@ class FastPart:
 
     @cached_property
     def row_bytes(self) -> int:
-        """Bytes of a row of elements."""
         return self.shape[1] * np.dtype(self.dtype).itemsize
 
     @cached_property
@@ -106,7 +105,6 @@ class FastPart:
 
     @property
     def element_bytes(self) -> int:
-        """Scratch bytes for elements."""
         return 0 if self.is_in_place else self.row_bytes * self.block
 
     @property
@@ -116,7 +114,6 @@ class FastPart:
 
     @cached_property
     def blocks(self) -> tuple[RowBlock, ...]:
-        """Blocks of all rows, in order."""
         return tuple(
             self._rows(row, min(self.block, self.shape[0] - row)) for row in range(0, self.shape[0], self.block)
         )

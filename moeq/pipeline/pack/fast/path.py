@@ -324,7 +324,6 @@ class FastPath:
         return found
 
     def pack(self, read: Sequence[Fields], outputs: Outputs, scratch: Array) -> None:
-        """Fill the outputs."""
         for shard, packed in zip(self.shards, outputs, strict=True):
             for part in shard.parts:
                 views = part.sampled(shard.views(_packed(part.field, read), self.spec, read))

@@ -40,7 +40,6 @@ class SharedScale:
         return bool(self.of(packed).view(np.uint32) == bits.pop())
 
     def fill(self, read: Sequence[Fields], packed: Mapping[str, Array]) -> None:
-        """Store the numbers."""
         packed[_GLOBAL].view(np.uint32)[:] = read[0][_GLOBAL][0]
 
     def of(self, packed: Mapping[str, Array]) -> np.float32:
@@ -53,7 +52,6 @@ class SharedScale:
         return all(bool((fields[_GLOBAL] == found).all()) for fields in read)
 
     def rebuild(self, packed: Mapping[str, Array], blank: Sequence[Fields]) -> None:
-        """Fill the fields of the source."""
         for fields in blank:
             fields[_GLOBAL].fill(self.of(packed).view(np.uint32))
 
