@@ -48,7 +48,7 @@ class Format:
     hopper_scales: tuple[str, ...] = ()
 
     def scale_shape(self, order: str, n: int, groups: int) -> Shape:
-        """Return the shape of one packed expert's scales in an order."""
+        """Return the shape of one packed expert's scales; `order` is `group_order` or `single_order`."""
         columns = 32 * (-(-groups // 4) * 4)
         shapes = {
             "rows": (n, groups),
@@ -77,6 +77,7 @@ _GROUPS = (16, 32, 64, 128, 256, -1)
 
 
 def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
+    """Describe integers in Marlin's order: 16 codes of an output feature take `words` int32 words."""
     act_order = layout == "marlin-act-order/1"
     return Format(
         layout=layout,
@@ -99,7 +100,7 @@ def _marlin(layout: str, element: str, codec: str, words: int) -> Format:
 
 
 def _few_bits(element: str, codec: str, high_shape: ShapeOf | None = None) -> Format:
-    """Describe 2- and 3-bit integers in the order of Marlin's words, symmetric."""
+    """Describe symmetric 2- and 3-bit integers in the order of Marlin's words."""
     return replace(
         _marlin("moeq-wna16/1", element, codec, 2),
         weight_shape=lambda n, k: (k // 32, 2 * n),
@@ -111,6 +112,7 @@ def _few_bits(element: str, codec: str, high_shape: ShapeOf | None = None) -> Fo
 
 
 def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, order: str, multiples: tuple[int, int]) -> Format:
+    """Describe MXFP4 with scales in `order`; `multiples` are the granularity of n and of k."""
     marlin = order == "marlin-mx"
     return Format(
         layout=layout,
@@ -133,6 +135,7 @@ def _mxfp4(layout: str, codec: str, weight_shape: ShapeOf, order: str, multiples
 
 
 def _plain(layout: str, element: str, codec: str, kind: str, per_byte: int) -> Format:
+    """Describe integers in rows of K, `per_byte` codes in a byte; `int8` codes run with int8 activations."""
     return Format(
         layout=layout,
         element=element,
@@ -162,6 +165,7 @@ def _marlin_float(
 ) -> Format:
     """Describe NVFP4, FP8 or MXFP8 in Marlin's order, as vLLM 0.33 prepares it for parameters of `dtype`."""
     bytes_as_scales = scale_kind in ("s0e5m3", "e8m0")
+    whole_groups = element == "e2m1" or scale_kind == "e8m0"
     words = 2 if element == "e2m1" else 4
     scale_dtypes = {"s0e5m3": _E4M3, "e8m0": _E8M0}.get(scale_kind, (dtype,))
     return Format(
@@ -177,7 +181,7 @@ def _marlin_float(
         group_sizes=group_sizes,
         bias_single=True,
         n_multiple=64,
-        k_multiple=max(16, *group_sizes) if element == "e2m1" or scale_kind == "e8m0" else 16,
+        k_multiple=max(16, *group_sizes) if whole_groups else 16,
         dtypes=(dtype,),
         fp8_activations=element == "e4m3" and not bytes_as_scales,
         scale_kind=scale_kind,
@@ -188,8 +192,13 @@ def _marlin_float(
 
 
 def _identity(layout: str, element: str, order: str, group_sizes: tuple[int, ...], scale_kind: str) -> Format:
-    """Describe NVFP4, FP8 or MXFP8 as in checkpoints, with stacked experts."""
+    """Describe NVFP4, FP8 or MXFP8 as checkpoints store them, with stacked experts."""
     per_byte = 2 if element == "e2m1" else 1
+    global_scale = "optional"
+    if scale_kind == "e4m3":
+        global_scale = "required"
+    elif group_sizes == (-1,):
+        global_scale = "instead"
     return Format(
         layout=layout,
         element=element,
@@ -207,7 +216,7 @@ def _identity(layout: str, element: str, order: str, group_sizes: tuple[int, ...
         fp8_activations=scale_kind == "float",
         scale_kind=scale_kind,
         block_rows=128 if order == "blocks" else 1,
-        global_scale="required" if scale_kind == "e4m3" else "instead" if group_sizes == (-1,) else "optional",
+        global_scale=global_scale,
     )
 
 

@@ -16,7 +16,7 @@ class Run:
 
     tokens: int  #: token count
     #: `router` (the model's own rule), `same` (all tokens to the same experts) or `spread` (every sampled expert in
-    #: turn: only where the others would leave one with too few tokens).
+    #: turn; this run is made only if the other runs leave an expert with too few tokens).
     routing: str = "router"
 
     @property
@@ -38,7 +38,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Token count of all runs."""
+        """Sum of the token counts of all runs."""
         return sum(run.tokens for run in self.runs)
 
 
@@ -74,14 +74,14 @@ class ProjectionResult:
 
     layer: int  #: layer index
     name: str  #: `gate`, `up`, `down`, or `layer` for the fused layer from input to output
-    k: int  #: length of the sums
+    k: int  #: number of products in each sum
     max_abs: float  #: largest absolute error against the reference
     mean_abs: float  #: mean absolute error
     relative: float  #: error norm over reference norm
     cosine: float  #: cosine similarity with the reference
     baseline: float  #: relative error of the same computation in 16-bit torch on dequantised weights
     tolerance: float  #: largest relative error that passes
-    arithmetic: str  #: way of rounding that the kernel was found to use, to which the element bounds refer
+    arithmetic: str  #: way of rounding that the kernel was found to use; the element bounds hold for this way
     worst_element: tuple[int, int]  #: `(row, output feature)` of the largest absolute error
     worst_run: str | None  #: title of the run of that error (`layer` only), or None
     experts: tuple[ExpertError, ...]  #: errors of every expert that got tokens
@@ -108,16 +108,16 @@ class ProjectionResult:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Errors for people, one a line; of a whole layer only the worst, since its experts share their tokens."""
+        """Error messages, one for each expert; a fused layer names only the worst, since its experts share tokens."""
         if self.passed:
             return ()
         if self.name == "layer":
             where = f" ({self.worst_run})" if self.worst_run else ""
-            return (f"layer {self.layer}, whole: tokens of {self.worst.text}{where}",)
+            return (f"layer {self.layer}, fused layer: tokens of {self.worst.text}{where}",)
+        if self.failed:
+            return tuple(f"layer {self.layer} {self.name} {expert.text}" for expert in self.failed)
         norm = f"relative error {self.relative:.2e}, tolerance {self.tolerance:.2e}"
-        return tuple(f"layer {self.layer} {self.name} {one.text}" for one in self.failed) or (
-            f"layer {self.layer} {self.name}: {norm}",
-        )
+        return (f"layer {self.layer} {self.name}: {norm}",)
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class CheckReport(Shown):
     """Results of `run-check`."""
 
     destination: str  #: the converted checkpoint
-    #: Checkpoint whose dequantised weights were the reference; None without it, when the reference used the converted
-    #: checkpoint's own logical values.
+    #: Checkpoint whose dequantised weights were the reference; None where the reference used the converted checkpoint's
+    #: own logical values.
     source: str | None
     scheme: str  #: title of the scheme
     layout: str  #: layout id
@@ -226,9 +226,9 @@ class SabotageResult:
     sabotage: str  #: name of the kind of damage
     place: str  #: `expert 2 up`
     damage: str  #: description of the damage
-    digest: str | None  #: report of the digests, or None
-    numeric: str | None  #: report of the kernels' numbers without digests; None if the damage stays below their bound
-    exceedance: float = 0.0  #: error over bound
+    digest: str | None  #: what the digests reported; None if they did not detect the damage
+    numeric: str | None  #: what the kernels' numbers reported; None if the damage stays below their bound
+    exceedance: float = 0.0  #: largest error of an element over that element's own bound
     data: bool = True  #: whether data was damaged; False for a wrong call, which no digest can see
 
     @property
@@ -251,7 +251,7 @@ class SelftestReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every damage was caught and no other place reported."""
+        """Whether every damage was caught, and no undamaged place was reported."""
         return bool(self.results) and all(result.caught for result in self.results) and not self.false_alarms
 
     def to_json(self) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def run_check(
     progress: Progress | None = None,
     announce: Announce | None = None,
 ) -> CheckReport:
-    """Check a converted checkpoint, as `moeq.run_check` does, which says what most arguments and errors mean.
+    """Check a converted checkpoint; `moeq.run_check` describes most arguments and the errors.
 
-    Without `options`, everything is checked on a GPU, a sample on a CPU. `announce` is called before anything long
-    starts on a CPU, with an estimate of its time.
+    Without `options`, everything is checked on a GPU, and a sample on a CPU. On a CPU, `announce` is called with an
+    estimate of the time before any long work starts.
     """
     return check_opened(open_both(dst, source, revision), options or CheckOptions(), progress, announce)
 
@@ -76,26 +76,28 @@ def check_opened(
     checks, notes = layer_checks(opened, options, device) if options.kernels else ([], ())
     derivation = _derivation(checks)  # refuses layouts without a kernel before anything long starts
 
-    known = [entry.layer for entry in manifest.layers]
-    layers = list(known if options.digest_layers is None else options.digest_layers) if options.digests else []
-    digest_steps = sum(manifest.layer(layer).num_experts for layer in layers)
-    layer_steps = sum(len(sample.runs) + len(sample.experts) for sample in (check.sample for check in checks))
+    digest_layers = options.digest_layers
+    if digest_layers is None:
+        digest_layers = [entry.layer for entry in manifest.layers]
+    entries = [manifest.layer(layer) for layer in digest_layers] if options.digests else []
+    digest_steps = sum(entry.num_experts for entry in entries)
+    layer_steps = sum(len(check.sample.runs) + len(check.sample.experts) for check in checks)
     steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
-    entries = [manifest.layer(layer) for layer in layers]
     jobs = choose_jobs(checks, options.jobs)
     if checks and announce is not None and device.type == "cpu":
-        digests = sum(entry.num_experts * expert_weights(entry) for entry in entries)
-        announce(workload(checks, digests, jobs))
+        digested_weights = sum(entry.num_experts * expert_weights(entry) for entry in entries)
+        announce(workload(checks, digested_weights, jobs))
     checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
     found = check_layers(checks, jobs, steps.advance)
-    where = "cpu (Triton interpreter)" if device.type == "cpu" else f"cuda ({torch.cuda.get_device_name(device)})"
+    gpu = device.type != "cpu"
+    device_title = f"cuda ({torch.cuda.get_device_name(device)})" if gpu else "cpu (Triton interpreter)"
     return CheckReport(
         destination=converted.source.name,
         source=None if opened.reference is converted else opened.reference.source.name,
         scheme=", ".join(dict.fromkeys(use.title for use in converted.info.schemes)),
         layout=", ".join(dict.fromkeys(entry.layout for entry in manifest.layers)),
         backend=manifest.backend,
-        device=where if options.kernels else "no kernels were run",
+        device=device_title if options.kernels else "no kernels were run",
         dtype=str(manifest.deployment.get("dtype", "bf16")),
         seed=options.seed,
         digests_checked=checked,
@@ -130,7 +132,7 @@ def layer_checks(
 
 @dataclass
 class _Steps:
-    """Counter of steps, which reports each."""
+    """Counter of steps, which calls `report` after each."""
 
     total: int
     report: Progress
@@ -182,7 +184,7 @@ def _activation(reference: Checkpoint) -> tuple[Activation, tuple[str, ...]]:
     if name in ACTIVATIONS or name in COMBINATIONS:
         return activation_of(name, reference.source.config), ()
     return Activation(), (
-        f"activation {name} is unknown to moeq; the check uses SiLU instead, which says as much about the weights",
+        f"activation {name} is unknown to moeq; the check uses SiLU instead, which tests the weights just as well",
     )
 
 
@@ -192,13 +194,18 @@ def _derivation(checks: list[LayerCheck]) -> tuple[str, ...]:
     for check in checks:
         for name in check.widths:
             names = lines.setdefault(describe_bound(check.k_of(name), check.activations(name)), [])
-            names += [name] if name not in names else []
+            if name not in names:
+                names.append(name)
     if not checks:
         return ()
     kinds = {check.activations("down") for check in checks}
-    whole = INT8_LAYER_RULE if "int8" in kinds else FP8_LAYER_RULE if "fp8" in kinds else LAYER_RULE
+    layer_rule = LAYER_RULE
+    if "int8" in kinds:
+        layer_rule = INT8_LAYER_RULE
+    elif "fp8" in kinds:
+        layer_rule = FP8_LAYER_RULE
     loss = (ACTIVATION_LOSS_RULE,) if checks[0].activation_dtype == "fp8" else ()
-    return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), whole, *loss)
+    return (NORM_RULE, *(f"{', '.join(names)}: {line}" for line, names in lines.items()), layer_rule, *loss)
 
 
 def prepare_device(asked: str) -> torch.device:

@@ -74,13 +74,13 @@ _FUSED_MODULES = (".moe.", ".block_sparse_moe.", ".switch_mlp.")
 class LayerExperts:
     """All expert tensors of one layer."""
 
-    stack: str  #: path of the layers it belongs to, such as `model.layers`
+    stack: str  #: path of the list of layers that holds this one, such as `model.layers`
     layer: int  #: number within the stack
-    prefix: str
-    #: `(projection, part)` to expert number to tensor.
+    prefix: str  #: path of the experts' module, such as `model.layers.0.mlp.experts`
+    #: Tensors by `(projection, part)` and by expert number, which is FUSED for a tensor of all experts.
     parts: dict[tuple[StoredName, str], dict[int, TensorEntry]] = field(default_factory=dict)
     spelling: dict[StoredName, str] = field(default_factory=dict)  #: projection to the name used for it in tensor names
-    #: Whether each projection is a list of experts, `experts.gate_proj.0`, instead of the other way round.
+    #: Whether each projection is a list of experts (`experts.gate_proj.0` instead of `experts.0.gate_proj`).
     listed: bool = False
 
     @property
@@ -131,7 +131,7 @@ def index_experts(tensors: Mapping[str, TensorEntry]) -> list[LayerExperts]:
         head, found, tail = name.partition(".experts.")
         if not found:
             if len(entry.shape) == 3:
-                index.add_unusual(entry)
+                index.add_outside_experts(entry)
             continue
         expert, _, rest = tail.partition(".")
         number = numbers.get(expert)
@@ -152,8 +152,11 @@ class _Indexer:
     """State of one pass over the names."""
 
     def __init__(self) -> None:
+        #: Layers by the prefix of their experts.
         self.layers: dict[str, LayerExperts] = {}
+        #: Tensors by expert number, for each path above `experts`, projection and part.
         self.groups: dict[tuple[str, str, str], dict[int, TensorEntry]] = {}
+        #: Expert numbers by their spelling.
         self.numbers: dict[str, int] = {}
 
     def number(self, text: str, name: str) -> int:
@@ -161,13 +164,13 @@ class _Indexer:
         digits = text.removeprefix("-")
         if not digits.isnumeric():
             return FUSED
-        if text != digits or not _canonical(digits) or len(digits) > 6:
+        if text != digits or not _is_canonical(digits) or len(digits) > 6:
             _refuse(name, f"expert number {text!a}")
         value = self.numbers[text] = int(digits)
         return value
 
     def open_group(self, head: str, prefix: str, projection: str, part: str) -> dict[int, TensorEntry]:
-        """Make the group of a new `(projection, part)`; names that are not experts' get one that is dropped."""
+        """Make the group of a new `(projection, part)`; tensors of no known projection get a group in no layer."""
         role = PROJECTIONS.get(projection)
         layer = self._layer(prefix) if role else None
         group: dict[int, TensorEntry] = {}
@@ -191,11 +194,12 @@ class _Indexer:
         if self._add_listed(prefix, expert, rest, entry):
             return
         # torchao writes `_gate_up_proj_qdata` for stacks as it writes `_weight_qdata` for modules.
+        is_torchao = inner.startswith("_")
         plain = inner.removeprefix("_")
         for parameter, role in FUSED_PARAMETERS:
             if plain.startswith(parameter):
-                part = plain[len(parameter) :].lstrip("._")
-                part = _FUSED_PARTS.get(part, part) if plain == inner else f"_weight_{part}"
+                suffix = plain[len(parameter) :].lstrip("._")
+                part = f"_weight_{suffix}" if is_torchao else _FUSED_PARTS.get(suffix, suffix)
                 layer = self._layer(prefix)
                 if layer:
                     self._group(layer, role, parameter, part)[FUSED] = entry
@@ -218,7 +222,7 @@ class _Indexer:
         self._group(layer, role, projection, part or "weight")[number] = entry
         return True
 
-    def add_unusual(self, entry: TensorEntry) -> None:
+    def add_outside_experts(self, entry: TensorEntry) -> None:
         """Add a 3-D tensor outside a module called `experts`."""
         for module in _FUSED_MODULES:
             head, found, tail = entry.name.partition(module)
@@ -247,13 +251,13 @@ def _locate(prefix: str) -> tuple[str, int] | None:
     for position in range(len(parts) - 1, 0, -1):
         digits = parts[position]
         if digits.isnumeric() and parts[position - 1] in _LAYER_CONTAINERS:
-            if not _canonical(digits) or len(digits) > 6:
+            if not _is_canonical(digits) or len(digits) > 6:
                 _refuse(prefix, f"layer number {digits!a}")
             return ".".join(parts[:position]), int(digits)
     return None
 
 
-def _canonical(digits: str) -> bool:
+def _is_canonical(digits: str) -> bool:
     return digits.isascii() and digits.isdigit() and (digits == "0" or digits[0] != "0")
 
 

@@ -1,8 +1,8 @@
 """GPTQ columns in activation order, sorted into groups again.
 
 Sorting the columns of a down projection reorders the intermediate features, which nothing outside the expert sees: the
-rows of gate and up take the same order, and the expert computes what it did. The order of hidden features is that of
-every layer, so gate, up and attention cannot be sorted.
+rows of gate and up take the same order, and the expert computes the same as before. All layers share one order of
+hidden features, so the columns of gate and up cannot be sorted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def column_order(matrix: QuantizedMatrix) -> Tensor | None:
-    """Return columns in the order of their groups, stable within a group; None if they are in order already."""
+    """Return the column numbers `[K]` sorted by group, stable within a group; None if they are in order already."""
     import torch
 
     index = matrix.group_index
@@ -45,16 +45,16 @@ def sort_rows(matrix: QuantizedMatrix, order: Tensor | None) -> QuantizedMatrix:
     if order is None:
         return matrix
 
-    def taken(tensor: Tensor | None) -> Tensor | None:
+    def reordered(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor[order].contiguous()
 
     return replace(
         matrix,
         codes=matrix.codes[order].contiguous(),
         scales=matrix.scales[order].contiguous(),
-        zeros=taken(matrix.zeros),
-        global_scale=taken(matrix.global_scale),
-        bias=taken(matrix.bias),
+        zeros=reordered(matrix.zeros),
+        global_scale=reordered(matrix.global_scale),
+        bias=reordered(matrix.bias),
     )
 
 

@@ -48,7 +48,7 @@ def test_activations_that_the_reference_does_not_know(checkpoints) -> None:
     checkpoint = moeq.open(checkpoints / "gptq-int4-g32-qwen3moe")
     assert run_check._activation(checkpoint) == (Activation("silu", 1.0, None), ())
     checkpoint.info = replace(checkpoint.info, activation="mish")
-    text = "activation mish is unknown to moeq; the check uses SiLU instead, which says as much about the weights"
+    text = "activation mish is unknown to moeq; the check uses SiLU instead, which tests the weights just as well"
     assert run_check._activation(checkpoint) == (Activation(), (text,))
 
 

@@ -54,8 +54,8 @@ def test_complaints() -> None:
     assert wrong.complaints == (f"layer 4 up {NORM.text}", f"layer 4 up {BEYOND.text}")
     assert replace(UP, relative=0.5).complaints == ("layer 4 up: relative error 5.00e-01, tolerance 2.50e-01",)
     whole = replace(wrong, name="layer", worst_run="7 tokens")
-    assert whole.complaints == (f"layer 4, whole: tokens of {NORM.text} (7 tokens)",)
-    assert replace(whole, worst_run=None).complaints == (f"layer 4, whole: tokens of {NORM.text}",)
+    assert whole.complaints == (f"layer 4, fused layer: tokens of {NORM.text} (7 tokens)",)
+    assert replace(whole, worst_run=None).complaints == (f"layer 4, fused layer: tokens of {NORM.text}",)
 
 
 def test_throughput() -> None:

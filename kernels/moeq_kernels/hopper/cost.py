@@ -2,8 +2,9 @@
 
 A product is cut into items (a tile of tokens, a block of columns, a share of k), which programs take in waves. Memory
 reads the weights of its experts while multiprocessors decode and multiply them, so a product takes somewhat longer than
-the longer of the two (`uncorrected`); five coefficients of each kernel say how long. A smooth function of waves, steps
-of an item, rows of a tile and so on, of the kernel and of the kind of codes, but not of the GPU, corrects the sum:
+the longer of the two (`uncorrected`); five coefficients of each kernel say how long. A smooth function corrects the
+sum. It depends on the waves, the steps of an item, the rows of a tile and so on, on the kernel and on the kind of
+codes, but not on the GPU:
 
     log correction = slopes[family] . x + output . tanh(x @ weights + kernels[kernel] + kinds[kind])
 
@@ -26,13 +27,13 @@ from numpy.typing import NDArray
 from moeq_kernels.gpu import H200, Gpu
 from moeq_kernels.hopper.w4a16.kinds import KINDS
 
-#: Least steps, of so many bytes of words, of a share in the queue kernel (see `product_launches`).
+#: Bytes of packed words in a step, and the least number of steps in a share, of the queue kernel (`product_launches`).
 _STEP_BYTES, _LEAST_STEPS = 16384, 4
 Array = NDArray[np.float64]
 Plan = TypeVar("Plan")
 #: Coefficients of a kernel with a physical meaning (see `uncorrected`).
 PHYSICAL = 5
-#: Most eights of tokens in a tile, and where multiplied rows by eights begin in `Tiling.row`.
+#: Most tokens of a tile in units of 8, and the first element of `Tiling.row` that holds multiplied rows by such units.
 _MOST_EIGHTS, _FIRST_EIGHT = 20, 7
 #: Most points at which the distribution of tokens over experts is evaluated.
 _POINTS = 24
@@ -42,13 +43,14 @@ _WIDEST = 3.0
 _SIMILAR = {
     "uint2": "e2m1-permuted", "uint3": "e2m1-permuted", "nvfp4-permuted": "e2m1-permuted", "mxfp8": "fp8",
 }  # fmt: skip
+#: Numbers of shares into which a tile's k may be cut.
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16)
-#: Start and end of a program, in steps.
+#: Time in which a program starts and ends, in steps.
 _OVERHEAD_STEPS = 2.5
 
 
 def rounded(tokens: int) -> int:
-    """Round a number of tokens up to one of eight to an octave, which share a plan: few are predicted and compiled."""
+    """Round a number of tokens up to one of eight sizes between powers of two, so that few plans are compiled."""
     step = 1 << max(0, tokens.bit_length() - 4)
     return -(-tokens // step) * step
 
@@ -62,22 +64,23 @@ def tokens_per_hit(pairs: int, experts: int) -> float:
 def splits_for(items: float, steps: int, resident: int) -> int:
     """Return how many programs should share a tile's k; of `items` tiles of `steps` steps, `resident` fit at once.
 
-    Least time of: waves of programs x (steps of each + overhead). With less than one wave programs are faster, and
-    time falls as the square root. Beyond one wave sharing only evens out the last one: it then has to save a tenth,
-    and leave every program 12 steps.
+    The result has the least time, which is waves of programs x (steps of each + overhead). With less than one wave
+    programs are faster: the time falls as the square root of the waves. Beyond one wave, sharing only evens out the
+    last wave: it then has to save a tenth of the time, and to leave every program 12 steps.
     """
 
     def cost(splits: int) -> float:
         waves = items * splits / resident
-        each = -(-steps // splits)
+        share_steps = -(-steps // splits)
         if waves <= 1.0:
-            return math.sqrt(waves) * (each + _OVERHEAD_STEPS)
-        if splits > 1 and each < 12:
+            return math.sqrt(waves) * (share_steps + _OVERHEAD_STEPS)
+        if splits > 1 and share_steps < 12:
             return math.inf
-        return math.ceil(waves) * (each + _OVERHEAD_STEPS) * (1.1 if splits > 1 else 1.0)
+        return math.ceil(waves) * (share_steps + _OVERHEAD_STEPS) * (1.1 if splits > 1 else 1.0)
 
     best = min((splits for splits in _SPLITS if splits == 1 or 2 * splits <= steps), key=cost)
-    return -(-steps // -(-steps // best))  # without empty shares
+    share_steps = -(-steps // best)
+    return -(-steps // share_steps)  # without empty shares
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Work:
     #: Packed sizes.
     hidden: int
     intermediate: int
-    kind: str  #: a key of `kinds.KINDS`; of 8-bit codes beside 8-bit activations "int8", "e4m3" or "e4m3-blocks"
+    kind: str  #: a key of `kinds.KINDS`; for 8-bit codes and 8-bit activations "int8", "e4m3" or "e4m3-blocks"
     top_k: int  #: pairs of a token, which have different experts
     group: int  #: weights that share a scale, 0 for one scale for each output feature
     gpu: Gpu  #: GPU that is planned for
@@ -113,7 +116,7 @@ class Work:
 
     @cached_property
     def mean(self) -> float:
-        """Tokens of an expert that gets any."""
+        """Expected tokens of an expert that gets any."""
         return tokens_per_hit(self.pairs, self.experts)
 
     @property
@@ -128,7 +131,7 @@ class Work:
         return weights * self.bits / 8 / self.memory_rate
 
 
-@dataclass(frozen=True, eq=False)  # families keep theirs, so the same one is found by its identity
+@dataclass(frozen=True, eq=False)  # kernel families keep their tilings, so caches compare identities
 class Tiling:
     """How a kernel cuts the two products into items."""
 
@@ -137,7 +140,8 @@ class Tiling:
     key: str
     tokens: int  #: token rows per tile, which are multiplied at one of the `heights`
     heights: tuple[int, ...]
-    grain: int  #: granularity of the heights of an expert's tiles, which are alike; `tokens`: all but its last are full
+    #: Granularity of tile heights, which are equal within an expert; with `tokens`, all tiles but the last are full.
+    grain: int
     #: Columns of weights in an item, and rows of k in a step.
     columns: int
     step: int
@@ -145,7 +149,7 @@ class Tiling:
 
     @cached_property
     def row(self) -> Array:
-        """Sizes, flags of the queue and the direct kernels, and multiplied rows by eights of a tile's tokens."""
+        """Sizes, flags of the queue and the direct kernel, and rows that are multiplied for 0, 8, 16, ... tokens."""
         flags = self.family == "queue", self.family == "direct"
         sizes = self.tokens, self.grain, self.columns, self.step, self.resident
         rows = [next((one for one in self.heights if one >= 8 * n), self.heights[-1]) for n in range(_MOST_EIGHTS + 1)]
@@ -154,10 +158,11 @@ class Tiling:
 
 @cache
 def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: bool, bits: int, gpu: Gpu) -> Any:
-    """Return what does not depend on the number of tokens, for each kernel and product.
+    """Return the sizes of each kernel and product that do not depend on the number of tokens.
 
-    `Tiling.row`; whether the kernel is the queue or the direct one; programs that the GPU holds; blocks of columns,
-    steps, most shares of a tile that the queue kernel makes, and weights that a multiprocessor decodes in a step.
+    They are: `Tiling.row`; whether the kernel is the queue kernel, and whether it is the direct one; programs that the
+    GPU holds; blocks of columns; steps; most shares into which the queue kernel cuts a tile; and weights, in units of
+    16,384, that a multiprocessor decodes in a step.
     """
     rows = np.array([one.row for one in kernels])
     _, _, columns, step, resident, is_queue, is_direct = rows.T[:_FIRST_EIGHT, :, None]
@@ -170,7 +175,7 @@ def _sizes(kernels: tuple[Tiling, ...], hidden: int, intermediate: int, gated: b
 
 
 @cache
-def _own(kernels: tuple[Tiling, ...], kind: str) -> tuple[Array, Array, Array]:
+def _kernel_coefficients(kernels: tuple[Tiling, ...], kind: str) -> tuple[Array, Array, Array]:
     """Return the physical coefficients of kernels, and slopes and constants of their corrections."""
     fitted = _coefficients()
     own = np.array([fitted["kernels"][one.key] for one in kernels])
@@ -187,11 +192,11 @@ def counts(tokens: int, share: float) -> tuple[Array, Array]:
     spread = math.sqrt(mean * (1.0 - share))
     low, high = max(1, int(mean - 6 * spread)), min(tokens, int(mean + 6 * spread) + 6)
     stride = max(1, (high - low) // _POINTS)
-    whole = math.lgamma(tokens + 1) + tokens * math.log1p(-share)
+    log_base = math.lgamma(tokens + 1) + tokens * math.log1p(-share)
     log_odds = math.log(share) - math.log1p(-share)
-    found = range(low, high + 1, stride)
-    logs = [whole - math.lgamma(n + 1) - math.lgamma(tokens - n + 1) + n * log_odds for n in found]
-    return np.array(found, dtype=float), stride * np.exp(logs)
+    numbers = range(low, high + 1, stride)
+    logs = [log_base - math.lgamma(n + 1) - math.lgamma(tokens - n + 1) + n * log_odds for n in numbers]
+    return np.array(numbers, dtype=float), stride * np.exp(logs)
 
 
 def tiles(tokens: int, share: float, sizes: Array) -> tuple[Array, Array]:
@@ -199,21 +204,23 @@ def tiles(tokens: int, share: float, sizes: Array) -> tuple[Array, Array]:
     count, chance = counts(tokens, share)
     grain = sizes[:, 1:2]
     height = np.ceil(count / np.ceil(count / sizes[:, :1]) / grain) * grain
-    before = np.ceil(count / height) - 1.0
-    eights = np.ceil(np.stack((height, count - before * height)) * 0.125).astype(np.intp)
+    tiles_before_last = np.ceil(count / height) - 1.0
+    eights = np.ceil(np.stack((height, count - tiles_before_last * height)) * 0.125).astype(np.intp)
     full, last = sizes[:, _FIRST_EIGHT:][np.arange(len(sizes))[:, None], eights]
-    return np.maximum((before + 1.0) @ chance, 1e-9), np.maximum((before * full + last) @ chance, 1e-9)
+    rows = (tiles_before_last * full + last) @ chance
+    return np.maximum((tiles_before_last + 1.0) @ chance, 1e-9), np.maximum(rows, 1e-9)
 
 
 def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-    """Return what the times of plans depend on beside their kernels: `[plans, inputs]` of the correction, and the work.
+    """Return the inputs of the correction, `[plans, 15]`, and the work of each product, `[plans, 2, 4]`.
 
-    Of each product: logarithms of the waves of items, of how far rounding up adds to them, of the shares of a tile and
-    of the steps of an item. Then logarithms of the multiplied rows of a tile, the part of reads that no other tile
-    repeats, how full tiles are, pairs, features and experts. None of them depends on the memory's rate.
+    The inputs are logarithms. Four belong to each product: waves of items, the factor by which rounding up raises
+    them, shares of a tile, and steps of an item. Seven belong to the plan: multiplied rows of a tile, the part of reads
+    that no other tile repeats, how full tiles are, pairs, hidden and intermediate features, and experts that are hit.
+    None of them depends on the memory's rate.
 
-    The second result, `[plans, products, 4]`, are microseconds of reading the weights of a product, turns of items on a
-    multiprocessor, weights that it decodes in them (in units of 16,384), and these times the rows that they multiply.
+    The work is: microseconds of reading the product's weights; turns in which a multiprocessor takes items; weights
+    that it decodes in these turns, in units of 16,384; and the same weights times the rows that each multiplies.
 
     Args:
         shares: programs that share a tile's k in each product; for the queue kernel, most shares for each program.
@@ -224,18 +231,18 @@ def inputs(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[int, in
     number, height = number * work.experts, rows / number
     if is_direct.any():  # every pair is a tile
         number, height = np.where(is_direct, work.pairs, number), np.where(is_direct, 8.0, height)
-    items, each = number * blocks, np.array(shares, dtype=float)
+    items, splits = number * blocks, np.array(shares, dtype=float)
     if is_queue.any():
-        cut = np.minimum(each * slots // np.maximum(1.0, items), most)
-        each = np.where(is_queue, np.maximum(1.0, cut), each)
-    waves = items * each / slots
-    share_steps, turns, whole = np.ceil(steps / each), np.maximum(1.0, waves), np.ceil(waves)
+        cut = np.minimum(splits * slots // np.maximum(1.0, items), most)
+        splits = np.where(is_queue, np.maximum(1.0, cut), splits)
+    waves = items * splits / slots
+    share_steps, full_turns, whole_waves = np.ceil(steps / splits), np.maximum(1.0, waves), np.ceil(waves)
     found, parts = np.empty((len(sizes), 15)), np.empty((len(sizes), 2, 4))
-    found[:, 0:8:4], found[:, 1:8:4] = np.minimum(np.maximum(waves, 0.05), 20.0), whole / turns
-    found[:, 2:8:4], found[:, 3:8:4] = each, share_steps
+    found[:, 0:8:4], found[:, 1:8:4] = np.minimum(np.maximum(waves, 0.05), 20.0), whole_waves / full_turns
+    found[:, 2:8:4], found[:, 3:8:4] = splits, share_steps
     found[:, 8:9], found[:, 9:10], found[:, 10] = height, np.minimum(1.0, work.hit / number), work.mean / sizes[:, 0]
     found[:, 11:] = work.pairs, work.hidden, work.intermediate, work.hit
-    turns = 0.5 * (turns + whole)  # some programs end earlier, and take the next item
+    turns = 0.5 * (full_turns + whole_waves)  # some programs end earlier, and take the next item
     parts[:, :, 0] = work.reading * np.array((1.0 + work.gated, 1.0)) / (2.0 + work.gated)
     parts[:, :, 1], parts[:, :, 2] = turns, turns * share_steps * decoded
     parts[:, :, 3] = parts[:, :, 2] * height
@@ -249,7 +256,7 @@ def uncorrected(parts: Any, own: Any, power: Any) -> Any:
         parts: second result of `inputs`.
         own: coefficients of each plan's kernel: microseconds of launches; memory's rate over the one it reaches;
             microseconds of an item, of decoding 16,384 weights, and of multiplying them with a row.
-        power: how far reading and multiplying overlap: 1 is not at all, the larger one counts alone where it is large.
+        power: how far reading and multiplying overlap. At 1 their times add up; at infinity only the longer one counts.
     """
     chip = (parts[:, :, 1:] * own[:, None, 2:]).sum(-1)
     return own[:, 0] + ((chip**power + (own[:, 1:2] * parts[:, :, 0]) ** power) ** (1 / power)).sum(-1)
@@ -259,8 +266,8 @@ def uncorrected(parts: Any, own: Any, power: Any) -> Any:
 def _coefficients() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(Path(__file__).with_name("coefficients.json").read_text())
     return {
-        name: {one: np.array(values) for one, values in some.items()} if isinstance(some, dict) else np.array(some)
-        for name, some in found.items()
+        name: {key: np.array(row) for key, row in values.items()} if isinstance(values, dict) else np.array(values)
+        for name, values in found.items()
     }
 
 
@@ -269,7 +276,7 @@ def microseconds(work: Work, kernels: Sequence[Tiling], shares: Sequence[tuple[i
     fitted = _coefficients()
     x, parts = inputs(work, kernels, shares)
     x = np.minimum(np.maximum((x - fitted["middle"]) / fitted["scale"], -_WIDEST), _WIDEST)
-    own, slopes, constants = _own(tuple(kernels), work.kind)
+    own, slopes, constants = _kernel_coefficients(tuple(kernels), work.kind)
     hidden = np.tanh(x @ fitted["weights"].T + constants)
     correction = np.exp((x * slopes).sum(1) + hidden @ fitted["output"])
     times: Array = uncorrected(parts, own, fitted["power"]) * correction

@@ -1,7 +1,7 @@
 """Verdicts on moeq's own kernels, with one row of rules per kernel format.
 
-An engine asks with keys; here the rules read the scheme itself: real group size, zero points, act-order, biases and
-activation type. The formats are those of `moeq_kernels.formats`.
+vLLM chooses kernels by quantisation keys. These rules read the scheme itself: its group size, zero points, act-order,
+biases and activation type. The formats are those of `moeq_kernels.formats`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moeq_kernels.formats import FORMATS, Format
 
 #: The backend that is preferred to all others, which follow in the order of the kernels' own table.
 _PREFERRED = "MOEQ"
+#: Names that schemes use for the torch dtypes of scales.
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m0"}
 
 
@@ -34,7 +35,7 @@ _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "e8m
 class KernelRow:
     """One format that the kernels read, in the oracle's terms."""
 
-    backend: str  #: backend name, or the layout's id without one
+    backend: str  #: backend name, or the layout's id where no backend is named
     format: Format  #: how the kernels read it
     scales: tuple[str, ...]  #: accepted scale dtypes
     dtypes: tuple[str, ...]  #: accepted dtypes of x
@@ -50,17 +51,19 @@ def _kernel_rows(layout: str) -> Iterator[KernelRow]:
     """Yield a row for each element type that the kernels read in a layout; none where no kernel reads it."""
     kind = layout_class(layout)
     reader = kind.own_reader()
-    for row in FORMATS.values() if reader else ():
-        if reader and row.layout == layout:
+    if reader is None:
+        return
+    for row in FORMATS.values():
+        if row.layout == layout:
             dtypes = tuple("fp16" if name == "float16" else _DTYPES[name] for name in row.dtypes)
             scales = _scales(kind, reader, row)
             yield KernelRow(reader.backend or layout, row, scales, dtypes, reader.keeps_16_bit)
 
 
 def _scales(kind: type[Layout], reader: MOEQ, row: Format) -> tuple[str, ...]:
-    """Return the dtypes of scales that a checkpoint may have: what the kernel reads, or what its layout recodes.
+    """Return the scale dtypes that a checkpoint may have: those that the kernel reads, or that its layout recodes.
 
-    The order is that of the words in a message: f16 before bf16.
+    Messages list them in this order: f16 before bf16.
     """
     if reader.keeps_16_bit:
         return kind.scale_dtypes
@@ -91,7 +94,7 @@ def builtin_policy() -> BuiltinPolicy:
 
 @dataclass(frozen=True)
 class Request:
-    """One scheme and layer on one deployment."""
+    """Question to the rules: one scheme and one layer's shape on one deployment."""
 
     scheme: Scheme
     shape: MoeShape
@@ -118,6 +121,7 @@ class Request:
         return self.scheme.activation.dtype if self.scheme.activation else "none"
 
 
+#: Rule that yields the reasons why a kernel does not run a request.
 Check = Callable[[Request, KernelRow], Iterator[Reason]]
 
 
@@ -235,7 +239,7 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
     ),
     "K02_ELEMENT": (_element, "Element type of the weight codes."),
     "K03_SCALE": (_scale, "Type and granularity of the scales."),
-    "K04_GROUP": (_group, "The real group size, which the key carries."),
+    "K04_GROUP": (_group, "Number of weights that share a scale."),
     "K05_GROUP_CUT": (_group_cut, "A shard must not cut a group of weights that share a scale."),
     "K06_ZERO_POINT": (_zero_points, "Stored zero points are never dropped."),
     "K07_ACT_ORDER": (_act_order, "Act-order needs a kernel that permutes the columns of x."),
@@ -249,10 +253,11 @@ BUILTIN_RULES: dict[str, tuple[Check, str]] = {
 def builtin_sizes(request: Request, row: KernelRow) -> Sizes:
     """Return the sizes per rank that the layout stores: w13 has K = hidden, w2 has K = intermediate."""
     hidden, inner = request.shape.hidden_size, request.intermediate
-    along_k = math.lcm(row.format.k_multiple, max(request.group, 1))
-    local = -(-request.shape.num_experts // request.deployment.ep)
+    k_multiple = math.lcm(row.format.k_multiple, max(request.group, 1))
+    local_experts = -(-request.shape.num_experts // request.deployment.ep)
     padded_hidden = round_up(hidden, math.lcm(row.format.n_multiple, row.format.k_multiple))
-    return Sizes(hidden, inner, padded_hidden, round_up(inner, math.lcm(row.format.n_multiple, along_k)), local)
+    padded_inner = round_up(inner, math.lcm(row.format.n_multiple, k_multiple))
+    return Sizes(hidden, inner, padded_hidden, padded_inner, local_experts)
 
 
 def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Verdict:
@@ -260,7 +265,8 @@ def judge_builtin(scheme: Scheme, shape: MoeShape, deployment: Deployment) -> Ve
     request = Request(scheme, shape, deployment)
     judged = _closest([(row, _report(request, row)) for row in builtin_policy().kernels])
     asked, reports = deployment.backend, tuple(report for _, report in judged)
-    fits = (pair for pair in judged if pair[1].supported and asked in ("auto", pair[0].backend.lower()))
+    supported = ((row, report) for row, report in judged if report.supported)
+    fits = ((row, report) for row, report in supported if asked in ("auto", row.backend.lower()))
     row, selected = next(fits, (None, None))
     sizes = builtin_sizes(request, row) if row else None
     target = None
@@ -331,9 +337,9 @@ def _error(asked: str, reports: tuple[CandidateReport, ...]) -> EngineError:
 
 
 def is_fastest(scheme: Scheme, deployment: Deployment, layout: str) -> bool:
-    """Return whether moeq's kernels for this GPU read a layout, and were measured ahead of all others there.
+    """Return whether moeq has a kernel for this GPU and layout that was measured to be faster than all other engines'.
 
-    That is so for weights of 4 and 8 bits with 16-bit activations on Hopper (`kernels/bench/results`).
+    On Hopper it has for weights of 4 and 8 bits with 16-bit activations (`kernels/bench/results`).
     """
     row = FORMATS.get((layout, scheme.weight.dtype))
     if scheme.weight.dtype in ("int2", "int3"):  # their kernels were not measured beside others

@@ -1,9 +1,9 @@
 """Kernels that quantise tokens and activations to int8 or e4m3 rows and route few pairs, without atomics.
 
 Codes and scales equal those of the portable kernels' `quantize_rows` and `quantize_rows_e4m3` bit for bit, down to
-scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Unsigned bytes
-are e4m3 codes, which may have a scale per 128 columns of a row with stride `scale_stride`. MARLIN: whether every 16
-codes are in the order of the codes in Marlin's words, as `w4a8.device.wide` needs it.
+scales of 2^-100: scale = max |row| / 127 or 448 (1 for a zero row), code = row / scale to nearest even. Codes in
+unsigned bytes are e4m3. They may have a scale per 128 columns of a row; `scale_stride` is the stride between the scales
+of a row. MARLIN: whether every 16 codes are in the order of Marlin's words, as `w4a8.device.wide` needs them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moeq_kernels.device.routing import count_rows, list_tiles, local_experts, s
 
 @triton.jit
 def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, INTERPRET: tl.constexpr):
-    """Quantise a float32 row to codes and a scale, or scales `[.., 1]` of groups; unused columns must be zero.
+    """Return codes and scale of a float32 row, or the scales `[groups, 1]` of its groups; unused columns must be zero.
 
     The function takes one row, because Triton may give a thread all columns of a tensor with two axes.
     """
@@ -41,7 +41,7 @@ def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, I
         scale = tl.where(top > 0.0, tl.div_rn(top, 448.0 if E4M3 else 127.0), 1.0)
         value = quotients(value, scale, INTERPRET)
     if E4M3:
-        if MARLIN:  # k is 8 a + 2 t + b in 4 t + 2 b + a
+        if MARLIN:  # column 8 a + 2 t + b of every 16 moves to position 4 t + 2 b + a
             value = tl.permute(tl.reshape(value, (COLUMNS // 16, 2, 4, 2)), (0, 2, 3, 1))
         code = float_to_e4m3(value) if INTERPRET else value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         return tl.reshape(code, (COLUMNS,)), scale
@@ -51,7 +51,7 @@ def _quantised(value, static_scale, codes, scale_stride, MARLIN: tl.constexpr, I
 
 @triton.jit
 def _store_scale(scales, row, scale, there, columns, scale_stride, COLUMNS: tl.constexpr):
-    """Store the scale of a row, or the scales of the groups of its `columns` columns."""
+    """Store the scale of a row, or the scales of the groups of its `columns` columns, if the row is `there`."""
     if scale_stride is not None:
         group = tl.expand_dims(tl.arange(0, COLUMNS // 128), 1)
         tl.store(scales + group.to(tl.int64) * scale_stride + row, scale, mask=(group * 128 < columns) & there)
@@ -70,9 +70,9 @@ def route_quantised(
     """Sort and quantise up to a few thousand pairs in one kernel.
 
     The first `listers` programs list the tiles. Every other program takes PER pairs of a token: it writes the codes and
-    the scale to their sorted rows, and `inverse` and `expert_of_row`. Every program reads all pairs. DIRECT: pairs stay
-    unsorted, and no tiles are listed. PER divides TOP_K, CHOICES is the power of two from PER on, COLUMNS is at least
-    `hidden`; `device.routing` explains the terms.
+    the scale to the sorted rows of these pairs, and sets `inverse` and `expert_of_row`. Every program reads all pairs.
+    DIRECT: pairs stay unsorted, and no tiles are listed. PER divides TOP_K, CHOICES is the next power of two from PER
+    on, COLUMNS is at least `hidden`; `device.routing` explains the terms.
     """
     at = tl.arange(0, PAIRS)
     if DEPENDENT:
