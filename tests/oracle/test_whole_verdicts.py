@@ -13,6 +13,7 @@ import lzma
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,16 +21,18 @@ import pytest
 from oracle.differential import samples
 from oracle.differential.compare import question_of
 from oracle.differential_sglang import samples as sglang
-from oracle.examples import every_scheme
+from oracle.examples import CHECKPOINTS, every_scheme
 
+import moeq
 from moeq.deploy.deployment import Deployment
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.engines.vllm.configs.question import PREFIX
 from moeq.oracle.judge import judge, judge_config
 from moeq.oracle.quantization_config import config_of
-from moeq.oracle.records import MoeShape
+from moeq.oracle.records import MoeShape, Verdict
 from moeq.oracle.versions import versions
+from moeq.pipeline.plan.layer_verdict import judge_checkpoint
 
 Row = dict[str, Any]
 PATH = Path(__file__).parents[1] / "data" / "oracle" / "verdicts.json.xz"
@@ -38,7 +41,14 @@ PATH = Path(__file__).parents[1] / "data" / "oracle" / "verdicts.json.xz"
 EXPLAINED = 7
 
 #: Devices of the questions to moeq's own kernels.
-DEVICES = ("V100", "A100", "H100", "B200", "MI300X", "gfx1100", "CPU", "XPU")
+DEVICES = ("V100", "A100", "MI300X")
+OPTIONS: tuple[Row, ...] = (
+    {}, {"tp": 2}, {"tp": 7}, {"ep": 4}, {"ep": 4, "eplb": True, "redundant_experts": 3}, {"lora": True},
+    {"ep": 130, "redundant_experts": 3}, {"eplb": True},
+    {"batched": True}, {"backend": "triton"}, {"dtype": "fp16", "dp": 2},
+)  # fmt: skip
+#: Devices of the questions about stored checkpoints.
+STORED_ON = ("A100", "H100", "MI300X", "CPU")
 
 
 class Question(NamedTuple):
@@ -53,6 +63,10 @@ def said(question: Question, *, explain: bool) -> Row:
     try:
         if engine == "config":
             return config_of(every_scheme()[case["scheme"]][0])
+        if engine == "stored":
+            where = Deployment(parse_gpu(case["gpu"]), tp=case["tp"], engine=case["engine"])
+            verdict = judge_checkpoint(moeq.open(CHECKPOINTS / case["name"]), where, explain=False)
+            return _as_json(verdict)
         if engine == "moeq":
             scheme, shape = every_scheme()[case["scheme"]]
             deployment = Deployment(parse_gpu(case["gpu"]), engine=engine, **case["options"])
@@ -66,6 +80,10 @@ def said(question: Question, *, explain: bool) -> Row:
             verdict = judge_config(config, shape, where, prefix=prefix, explain=explain)
     except MoeqError as error:
         return {"code": error.code, "message": error.message, "hint": error.hint}
+    return _as_json(verdict)
+
+
+def _as_json(verdict: Verdict) -> Row:
     found: Row = json.loads(json.dumps(verdict.to_json()))
     return {name: value for name, value in found.items() if name not in ("deployment", "shape")}
 
@@ -92,14 +110,17 @@ def asked() -> Iterator[Question]:
     for path in (sglang.PATH, sglang.FLOATS):
         for case, _ in sglang.load(path)[1][::4]:
             yield Question("sglang", {}, {**case, "shape": {"model_type": "qwen3_moe"}})
-    for options in ({}, {"tp": 2}, {"tp": 8}, {"ep": 4}, {"lora": True}, {"batched": True}, {"backend": "triton"}):
-        for name in every_scheme():
-            yield from (Question("moeq", {}, {"scheme": name, "gpu": gpu, "options": options}) for gpu in DEVICES[::3])
 
 
-def about_configs() -> list[Question]:
-    """Which config an engine would read for a scheme."""
-    return [Question("config", {}, {"scheme": name}) for name in every_scheme()]
+def always() -> Iterator[Question]:
+    """Questions that are not chosen: stored checkpoints, moeq's own kernels, and the config that a scheme gives."""
+    for path in sorted(CHECKPOINTS.glob("*/config.json")):
+        for gpu, tp, engine in product(STORED_ON, (1, 2), ("vllm@0.33.0", "vllm@0.27.1")):
+            if tp == 1 or engine.endswith("33.0"):
+                yield Question("stored", {}, {"name": path.parent.name, "gpu": gpu, "tp": tp, "engine": engine})
+    for name, gpu, options in product(every_scheme(), DEVICES, OPTIONS):
+        yield Question("moeq", {}, {"scheme": name, "gpu": gpu, "options": options})
+    yield from (Question("config", {}, {"scheme": name}) for name in every_scheme())
 
 
 def choose(questions: Sequence[Question], times: int) -> list[Question]:
@@ -129,11 +150,11 @@ def load() -> list[tuple[Question, Row]]:
     return [(Question(*question), verdict) for question, verdict in json.loads(lzma.decompress(PATH.read_bytes()))]
 
 
-@pytest.mark.parametrize("share", range(4))
+@pytest.mark.parametrize("share", range(6))
 def test_verdicts_are_as_they_were(share: int) -> None:
     rows = load()
-    assert len(rows) > 400
-    for number, (question, wanted) in list(enumerate(rows))[share::4]:
+    assert len(rows) > 1500
+    for number, (question, wanted) in list(enumerate(rows))[share::6]:
         found = said(question, explain=number % EXPLAINED == 0)
         assert found.keys() == wanted.keys(), question
         differing = {name: (value, wanted[name]) for name, value in found.items() if value != wanted[name]}
@@ -142,7 +163,7 @@ def test_verdicts_are_as_they_were(share: int) -> None:
 
 if __name__ == "__main__":
     kept = choose(list(asked()), 4) if "--choose" in sys.argv else [question for question, _ in load()]
-    kept = [*(one for one in kept if one.engine != "config"), *about_configs()]
+    kept = [*(one for one in kept if one.engine not in ("config", "moeq", "stored")), *always()]
     answers = [said(question, explain=number % EXPLAINED == 0) for number, question in enumerate(kept)]
     text = json.dumps([[question, answer] for question, answer in zip(kept, answers, strict=True)])
     PATH.write_bytes(lzma.compress(text.encode(), preset=9))
