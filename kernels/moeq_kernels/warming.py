@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -12,11 +12,18 @@ from moeq_kernels.gpu import Gpu
 from moeq_kernels.problem import Problem
 from moeq_kernels.schedules import builds
 
-if TYPE_CHECKING:
-    from moeq_kernels.prepared import PreparedLayer
+
+class Layer(Protocol):
+    """Attributes of a prepared layer, whose module imports this one, that determine its kernels and their device."""
+
+    family: str
+    problem: Problem
+    device: torch.device
+    max_tokens: int
+    _direct: bool
 
 
-def warmup(layers: Iterable[PreparedLayer], max_tokens: int | None = None) -> Warmed:
+def warmup(layers: Iterable[Layer], max_tokens: int | None = None) -> Warmed:
     """Compile all kernels that layers need for 1 to max_tokens tokens (default: their own) in parallel.
 
     Layers of equal shape and format share kernels. Machine code goes to `compiling.code_cache()`, and is loaded if

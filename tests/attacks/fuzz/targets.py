@@ -224,7 +224,7 @@ def gguf(data: bytes) -> None:
     def read() -> None:
         checkpoint = moeq.open(path)
         for made in checkpoint.source._made.values():  # type: ignore[attr-defined] # `open` writes them elsewhere
-            made.content(checkpoint.source.read_bytes)
+            made(checkpoint.source.read_bytes)
         checkpoint.dequantize(0, 0, "gate")
 
     watched(lambda: described(path), data)

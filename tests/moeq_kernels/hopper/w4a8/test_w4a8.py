@@ -43,9 +43,9 @@ SLOW = [
     (replace(PLAIN, intermediate=192), W4a8Wide(160, 3), 23),
     (OAI, W4a8Wide(160, 3), 170),
     (replace(INT4, group_size=32, bias=True), W4a8Wide(64, 3), 70),
-    (replace(INT4, group_size=128, hidden=256), W4a8Wide(128, 2), 120),
-    (replace(INT4, group_size=-1, bias=True), W4a8Wide(128, 3), 90),
-    (replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0), W4a8Wide(128, 2), 60),
+    (replace(INT4, group_size=128, hidden=256), W4a8Wide(160, 2), 120),
+    (replace(INT4, group_size=-1, bias=True), W4a8Wide(160, 3), 90),
+    (replace(INT4, bias=True, order="interleaved", activation="swiglu_oai", limit=7.0), W4a8Wide(160, 2), 60),
 ]
 
 
