@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,26 +106,18 @@ def chosen_backends(verdict: Verdict, opened: Opened, device: torch.device, *, e
     dtype = DTYPES[verdict.deployment.dtype]
     entry = opened.manifest.layers[0]
 
-    def converted(layer: int) -> tuple[str, Callable[..., Any]]:
-        built = converted_layer(opened.converted, layer, device, dtype)
-        return built.experts, built.run
-
     def row(candidate: CandidateReport, option: str, selected: bool) -> EngineBackend:
         def build(layer: int) -> tuple[str, Callable[..., Any]]:
-            built = source_layer(opened.reference, layer, option, device, dtype)
-            return built.experts, built.run
+            return source_layer(opened.reference, layer, option, device, dtype)
 
         return EngineBackend(candidate.backend, activation_kind(candidate.activation_key), build, selected)
 
-    def rows() -> Iterator[EngineBackend]:
-        yield EngineBackend(CONVERTED, activations_of(entry.layout, entry.matrices["w2"].spec.element), converted)
-        if verdict.chosen is not None:
-            yield row(verdict.chosen, "auto", selected=True)
-        for candidate in verdict.candidates if every else ():
-            if candidate.supported and candidate.flag and candidate != verdict.chosen:
-                yield row(candidate, candidate.flag, selected=False)
-
-    return list(rows())
+    own = activations_of(entry.layout, entry.matrices["w2"].spec.element)
+    rows = [EngineBackend(CONVERTED, own, lambda layer: converted_layer(opened.converted, layer, device, dtype))]
+    if verdict.chosen is not None:
+        rows.append(row(verdict.chosen, "auto", selected=True))
+    others = (one for one in verdict.candidates if every and one.supported and one != verdict.chosen)
+    return rows + [row(one, one.flag, selected=False) for one in others if one.flag]
 
 
 def activation_kind(key: str | None) -> str | None:

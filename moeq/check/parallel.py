@@ -8,14 +8,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from moeq.check.layer_check import LayerCheck, check_layer
 from moeq.check.results import LayerReport
 from moeq.check.sampling import expert_weights
-from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.spelling import for_shell, spelled
 
@@ -48,7 +47,7 @@ def check_layers(checks: Sequence[LayerCheck], jobs: int, advance: Callable[[str
         threads = max(1, (os.cpu_count() or 1) // jobs)
         try:
             with _interrupts_blocked():
-                futures = [pool.submit(_in_process, _Portable.of(check), threads) for check in checks]
+                futures = [pool.submit(_in_process, *_sent(check), threads) for check in checks]
             for future in as_completed(futures):
                 for label in future.result()[1]:
                     advance(label)
@@ -100,36 +99,23 @@ def _few_threads(checks: Sequence[LayerCheck]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-#: Name and revision of a checkpoint, by which it is opened again.
-_Place = tuple[str, str | None]
+#: Names and revisions of the converted checkpoint and the reference, by which a process opens them again.
+_Places = list[tuple[str, str | None]]
 
 
-@dataclass(frozen=True)
-class _Portable:
-    """Check that can be sent to another process, with the places of its checkpoints instead of them."""
-
-    check: LayerCheck
-    places: tuple[_Place, _Place]
-    for_shell: bool
-
-    @staticmethod
-    def of(check: LayerCheck) -> _Portable:
-        places = (_place(check.converted), _place(check.reference))
-        return _Portable(replace(check, converted=None, reference=None), places, for_shell())  # type: ignore[arg-type]
+def _sent(check: LayerCheck) -> tuple[LayerCheck, _Places, bool]:
+    """Return a check without its checkpoints, their places, and whether options are spelled for a shell."""
+    places = [(one.source.name, one.source.revision) for one in (check.converted, check.reference)]
+    return replace(check, converted=None, reference=None), places, for_shell()  # type: ignore[arg-type]
 
 
-def _place(checkpoint: Checkpoint) -> _Place:
-    return checkpoint.source.name, checkpoint.source.revision
-
-
-def _in_process(portable: _Portable, threads: int) -> tuple[LayerReport, list[str]]:
+def _in_process(check: LayerCheck, places: _Places, shell: bool, threads: int) -> tuple[LayerReport, list[str]]:
     from moeq_kernels import interpreter
 
     torch.set_num_threads(threads)
     interpreter.enable()
-    opened = {place: open_checkpoint(*place) for place in set(portable.places)}
-    converted, reference = (opened[place] for place in portable.places)
+    opened = {place: open_checkpoint(*place) for place in set(places)}
     labels: list[str] = []
-    check = replace(portable.check, converted=converted, reference=reference)
-    with spelled(for_shell=portable.for_shell):
+    check = replace(check, converted=opened[places[0]], reference=opened[places[1]])
+    with spelled(for_shell=shell):
         return check_layer(check, labels.append), labels

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -80,15 +81,21 @@ def check_opened(
     if digest_layers is None:
         digest_layers = [entry.layer for entry in manifest.layers]
     entries = [manifest.layer(layer) for layer in digest_layers] if options.digests else []
-    digest_steps = sum(entry.num_experts for entry in entries)
-    layer_steps = sum(len(check.sample.runs) + len(check.sample.experts) for check in checks)
-    steps = _Steps(digest_steps + layer_steps, progress or (lambda done, total, label: None))
+    steps = sum(entry.num_experts for entry in entries)
+    steps += sum(len(check.sample.runs) + len(check.sample.experts) for check in checks)
+    numbers = count(1)
+
+    def advance(label: str) -> None:
+        done = next(numbers)
+        if progress is not None:
+            progress(done, steps, label)
+
     jobs = choose_jobs(checks, options.jobs)
     if checks and announce is not None and device.type == "cpu":
         digested_weights = sum(entry.num_experts * expert_weights(entry) for entry in entries)
         announce(workload(checks, digested_weights, jobs))
-    checked, mismatches = check_digests(converted, entries, steps.advance, default_workers())
-    found = check_layers(checks, jobs, steps.advance)
+    checked, mismatches = check_digests(converted, entries, advance, default_workers())
+    found = check_layers(checks, jobs, advance)
     gpu = device.type != "cpu"
     device_title = f"cuda ({torch.cuda.get_device_name(device)})" if gpu else "cpu (Triton interpreter)"
     return CheckReport(
@@ -128,19 +135,6 @@ def layer_checks(
         for sample in choose_samples(manifest, options, device, converted)
     ]  # fmt: skip
     return checks, notes
-
-
-@dataclass
-class _Steps:
-    """Counter of steps, which calls `report` after each."""
-
-    total: int
-    report: Progress
-    done: int = 0
-
-    def advance(self, label: str) -> None:
-        self.done += 1
-        self.report(self.done, self.total, label)
 
 
 def open_both(dst: str | Path, source: str | Path | None = None, revision: str | None = None) -> Opened:

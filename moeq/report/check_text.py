@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from moeq.report.heat import HeatMap, heat_map
+from moeq.report.heat import LIMITS, HeatMap, heat_map
 from moeq.report.text import counted, line
 from moeq.spelling import option
 
@@ -119,7 +119,7 @@ def _heat(console: Console, report: CheckReport) -> None:
     for row, layer in enumerate(chart.layers):
         cells = [_cell(chart, row, column) for column in range(len(chart.experts))]
         line(console, "", Text.assemble(f"{layer:>4} |", *cells, "|"))
-    scale = ", ".join(f"'{shade}' {limit:.2g}" for shade, limit in zip(_SHADES[1:], chart.limits, strict=False))
+    scale = ", ".join(f"'{shade}' {limit:.2g}" for shade, limit in zip(_SHADES[1:], LIMITS, strict=False))
     line(console, "", f"      from {scale}")
 
 

@@ -21,12 +21,11 @@ class HeatMap:
     experts: tuple[int, ...]  #: column labels, every expert that was checked in some layer
     #: By row and column; None where that expert was not checked in that layer.
     values: tuple[tuple[float | None, ...], ...]
-    limits: tuple[float, ...] = LIMITS  #: upper ends of the levels
 
     def level(self, row: int, column: int) -> int | None:
-        """Return 0 for the smallest errors, up to `len(limits)` beyond the bound; None where nothing was checked."""
+        """Return 0 for the smallest errors, up to `len(LIMITS)` beyond the bound; None where nothing was checked."""
         value = self.values[row][column]
-        return None if value is None else sum(value > limit for limit in self.limits)
+        return None if value is None else sum(value > limit for limit in LIMITS)
 
 
 def heat_map(report: CheckReport) -> HeatMap | None:

@@ -30,9 +30,9 @@ def test_backends_that_are_run(checkpoints: Path, tmp_path: Path, monkeypatch: p
     opened, verdict = open_both(tmp_path / "out", source), moeq.decide(source, gpu="A100")
     built: list[Any] = []
 
-    def layer(*given: Any) -> SimpleNamespace:
+    def layer(*given: Any) -> tuple[str, Any]:
         built.append(given)
-        return SimpleNamespace(experts="Experts", run=print)
+        return "Experts", print
 
     name = "moeq.engines.vllm.one_layer"  # it imports vLLM
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(converted_layer=layer, source_layer=layer))
@@ -79,11 +79,10 @@ class Engine:
         self.entered.append(device)
         yield
 
-    def layer(self, opened: Any, number: int, *given: Any) -> SimpleNamespace:
+    def layer(self, opened: Any, number: int, *given: Any) -> tuple[str, Any]:
         extent = CheckOptions(layers=(number,), tokens=(3,), experts=range(4))
         (check,), _ = layer_checks(self.opened, extent, torch.device("cpu"))
-        experts, run = torch_layer(check, self.spoil)(number)
-        return SimpleNamespace(experts=experts, run=run)
+        return torch_layer(check, self.spoil)(number)
 
 
 @pytest.fixture

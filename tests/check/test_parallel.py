@@ -47,10 +47,10 @@ def checks(opened: tuple[Any, Any]) -> list[LayerCheck]:
 def test_what_is_sent_to_a_process(opened: tuple[Any, Any]) -> None:
     first, _ = checks(opened)
     with spelled(for_shell=True):
-        sent = parallel._Portable.of(first)
-    assert (sent.check.converted, sent.check.reference, sent.check.seed, sent.for_shell) == (None, None, 7, True)
-    assert sent.places == tuple((one.source.name, one.source.revision) for one in opened)
-    assert parallel._Portable.of(first).for_shell is False
+        check, places, shell = parallel._sent(first)
+    assert (check.converted, check.reference, check.seed, shell) == (None, None, 7, True)
+    assert places == [(one.source.name, one.source.revision) for one in opened]
+    assert parallel._sent(first)[2] is False
 
 
 def test_layers_are_opened_again_and_come_back_in_order(opened: tuple[Any, Any], monkeypatch) -> None:

@@ -302,7 +302,7 @@ class TestOneLayer:
         weights, ids = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([[3, 1], [0, 2]])
         x = torch.randn(2, 8)
         with engine():
-            found = one_layer.ready(layer).run(x, weights, ids)
+            found = one_layer.ready(layer)[1](x, weights, ids)
         assert torch.equal(found, x)
         wanted = torch.zeros(2, 4).scatter(1, ids, weights)
         torch.testing.assert_close(seen[0].softmax(-1), wanted)

@@ -85,8 +85,7 @@ def results(source: Path, dst: Path, layout: str) -> dict[str, BackendResult]:
     rows = {row.name: row for row in chosen_backends(verdict, opened, CPU, every=True)}
 
     def build(layer: int, option: str = "triton") -> Any:
-        built = source_layer(opened.reference, layer, option, CPU, torch.float16)
-        return built.experts, built.run
+        return source_layer(opened.reference, layer, option, CPU, torch.float16)
 
     def swapped(layer: int) -> Any:
         """An engine that exchanges two experts: right backend, wrong words."""
@@ -160,5 +159,5 @@ def test_rows_are_padded_to_the_width_that_the_engine_allocated() -> None:
     layer = SimpleNamespace(quant_method=method, moe_config=SimpleNamespace(hidden_dim=128), forward_modular=forward)
     x = torch.randn(2, 96)
     with engine(CPU):
-        found = one_layer.ready(layer).run(x, torch.ones(2, 1), torch.zeros(2, 1))
+        found = one_layer.ready(layer)[1](x, torch.ones(2, 1), torch.zeros(2, 1))
     torch.testing.assert_close(found, x * 2, rtol=0, atol=0)

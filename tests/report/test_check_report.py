@@ -86,7 +86,7 @@ def test_heat_maps_are_per_product_and_the_worst_is_shown() -> None:
     assert [chart.level(0, 0), chart.level(0, 1)] == [4, 5]
     damaged = heat_map(report(damaged=True))
     assert damaged is not None
-    assert damaged.level(1, 1) == len(damaged.limits)
+    assert damaged.level(1, 1) == len(LIMITS)
 
 
 def test_text_says_everything_and_ends_with_the_verdict() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,13 +35,9 @@ _GPT_OSS = {"gate_up_proj": "w13", "down_proj": "w2", "blocks": "weight", "scale
 _NOT_CHOSEN = -1e4
 
 
-@dataclass(frozen=True)
-class OneLayer:
-    """A layer that is ready to run."""
-
-    experts: str  #: the engine's class that runs the experts
-    #: Function from `x [T, H]`, `weights [T, top_k]` that sum to 1 by token and `ids [T, top_k]` to `[T, H]`.
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+#: A layer that is ready to run: the engine's class that runs the experts, and a function from `x [T, H]`,
+#: `weights [T, top_k]` that sum to 1 by token and `ids [T, top_k]` to `[T, H]`.
+OneLayer = tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]
 
 
 def needs_gpu() -> bool:
@@ -206,4 +201,4 @@ def ready(layer: Any) -> OneLayer:
         return found[:, :hidden]
 
     experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", method)
-    return OneLayer(type(experts).__name__, run)
+    return type(experts).__name__, run
