@@ -50,23 +50,23 @@ class ConversionReport:
         self._grouped = github.in_actions() and not quiet
         self._progress = ProgressReport(out, title, quiet=quiet, on_beat=self._on_beat if self._log else None)
         self._began = time.monotonic()
-        self._handlers: dict[type[Any], Callable[[Any], None]] = {
-            events.Started: self._on_started,
-            events.Checking: self._on_advanced,
-            events.Advanced: self._on_advanced,
-            events.Fetching: lambda one: self._progress.relabel(f"fetching {one.file}, {human_bytes(one.bytes)}"),
-            events.Warned: lambda one: self._out.warning(one.message),
-            events.Finished: self._on_finished,
-        }
 
     def __call__(self, event: events.Event) -> None:
         """Take an event of the pipeline."""
         # A line per expert would be too many; heartbeats say where it is.
         if self._log is not None and not isinstance(event, events.Advanced | events.Checking):
             self._log.record(event)
-        handler = self._handlers.get(type(event))
-        if handler is not None:
-            handler(event)
+        match event:
+            case events.Started():
+                self._on_started(event)
+            case events.Checking() | events.Advanced():
+                self._progress.update(event.done, event.total, event.label)
+            case events.Fetching():
+                self._progress.relabel(f"fetching {event.file}, {human_bytes(event.bytes)}")
+            case events.Warned():
+                self._out.warning(event.message)
+            case events.Finished():
+                self._on_finished(event)
 
     def tell(self, event: str, **fields: Any) -> None:
         """Write an event that is not the pipeline's."""
@@ -117,9 +117,6 @@ class ConversionReport:
             resumed = f", {event.resumed_units} of them finished by an earlier run" if event.resumed_units else ""
             self._out.note(f"{self._title}: {human_bytes(event.bytes_out)} to write in {event.units} units{resumed}")
         self._progress.update(event.resumed_bytes, event.bytes_out, f"job {event.job[:12]}")
-
-    def _on_advanced(self, event: events.Advanced | events.Checking) -> None:
-        self._progress.update(event.done, event.total, event.label)
 
     def _on_finished(self, event: events.Finished) -> None:
         self._progress.stop()
