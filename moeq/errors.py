@@ -63,10 +63,10 @@ class MoeqError(Exception):
         return (type(self), (self.code, self.message, self.hint))
 
 
-def listed(items: Iterable[object], limit: int = 5) -> str:
+def listed(items: Iterable[object], limit: int = 5, separator: str = ", ") -> str:
     """Name the first `limit` items, and say how many more there are."""
     known = list(items)
-    shown = ", ".join(map(str, known[:limit]))
+    shown = separator.join(map(str, known[:limit]))
     return shown if len(known) <= limit else f"{shown} and {len(known) - limit:,} more"
 
 

@@ -7,7 +7,7 @@ keyword and the value of Python; the command line says once that it is a shell w
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,12 +48,6 @@ def option(keyword: str, value: Any = _MISSING) -> str:
 def together(options: Iterable[str]) -> str:
     """Return several options as the caller would type them behind each other."""
     return (" " if _shell else ", ").join(options)
-
-
-def some_of(items: Sequence[str], limit: int, separator: str = ", ") -> str:
-    """Return the first items of a list, and how many more there are."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return separator.join(items[:limit]) + more
 
 
 def _in_python(keyword: str, value: Any) -> str:

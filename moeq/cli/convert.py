@@ -16,6 +16,7 @@ from moeq.cli.plan import render_needs, warn_of_scales, warn_overridden, warn_sl
 from moeq.cli.push import BaseModelOption, PublicOption, push_conversion
 from moeq.cli.push import document as pushed_document
 from moeq.cli.push import render as render_pushed
+from moeq.errors import listed
 from moeq.report.text import counted, human_bytes, line
 
 if TYPE_CHECKING:
@@ -122,8 +123,8 @@ def _warn_of_code(out: Output, job: Job) -> None:
         out.warning(f"left out, since not every system can have files of these names: {shown}")
     code, left_out = job.side_files.code, job.side_files.no_code
     if code and not left_out:
-        shown = ", ".join(code[:5]) + (f" and {len(code) - 5} more" if code[5:] else "")
-        out.warning(f"the source's code is copied: {shown}; engines run it where they are told to; --no-code drops it")
+        told = "engines run it where they are told to; --no-code drops it"
+        out.warning(f"the source's code is copied: {listed(code)}; {told}")
 
 
 def _planned(path: Path, given: options.GivenDeployment, own: ConvertOptions) -> tuple[Deployment, ConvertOptions, str]:

@@ -22,7 +22,7 @@ from moeq.checkpoint.hub import HubSource, looks_like_repository
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES, parse_object
 from moeq.checkpoint.source import CONFIG_NAME, FileEntry, LocalSource, Source
 from moeq.checkpoint.warning import CheckpointWarning
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.gguf.config import architecture_of, config_of
 from moeq.gguf.derived import Make, derive, join, join_latent, open_made
 from moeq.gguf.header import GgufHeader, GgufTensor, read_gguf_header
@@ -227,8 +227,7 @@ class _GgufFiles(Source):
             text = f"{name} is left out: engines compute it from rope_scaling, which GGUF does not keep in full"
             self.warnings.append(CheckpointWarning("gguf.computed", text))
         if unknown:
-            shown = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4:,} more" if len(unknown) > 4 else "")
-            return f"moeq knows no Hugging Face names of {len(unknown):,} of its tensors: {shown}"
+            return f"moeq knows no Hugging Face names of {len(unknown):,} of its tensors: {listed(unknown, 4)}"
         return None
 
 

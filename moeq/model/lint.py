@@ -53,11 +53,10 @@ def check_complete(experts: Iterable[Experts]) -> None:
         if "down" not in present or not present & {"up", "gate_up"}:
             gaps.append(f"layer {item.layer.layer}: projections {sorted(present)}, expected (gate,) up and down")
     if gaps:
-        shown = "; ".join(gaps[:5]) + (f" and {len(gaps) - 5} more" if len(gaps) > 5 else "")
         hint = "the checkpoint is not complete; download it again"
         if uncalibrated == len(gaps):  # quantisers leave out experts that no token of the calibration reached
             hint = "engines take one format for all experts of a layer: quantise again with every expert calibrated"
-        raise MoeqError("source.incomplete-experts", shown, hint)
+        raise MoeqError("source.incomplete-experts", listed(gaps, separator="; "), hint)
 
 
 def _missing(item: Experts, present: set[StoredName]) -> Iterator[str]:

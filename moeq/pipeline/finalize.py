@@ -12,7 +12,7 @@ from moeq.checkpoint.hub import HubSource
 from moeq.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.digest import default_workers
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.pipeline.convert import Conversion
 from moeq.pipeline.events import Finished, Progress, Started
 from moeq.pipeline.plan.job import Job, open_job, places
@@ -25,7 +25,7 @@ from moeq.pipeline.state.ownership import damaged_journal, require_ours
 from moeq.pipeline.state.publish import finish, require_units, sign_folder
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import check_destination, job_stamp, reopen_job, request_of
-from moeq.spelling import option, some_of
+from moeq.spelling import option
 
 #: Name of finalize's own journal.
 _SHARD = "finalize"
@@ -127,7 +127,7 @@ def refuse_contradictions(journals: Journals) -> None:
     """Refuse units of which two shards tell different things. Raises MoeqError `answer.units-contradict`."""
     found = journals.contradictions
     if found:
-        shown = some_of([f"{unit} ({', '.join(names)})" for unit, names in found.items()], 5, "; ")
+        shown = listed((f"{unit} ({', '.join(names)})" for unit, names in found.items()), separator="; ")
         raise MoeqError(
             "answer.units-contradict",
             f"shards contradict each other about {len(found)} units: {shown}",

@@ -21,7 +21,7 @@ from moeq.checkpoint.jsonfile import read_object
 from moeq.checkpoint.manifest import MAX_MANIFEST_BYTES
 from moeq.checkpoint.source import CONFIG_NAME, SIDE_CONFIGS
 from moeq.digest import default_workers
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.model import Checkpoint
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.events import Advance, Finished, Progress
@@ -38,7 +38,6 @@ from moeq.pipeline.state.journal import JobStamp, require_unchanged
 from moeq.pipeline.state.publish import copy_side_files, index_of, require_complete, sync_files, write_json
 from moeq.pipeline.state.records import UnitRecord
 from moeq.pipeline.state.stamps import work_stamp
-from moeq.spelling import some_of
 from moeq.transcode.compare import Loss
 from moeq.transcode.expert_pack import GGUF_NAME, LOADER_NAME, MANIFEST_NAME, PackPlan, finish_pack, loader_config
 from moeq.transcode.planned_result import written_config
@@ -328,7 +327,7 @@ def notes(plan: TranscodePlan) -> tuple[str, ...]:
     if plan.target.pack:
         found.append(f"SGLang takes the rest of the model from a GGUF file: put one beside the pack as {GGUF_NAME}")
     if plan.floats:
-        found.append(f"vLLM cannot load {some_of(plan.floats, 1)} in this format: written as floats")
+        found.append(f"vLLM cannot load {listed(plan.floats, 1)} in this format: written as floats")
     if plan.request.sort_act_order:
         found.append("intermediate features of experts with sorted columns are in another order; moeq diff sees that")
     before = {old.dtype for old, new in kinds if old is not None and new is None}

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from moeq.errors import listed
 from moeq.layouts.registry import layout_class
 from moeq.model import Checkpoint
 from moeq.model.activation_scales import ScaleFault
 from moeq.oracle.records import Gate, Verdict
 from moeq.schemes.format import ACTIVATION_SCALES
-from moeq.spelling import option, some_of
+from moeq.spelling import option
 
 #: Method whose loader compares the scales of gate and up (vLLM 0.26.0 to 0.33.0, `RoutedExperts.weight_loader`).
 _EQUAL_SCALES = "CompressedTensorsW8A8Fp8MoEMethod"
@@ -92,7 +93,7 @@ def is_weight_only(verdict: Verdict) -> bool:
 
 def shown(faults: Sequence[ScaleFault]) -> str:
     """Describe the first faults and count the others."""
-    return some_of([fault.text for fault in faults], 3, "; ")
+    return listed((fault.text for fault in faults), 3, "; ")
 
 
 def _nvfp4(faults: Sequence[ScaleFault], verdict: Verdict, num_experts: int) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from moeq.checkpoint.names import FUSED, LayerExperts
+from moeq.errors import listed
 from moeq.model import Checkpoint
 from moeq.model.expert_kinds import WHOLE_PARTS, Experts, is_whole
 from moeq.oracle.engines.vllm.expert_names import EXPERT, ClassNames, StoredName, names_of_class
@@ -14,7 +15,7 @@ from moeq.oracle.engines.vllm.facts import versions_with
 from moeq.oracle.loaders import version_ranges
 from moeq.oracle.records import Gate, Reason, Verdict
 from moeq.schemes.unquantized import PLAIN_DTYPES
-from moeq.spelling import option, some_of
+from moeq.spelling import option
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
@@ -67,7 +68,7 @@ def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
         return verdict
     named = tensors.get(stale[0].name)
     instead = f"in place of that of {named.file}" if named else "which the index does not name"
-    read = some_of([f"{entry.name} of {entry.file}" for entry in stale], 1)
+    read = listed((f"{entry.name} of {entry.file}" for entry in stale), 1)
     text = f"the engine reads every tensor of every listed file: {read}, {instead}"
     return _with_gate(verdict, text, "moeq convert SRC DST, which leaves stale copies out")
 

@@ -11,9 +11,8 @@ from moeq.checkpoint.jsonfile import read_object
 from moeq.checkpoint.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.paths import safe_names
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.pipeline.state.journal import Journals, is_journal
-from moeq.spelling import some_of
 
 #: Prefix of files that are there only for the work and are never published.
 WORK_PREFIX = "moeq-work."
@@ -72,7 +71,7 @@ def require_no_strangers(folder: OutputFolder, files: Collection[str], what: str
     """
     found = [name for name in folder.names() if name not in files and not (work and is_work(name))]
     if found:
-        shown = some_of([ascii(name)[1:-1] for name in found], 8)
+        shown = listed((ascii(name)[1:-1] for name in found), 8)
         raise MoeqError(
             "usage.foreign-files",
             f"{folder.path} {what}, and holds files that moeq did not write: {shown}",

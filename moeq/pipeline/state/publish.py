@@ -28,7 +28,7 @@ from moeq.checkpoint.outputs import OutputFolder
 from moeq.checkpoint.source import CONFIG_NAME, Source
 from moeq.checkpoint.writer import require_free_space
 from moeq.digest import DIGEST_NAME
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.model import Checkpoint
 from moeq.oracle.loaders import TRANSFORMERS_GUARD
 from moeq.pipeline.plan.conversion_plan import Plan
@@ -42,7 +42,7 @@ from moeq.pipeline.state.records import UnitRecord, open_file_digest
 from moeq.pipeline.state.restore_data import write_restore_data
 from moeq.pipeline.state.signature import Signer
 from moeq.pipeline.state.stamps import job_stamp
-from moeq.spelling import option, some_of
+from moeq.spelling import option
 from moeq.version import __version__
 
 
@@ -108,7 +108,7 @@ def require_units(plan: Plan, have: Container[str], what: str, hint: str) -> Non
     """Refuse to go on without all units; `what`: what the others are not. Raises MoeqError `answer.units-missing`."""
     missing = [unit.id for unit in plan.units if unit.id not in have]
     if missing:
-        detail = f"{len(missing)} of {len(plan.units)} units {what}: {some_of(missing, 5)}"
+        detail = f"{len(missing)} of {len(plan.units)} units {what}: {listed(missing)}"
         raise MoeqError("answer.units-missing", detail, hint)
 
 

@@ -22,7 +22,7 @@ from moeq.checkpoint.files import stat_regular
 from moeq.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from moeq.checkpoint.source import LocalSource, Source
 from moeq.deploy.deployment import Deployment
-from moeq.errors import MoeqError
+from moeq.errors import MoeqError, listed
 from moeq.model import open as open_checkpoint
 from moeq.pipeline.plan.job import Job, JobRequest, Work, open_job, places
 from moeq.pipeline.plan.options import ConvertOptions
@@ -30,7 +30,6 @@ from moeq.pipeline.plan.side_files import SIGNATURE_NAME
 from moeq.pipeline.state.folder import WorkFolder
 from moeq.pipeline.state.journal import JobStamp, differences
 from moeq.pipeline.state.records import open_file_digest
-from moeq.spelling import some_of
 from moeq.typed import read_as
 from moeq.version import __version__
 
@@ -121,7 +120,7 @@ def check_destination(job: Job, folder: WorkFolder) -> Manifest | None:
             raise
         found = list(_differences(job, folder, manifest))
         if found:
-            detail = f"{error.message}, which is not what this would give: {some_of(found, 4)}"
+            detail = f"{error.message}, which is not what this would give: {listed(found, 4)}"
             raise MoeqError(error.code, detail, error.hint) from None
         return manifest
     return None
