@@ -73,8 +73,7 @@ class HummingMXFP4Fp16(MXFP4Layout):
     recodes_scales = True
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = SINGLE if spec.num_groups == 1 else GROUPED
-        parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, order)}
+        parts = {"weight": weight_part(spec, WEIGHT[4]), "scale": scale_part(spec, SINGLE, GROUPED)}
         return parts | bias_as(spec, SINGLE)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:

@@ -108,7 +108,7 @@ class MoeqWNA16(Layout):
         parts = {"weight": Part("codes", _LOWER, shape, "I32", 2)}
         if spec.bits == 3:
             parts["weight_high"] = Part("codes", _THIRD, (spec.k // 64, 2 * spec.n), "I32", 1)
-        parts["scale"] = scale_part(spec, SINGLE if spec.num_groups == 1 else GROUPED)
+        parts["scale"] = scale_part(spec, SINGLE, GROUPED)
         return parts | bias_as(spec, SINGLE)
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:

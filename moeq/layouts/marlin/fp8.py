@@ -123,8 +123,7 @@ class MarlinMXFP8(_MarlinBytes):
     lossy = "float32 biases are rounded to bf16"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = MX_SINGLE if spec.num_groups == 1 else MX_GROUPED
-        weight, scale = weight_part(spec, WEIGHT[8]), scale_part(spec, order)
+        weight, scale = weight_part(spec, WEIGHT[8]), scale_part(spec, MX_SINGLE, MX_GROUPED)
         return {"weight": weight, "scale": scale, **bias_as(spec, SINGLE, self.params)}
 
 

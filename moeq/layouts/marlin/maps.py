@@ -50,9 +50,9 @@ def weight_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
     return Part("codes", arrangement, (spec.k // 16, spec.n * spec.bits // 2), "I32", spec.bits)
 
 
-def scale_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:
-    """Return the part of the scales: `[G, N]` in the stored dtype."""
-    return scale_as(spec, arrangement, (spec.num_groups, spec.n))
+def scale_part(spec: MatrixSpec, single: Arrangement, grouped: Arrangement) -> Part:
+    """Return the part of the scales, `[G, N]` in the stored dtype: in the order of one group along K, or of several."""
+    return scale_as(spec, single if spec.num_groups == 1 else grouped, (spec.num_groups, spec.n))
 
 
 def zero_part(spec: MatrixSpec, arrangement: Arrangement) -> Part:

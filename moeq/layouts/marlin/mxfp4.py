@@ -57,10 +57,9 @@ class MarlinMXFP4(MXFP4Layout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         pairs = self.w13_order == "interleaved" and spec.halves == 2
         weight = WEIGHT_PAIRS if pairs else WEIGHT[4]
-        single, grouped = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (MX_SINGLE, MX_GROUPED)
-        scale = single if spec.num_groups == 1 else grouped
+        orders = (_SINGLE_PAIRS, _GROUPED_PAIRS) if pairs else (MX_SINGLE, MX_GROUPED)
         bias = bias_as(spec, _SINGLE_A8_PAIRS if pairs else SINGLE, self.params)
-        return {"weight": weight_part(spec, weight), "scale": scale_part(spec, scale), **bias}
+        return {"weight": weight_part(spec, weight), "scale": scale_part(spec, *orders), **bias}
 
 
 class MarlinMXFP4Interleaved(MarlinMXFP4):
@@ -118,7 +117,7 @@ class MarlinMXFP4Fp8Act(MarlinMXFP4):
         single = _SINGLE_A8_PAIRS if pairs else SINGLE
         return {
             "weight": weight_part(spec, _WEIGHT_A8_PAIRS if pairs else WEIGHT_A8[4]),
-            "scale": scale_part(spec, single),
+            "scale": scale_part(spec, single, single),
             **bias_as(spec, single, self.params),
         }
 

@@ -29,7 +29,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, not_multiple
 from moeq.layouts.fp8 import E4M3_MAX
 from moeq.layouts.layout import Layout
-from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, weight_part
+from moeq.layouts.marlin.maps import MX_GROUPED, MX_SINGLE, SINGLE, WEIGHT, scale_part, weight_part
 from moeq.layouts.mxfp4 import bias_as
 from moeq.layouts.nvfp4 import GROUP, global_scale_of, lost_global_scales
 from moeq.layouts.parts import Part
@@ -85,8 +85,7 @@ class MarlinNVFP4(Layout):
         return found
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = MX_SINGLE if spec.num_groups == 1 else MX_GROUPED
-        scale = Part("scales", order, (spec.num_groups, spec.n), "F8_E4M3", 8, group=GROUP)
+        scale = scale_part(spec, MX_SINGLE, MX_GROUPED)
         return {"weight": weight_part(spec, WEIGHT[4]), "scale": scale, **bias_as(spec, SINGLE, self.params)}
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:

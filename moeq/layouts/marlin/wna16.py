@@ -42,8 +42,7 @@ class _MarlinIntegers(Layout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         weight, grouped, zero = self.maps
-        scale = scale_part(spec, SINGLE if spec.num_groups == 1 else grouped)
-        parts = {"weight": weight_part(spec, weight[spec.bits]), "scale": scale}
+        parts = {"weight": weight_part(spec, weight[spec.bits]), "scale": scale_part(spec, SINGLE, grouped)}
         if not spec.symmetric:
             parts["zero"] = zero_part(spec, zero[spec.bits])
         return parts | bias_as(spec, SINGLE)
