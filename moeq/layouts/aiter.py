@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, not_multiple
-from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout, fp8_bytes
+from moeq.layouts.fp8 import Fp8Layout, MXFP8Layout
 from moeq.layouts.layout import Layout
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, by_role, scale_bytes, weight_bytes
+from moeq.layouts.mxfp4 import MXFP4Layout, scale_bytes
 from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -59,13 +59,9 @@ class AiterA16W4(MXFP4Layout):
     arch = "gfx942, gfx950"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 256"
     padding = PaddingRule(intermediate=256, hidden=256)
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, by_role(_A16W4_W13, _A16W4, spec)),
-            "scale": scale_bytes(spec, by_role(_E8M0_W13, _E8M0, spec)),
-            **bias_as(spec, IDENTITY_SCALE, "F32"),
-        }
+    weight_maps = (_A16W4_W13, _A16W4)
+    scale_maps = (_E8M0_W13, _E8M0)
+    bias_dtype = "F32"
 
 
 class AiterShuffle(MXFP4Layout):
@@ -83,13 +79,9 @@ class AiterShuffle(MXFP4Layout):
     arch = "gfx950"
     slicing = "N by 32, K by 256"
     padding = PaddingRule(intermediate=256, hidden=256)
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, _SHUFFLED),
-            "scale": scale_bytes(spec, _E8M0),
-            **bias_as(spec, IDENTITY_SCALE, "F32"),
-        }
+    weight_maps = (_SHUFFLED,)
+    scale_maps = (_E8M0,)
+    bias_dtype = "F32"
 
 
 class AiterGfx1250(MXFP4Layout):
@@ -106,13 +98,10 @@ class AiterGfx1250(MXFP4Layout):
     arch = "gfx1250"
     slicing = "N by 32, K by 128"
     padding = PaddingRule(intermediate=256, hidden=256)
+    bias_dtype = "F32"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, IDENTITY),
-            "scale": scale_bytes(spec, _N32K4, (spec.n // 32, 32 * spec.num_groups)),
-            **bias_as(spec, IDENTITY_SCALE, "F32"),
-        }
+        return super().parts(spec) | {"scale": scale_bytes(spec, _N32K4, (spec.n // 32, 32 * spec.num_groups))}
 
 
 # ----------------------------------------------------------------------------------------------------------------- int4
@@ -164,6 +153,8 @@ class AiterMXFP8(MXFP8Layout):
     schemes = "mxfp8 (e4m3 codes, e8m0 scales of 32), with a gate, no bias"
     arch = "gfx950"
     slicing = "I by 256, H by 256"
+    weight_maps = (_A16W4_BYTES_W13, _A16W4_BYTES)
+    scale_maps = (_E8M0_W13, _E8M0)
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
@@ -175,12 +166,6 @@ class AiterMXFP8(MXFP8Layout):
 
     def slices(self, spec: MatrixSpec) -> SliceRule:
         return SliceRule(256, super().slices(spec).k)
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": fp8_bytes(spec, by_role(_A16W4_BYTES_W13, _A16W4_BYTES, spec)),
-            "scale": scale_bytes(spec, by_role(_E8M0_W13, _E8M0, spec)),
-        }
 
 
 # ------------------------------------------------------------------------------------------------------------------ FP8
@@ -198,9 +183,7 @@ class _AiterFp8(Fp8Layout):
     source = "AITER 0.1.7, vLLM 0.33.0"
     arch = "gfx950"
     slicing = "N by 16, K by 32"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, _SHUFFLED_BYTES), "scale": self.scale(spec)}
+    weight_maps = (_SHUFFLED_BYTES,)
 
 
 class AiterFp8Block(_AiterFp8):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule, Problem, SliceRule, TensorSpec, W13Order
-from moeq.layouts.fp8 import Fp8Layout, fp8_bytes
+from moeq.layouts.fp8 import Fp8Layout
 from moeq.layouts.layout import Layout
-from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.mxfp4 import IDENTITY_SCALE, INTERLEAVED_ROWS, Maps, MXFP4Layout, bias_as
 from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM, Only
 from moeq.layouts.words import block_sums
@@ -217,16 +217,13 @@ class CpuAmxMXFP4(MXFP4Layout):
     arch = "x86 with AMX"
     slicing = "N by 32, K by 32"
     padding = PaddingRule(intermediate=32, hidden=32)
+    weight_maps: ClassVar[Maps] = (_MXFP4_WEIGHT,)
+    scale_maps: ClassVar[Maps] = (_PER_GROUP,)
+    bias_dtype = "F32"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        pairs = self.w13_order == "interleaved" and spec.halves == 2
-        return {
-            "weight": weight_bytes(spec, _MXFP4_WEIGHT_PAIRS if pairs else _MXFP4_WEIGHT),
-            "scale": scale_bytes(
-                spec, _MXFP4_SCALE_PAIRS if pairs else _PER_GROUP, (spec.n // 32, spec.num_groups, 32)
-            ),
-            **bias_as(spec, INTERLEAVED_ROWS if pairs else IDENTITY_SCALE, "F32"),
-        }
+        parts = super().parts(spec)
+        return parts | {"scale": replace(parts["scale"], shape=(spec.n // 32, spec.num_groups, 32))}
 
 
 class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
@@ -236,6 +233,9 @@ class CpuAmxMXFP4Interleaved(CpuAmxMXFP4):
     title = "CPU AMX MXFP4, gate and up interleaved (gpt-oss on vLLM)"
     readers = (VLLM("CPU", since="0.32.0", dtypes=("bf16",), only=Only(activation="swigluoai")),)
     w13_order: ClassVar[W13Order] = "interleaved"
+    weight_maps = (_MXFP4_WEIGHT_PAIRS, _MXFP4_WEIGHT)
+    scale_maps = (_MXFP4_SCALE_PAIRS, _PER_GROUP)
+    bias_maps = (INTERLEAVED_ROWS, IDENTITY_SCALE)
 
 
 _FP8_WEIGHT = Arrangement("n r32, k b2 -> n k r b")
@@ -254,6 +254,4 @@ class CpuAmxFp8(Fp8Layout):
     arch = "x86 with AMX"
     slicing = "N by 128, K by 128"
     scope = "block"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, _FP8_WEIGHT), "scale": self.scale(spec)}
+    weight_maps = (_FP8_WEIGHT,)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, TILE_128X4, MXFP4Layout, bias_as, scale_bytes, weight_bytes
+from moeq.layouts.mxfp4 import TILE_128X4, MXFP4Layout
 from moeq.layouts.nvfp4 import TiledNVFP4
-from moeq.layouts.parts import Part
 from moeq.layouts.readers import VLLM
-from moeq.matrix import MatrixSpec
 
 
 class CutlassMXFP4(MXFP4Layout):
@@ -25,13 +23,7 @@ class CutlassMXFP4(MXFP4Layout):
     padding = PaddingRule(intermediate=128, hidden=128)
     n_multiple = 128
     k_multiple = 128
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, IDENTITY),
-            "scale": scale_bytes(spec, TILE_128X4),
-            **bias_as(spec, IDENTITY_SCALE),
-        }
+    scale_maps = (TILE_128X4,)
 
 
 class CutlassNVFP4(TiledNVFP4):

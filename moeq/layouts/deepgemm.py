@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
-from moeq.layouts.fp8 import BLOCK, E4M3_MAX, Fp8Layout, MXFP8Layout, fp8_bytes
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, weight_bytes
+from moeq.layouts.fp8 import BLOCK, E4M3_MAX, Fp8Layout, MXFP8Layout
+from moeq.layouts.mxfp4 import MXFP4Layout
 from moeq.layouts.parts import STORED_DTYPE, Part, changed, torch_dtype
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -63,9 +63,6 @@ class DeepGemmFp8Sm90(_DeepGemm):
     arch = "SM90"
     slicing = "N by 128, K by 128"
 
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": self.scale(spec)}
-
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale" or matrix.spec.scale_dtype != "e8m0":
             return super().encode(name, matrix)
@@ -91,7 +88,7 @@ class DeepGemmFp8Sm100(_DeepGemm):
     slicing = "N by 128, K by 512"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": _packed_exponents(spec)}
+        return super().parts(spec) | {"scale": _packed_exponents(spec)}
 
     def encode(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         if name != "scale" or matrix.spec.scale_dtype == "e8m0":
@@ -124,7 +121,7 @@ class DeepGemmMXFP8(MXFP8Layout):
     slicing = "N by 4, K by 128"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, IDENTITY_SCALE), "scale": _packed_exponents(spec)}
+        return super().parts(spec) | {"scale": _packed_exponents(spec)}
 
 
 def _packed_exponents(spec: MatrixSpec) -> Part:
@@ -171,8 +168,4 @@ class DeepGemmMXFP4(MXFP4Layout):
     k_multiple = 2
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, IDENTITY),
-            "scale": _packed_exponents(spec),
-            **bias_as(spec, IDENTITY_SCALE),
-        }
+        return super().parts(spec) | {"scale": _packed_exponents(spec)}

@@ -24,12 +24,9 @@ from moeq.layouts.mxfp4 import (
     UP_GATE,
     UP_GATE_ROWS,
     MXFP4Layout,
-    bias_as,
     by_role,
-    scale_bytes,
-    weight_bytes,
 )
-from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4, nvfp4_scale
+from moeq.layouts.nvfp4 import NVFP4Layout, TiledNVFP4
 from moeq.layouts.parts import Part, changed
 from moeq.layouts.readers import VLLM, Only
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -88,13 +85,10 @@ class TrtllmMXFP4(MXFP4Layout):
     slicing = "N by 64 per half of w13, by 128 of w2; K by 128"
     padding = PaddingRule(intermediate=128, hidden=256)
     w13_order = "up-gate"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, by_role(_SHUFFLED_W13, _SHUFFLED, spec)),
-            "scale": scale_bytes(spec, by_role(_SCALE_W13, _SCALE, spec)),
-            **bias_as(spec, by_role(ROWS_128_W13, ROWS_128, spec), "F32"),
-        }
+    weight_maps = (_SHUFFLED_W13, _SHUFFLED)
+    scale_maps = (_SCALE_W13, _SCALE)
+    bias_maps = (ROWS_128_W13, ROWS_128)
+    bias_dtype = "F32"
 
 
 class FlashInferCutlassBF16(MXFP4Layout):
@@ -119,16 +113,15 @@ class FlashInferCutlassBF16(MXFP4Layout):
     lossy = "biases are rounded to bf16"
     n_multiple = 64
     k_multiple = 128
+    weight_maps = (_SM90_WEIGHT_W13, _SM90_WEIGHT)
+    scale_maps = (_SM90_SCALE_W13, _SM90_SCALE)
+    bias_maps = (UP_GATE_ROWS, IDENTITY_SCALE)
+    bias_dtype = "BF16"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        weight = weight_bytes(spec, by_role(_SM90_WEIGHT_W13, _SM90_WEIGHT, spec))
-        return {
-            "weight": replace(weight, rewrite=MUL_FREE),
-            "scale": scale_bytes(
-                spec, by_role(_SM90_SCALE_W13, _SM90_SCALE, spec), (spec.n // 64, spec.k // 128, 16, 16)
-            ),
-            **bias_as(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec), "BF16"),
-        }
+        parts = super().parts(spec)
+        scale = replace(parts["scale"], shape=(spec.n // 64, spec.k // 128, 16, 16))
+        return parts | {"weight": replace(parts["weight"], rewrite=MUL_FREE), "scale": scale}
 
 
 class FlashInferCutlassMXFP8(MXFP4Layout):
@@ -149,13 +142,10 @@ class FlashInferCutlassMXFP8(MXFP4Layout):
     lossy = "biases are rounded to bf16"
     n_multiple = 128
     k_multiple = 128
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, by_role(UP_GATE, IDENTITY, spec)),
-            "scale": scale_bytes(spec, by_role(TILE_128X4_UP_GATE, TILE_128X4, spec)),
-            **bias_as(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec), "BF16"),
-        }
+    weight_maps = (UP_GATE, IDENTITY)
+    scale_maps = (TILE_128X4_UP_GATE, TILE_128X4)
+    bias_maps = (UP_GATE_ROWS, IDENTITY_SCALE)
+    bias_dtype = "BF16"
 
 
 # ---------------------------------------------------------------------------------------------------------------- NVFP4
@@ -178,12 +168,8 @@ class TrtllmNVFP4(NVFP4Layout):
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
     padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
     w13_order = "up-gate"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, by_role(_SHUFFLED_W13, _SHUFFLED, spec)),
-            "scale": nvfp4_scale(spec, by_role(_SCALE_W13, _SCALE, spec)),
-        }
+    weight_maps = (_SHUFFLED_W13, _SHUFFLED)
+    scale_maps = (_SCALE_W13, _SCALE)
 
 
 class CuteDslNVFP4(NVFP4Layout):
@@ -202,12 +188,8 @@ class CuteDslNVFP4(NVFP4Layout):
     slicing = "N by 64 per half of w13, by 128 of w2; K by 64"
     padding = PaddingRule(intermediate=64, hidden=256, ungated=128)
     w13_order = "up-gate"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, by_role(_CUTEDSL_WEIGHT_W13, IDENTITY, spec)),
-            "scale": nvfp4_scale(spec, by_role(_CUTEDSL_SCALE_W13, TILE_128X4, spec)),
-        }
+    weight_maps = (_CUTEDSL_WEIGHT_W13, IDENTITY)
+    scale_maps = (_CUTEDSL_SCALE_W13, TILE_128X4)
 
 
 class FlashInferCutlassNVFP4(TiledNVFP4):
@@ -241,6 +223,8 @@ class TrtllmMXFP8(MXFP8Layout):
     w13_order = "up-gate"
     n_multiple = 128
     k_multiple = 128
+    weight_maps = (ROWS_128_W13, ROWS_128)
+    scale_maps = (_SCALE_W13, _SCALE)
 
     def problems(self, spec: MatrixSpec) -> list[Problem]:
         found = super().problems(spec)
@@ -254,12 +238,6 @@ class TrtllmMXFP8(MXFP8Layout):
     def slices(self, spec: MatrixSpec) -> SliceRule:
         rule = super().slices(spec)
         return SliceRule(256, rule.k) if spec.role == "w2" else SliceRule(rule.n, 256)
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": fp8_bytes(spec, by_role(ROWS_128_W13, ROWS_128, spec)),
-            "scale": scale_bytes(spec, by_role(_SCALE_W13, _SCALE, spec)),
-        }
 
 
 # ------------------------------------------------------------------------------------------------------------------ FP8
@@ -297,7 +275,7 @@ class FlashInferCutlassFp8Block(RaisedBlocks):
     arch = "SM90"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        order = by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec)
+        order = by_role((UP_GATE_ROWS, IDENTITY_SCALE), spec)
         return {"weight": fp8_bytes(spec, order), "scale": self.scale(spec, order)}
 
 
@@ -311,9 +289,9 @@ class TrtllmFp8Block(RaisedBlocks):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         weight = fp8_bytes(
-            spec, by_role(_BLOCK_MAJOR_BYTES_W13, _BLOCK_MAJOR_BYTES, spec), (spec.k // 128, spec.n, 128)
+            spec, by_role((_BLOCK_MAJOR_BYTES_W13, _BLOCK_MAJOR_BYTES), spec), (spec.k // 128, spec.n, 128)
         )
-        return {"weight": weight, "scale": self.scale(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec))}
+        return {"weight": weight, "scale": self.scale(spec, by_role((UP_GATE_ROWS, IDENTITY_SCALE), spec))}
 
 
 class OneScale(Fp8Layout):
@@ -359,9 +337,7 @@ class FlashInferCutlassFp8Tensor(OneScale):
     arch = "SM90 and newer"
     slicing = "N by 16, K by 16"
     n_multiple = 16
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, by_role(UP_GATE_ROWS, IDENTITY_SCALE, spec)), "scale": self.scale(spec)}
+    weight_maps = (UP_GATE_ROWS, IDENTITY_SCALE)
 
 
 class TrtllmFp8Tensor(OneScale):
@@ -372,9 +348,7 @@ class TrtllmFp8Tensor(OneScale):
     readers = (VLLM("FLASHINFER_TRTLLM", "flashinfer_trtllm", only=Only(weights=("kFp8StaticTensorSym",))),)
     arch = "SM100 family"
     slicing = "N by 16 per half of w13, by 32 of w2; K by 16"
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {"weight": fp8_bytes(spec, by_role(ROWS_128_W13, ROWS_128, spec)), "scale": self.scale(spec)}
+    weight_maps = (ROWS_128_W13, ROWS_128)
 
 
 # ----------------------------------------------------------------------------------------------------------------- int4
@@ -405,7 +379,7 @@ class TrtllmMxInt4(Layout):
     k_multiple = 256
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        weight, scale = by_role(_BLOCK_MAJOR_W13, _BLOCK_MAJOR, spec), by_role(_SCALE_W13, _SCALE, spec)
+        weight, scale = by_role((_BLOCK_MAJOR_W13, _BLOCK_MAJOR), spec), by_role((_SCALE_W13, _SCALE), spec)
         shape = (spec.k // 256, spec.n, 128)
         return {
             "weight": Part("codes", weight, shape, "U8", 4, flip=8),

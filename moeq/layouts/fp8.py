@@ -22,7 +22,7 @@ from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import Problem
 from moeq.layouts.layout import Layout
-from moeq.layouts.mxfp4 import IDENTITY_SCALE
+from moeq.layouts.mxfp4 import IDENTITY_SCALE, Maps, by_role, scale_bytes
 from moeq.layouts.parts import Part
 from moeq.layouts.words import word_dtype
 from moeq.matrix import MatrixSpec, QuantizedMatrix
@@ -54,6 +54,7 @@ class Fp8Layout(Layout):
     scale_dtypes: ClassVar[tuple[str, ...]] = ("f32", "bf16", "f16")
     biased = False
     scope: ClassVar[Scope]
+    weight_maps: ClassVar[Maps] = (IDENTITY_SCALE,)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -71,6 +72,9 @@ class Fp8Layout(Layout):
             what = "output channel" if self.scope == "channel" else "matrix"
             found.append(Problem("layout.group-size", f"groups of {spec.group_size}; it holds one scale per {what}"))
         return found
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {"weight": fp8_bytes(spec, by_role(self.weight_maps, spec)), "scale": self.scale(spec)}
 
     def scale(
         self, spec: MatrixSpec, arrangement: Arrangement = IDENTITY_SCALE, shape: tuple[int, ...] | None = None
@@ -120,6 +124,12 @@ class MXFP8Layout(Layout):
     group_sizes = (32,)
     channelwise = False
     biased = False
+    weight_maps: ClassVar[Maps] = (IDENTITY_SCALE,)
+    scale_maps: ClassVar[Maps] = (IDENTITY_SCALE,)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight = fp8_bytes(spec, by_role(self.weight_maps, spec))
+        return {"weight": weight, "scale": scale_bytes(spec, by_role(self.scale_maps, spec))}
 
 
 def has_two_scales(matrix: QuantizedMatrix) -> bool:

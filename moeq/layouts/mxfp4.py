@@ -5,6 +5,8 @@ In the patterns, `h` leads the rows of a gated w13 (0: gate, 1: up) and `b` is t
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.layout import Layout
@@ -14,9 +16,30 @@ from moeq.matrix import MatrixSpec, QuantizedMatrix
 #: The OCP Microscaling group.
 GROUP = 32
 
+#: Index maps of a part: the first is for a matrix of gate and up, the last for all others.
+Maps = tuple[Arrangement, ...]
+
+#: Rows and columns as they are.
+IDENTITY = Arrangement("n, k b2 -> n k | b")
+IDENTITY_SCALE = Arrangement("n, g -> n g")
+#: Rows gate 0, up 0, gate 1, up 1, ...
+INTERLEAVED = Arrangement("h2 n, k b2 -> n h k | b")
+INTERLEAVED_ROWS = Arrangement("h2 n, g -> n h g")
+#: Rows up, then gate.
+UP_GATE = Arrangement("h2 n, k b2 -> ~h n k | b")
+UP_GATE_ROWS = Arrangement("h2 n, g -> ~h n g")
+#: The 128 x 4 tile of block scales that SM100 tensor cores read: row = 128 m + 32 y + z, column = 4 c + x.
+TILE_128X4 = Arrangement("n y4 z32, c x4 -> n c z y x")
+TILE_128X4_UP_GATE = Arrangement("h2 n y4 z32, c x4 -> ~h n c z y x")
+
 
 class MXFP4Layout(Layout):
     """Base of layouts for e2m1 codes with an e8m0 byte per 32 of them."""
+
+    weight_maps: ClassVar[Maps] = (IDENTITY,)
+    scale_maps: ClassVar[Maps] = (IDENTITY_SCALE,)
+    bias_maps: ClassVar[Maps] = (IDENTITY_SCALE,)
+    bias_dtype: ClassVar[str | None] = None  #: stored dtype of the bias; None: that of the matrix
 
     family = "mxfp4"
     elements = ("e2m1",)
@@ -24,6 +47,13 @@ class MXFP4Layout(Layout):
     scale_dtypes = ("e8m0",)
     group_sizes = (GROUP,)
     channelwise = False
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        return {
+            "weight": weight_bytes(spec, by_role(self.weight_maps, spec)),
+            "scale": scale_bytes(spec, by_role(self.scale_maps, spec)),
+            **bias_as(spec, by_role(self.bias_maps, spec), self.bias_dtype),
+        }
 
 
 def weight_bytes(spec: MatrixSpec, arrangement: Arrangement) -> Part:
@@ -57,20 +87,6 @@ def refuse_exponents_above(greatest: int, matrix: QuantizedMatrix, why: str, hin
         raise MoeqError("usage.scale-range", f"{why}; {matrix.spec.role} has {largest}", hint)
 
 
-def by_role(w13: Arrangement, plain: Arrangement, spec: MatrixSpec) -> Arrangement:
-    """Return the arrangement for gate and up where the matrix has both, else the plain one."""
-    return w13 if spec.halves == 2 else plain
-
-
-#: Rows and columns as they are.
-IDENTITY = Arrangement("n, k b2 -> n k | b")
-IDENTITY_SCALE = Arrangement("n, g -> n g")
-#: Rows gate 0, up 0, gate 1, up 1, ...
-INTERLEAVED = Arrangement("h2 n, k b2 -> n h k | b")
-INTERLEAVED_ROWS = Arrangement("h2 n, g -> n h g")
-#: Rows up, then gate.
-UP_GATE = Arrangement("h2 n, k b2 -> ~h n k | b")
-UP_GATE_ROWS = Arrangement("h2 n, g -> ~h n g")
-#: The 128 x 4 tile of block scales that SM100 tensor cores read: row = 128 m + 32 y + z, column = 4 c + x.
-TILE_128X4 = Arrangement("n y4 z32, c x4 -> n c z y x")
-TILE_128X4_UP_GATE = Arrangement("h2 n y4 z32, c x4 -> ~h n c z y x")
+def by_role(maps: Maps, spec: MatrixSpec) -> Arrangement:
+    """Return the index map for a matrix: the first for gate and up where it has both, else the last."""
+    return maps[0 if spec.halves == 2 else -1]

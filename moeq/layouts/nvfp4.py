@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moeq.errors import MoeqError
 from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import SliceRule, TensorSpec
 from moeq.layouts.layout import Layout
-from moeq.layouts.mxfp4 import IDENTITY, TILE_128X4, TILE_128X4_UP_GATE, UP_GATE, weight_bytes
+from moeq.layouts.mxfp4 import IDENTITY, TILE_128X4, TILE_128X4_UP_GATE, UP_GATE, Maps, by_role, weight_bytes
 from moeq.layouts.parts import Part, changed
 from moeq.matrix import MatrixSpec, QuantizedMatrix
 
@@ -47,6 +47,12 @@ class NVFP4Layout(Layout):
     biased = False
     rearranges = True  # all but the global scale, which the fast path knows
     lossy = "where gate and up have different global scales, up gets the gate's"
+    weight_maps: ClassVar[Maps] = (IDENTITY,)
+    scale_maps: ClassVar[Maps] = (TILE_128X4,)
+
+    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
+        weight = weight_bytes(spec, by_role(self.weight_maps, spec))
+        return {"weight": weight, "scale": nvfp4_scale(spec, by_role(self.scale_maps, spec))}
 
     def extra_tensors(self, spec: MatrixSpec) -> dict[str, TensorSpec]:
         return {"global_scale": TensorSpec((1,), "F32")}

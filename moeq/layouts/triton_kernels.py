@@ -22,10 +22,8 @@ from moeq.layouts.mxfp4 import (
     INTERLEAVED_ROWS,
     TILE_128X4,
     MXFP4Layout,
-    bias_as,
     by_role,
     scale_bytes,
-    weight_bytes,
 )
 from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only, Reader
@@ -42,10 +40,9 @@ class TritonKernelsLayout(MXFP4Layout):
     source = "triton_kernels 3.5.1 (vLLM 0.33.0)"
     padding = PaddingRule(intermediate=64)
     w13_order = "interleaved"
-
-    def bias(self, spec: MatrixSpec) -> dict[str, Part]:
-        """Return the part of the bias: float32 `[N]` in row order."""
-        return bias_as(spec, by_role(INTERLEAVED_ROWS, IDENTITY_SCALE, spec), "F32")
+    weight_maps = (INTERLEAVED, IDENTITY)
+    bias_maps = (INTERLEAVED_ROWS, IDENTITY_SCALE)
+    bias_dtype = "F32"
 
 
 # Row 16 n + 8 o + 2 r + s: for a gated w13, s is the half. Byte column 32 k + 8 m + 4 j + x.
@@ -74,17 +71,18 @@ class TritonKernelsHopper(TritonKernelsLayout):
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         w, unit = self.warps, 32 * self.warps
         scale = by_role(
-            Arrangement(f"h2 n u2 x{w} o2 r4, g s2 -> n x g u r h s o"),
-            Arrangement(f"n u2 x{w} o2 r8, g s2 -> n x g u r s o"),
+            (
+                Arrangement(f"h2 n u2 x{w} o2 r4, g s2 -> n x g u r h s o"),
+                Arrangement(f"n u2 x{w} o2 r8, g s2 -> n x g u r s o"),
+            ),
             spec,
         )
-        weight = by_role(HOPPER_WEIGHT_W13, HOPPER_WEIGHT, spec)
+        weight = by_role((HOPPER_WEIGHT_W13, HOPPER_WEIGHT), spec)
         shape = (-(-spec.n // 16) * 4, -(-spec.k // 64) * 128)
         scale_shape = (-(-spec.n // unit) * self.warps, -(-spec.num_groups // 4) * 128)
-        return {
+        return super().parts(spec) | {
             "weight": Part("codes", weight, shape, "U8", 4, pad=(16, 64), rewrite=MUL_FREE),
             "scale": Part("scales", scale, scale_shape, "U8", 8, pad=(unit, 4), group=spec.group_size),
-            **self.bias(spec),
         }
 
 
@@ -115,12 +113,11 @@ class TritonKernelsBlackwell(TritonKernelsLayout):
     slicing = "N by 128 (64 per half of w13), K by 256"
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        weight, scale = by_role(INTERLEAVED, IDENTITY, spec), by_role(_BLACKWELL_SCALE_W13, TILE_128X4, spec)
+        weight, scale = by_role((INTERLEAVED, IDENTITY), spec), by_role((_BLACKWELL_SCALE_W13, TILE_128X4), spec)
         shape = (-(-spec.n // 128), -(-spec.num_groups // 8) * 2, 2, 256)
-        return {
+        return super().parts(spec) | {
             "weight": Part("codes", weight, (spec.n, -(-spec.k // 256) * 128), "U8", 4, pad=(1, 256)),
             "scale": Part("scales", scale, shape, "U8", 8, pad=(128, 8), group=spec.group_size),
-            **self.bias(spec),
         }
 
 
@@ -154,8 +151,6 @@ class TritonKernelsCDNA4(TritonKernelsLayout):
 
     def parts(self, spec: MatrixSpec) -> dict[str, Part]:
         shape = (spec.n // 32, 32 * spec.num_groups)
-        return {
-            "weight": weight_bytes(spec, by_role(INTERLEAVED, IDENTITY, spec)),
-            "scale": scale_bytes(spec, by_role(_CDNA4_SCALE_W13, _CDNA4_SCALE, spec), shape),
-            **self.bias(spec),
+        return super().parts(spec) | {
+            "scale": scale_bytes(spec, by_role((_CDNA4_SCALE_W13, _CDNA4_SCALE), spec), shape)
         }

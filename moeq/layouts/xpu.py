@@ -6,7 +6,7 @@ from moeq.layouts.arrangement import Arrangement
 from moeq.layouts.base import PaddingRule
 from moeq.layouts.fp8 import BLOCK, Fp8Layout, MXFP8Layout, fp8_bytes
 from moeq.layouts.layout import Layout
-from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, bias_as, scale_as, scale_bytes, weight_bytes
+from moeq.layouts.mxfp4 import IDENTITY, IDENTITY_SCALE, MXFP4Layout, scale_as, scale_bytes
 from moeq.layouts.parts import Part
 from moeq.layouts.readers import MOEQ, VLLM, Only
 from moeq.matrix import MatrixSpec
@@ -32,13 +32,6 @@ class IdentityMXFP4(MXFP4Layout):
     arch = "any"
     slicing = "N by 1, K by 32"
     padding = PaddingRule(intermediate=32)
-
-    def parts(self, spec: MatrixSpec) -> dict[str, Part]:
-        return {
-            "weight": weight_bytes(spec, IDENTITY),
-            "scale": scale_bytes(spec, IDENTITY_SCALE),
-            **bias_as(spec, IDENTITY_SCALE),
-        }
 
 
 _TRANSPOSED = Arrangement("n, k -> k n")
