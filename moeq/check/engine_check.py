@@ -35,8 +35,10 @@ class EngineBackend:
     """A backend to run."""
 
     name: str  #: the engine's name of it
-    activations: str | None  #: what it quantises activations to: `int8`, `fp8` or empty; None if no yardstick covers it
-    #: Function that builds a layer and returns the engine's class of experts, and how to run it.
+    #: Type that it quantises activations to: `int8`, `fp8`, or empty for none; None if torch's error with them is not
+    #: known, so that no error is too large.
+    activations: str | None
+    #: Function that builds a layer, and returns the engine's class of experts and a function that runs the layer.
     build: Callable[[int], tuple[str, Implementation]]
     selected: bool = False  #: whether the engine selects it without being asked
 
@@ -126,7 +128,7 @@ def _part(inputs: Inputs, part: slice) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _times(run: Implementation, inputs: Inputs) -> dict[int, float]:
-    """Return the median microseconds of each run by the router, launches included."""
+    """Return the median microseconds by token count of the runs with the router's choices, launches included."""
     flush = flushing(inputs.x.device)
     return {
         one.tokens: timed_us(partial(run, *_part(inputs, part)), flush)
@@ -161,7 +163,8 @@ class _Reference:
 
     def error(self, output: Tensor, index: int | None = None) -> float:
         """Return the relative error of an output; with `index`, of the tokens of that expert of the sample."""
-        tokens = torch.ones_like(self.inputs.ids[:, 0]).bool() if index is None else (self.inputs.ids == index).any(1)
+        ids = self.inputs.ids
+        tokens = torch.ones(len(ids), dtype=torch.bool, device=ids.device) if index is None else (ids == index).any(1)
         exact = self.exact[tokens]
         found = difference(output[tokens][:, : exact.shape[1]], exact)
         return ratio(float(found.square().sum()), float(exact.square().sum()))

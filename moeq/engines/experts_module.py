@@ -22,10 +22,10 @@ from moeq.schemes.dequantize import dequantize
 if TYPE_CHECKING:
     from moeq_kernels import PreparedLayer
 
-#: Fewest tokens of a call that a layer is prepared for.
+#: Least `max_tokens` with which a layer is prepared.
 LEAST_TOKENS = 4096
 
-#: Names of the parameters of modules that hold experts in transformers.
+#: Names of the parameters that hold experts in modules of transformers.
 STACKS = {"gate_up_proj", "up_proj", "down_proj"}
 STACKS |= {f"{name}_bias" for name in STACKS}
 
@@ -50,12 +50,12 @@ class ConvertedExperts:
         self.entry = entry
         self.activation = find_activation(module, entry)
         self._prepared: tuple[Any, int, PreparedLayer] | None = None
-        more = {name for name, _ in module.named_parameters()} - STACKS
-        if more or getattr(module, "has_post_expert_norm", False):
+        others = {name for name, _ in module.named_parameters()} - STACKS
+        if others or getattr(module, "has_post_expert_norm", False):
             raise MoeqError(
                 "answer.no-kernel",
-                f"{type(module).__name__} has more than its experts' weights: {', '.join(sorted(more)) or 'a norm'}",
-                "moeq.load_experts gives the packed experts of a layer to code that knows what to do with it",
+                f"{type(module).__name__} has more than its experts' weights: {', '.join(sorted(others)) or 'a norm'}",
+                "moeq.load_experts gives the packed experts of a layer to code that computes the rest",
             )
         for name in STACKS & module._parameters.keys():
             delattr(module, name)
@@ -79,12 +79,13 @@ class ConvertedExperts:
     def _fused(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         tokens, hidden = x.shape
         key = (x.device, x.dtype, hidden, ids.shape[1])
-        made = self._prepared
-        if made is None or made[0] != key or made[2].max_tokens < tokens or self._moved(made[1]):
-            made = (key, self.module.w13_weight.data_ptr(), self._prepare(x, ids.shape[1]))
+        prepared_key, address, layer = self._prepared or (None, 0, None)
+        if layer is None or prepared_key != key or layer.max_tokens < tokens or self._moved(address):
+            layer = self._prepare(x, ids.shape[1])
             # A prepared layer holds references to its weights, and offloaded weights leave the device after a call.
-            self._prepared = None if getattr(getattr(self.module, "_hf_hook", None), "offload", False) else made
-        return made[2](x, weights, ids)
+            is_offloaded = getattr(getattr(self.module, "_hf_hook", None), "offload", False)
+            self._prepared = None if is_offloaded else (key, self.module.w13_weight.data_ptr(), layer)
+        return layer(x, weights, ids)
 
     def _moved(self, address: int) -> bool:
         """Return whether the weights are at another address now.
@@ -142,13 +143,13 @@ def find_activation(module: Any, entry: LayerEntry) -> Activation:
     first, up = (8 * torch.randn(16, 32, generator=random, device="cpu") for _ in range(2))
     gate = first if entry.matrices["w13"].spec.gated else None
     if gate is None:
-        found = [module.act_fn(up)]
+        results = [module.act_fn(up)]
     else:
-        joined = (torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2))
-        found = [module._apply_gate(both) for both in joined]
+        halves, interleaved = torch.cat([gate, up], -1), torch.stack([gate, up], -1).flatten(-2)
+        results = [module._apply_gate(halves), module._apply_gate(interleaved)]
     for candidate in _candidates(module):
         wanted = activate(gate, up, candidate)
-        if any(torch.allclose(one, wanted, rtol=1e-5, atol=1e-5) for one in found):
+        if any(torch.allclose(result, wanted, rtol=1e-5, atol=1e-5) for result in results):
             return candidate
     raise MoeqError(
         "answer.no-kernel",

@@ -1,4 +1,4 @@
-"""Sizes that headers lack: HQQ and bitsandbytes have them in parts beside the codes, torchao in metadata."""
+"""Sizes that headers lack: HQQ and bitsandbytes store them in parts beside the codes, torchao in metadata."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add_missing_sizes(source: Source) -> None:
 
 
 def _hqq_entries(source: Source) -> dict[str, TensorEntry]:
-    """Return for every HQQ matrix of a source the part `hqq_sizes`: no bytes, shape `(0, *HqqSizes)`.
+    """Return the part `hqq_sizes` of every HQQ matrix of a source: no bytes, shape `(0, *HqqSizes)`.
 
-    A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
+    From a repository, only the sizes of one matrix of each name and shape are read; `unpack` checks the others.
     Raises MoeqError `source.inconsistent` if settings are missing or not what the library writes.
     """
     added: dict[str, TensorEntry] = {}
@@ -36,7 +36,8 @@ def _hqq_entries(source: Source) -> dict[str, TensorEntry]:
         if module == name or f"{module}.packing" not in source.tensors:
             continue
         scale = source.tensors.get(f"{module}.scale")
-        key = (module.rpartition(".")[2], codes.dtype, codes.shape, scale and scale.shape) if source.remote else name
+        kind = (module.rpartition(".")[2], codes.dtype, codes.shape, scale and scale.shape)
+        key = kind if source.remote else name
         if key not in known:
             known[key] = _read_sizes(source, module)
         added[f"{module}.{SIZES}"] = codes._replace(
@@ -70,8 +71,8 @@ def _setting(source: Source, module: str, part: str, dtype: str) -> bytes:
 def _bitsandbytes_entries(source: Source) -> dict[str, TensorEntry]:
     """Return every 4-bit matrix of a source in its shape `[N, K / 2]` instead of `[N K / 2, 1]`.
 
-    A repository is asked for the sizes of one matrix of each name and shape; `unpack` checks the others.
-    Raises MoeqError `source.bad-data` if a text is none, `source.inconsistent` if it does not fit its matrix.
+    From a repository, only the sizes of one matrix of each name and shape are read; `unpack` checks the others.
+    Raises MoeqError `source.bad-data` for sizes that cannot be read, `source.inconsistent` if they do not fit a matrix.
     """
     suffixes = tuple(f".{state}" for state in STATES)
     found = {}
@@ -102,26 +103,28 @@ _MX_ELEMENTS = ("float8_e4m3fn", "float4_e2m1fn_x2")
 
 
 def _torchao_entries(source: Source) -> dict[str, TensorEntry]:
-    """Return for matrices of torchao a part without bytes: `_weight_bits`, `_weight_int4` if packed, or `_weight_mx`.
+    """Return a part without bytes for each matrix of torchao, whose name and shape say what the matrix holds.
 
-    Their shapes are `(0, bits)`, `(0, 1)` or `(0, 0)` for zero points in floats, and `(0, 0)`. Matrices of other
-    classes, and those that no metadata describe, get none and are no format that moeq reads, except FP8.
+    Integers get `_weight_bits` `(0, bits)`; packed int4 gets `_weight_int4`, `(0, 0)` with zero points in floats and
+    `(0, 1)` otherwise; MX and NVFP4 get `_weight_mx` `(0, 0)`. Matrices of other classes, and those that no metadata
+    describe, get no part: of these moeq reads only FP8.
     """
     added: dict[str, TensorEntry] = {}
     for name, codes in source.tensors.items():
         module, _, parameter = name.removesuffix(_CODES_SUFFIX).rpartition(".")
         if not name.endswith(_CODES_SUFFIX) or not parameter.startswith("_"):
             continue
-        told = _torchao_part(source.metadata.get(f"{module}.{parameter[1:]}"))
-        if told is not None:
+        described = _torchao_part(source.metadata.get(f"{module}.{parameter[1:]}"))
+        if described is not None:
+            suffix, last_size = described
+            part = f"{module}.{parameter}_{suffix}"
             stacked = codes.shape[:1] if len(codes.shape) == 3 else ()
-            found = f"{module}.{parameter}_{told[0]}"
-            added[found] = TensorEntry(found, "U8", (*stacked, 0, told[1]), codes.file, codes.start, codes.start)
+            added[part] = TensorEntry(part, "U8", (*stacked, 0, last_size), codes.file, codes.start, codes.start)
     return added
 
 
 def _torchao_part(text: str | None) -> tuple[str, int] | None:
-    """Return the name and the last size of the added part by the description of a matrix; None for other classes."""
+    """Return the end of the name and the last size of a matrix's part, given its metadata; None for other classes."""
     try:
         table = json.loads(text or "")
         if table["_type"] == "Int8Tensor":

@@ -39,10 +39,10 @@ def finalize(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Publish a conversion that shards have done, as `moeq.finalize` does, which says what arguments mean.
+    """Publish a conversion that shards have done; `moeq.finalize` describes the arguments.
 
-    What was asked for is in the journals of the shards, so it need not be said again. Every byte is read once more.
-    Nothing is done where `dst` is finished and no shards are left beside it.
+    The journals of the shards hold the request, so it need not be repeated. Every byte is read once more. If `dst` is
+    finished and no shards are left beside it, the call is a no-op.
 
     Raises MoeqError as `moeq.finalize`, with missing and contradicting units by name; `usage.other-job` for shards with
     different options, sources or versions.
@@ -58,7 +58,7 @@ def finalize(
     folder = WorkFolder(destination, stamp, shard=_SHARD, force=force)
     folder.check(*places(job.checkpoint.source))
     if isinstance(job.checkpoint.source, HubSource):
-        # Only headers are read, and tensors that are kept as they are: ranges, not files.
+        # Only headers and unchanged tensors are read, so ranges are downloaded instead of whole files.
         job.checkpoint.source.stream_into(folder.work("source"), folder.pieces)
     with folder:
         refuse_contradictions(folder.journals)
@@ -76,7 +76,7 @@ def finalize(
 def _finished(destination: Path) -> Conversion | None:
     """Return the finished conversion at a destination; None if there is none, or if shards are left beside it.
 
-    Raises MoeqError as opening its source and `check_destination`.
+    Raises the MoeqErrors of opening its source and of `check_destination`.
     """
     if _journals(destination)[1].stamps or not (destination / MANIFEST_NAME).is_file():
         return None
@@ -124,7 +124,7 @@ def _journals(destination: Path) -> tuple[Path, Journals]:
 
 
 def refuse_contradictions(journals: Journals) -> None:
-    """Refuse units of which two shards tell different things. Raises MoeqError `answer.units-contradict`."""
+    """Raise MoeqError `answer.units-contradict` if two shards recorded different results of a unit."""
     found = journals.contradictions
     if found:
         shown = listed((f"{unit} ({', '.join(names)})" for unit, names in found.items()), separator="; ")

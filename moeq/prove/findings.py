@@ -1,4 +1,4 @@
-"""Findings about a conversion, the contents of its folder, and the checks that need no source. No torch."""
+"""Findings about a conversion, the contents of its folder, and the checks that need no source. Imports no torch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Findings(ABC):
 
     @abstractmethod
     def check(self, *, slow: bool) -> None:
-        """Check everything; `slow`: unpack experts whose bytes have not changed as well."""
+        """Check everything; `slow` also unpacks the experts whose bytes have not changed."""
 
     def add(self, kind: str, name: str, text: str) -> None:
         self.found.append(Mismatch(kind, name, text))
@@ -74,7 +74,7 @@ class Findings(ABC):
     def check_names(self) -> None:
         """Check that each tensor is in one file, the one that the index names, and that no file is outside the folder.
 
-        Loaders pick files by rules of their own, and a file that a link names elsewhere may change at any time.
+        Loaders pick files by rules of their own, and a file outside the folder, behind a link, may change at any time.
         """
         for name in sorted(self.contents.names):
             try:
@@ -105,6 +105,7 @@ class Findings(ABC):
 
 
 def values_mismatch(kind: str, row: DigestDifference, text: str) -> Mismatch:
+    """Return the mismatch of a projection whose values differ; `text` follows its name in the sentence."""
     return Mismatch(kind, row.name, f"{row.name} {text}{row.swap}")
 
 
@@ -158,7 +159,7 @@ class FolderContents:
             return parse_header(raw_header(fd, name)[8:], name, os.fstat(fd).st_size).tensors
 
     def digest(self, name: str, size: int) -> FileDigest | None:
-        """Digest a file without weights; None if it cannot be read, or does not have that many bytes."""
+        """Return the digest of a file without weights; None if it cannot be read, or does not have `size` bytes."""
         try:
             with closing_fd(self._source.open(name)) as fd:
                 return open_file_digest(fd) if os.fstat(fd).st_size == size else None
@@ -189,12 +190,12 @@ class FolderContents:
         return found
 
     def _digest(self, entry: TensorEntry) -> TensorDigest:
-        whole = piece_bytes(entry, stacked=entry.name in self._source.expert_names)
-        buffer = np.empty(min(CHUNK_BYTES, max(whole, 1)), np.uint8)
-        starts = range(entry.start, entry.end, whole) if whole else ()
+        piece_size = piece_bytes(entry, stacked=entry.name in self._source.expert_names)
+        buffer = np.empty(min(CHUNK_BYTES, max(piece_size, 1)), np.uint8)
+        starts = range(entry.start, entry.end, piece_size) if piece_size else ()
         try:
             with closing_fd(self._source.open(entry.file)) as fd:
-                pieces = (Piece(entry.name, start, min(start + whole, entry.end), whole) for start in starts)
+                pieces = (Piece(entry.name, start, min(start + piece_size, entry.end), piece_size) for start in starts)
                 found = tensor_digests((piece, read_digest(fd, piece, buffer)) for piece in pieces)
         except OSError as error:
             raise MoeqError("source.unreadable", f"{entry.file}: {error.strerror or error}") from error
@@ -209,7 +210,7 @@ class FolderContents:
         return CARD_MARK in text.splitlines()
 
     def first_difference(self, entry: TensorEntry, other: Callable[[int, int], bytes | bytearray]) -> int | None:
-        """Find the first byte of a tensor that differs from what `other` gives for ranges of it; None if none does."""
+        """Return the offset of the first byte of a tensor that differs from `other(start, stop)`; None if none does."""
         with closing_fd(self._source.open(entry.file)) as fd:
             for at in range(0, entry.nbytes, CHUNK_BYTES):
                 stop = min(at + CHUNK_BYTES, entry.nbytes)
@@ -217,7 +218,8 @@ class FolderContents:
                 read_at(fd, memoryview(ours), entry.start + at)
                 theirs = other(at, stop)
                 if ours != theirs:
-                    return at + next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
+                    differing = (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+                    return at + next(differing, 0)
         return None
 
 

@@ -132,7 +132,7 @@ class ParityExperts:
 
 
 def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
-    """Call `_process_weights_marlin`, or for AWQ `_process_awq_weights_marlin`."""
+    """Return what vLLM's `_process_weights_marlin` packs, or for AWQ `_process_awq_weights_marlin`."""
     namespace = _marlin(engine)
     engine.load(
         _WNA16,
@@ -161,7 +161,10 @@ def marlin_wna16(engine: EngineCode, experts: ParityExperts) -> Packed:
 
 
 def marlin_mxfp4(engine: EngineCode, experts: ParityExperts) -> Packed:
-    """Call `prepare_moe_mxfp4_layer_for_marlin` with bf16 parameters, padded, since vLLM pads while loading."""
+    """Return what vLLM's `prepare_moe_mxfp4_layer_for_marlin` packs of bf16 layers.
+
+    The experts are padded before the call, since vLLM pads them while it loads.
+    """
     import torch
 
     from moeq.model.stored_parts import interleaved

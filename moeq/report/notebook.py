@@ -47,7 +47,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Summary:
         ("sizes", f"hidden {info.hidden_size}, expert intermediate {info.intermediate_size}"),
         ("scheme", schemes),
         ("bytes", f"experts {human_bytes(info.expert_bytes)}, the rest {human_bytes(info.other_bytes)}"),
-        *(("odd", warning.message) for warning in info.warnings),
+        *(("warning", warning.message) for warning in info.warnings),
     ]
     return f"{info.name}: {checkpoint.kind}, {info.family}, {schemes}", rows
 
@@ -85,13 +85,14 @@ def _job(job: Job) -> Summary:
 
 def _conversion(conversion: Conversion) -> Summary:
     _, rows = _plan(conversion.plan)
-    written = "would write" if conversion.manifest is None else "wrote"
-    done = "already done," if conversion.already_done else written
+    verb = "would write" if conversion.manifest is None else "wrote"
+    if conversion.already_done:
+        verb = "already done,"
     size = f"{counted(len(conversion.plan.files), 'file')}, {human_bytes(conversion.plan.bytes_out)}"
     facts = [("backend", conversion.backend), ("loads in", loads_in(conversion.loaders))]
     losses = sum(entry.losses for entry in conversion.manifest.layers) if conversion.manifest else 0
     facts += [("lossy", f"{losses:,} stored numbers were changed, as was allowed")] if losses else []
-    return f"{done} {conversion.destination}: {size}", [*facts, *rows]
+    return f"{verb} {conversion.destination}: {size}", [*facts, *rows]
 
 
 def _check(report: CheckReport) -> Summary:

@@ -116,7 +116,8 @@ class Fp8Block(Format):
         rows, columns = context.declared.block or _BLOCK
         found = parts[name].shape
         expected = (-(-n // rows), -(-k // columns))
-        if (found[::2] if len(found) == 4 else found) != expected:
+        blocks = found[::2] if len(found) == 4 else found
+        if blocks != expected:
             detail = f"{name} is {list(found)}, blocks of {rows} x {columns} need {list(expected)}"
             context.refuse(detail, f"weight is [{n}, {k}]")
         integer = parts["weight"].dtype == "I8"

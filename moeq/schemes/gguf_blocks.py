@@ -1,8 +1,8 @@
-"""Blocks of GGUF types: which of them are codes under scales, and the numbers of the others.
+"""Unpack blocks of GGUF types: to codes and scales where a type has them, otherwise to floats.
 
-Codes are unpacked here, and so are the numbers of the commonest other types. Types whose numbers are no code times a
-scale (minimums, two levels of scales, codebooks of several numbers) are dequantised by `gguf.quants` (0.19), which is
-complete; importing it is put off until one is met.
+Codes are unpacked here, and so are the two commonest float types. All other types whose numbers are no code times a
+scale (minimums, two levels of scales, codebooks of several numbers) are dequantised by `gguf.quants` (0.19), which
+knows every type and is imported only where one of them occurs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moeq.errors import MoeqError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Numbers of IQ4_NL's codes (`kvalues_iq4nl` of ggml), which int8 holds.
+#: Values of IQ4_NL's 16 codes (`kvalues_iq4nl` of ggml), which int8 holds.
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -29,7 +29,7 @@ class CodedType:
     scale: str  #: type of a scale
     block: int  #: codes per stored block
     octets: int  #: bytes per stored block
-    #: Takes blocks uint8 `[B, octets]`, gives codes uint8 `[B, block]` and scales `[B, block / group]`.
+    #: Function from blocks, uint8 `[B, octets]`, to codes, uint8 `[B, block]`, and scales `[B, block / group]`.
     unpack: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -111,7 +111,7 @@ def _widened(blocks: Tensor) -> tuple[Tensor, Tensor]:
 #: Types read as codes of more bits than they have, where other experts of a layer have codes of 8 bits.
 WIDENED: dict[str, CodedType] = {"q4_0_int8": CodedType("int8", 32, "f16", 32, 18, _widened)}
 
-#: Elements and bytes per block of the types whose numbers are floats of their own.
+#: Elements and bytes per block of the types that are decoded to floats.
 FLOATS: dict[str, tuple[int, int]] = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -144,11 +144,13 @@ def readings(gate: str, up: str, down: str) -> tuple[str, str, str]:
     """Say how the types of a layer's experts are read, so that a kernel can multiply with them.
 
     Gate and up are one matrix to engines, and all three are of one kind in a quantised layer. Codes of 4 bits become
-    codes of 8 bits beside such; gate and up of different kinds become float32.
+    codes of 8 bits if another projection has 8 bits; gate and up of different kinds become float32.
     """
 
     def kind_of(name: str) -> str:
-        return CODED[name].element + CODED[name].scale if name in CODED else name if name in ("f16", "bf16") else "f32"
+        if name in CODED:
+            return CODED[name].element + CODED[name].scale
+        return name if name in ("f16", "bf16") else "f32"
 
     def widened(*names: str) -> tuple[str, ...]:
         mixed = {kind_of(name) for name in names} == {"int4f16", "int8f16"}
@@ -213,7 +215,7 @@ _EXACT = {
 
 
 def exactness(kind: str) -> str:
-    """Say what a type is to other formats, for people."""
+    """Return a phrase for people: the formats that hold a type's numbers exactly."""
     if kind in WIDENED:
         return f"read as int8 beside codes of 8 bits, {_EXACT['q8_0'].removeprefix('int8, ')}"
     return _EXACT.get(kind, "floats: exact in fp32, rounded once in bf16, fp16 and fp8")

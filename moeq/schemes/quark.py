@@ -63,7 +63,7 @@ def read_config(table: Mapping[str, Any], origin: str) -> Declaration:
 
 def _declared(config: Mapping[str, Any], where: str, fields: Fields, export: Fields) -> Declared | None:
     spec = config.get("weight")
-    # Two-level specs are lists; the first level is the element type, headers tell the second.
+    # Specs of two levels of scales are lists. The first entry has the element type; the headers show the second level.
     first = spec[0] if isinstance(spec, list) and spec else spec
     if not isinstance(first, dict):
         return None
@@ -88,11 +88,10 @@ def _activation(spec: Any) -> QuantKey | None:
     dtype = _ACTIVATIONS.get(str(first.get("dtype"))) if isinstance(first, dict) else None
     if dtype is None:
         return None
-    per_group = first.get("qscheme") == "per_group"
-    scale = ScaleKey(
-        "e8m0" if dtype == "e2m1" else "f32", "group" if per_group else "tensor", (1, 32) if per_group else (-1, -1)
-    )
-    return QuantKey(dtype, "runtime", scale)
+    scale_dtype = "e8m0" if dtype == "e2m1" else "f32"
+    if first.get("qscheme") == "per_group":
+        return QuantKey(dtype, "runtime", ScaleKey(scale_dtype, "group", (1, 32)))
+    return QuantKey(dtype, "runtime", ScaleKey(scale_dtype, "tensor", (-1, -1)))
 
 
 class QuarkInt4(ReadOnlyFormat):
@@ -119,7 +118,7 @@ class QuarkInt4(ReadOnlyFormat):
         n, k = (rows, words * 8) if _per_channel(parts) else (words * 8, rows)
         groups = 1 if _per_channel(parts) else parts["weight_scale"].shape[0]
         if context.declared.bits not in (None, 4):
-            context.refuse(f"int32 words of nibbles, the config declares {context.declared.bits} bits")
+            context.refuse(f"weight is int32 words of nibbles, but the config declares {context.declared.bits} bits")
         symmetric = "weight_zero_point" not in parts
         size = k if _per_channel(parts) else context.resolve_groups(k, groups)
         scale_dtype = context.float_name(parts, "weight_scale")
@@ -128,15 +127,15 @@ class QuarkInt4(ReadOnlyFormat):
         return self._described(spec, context.declared, context.group_encoding(spec, "i32-packed", packing))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:
-        codes = stream_codes if scheme.checkpoint_format == "order" else column_codes
-        rows, scales, zeros = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
-        rows = codes(rows, 4, rows.shape[1] * 8)
-        zeros = None if zeros is None else codes(zeros, 4, zeros.shape[1] * 8)
+        unpack_words = stream_codes if scheme.checkpoint_format == "order" else column_codes
+        words, scales, zeros = parts["weight"], parts["weight_scale"], parts.get("weight_zero_point")
+        codes = unpack_words(words, 4, words.shape[1] * 8)
+        zeros = None if zeros is None else unpack_words(zeros, 4, zeros.shape[1] * 8)
         if not _per_channel(parts):
-            rows, scales = rows.t(), scales.t()
+            codes, scales = codes.t(), scales.t()
             zeros = None if zeros is None else zeros.t().contiguous()
-        signed = 0 if zeros is not None else 8
-        return QuantizedMatrix(spec, rows.contiguous() ^ signed, scales.contiguous(), zeros, bias=parts.get("bias"))
+        sign_bit = 0 if zeros is not None else 8  # codes without zero points are in two's complement
+        return QuantizedMatrix(spec, codes.contiguous() ^ sign_bit, scales.contiguous(), zeros, bias=parts.get("bias"))
 
 
 def _per_channel(parts: Parts | Mapping[str, Tensor]) -> bool:

@@ -1,8 +1,8 @@
 """SGLang's W4AFP8: int4 weights two to a byte, for FP8 activations; the other layers are FP8 in blocks.
 
 Tensors: `weight` I8 `[N, K / 2]`, two's complement, low nibble first; `weight_scale_inv` `[N, K / 128]` F32, BF16 or
-F16, which multiplies despite its name; `input_scale`, of the activations. The config says `quant_method: w4afp8`, and
-nothing else that SGLang reads: groups of 128 and static activations of the experts are fixed.
+F16, which multiplies despite its name; `input_scale`, the scale of the activations. SGLang reads only `quant_method:
+w4afp8` of the config: groups of 128 and static activations of the experts are fixed.
 
 Checked against SGLang 0.5.23 (`w4afp8.py`, `test_cutlass_w4a8_moe.py`).
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: Codes that share a scale.
 GROUP = 128
 
-#: Two's complement to offset binary and back.
+#: Bit that turns a nibble in two's complement into offset binary, and back.
 _SIGN = 8
 
 
@@ -48,7 +48,8 @@ class W4AFp8(Format):
 
     def describe(self, parts: Parts, context: Context) -> Described:
         n, octets = parts["weight"].shape
-        k, found = 2 * octets, parts["weight_scale_inv"].shape
+        k = 2 * octets
+        found = parts["weight_scale_inv"].shape
         if found != (n, -(-k // GROUP)):
             wanted = f"expected {[n, -(-k // GROUP)]} (one per {GROUP} codes)"
             context.refuse(f"weight_scale_inv is {list(found)}, {wanted}")

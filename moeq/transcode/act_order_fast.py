@@ -20,13 +20,13 @@ _ROWS = ("codes", "scales", "zeros", "bias")
 
 @dataclass(frozen=True)
 class Sorting:
-    """Sorts columns of a down projection into groups, or rows of gate and up likewise."""
+    """Plan that sorts the columns of a down projection into groups, or the rows of gate and up in the same order."""
 
     bits: int
-    #: Stored projection and part of the down projection's group index; None for what is no expert.
+    #: Stored projection and part of the down projection's group index; None for modules outside the experts.
     index: tuple[StoredName, str] | None
-    group_size: int  #: columns of its groups
-    own_sizes: tuple[int, ...]  #: columns of the groups of every projection
+    group_size: int  #: columns in a group of the down projection
+    own_sizes: tuple[int, ...]  #: columns in a group, for every projection of the item
     is_down: bool  #: whether the item is the down projection
     regions: tuple[dict[str, Region], ...]  #: scratch for the sorted fields of every projection
 
@@ -41,15 +41,15 @@ class Sorting:
         for spec in specs:
             sizes = {"codes": spec.n * spec.k * spec.bits // 8}
             if index is not None and not is_down:
-                scales = np.dtype(WIDTH[spec.scale_dtype]).itemsize
-                bias = np.dtype(WIDTH[spec.bias_dtype]).itemsize if spec.bias_dtype else 0
+                scale_bytes = np.dtype(WIDTH[spec.scale_dtype]).itemsize
+                bias_bytes = np.dtype(WIDTH[spec.bias_dtype]).itemsize if spec.bias_dtype else 0
                 groups = spec.n * spec.num_groups
-                sizes |= {"scales": groups * scales, "zeros": groups, "bias": spec.n * bias}
+                sizes |= {"scales": groups * scale_bytes, "zeros": groups, "bias": spec.n * bias_bytes}
             regions.append(regions_of(sizes, start))
             start = max(region.stop for region in regions[-1].values())
-        own = tuple(spec.group_size for spec in specs)
-        size = own[0] if index is None else index[2]
-        return cls(specs[0].bits, index and index[:2], size, own, is_down, tuple(regions))
+        own_sizes = tuple(spec.group_size for spec in specs)
+        group_size = own_sizes[0] if index is None else index[2]
+        return cls(specs[0].bits, index and index[:2], group_size, own_sizes, is_down, tuple(regions))
 
     @property
     def reads(self) -> tuple[tuple[StoredName, str], ...]:
@@ -65,11 +65,11 @@ class Sorting:
         """Sort the fields in the order of the target; None leaves the item to the reference path."""
         order = None
         if self.index is not None:
-            found = inputs[self.index].view(np.int32)
-            order = np.argsort(found, kind="stable")
-            if not _in_groups(found[order], self.group_size):
+            group_of_column = inputs[self.index].view(np.int32)
+            order = np.argsort(group_of_column, kind="stable")
+            if not _in_groups(group_of_column[order], self.group_size):
                 return None
-            if _in_groups(found, self.group_size):
+            if _in_groups(group_of_column, self.group_size):
                 order = None
         sorted_fields = []
         for fields, own_size, regions in zip(source, self.own_sizes, self.regions, strict=True):
@@ -87,17 +87,20 @@ class Sorting:
         return sorted_fields
 
     def _sorted(self, field: Array, order: Array, region: Region, scratch: Array) -> Array | None:
-        """Reorder the features of a field along N, or along K for the down projection."""
+        """Reorder the features of a field along N, or along K for the down projection, and prove that by going back.
+
+        The result is None if `order` is no permutation, or if sorting back does not give the stored field.
+        """
         out = region.array(scratch, (field.shape[1], field.shape[0]), field.dtype.str).T
-        places = np.empty_like(order)
-        places[order] = np.arange(len(order))
-        if not np.array_equal(order[places], np.arange(len(order))):
+        inverse = np.empty_like(order)
+        inverse[order] = np.arange(len(order))
+        if not np.array_equal(order[inverse], np.arange(len(order))):
             return None
         if self.is_down:
             columns.take_codes(field.T, order, self.bits, out.T)
-            return out if columns.took_codes(field.T, places, self.bits, out.T) else None
+            return out if columns.took_codes(field.T, inverse, self.bits, out.T) else None
         columns.take_elements(field.T, order, out.T)
-        return out if columns.took_elements(field.T, places, out.T) else None
+        return out if columns.took_elements(field.T, inverse, out.T) else None
 
 
 def _in_groups(index: Array, group_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""Say which experts an update of several has written, where it ends before the last."""
+"""Name the experts that an update had written when an error ended it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress:
         self._experts: list[int] = []
 
     def wrote(self, layer: int, experts: Iterable[int]) -> None:
-        """Note experts of a layer as written. Those of another layer before them were all that it was to get."""
+        """Note experts of a layer as written. The first ones of a new layer end the layer before."""
         if self._layer not in (layer, None):
             self.finished()
         self._layer = layer
@@ -31,9 +31,13 @@ class Progress:
 
     def __str__(self) -> str:
         """Return what was written; empty if nothing was."""
-        whole = f"layer{'s' * (len(self._layers) > 1)} {_runs(self._layers)}" if self._layers else ""
-        some = f"expert{'s' * (len(self._experts) > 1)} {_runs(self._experts)} of layer {self._layer}"
-        return " and ".join(filter(None, (whole, some if self._experts else "")))
+        written = []
+        if self._layers:
+            written.append(f"{'layers' if len(self._layers) > 1 else 'layer'} {_runs(self._layers)}")
+        if self._experts:
+            noun = "experts" if len(self._experts) > 1 else "expert"
+            written.append(f"{noun} {_runs(self._experts)} of layer {self._layer}")
+        return " and ".join(written)
 
     def __enter__(self) -> Progress:
         return self

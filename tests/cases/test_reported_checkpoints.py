@@ -275,7 +275,7 @@ def test_stale_copies_are_what_engines_load(tmp_path: Path, capsys: pytest.Captu
     (warning,) = [row.message for row in moeq.open(folder).info.warnings if row.code == "index.duplicates"]
     assert f"engines take the copy of the last listed file ({last})" in warning
     verdict = asked(folder).verdict
-    assert f"{stale} of {last}, in place of that of {first}" in verdict.refusal
+    assert f"{stale} of {last}, in place of the one in {first}" in verdict.refusal
     assert run(["doctor", str(folder), "--gpu", "H100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["deployment"]["serve"] is None

@@ -47,7 +47,7 @@ def test_elsewhere_the_engine_chooses(deployment, layout, checkpoints) -> None:
 
 def test_what_an_engines_own_kernel_costs_is_said(checkpoints) -> None:
     _, why = chosen(checkpoints / "mxfp4-gptoss", backend="triton")
-    assert 'without backend="moeq-mxfp4/1" is written' in (why or "")
+    assert "without backend, moeq-mxfp4/1 would be written" in (why or "")
 
 
 def test_where_adapters_rule_moeqs_kernels_out_the_engine_chooses(checkpoints) -> None:

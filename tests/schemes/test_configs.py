@@ -248,7 +248,7 @@ def test_quark_nibbles_under_another_number_of_bits() -> None:
     weight = {"dtype": "int8", "qscheme": "per_channel"}
     declared = read({"quant_method": "quark", "global_quant_config": {"weight": weight}}).resolve(EXPERT)
     assert declared is not None
-    with pytest.raises(MoeqError, match="int32 words of nibbles, the config declares 8 bits") as caught:
+    with pytest.raises(MoeqError, match="weight is int32 words of nibbles, but the config declares 8 bits") as caught:
         QuarkInt4().describe(parts, Context(EXPERT, "down", declared))
     assert caught.value.code == "source.inconsistent"
     assert QuarkInt4().describe(parts, Context(EXPERT, "down", replace(declared, bits=4))).spec.k == 32

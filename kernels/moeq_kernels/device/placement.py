@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _moved_bits(word, STEPS: tl.constexpr):
-    """Return words whose bits are permuted by `(left shift, mask)` pairs that are OR-ed; as they are without pairs."""
+    """Return words whose bits are permuted by `(left shift, mask)` pairs that are OR-ed, or unchanged without pairs."""
     moved = word
     for s in tl.static_range(len(STEPS)):
         part = (word << STEPS[s][0] if STEPS[s][0] >= 0 else word >> -STEPS[s][0]) & STEPS[s][1]
@@ -34,12 +34,12 @@ def place_words(
     FLIP: tl.constexpr,  # bits of an element that are stored inverted
     STEPS: tl.constexpr,  # permutation of the bits of a word: (left shift, mask) pairs that are OR-ed
     PER: tl.constexpr,  # elements in a source word
-    ALONG_ROWS: tl.constexpr,  # whether they follow each other along rows instead of columns
-    ORDER: tl.constexpr,  # field of each of them, a hexadecimal digit each
+    ALONG_ROWS: tl.constexpr,  # whether the elements of a source word come from one column instead of one row
+    ORDER: tl.constexpr,  # field of each element in a source word, a hexadecimal digit each
     SIGN: tl.constexpr,  # bits of a source element that are stored inverted
     BLOCK: tl.constexpr,
 ):
-    """Write `count` words of the matrix that program 1 counts; elements beyond it are 0 before they are flipped."""
+    """Write `count` words of one matrix, which axis 1 of the grid numbers; elements outside it are 0 before FLIP."""
     matrix = tl.program_id(1).to(tl.int64)
     source += matrix * source_step
     target += matrix * target_step
@@ -84,22 +84,22 @@ def place_tiles(
     source,  # elements, or words of several elements along columns
     target,  # packed words
     rows,  # rows of the source matrix
-    columns,  # its source words in a row
+    columns,  # source words in a row of the source matrix
     row_stride,  # in source words
     column_stride,
     source_step,  # source words from one matrix to the next
     target_step,  # packed words from one matrix to the next
-    top_rows,  # values of the topmost digit of the row number, and those of the column number
-    top_columns,
+    top_rows,  # number of values of the topmost digit of the row number
+    top_columns,  # number of values of the topmost digit of the column number
     ROWS: tl.constexpr,  # rows of a tile
     COLUMNS: tl.constexpr,  # source words in a row of a tile
     DIVIDED: tl.constexpr,  # axes of a source tile, one for each bit of its row and word number
     MOVED: tl.constexpr,  # order of these axes: bits of the packed word's number, then bits of the field's
-    WORDS: tl.constexpr,  # values of the former bits
-    WITHIN: tl.constexpr,  # values of the bits of a packed word's number that lie within a source word
-    FIELDS: tl.constexpr,  # values of the latter bits
-    WORD_BITS: tl.constexpr,  # bits of a source element's number that lie in the packed word's, lowest first
-    FIELD_BITS: tl.constexpr,  # source bit and field bit of the others, and whether the field counts backwards
+    WORDS: tl.constexpr,  # number of values of the packed word's bits in MOVED
+    WITHIN: tl.constexpr,  # number of values of the packed word's bits that lie within a source word
+    FIELDS: tl.constexpr,  # number of values of the field's bits in MOVED
+    WORD_BITS: tl.constexpr,  # bit of a source element's number for each bit of WITHIN, lowest first
+    FIELD_BITS: tl.constexpr,  # source bit and field bit of all other bits, and whether the field counts backwards
     OUTER_BITS: tl.constexpr,  # field bit of each bit of FIELDS, lowest first, and whether it counts backwards
     GATHERED: tl.constexpr,  # axes of the packed tile before it is sorted by place
     SORTED: tl.constexpr,  # order of these axes
@@ -124,9 +124,9 @@ def place_tiles(
     found = tl.load(source + matrix * source_step + offsets, inside, 0)
     if SIGN != 0:
         found = tl.where(inside, found ^ SIGN, found)
-    # The sum is a tuple, which `permute` takes, where a constexpr of a tuple is none.
+    # `() + MOVED` is a tuple, as `permute` needs one; the constexpr MOVED is not.
     found = tl.reshape(tl.permute(tl.reshape(found, DIVIDED), () + MOVED), [WORDS, FIELDS])  # noqa: RUF005
-    # Halves by the lowest bit first: all pieces of a packed word get into one thread while they are packed themselves.
+    # Split by the lowest bit first: one thread gets all source words of a packed word before they are unpacked.
     pieces = (found,)
     for level in tl.static_range(len(OUTER_BITS)):
         halves = ()
@@ -223,9 +223,9 @@ def read_words(
     rows,  # rows that are read of a matrix
     columns,  # elements, or pairs, in a row
     first_row,  # row of the matrix at which they begin
-    half,  # stored row of the matrix from which on `above` is added, below which `below` is
-    below,
-    above,
+    half,  # stored row of the matrix that divides it
+    below,  # added to stored rows less than `half`
+    above,  # added to stored rows from `half` on
     source_step,  # packed words from one matrix to the next
     target_step,  # elements of the target from one matrix to the next
     target_first,  # element of the target with which the first matrix begins

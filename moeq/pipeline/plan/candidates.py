@@ -32,7 +32,7 @@ class LayoutChoice:
     overridden: tuple[str, ...] = ()  #: reasons against it that were overridden by force
     sizes: Sizes | None = None  #: sizes per rank
     rank_bytes: int = 0  #: bytes of a layer's experts on the fullest rank
-    #: Numbers that are rounded where stored ones do not fit, which takes `--allow-lossy`; None if all fit.
+    #: Which numbers are rounded because the layout cannot hold the stored ones (needs `--allow-lossy`), or None.
     rounding: str | None = None
 
 
@@ -54,27 +54,27 @@ def candidates(
     if fastest is not None and not forced:
         yield fastest
     if verdict.convert is not None:
-        slower = (
-            f"without {option('backend', fastest.layout)} is written: {fastest.why}" if fastest and forced else None
-        )
-        yield replace(_named(verdict.convert), why=verdict.convert.why or slower)
+        faster = fastest if forced else None
+        instead = f"without {option('backend')}, {faster.layout} would be written: {faster.why}" if faster else None
+        yield replace(_choice_of(verdict.convert), why=verdict.convert.why or instead)
     elif forced and not verdict.ok:
         unknown = verdict.error is not None and verdict.error.kind == "OVERRIDE_UNKNOWN"
         raise MoeqError("usage.unknown-backend" if unknown else "answer.backend-unsupported", verdict.refusal)
     elif forced or not verdict.ok:
         raise MoeqError("answer.no-backend", verdict.refusal)
     native = next((row for row in verdict.candidates if row.native and _is_chosen(row, verdict)), None)
-    rows = [] if forced or native else [row for row in verdict.candidates if row.supported and row.layout and row.flag]
+    others = [row for row in verdict.candidates if row.supported and row.layout and row.flag]
+    rows = [] if forced or native else others
     seen = {verdict.convert.layout} if verdict.convert else set()
     seen |= {fastest.layout} if fastest else set()
     for row in rows:
         if row.layout in seen:
             continue
-        named = _forced(checkpoint, question.deployment, layer, scheme, str(row.flag))
+        named = _judge_backend(checkpoint, question.deployment, layer, scheme, str(row.flag))
         if named.convert is not None and named.convert.layout not in seen:
             seen.add(named.convert.layout)
             flag = named.convert.flag or _flag(named, str(row.flag))
-            yield replace(_named(named.convert), flag=flag)
+            yield replace(_choice_of(named.convert), flag=flag)
     as_it_is = next((row for row in verdict.candidates if row.as_it_is and _is_chosen(row, verdict)), None)
     if not seen and as_it_is is not None:
         raise MoeqError(
@@ -89,24 +89,26 @@ def candidates(
 def _fastest(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None, verdict: Verdict
 ) -> LayoutChoice | None:
-    """Return what moeq's kernels read if they are the fastest on this GPU and read no layout of the engine's choice."""
+    """Return the layout of moeq's kernels if they are the fastest here, and the engine would choose another layout."""
     if deployment.engine == OWN_ENGINE or deployment.lora:
         return None  # layers with adapters run in moeq's kernels for any GPU, and inside SGLang not at all
-    encoded, engines = scheme or checkpoint.scheme_of(layer), verdict.convert and verdict.convert.layout
+    engine_layout = verdict.convert and verdict.convert.layout
     own = own_target(checkpoint, deployment, layer, scheme)
-    if own is None or own.layout == engines or not is_fastest(encoded, deployment, own.layout):
+    if own is None or own.layout == engine_layout:
+        return None
+    if not is_fastest(scheme or checkpoint.scheme_of(layer), deployment, own.layout):
         return None
     why = f"moeq's kernels, which run inside the engine, are the fastest measured on {deployment.gpu.name}"
     chosen = next((row for row in verdict.candidates if _is_chosen(row, verdict)), None)
-    if deployment.backend == "auto" and engines and chosen is not None and chosen.flag:
+    if deployment.backend == "auto" and engine_layout and chosen is not None and chosen.flag:
         why += f"; {option('backend', chosen.flag)} writes for the engine's {chosen.backend}, which is slower there"
-    return replace(_named(own), why=why)
+    return replace(_choice_of(own), why=why)
 
 
 def own_target(
     checkpoint: Checkpoint, deployment: Deployment, layer: int, scheme: Scheme | None = None
 ) -> ConvertTarget | None:
-    """Return what would be written for moeq's own kernels on a deployment of any engine; None if none of them fits."""
+    """Return the target of a conversion for moeq's own kernels, whatever the engine; None if none of them fits."""
     where = replace(deployment, engine=OWN_ENGINE, backend="auto", quantization=None)
     return judge_checkpoint(checkpoint, where, layer, scheme=scheme, explain=False).convert
 
@@ -115,7 +117,7 @@ def _is_chosen(row: CandidateReport, verdict: Verdict) -> bool:
     return verdict.chosen is not None and row.backend == verdict.chosen.backend
 
 
-def _named(target: ConvertTarget) -> LayoutChoice:
+def _choice_of(target: ConvertTarget) -> LayoutChoice:
     return LayoutChoice(target.layout, target.backend, target.flag, why=target.why, sizes=target.sizes)
 
 
@@ -125,7 +127,7 @@ def _flag(verdict: Verdict, name: str) -> str | None:
     return f"{'--moe-runner-backend' if is_sglang(verdict.engine) else '--moe-backend'} {name}"
 
 
-def _forced(
+def _judge_backend(
     checkpoint: Checkpoint, deployment: Deployment, layer: int | None, scheme: Scheme | None, flag: str
 ) -> Verdict:
     return judge_checkpoint(checkpoint, replace(deployment, backend=flag), layer, scheme=scheme, explain=False)
@@ -136,8 +138,8 @@ def _asked_layout(
 ) -> LayoutChoice:
     """Choose a layout that was asked for by id: a backend of the engine has to read it here, or force is needed.
 
-    Raises MoeqError `usage.layout-backend` if another backend was asked for too, `usage.layout-gpu` if nothing of the
-    engine reads it here.
+    Raises MoeqError `usage.layout-backend` if another backend was asked for too, `usage.layout-gpu` if no backend of
+    the engine reads it here.
     """
     deployment, options, asked = question.deployment, question.options, question.deployment.backend
     rows = [row for row in verdict.candidates if layout in (row.layout, row.lossy_layout)]
@@ -164,11 +166,11 @@ def _asked_layout(
     for row in rows:
         if row.supported and (_is_chosen(row, verdict) or deployment.engine == OWN_ENGINE):
             return _with_force(question, LayoutChoice(layout, row.backend), against)
-        forced = _forced(checkpoint, deployment, layer, scheme, row.flag) if row.flag else None
+        forced = _judge_backend(checkpoint, deployment, layer, scheme, row.flag) if row.flag else None
         if forced is not None and _reads(forced, row, layout):
             flag = (forced.convert and forced.convert.flag) or _flag(forced, str(row.flag))
             return _with_force(question, LayoutChoice(layout, row.backend, flag), against)
-        texts = [reason.text for reason in row.reasons] or [forced.refusal if forced else "it cannot be asked for"]
+        texts = [reason.text for reason in row.reasons] or [forced.refusal if forced else "no option asks for it"]
         reasons.append(f"{row.backend}: {'; '.join(texts)}")
     nobody = f"no backend of {deployment.engine} reads {layout} for this checkpoint on {deployment.gpu.name}"
     detail = f": {' | '.join(reasons)}" if reasons else f" (it is for {layout_class(layout).arch})"
@@ -194,18 +196,18 @@ def tried(checkpoint: Checkpoint, verdict: Verdict, layer: int | None = None, sc
     rows = []
     for row in verdict.candidates:
         if row.supported and not _is_chosen(row, verdict):
-            row = _tried(checkpoint, verdict.deployment, row, layer, scheme)
+            row = _try_backend(checkpoint, verdict.deployment, row, layer, scheme)
         rows.append(row)
     return replace(verdict, candidates=tuple(rows))
 
 
-def _tried(
+def _try_backend(
     checkpoint: Checkpoint, deployment: Deployment, row: CandidateReport, layer: int | None, scheme: Scheme | None
 ) -> CandidateReport:
     if row.flag is None:
         text = "the engine has no option that asks for it"
         return replace(row, supported=False, reasons=(Reason("G4", text),))
-    found = _forced(checkpoint, deployment, layer, scheme, row.flag)
+    found = _judge_backend(checkpoint, deployment, layer, scheme, row.flag)
     if found.chosen is not None and found.chosen.backend == row.backend:
         return row
     code = next((gate.code for gate in found.gates if not gate.passed), "G4")

@@ -19,17 +19,18 @@ from moeq.spelling import option
 
 
 def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
-    """Return the verdict, with a failed gate if the engine's class does not load the names, which no unlock mends.
+    """Return the verdict, with a failed gate if the engine's class does not load the names of the experts.
 
-    A note says where the class is not known. `convert` is left as it is: what it writes, plug-ins load by themselves.
+    No change of the deployment helps then. If the class is not known, the verdict gets a note. `convert` stays, since
+    plug-ins load converted experts under names of their own.
     """
-    verdict = _with_stale(checkpoint, _with_class(checkpoint, verdict))
+    verdict = _with_stale_gate(checkpoint, _with_class_gate(checkpoint, verdict))
     problem = unloaded(checkpoint.experts(layer).layer) or names_problem(checkpoint, verdict.engine, layer)
     listed = checkpoint.experts(layer).layer.listed and verdict.engine.startswith("sglang")
     vllm = verdict.engine.startswith("vllm")
     architecture = checkpoint.info.architecture
     if problem is None and vllm and known_class(architecture, verdict.engine) is None:
-        note = f"names of experts were not checked: which ones {architecture or 'the class'} loads is not known here"
+        note = f"names of experts were not checked: those that {architecture or 'the class'} loads are not known here"
         return replace(verdict, notes=(*verdict.notes, note))
     if problem is None or not (vllm or listed):
         return verdict
@@ -37,7 +38,7 @@ def with_names(checkpoint: Checkpoint, verdict: Verdict, layer: int) -> Verdict:
 
 
 def _with_gate(verdict: Verdict, text: str, remedy: str) -> Verdict:
-    """Return the verdict with a failed gate for every backend: only those that something is converted to are left."""
+    """Return the verdict with a failed gate: of its backends, only those that read a layout of moeq still work."""
     gate = Gate("G12", "names of experts", False, text, "ValueError", "LOADING", remedy)
     reason = Reason(gate.code, gate.text)
     rows = tuple(
@@ -48,26 +49,26 @@ def _with_gate(verdict: Verdict, text: str, remedy: str) -> Verdict:
     return replace(verdict, gates=(*verdict.gates, gate), candidates=rows)
 
 
-def _with_class(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
+def _with_class_gate(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     """Return the verdict, with a failed gate if only other versions of vLLM have a class for the model."""
     name, _, version = verdict.engine.partition("@")
-    having = versions_with(checkpoint.info.architecture) if name == "vllm" else None
-    if having is None or version in having:
+    versions = versions_with(checkpoint.info.architecture) if name == "vllm" else None
+    if versions is None or version in versions:
         return verdict
-    text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(having)} have"
-    return _with_gate(verdict, text, option("engine", f"vllm@{having[-1]}"))
+    text = f"vLLM {version} has no class {checkpoint.info.architecture}, which {version_ranges(versions)} have"
+    return _with_gate(verdict, text, option("engine", f"vllm@{versions[-1]}"))
 
 
-def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
+def _with_stale_gate(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
     """Return the verdict, with a failed gate if the engine loads other tensors than the index names."""
     tensors = checkpoint.source.tensors
-    # Classes skip many names that they do not know, but none of an expert.
+    # Classes skip many names that they do not know, but no unknown name of an expert.
     harmful = [entry for entry in checkpoint.source.stale if entry.name in tensors or ".experts." in entry.name]
     stale = sorted(harmful, key=lambda entry: entry.name not in tensors)
     if not stale or not verdict.engine.startswith(("vllm", "sglang")):
         return verdict
     named = tensors.get(stale[0].name)
-    instead = f"in place of that of {named.file}" if named else "which the index does not name"
+    instead = f"in place of the one in {named.file}" if named else "which the index does not name"
     read = listed((f"{entry.name} of {entry.file}" for entry in stale), 1)
     text = f"the engine reads every tensor of every listed file: {read}, {instead}"
     return _with_gate(verdict, text, "moeq convert SRC DST, which leaves stale copies out")
@@ -76,7 +77,7 @@ def _with_stale(checkpoint: Checkpoint, verdict: Verdict) -> Verdict:
 def names_problem(checkpoint: Checkpoint, engine: str, layer: int) -> str | None:
     """Return why an engine's model class does not load a layer's experts as the source stores them.
 
-    None if it does, and if nothing is known of the class.
+    The result is None if the class loads them, and if moeq does not know the class.
     """
     experts, known = checkpoint.experts(layer), known_class(checkpoint.info.architecture, engine)
     if known is None:
@@ -118,15 +119,17 @@ def known_class(architecture: str, engine: str) -> ClassNames | None:
 
 
 def below_layer(layer: LayerExperts) -> str:
-    """Return path of the experts below their layer: `mlp.experts`."""
+    """Return the path of the experts below their layer, such as `mlp.experts`."""
     return layer.prefix.removeprefix(f"{layer.stack}.{layer.layer}.")
 
 
 def order_of(*, alternate: bool, transposed: bool, known: bool) -> str | None:
-    """Return the order of the rows of a stacked tensor; None if formats differ in it."""
-    if not known:
-        return "interleaved" if alternate else None
-    return "transposed" if transposed else "interleaved" if alternate else "halves"
+    """Return the order of the rows of a stacked tensor; None if it is not `known`, because formats differ in it."""
+    if known and transposed:
+        return "transposed"
+    if alternate:
+        return "interleaved"
+    return "halves" if known else None
 
 
 def stored_names(experts: Experts) -> Iterable[StoredName]:
@@ -135,7 +138,7 @@ def stored_names(experts: Experts) -> Iterable[StoredName]:
     interleaved = experts.kind(0).interleaved
     weights = [entries for (_, part), entries in layer.parts.items() if part == "weight"]
     plain = bool(weights) and all(entry.dtype in PLAIN_DTYPES for entries in weights for entry in entries.values())
-    packed = not weights  # in parts of their own, always row by row
+    packed = not weights  # packed weights have other part names, and are always stored row by row
     seen: set[str] = set()
     for (projection, part), entries in layer.parts.items():
         entry = entries.get(FUSED)

@@ -113,9 +113,12 @@ def _backend_never_works(outcome: Outcome) -> bool:
     asked, case = outcome.case.deployment.backend, outcome.case
     if asked not in case.policy.overrides:
         return True
-    cutlass = case.method.family == "mxfp4" and asked == "flashinfer_cutlass"
-    no_variant = cutlass and case.gpu.platform == "cuda" and case.gpu.capability != (9, 0)
-    return asked != "auto" and (no_variant or case.method.family == "w4a8-int8")
+    if asked == "auto":
+        return False
+    if case.method.family == "w4a8-int8":  # any request of a backend fails in this family
+        return True
+    is_cutlass = case.method.family == "mxfp4" and asked == "flashinfer_cutlass"
+    return is_cutlass and case.gpu.platform == "cuda" and case.gpu.capability != (9, 0)
 
 
 def _per_expert_rules(outcome: Outcome) -> bool:
@@ -130,6 +133,7 @@ def _per_expert_rules(outcome: Outcome) -> bool:
     return any(any(map(matches, missed)) and not any(map(matches, compared)) for matches in _matchers(outcome))
 
 
+#: Function that tells whether a rule of a config matches a module's name.
 Matcher = Callable[[str], bool]
 
 
@@ -221,6 +225,7 @@ def _new_architecture(outcome: Outcome) -> bool:
 
 
 def _first_class_unasked(outcome: Outcome) -> bool:
+    """Tell whether the engine took the first class of its list without asking whether it supports the case."""
     selected = outcome.selection.selected
     return outcome.case.method.first_class and selected is not None and not selected.supported
 

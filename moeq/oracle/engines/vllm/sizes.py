@@ -12,19 +12,19 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# All-to-all kinds round the hidden size before weights are created: to rows of these bytes, or to a listed size.
-_ROW_BYTES = {"deepep_high_throughput": 512, "deepep_v2": 512}
-_LISTED = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
-_LISTED_BY = ("deepep_low_latency", "nixl_ep")
+# All-to-all kinds round the hidden size up before weights are created: to a multiple in bytes, or to a listed size.
+_ROW_BYTE_MULTIPLES = {"deepep_high_throughput": 512, "deepep_v2": 512}
+_LISTED_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+_KINDS_WITH_LISTED_SIZES = ("deepep_low_latency", "nixl_ep")
 
 
 def transported_hidden(case: Case) -> int:
     """Return the hidden size that the all-to-all kind rounds up to; unchanged if no listed size is large enough."""
     hidden, kind = case.shape.hidden_size, case.all2all
-    if kind in _ROW_BYTES:
-        return round_up(hidden, _ROW_BYTES[kind] // 2)
-    if kind in _LISTED_BY:
-        return next((size for size in _LISTED if size >= hidden), hidden)
+    if kind in _ROW_BYTE_MULTIPLES:
+        return round_up(hidden, _ROW_BYTE_MULTIPLES[kind] // 2)
+    if kind in _KINDS_WITH_LISTED_SIZES:
+        return next((size for size in _LISTED_HIDDEN_SIZES if size >= hidden), hidden)
     return hidden
 
 
@@ -61,7 +61,9 @@ _PASS_ACTIVATION = ("Mxfp4MoEMethod", "CompressedTensorsW4A8Mxfp4MoEMethod")
 
 def _unquantized_multiple(backend: str, intermediate: int) -> int:
     """Return the multiple that an unquantised shard is rounded up to. AITER has a narrower tile for small experts."""
-    return {"FLASHINFER_TRTLLM": 128, "AITER": 64 if intermediate <= 192 else 128}.get(backend, 1)
+    if backend == "AITER" and intermediate <= 192:
+        return 64
+    return 128 if backend in ("AITER", "FLASHINFER_TRTLLM") else 1
 
 
 def marlin_padded(intermediate: int, group: int | None) -> int:
@@ -83,7 +85,8 @@ def transient_bytes(case: Case, report: CandidateReport, sizes: Sizes) -> int:
     output; emulation makes bf16 copies of everything; backends that only view their bytes need nothing.
     """
     if (report.experts or "").endswith("EmulationTritonExperts") and case.method.family == "wna16":
-        return 3 * sizes.local_experts * sizes.hidden * sizes.intermediate * 2
+        bf16_bytes = 2 * sizes.hidden * sizes.intermediate
+        return sizes.local_experts * 3 * bf16_bytes  # gate, up and down
     if report.backend in ("TRITON", "XPU", "EMULATION") and case.method.family in ("wna16", "int8"):
         return 0
     rows = 2 * sizes.padded_intermediate if case.shape.gated else sizes.padded_intermediate

@@ -26,7 +26,10 @@ from moeq_kernels.hopper.w4a16.device.queue_copies import COUNTERS, box_of, copy
 
 @gluon.jit
 def cut(items, count, wanted, least):
-    """Return the shares per tile of `count` steps, and their steps: up to `wanted` shares in all, of `least` steps."""
+    """Return the shares per tile, and the steps per share, of `items` tiles of `count` steps.
+
+    There are at most `wanted` shares in all, unless there are more tiles, and a share has at least `least` steps.
+    """
     shares = gl.maximum(1, gl.minimum(wanted // gl.maximum(items, 1), count // least))
     each = (count + shares - 1) // shares
     return (count + each - 1) // each, each
@@ -40,7 +43,7 @@ def heights(least, tokens):
 
 @gluon.jit
 def _add_shares(acc, partial, arrived, item, share, shares, NOW: gl.constexpr, TOKENS: gl.constexpr):
-    """Store the sums of a share; the item's last share to arrive gets the sum of all shares, and True.
+    """Store the sums of a share. Return the sum of all shares and True for the last one to arrive, else acc and False.
 
     `partial` is fp32 `[items * shares, 256 * TOKENS]`; acc has NOW tokens.
     """
@@ -117,7 +120,7 @@ def _unit(
         )
         mbarrier.arrive(empty.index(slot), count=1)
         it += 1
-    # Loaded only now, so that they take no registers in the main loop.
+    # These numbers are loaded only now, so that they take no registers in the main loop.
     row = get(info, place, 2, 4)
     end_row = get(info, place, 3, 4)
     shares = get(info, place, 10, 4)
@@ -152,7 +155,7 @@ def _multiply(
     ZEROS: gl.constexpr, KIND: gl.constexpr, AFTER: gl.constexpr, EPILOGUE: gl.constexpr, PAIRED: gl.constexpr,
     ROWS: gl.constexpr,
 ):
-    """Run the computing warpgroup."""
+    """Run the computing warpgroup: multiply units until the copy warp announces that there are no more."""
     _w_buf, _x_buf, _s_buf, info, ready, _empty, _up, _dn, _finished = given
     HEIGHTS: gl.constexpr = heights(LEAST, TOKENS)
     it = 0
@@ -232,7 +235,7 @@ def expert_layer(
     takers = gl.num_programs(0)
     up_items = used * up_blocks
     up_shares, up_each = cut(up_items, up_count, wanted_up, least_up)
-    # Units of short k are drawn several at a time as long as there are many.
+    # Tiles of short k are drawn several at a time as long as there are many.
     bundle = gl.maximum(1, gl.minimum(bundle, used * down_blocks // (4 * takers)))
     down_across = (down_blocks + bundle - 1) // bundle
     down_shares, down_each = cut(used * down_across, down_count, wanted_down, least_down)
@@ -253,7 +256,7 @@ def expert_layer(
         (up_w_desc, up_s_desc, down_w_desc, down_s_desc), x_desc, m_desc, w_buf, x_buf, s_buf, info, ready, empty,
         counters, tiles,
     )
-    # In the order of SHARES, EACH, ...; a copy warp has too few registers to keep these numbers.
+    # The numbers follow the order of SHARES, EACH, ... in `queue_copies`: a copy warp has too few registers for them.
     tell(
         info, STAGES + 1,
         (up_shares, up_each, up_count, up_blocks, up_blocks, up_slabs, up_groups, units, total, 1, up_pair_tiles), 4,

@@ -35,8 +35,8 @@ def read_quark(question: ConfigQuestion) -> Method:
         kind = "AttributeError" if weight and inputs else "RuntimeError"
         refuse("this version reads no lists of one scale", "vLLM 0.30 and newer", error=kind)
     weight, inputs = _single(weight), _single(inputs)
-    for reads in (_fp8, _int4, _mx, _int8):
-        method = reads(question, weight or {}, inputs)
+    for read_scheme in (_fp8, _int4, _mx, _int8):  # each returns None where its scheme does not match
+        method = read_scheme(question, weight or {}, inputs)
         if method is not None:
             return method
     text = (
@@ -82,7 +82,7 @@ def _two_levels(weight: Any, inputs: Any) -> Method:
 
 
 def _nvfp4_levels(levels: list[Config], dynamic: bool = False) -> bool:
-    """Tell whether groups of 16 with one static scale per tensor above them are what the engine takes as NVFP4."""
+    """Tell whether two levels of scales are NVFP4 to the engine: groups of 16 below one static scale per tensor."""
     group, tensor = levels
     sixteen = (group.get("qscheme"), group.get("group_size")) == ("per_group", 16)
     static = tensor.get("qscheme") == "per_tensor" and not tensor.get("is_dynamic")
@@ -170,7 +170,7 @@ def _mx_weight(weight: Config) -> str | None:
 
 
 def _mx_inputs(inputs: Config | None) -> tuple[bool, str | None]:
-    """Tell whether OCP MX weights accept such activations, and return the activation key."""
+    """Return whether OCP MX weights accept these activations, and the activation key."""
     if inputs is None:
         return True, None
     dtype, scope = str(inputs.get("dtype")), inputs.get("qscheme")
@@ -196,9 +196,11 @@ def _mx(question: ConfigQuestion, weight: Config, inputs: Config | None) -> Meth
             refuse("Quark MXFP8 experts are not supported by this version", "vLLM 0.33 and newer")
         return _mxfp8(question, activation) if policy.since("0.33.0") else None
     element = str(weight["dtype"])
-    runs = "fp8" if activation in ("kFp8StaticTensorSym", "kFp8DynamicTensorSym") else (inputs or {}).get("dtype")
-    if activation == "kMxfp8Dynamic" or runs not in _MX_SCHEMES[element]:
-        refuse(f"Quark MX weights {element} with activations {runs} are not supported")
+    input_element = (
+        "fp8" if activation in ("kFp8StaticTensorSym", "kFp8DynamicTensorSym") else (inputs or {}).get("dtype")
+    )
+    if activation == "kMxfp8Dynamic" or input_element not in _MX_SCHEMES[element]:
+        refuse(f"Quark MX weights {element} with activations {input_element} are not supported")
     method = Method("QuarkOCP_MX_MoEMethod", "mxfp4", "quark", key, activation, 4 if element == "fp4" else 6, 32)
     if activation == "kFp8DynamicTensorSym":
         refuse("dynamic fp8 activations with MX weights", error="NotImplementedError")
