@@ -21,9 +21,9 @@ import moeq
 from moeq.deploy.detect import detect_cpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.engines.converted_config import source_unread
+from moeq.engines.vllm import backends, experts_method, float_experts, one_layer, own_experts, plugin
 from moeq.engines.vllm import config as config_module
 from moeq.engines.vllm import engine_experts as device_module
-from moeq.engines.vllm import experts_method, float_experts, one_layer, own_experts, plugin
 from moeq.errors import MoeqError
 from moeq.load.ranks import Rank
 from moeq_kernels import gpu as kernel_gpus
@@ -263,6 +263,37 @@ class TestOwnKernels:
         assert sizes(2, True) == ((1, 3), (2, 4), None, (5, 6), False)
         assert sizes(1, True) == (None, None, (1, 3), (5, 6), False)
         assert sizes(1, True, MoEActivation.SWIGLUOAI) == (None, None, (1, 3), (5, 6), True)
+
+
+class TestBackends:
+    def test_what_only_some_of_them_do(self) -> None:
+        rows = backends.BACKENDS.items()
+        mxfp4 = {layout for layout in backends.BACKENDS if layout in backends.MXFP4S or "mxfp4" in layout}
+        cpu = {layout for layout in backends.BACKENDS if layout.startswith("cpu-amx-")}
+        assert {layout for layout, one in rows if one.rounds_sizes} == mxfp4
+        assert {layout for layout, one in rows if not one.spreads} == cpu
+        assert {layout for layout, one in rows if not one.finishes} == {"cpu-amx-int8/1"}
+        trims = {layout: (one.trims.tokens, one.trims.results) for layout, one in rows if any(vars(one.trims).values())}
+        assert trims == {"trtllm-mxfp4/1": (False, True)}
+        marlin = {"marlin-mxfp4-fp8act/1": "fp8", "marlin-mxfp4-fp8act-interleaved/1": "fp8"}
+        assert {layout: one.marlin_input for layout, one in rows if one.marlin_input} == marlin
+        for layout, one in rows:
+            assert one.title.startswith("CPU (" if layout in cpu else one.reader.backend)
+            assert one.dtypes == tuple({"bf16": "bfloat16", "fp16": "float16"}[name] for name in one.reader.dtypes)
+
+    def test_a_single_group_is_a_channel_where_it_spans_k(self, folders) -> None:
+        spec = experts_layer(folders[NAME]).quant_method.entry.matrices["w13"].spec
+        one = replace(spec, group_size=spec.k)
+        assert (spec.num_groups > 1, one.num_groups) == (True, 1)
+        scales = {name: torch.ones(2, 1) for name in ("w13_scale", "w2_scale")}
+        for given, wna16, triton in (
+            (spec, spec.group_size, spec.group_size),
+            (one, -1, max(spec.k, spec.n // 2)),
+            (replace(spec, group_size=2 * spec.k), 2 * spec.k, 2 * spec.k),
+        ):
+            weights: Any = SimpleNamespace(w13=given)
+            made = [make(scales, weights, {}) for make in (backends._wna16_config, backends._triton_config)]
+            assert [one.block_shape for one in made] == [[0, wna16], [0, triton]]
 
 
 class TestFloats:
