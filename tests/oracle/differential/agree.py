@@ -92,7 +92,7 @@ _HELD = """
 ## Fresh seeds, and the dialects of exporters
 
 These cases were drawn once, for the last comparison. Four differences that they showed are mended: LoRA and odd shards,
-act-order before 0.30.0, and two of NVFP4's groups. Half of the cases are of the families above; the other half is in
+act-order before 0.30.0, and two about NVFP4's groups. Half of the cases are of the families above; the other half is in
 the dialects that exporters write (`dialects.py`): ModelOpt's tables per module and lists, several compressed-tensors
 groups and presets, DeepSeek-V4's fields, Quark's lists and layer tables, AutoRound's `extra_config` and block lists,
 rules and lists of module names, paths of multimodal models, and spellings of variables. CI compares the dialects'
