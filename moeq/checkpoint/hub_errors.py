@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import errno
 from importlib import import_module
+from typing import Any
 
 from moeq.errors import MoeqError
 from moeq.spelling import option
 
 
-def transport_errors() -> tuple[type[Exception], ...]:
-    """Return the network errors of the client's HTTP library (httpx before 2.0, httpx2 since)."""
+def _library() -> Any:
+    """Return the client's HTTP library (httpx before 2.0, httpx2 since)."""
     from huggingface_hub import get_session
 
-    library = import_module(type(get_session()).__module__.partition(".")[0])
+    return import_module(type(get_session()).__module__.partition(".")[0])
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """Return the network errors of the client's HTTP library."""
+    library = _library()
     return (library.HTTPError, library.InvalidURL, library.StreamError, OSError)
 
 
 def cut_errors() -> tuple[type[Exception], ...]:
     """Return the errors of a connection that ends half-way, after which asking again may help."""
-    from huggingface_hub import get_session
-
-    library = import_module(type(get_session()).__module__.partition(".")[0])
+    library = _library()
     return (library.RemoteProtocolError, library.ReadError, library.WriteError)
 
 

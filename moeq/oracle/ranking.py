@@ -15,7 +15,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from moeq.deploy.deployment import Deployment
 from moeq.oracle.records import MoeShape, Verdict
 from moeq.oracle.versions import BUILTIN
 from moeq.schemes.base import Scheme
@@ -121,7 +120,8 @@ class Ranking:
 def rank(verdict: Verdict, scheme: Scheme, own_layout: str | None) -> Ranking:
     """Rank the supported backends of a verdict; `own_layout` is what moeq's kernels read in the engine, if they run."""
     gpu, name = verdict.deployment.gpu.name, measured_format(scheme)
-    layer = rank_layer(verdict.shape, verdict.deployment)
+    shape, tp = verdict.shape, verdict.deployment.tp
+    layer = Layer(shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size // tp)
     supported = [row.backend for row in verdict.candidates if row.supported]
     eligible = tuple(dict.fromkeys([*(["MOEQ"] if own_layout else []), *supported]))
     reason = _reason(verdict, scheme, name) or _outside(layer)
@@ -144,7 +144,7 @@ def rank(verdict: Verdict, scheme: Scheme, own_layout: str | None) -> Ranking:
     ]
     ranks.sort(key=lambda row: row.decode)
     validated = (table.compared, table.right, table.regret)
-    return Ranking(gpu, name, tuple(ranks), unmeasured, "", _notes(scheme, verdict.shape, str(name)), *validated)
+    return Ranking(gpu, name, tuple(ranks), unmeasured, "", _notes(scheme, shape, str(name)), *validated)
 
 
 def _relative(times: Sequence[Mapping[int, float]], phase: Sequence[int]) -> list[float]:
@@ -163,11 +163,6 @@ def measured_format(scheme: Scheme) -> str | None:
     if weight.dtype == "e2m1" and weight.scale.dtype == "e8m0" and activation is None:
         return "mxfp4"
     return "w8a8" if weight.dtype == "int8" and activation == "int8" and weight.scale.granularity == "channel" else None
-
-
-def rank_layer(shape: MoeShape, deployment: Deployment) -> Layer:
-    """Return the share of a layer that one rank of tensor parallelism computes."""
-    return Layer(shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size // deployment.tp)
 
 
 def _reason(verdict: Verdict, scheme: Scheme, name: str | None) -> str:

@@ -49,31 +49,25 @@ class GateRule:
     check: Callable[[Stage], Iterator[Failed]]
 
 
-def _refused_name(stage: Stage) -> bool:
-    case = stage.case
-    asked = case.deployment.quantization
-    if not stage.declared and asked is None:
+def _is_refused(stage: Stage, *, elsewhere: bool) -> bool:
+    """Tell whether this device refuses the names of the methods, and others accept them (`elsewhere`) or do not."""
+    case, declared, asked = stage.case, stage.declared, stage.case.deployment.quantization
+    named = (declared or asked is not None) and case.device
+    if not named or in_force(case.policy, case.device, declared, asked) is not None:
         return False
-    return case.device != "" and in_force(case.policy, case.device, stage.declared, asked) is None
-
-
-def _elsewhere(stage: Stage) -> bool:
-    """Tell whether another device accepts the same names."""
-    case = stage.case
-    tables = case.policy.names
-    return any(in_force(case.policy, device, stage.declared, case.deployment.quantization) for device in tables)
+    return elsewhere == any(in_force(case.policy, device, declared, asked) for device in case.policy.names)
 
 
 def _method(stage: Stage) -> Iterator[Failed]:
     asked = stage.case.deployment.quantization
-    if _refused_name(stage) and not _elsewhere(stage):
+    if _is_refused(stage, elsewhere=False):
         text = f"the checkpoint's method {stage.declared or 'none'} does not match the quantization argument {asked}"
         yield Failed("ValueError", text, f"drop {option('quantization')}" if asked else None)
 
 
 def _platform(stage: Stage) -> Iterator[Failed]:
     case = stage.case
-    if _refused_name(stage) and _elsewhere(stage):
+    if _is_refused(stage, elsewhere=True):
         name = case.deployment.quantization or stage.entry
         yield Failed("ValueError", f"{name} quantization is not supported on {case.gpu.platform}")
 

@@ -212,7 +212,7 @@ def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, pac
     """Return the method of integers outside experts, where no fallback takes what Marlin refuses."""
     bits, sym, gpu = weights.bits, weights.sym, question.probe.gpu
     if question.platform == "cuda" and bits not in (4, 8) and question.policy.since("0.30.0"):
-        return humming_method(question.probe, "inc", bits, group, sym)
+        return humming_method(question.probe, bits, group, sym)
     if "gptq" not in packing:
         check_awq_bits(bits)
         return auto_awq(group, not sym)
@@ -230,7 +230,7 @@ def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, pa
     """Return the method of integers; `packing` is the packing format and the backend, of which either names GPTQ."""
     policy, bits, sym = question.policy, weights.bits, weights.sym
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
-        return humming_method(question.probe, "inc", bits, group, sym)
+        return humming_method(question.probe, bits, group, sym)
     if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
         return unquantized()
     awq = "gptq" not in packing

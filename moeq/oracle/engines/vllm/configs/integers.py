@@ -180,8 +180,8 @@ def check_awq_fallback(question: ConfigQuestion) -> None:
         refuse(f"AWQ through MoeWNA16 needs compute capability 7.5, {gpu.name} ({gpu.arch}) has less", code="G2")
 
 
-def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bool) -> Method:
-    """Return Humming's own integration of integers."""
+def humming_method(case: Case, bits: int, group: int, symmetric: bool) -> Method:
+    """Return Humming's own integration of AutoRound's integers."""
     capability = case.gpu.capability or (0, 0)
     newer = case.policy.since("0.31.0")
     if newer and (capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16")):
@@ -192,4 +192,4 @@ def humming_method(case: Case, config: str, bits: int, group: int, symmetric: bo
         key = weight_only_key(bits, symmetric, group or 128)
     else:  # Humming has no key for scales per channel: the made-up key is one that no class lists.
         key = f"kUint{bits}StaticRow"
-    return Method("HummingMoEMethod", "humming", config, key, None, bits, group)
+    return Method("HummingMoEMethod", "humming", "inc", key, None, bits, group)
