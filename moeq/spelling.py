@@ -1,4 +1,4 @@
-"""How messages spell options, `--tp 2` for a shell, `tp=2` for Python, and long lists.
+"""How messages spell options: `--tp 2` for a shell, `tp=2` for Python.
 
 A message is made where the fault is, which knows neither who asked nor how. It names an option by `option`, with the
 keyword and the value of Python; the command line says once that it is a shell which listens. No torch.

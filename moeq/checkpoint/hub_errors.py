@@ -56,7 +56,7 @@ def explain(error: Exception, repo: str, revision: str | None, file: str | None 
             f"{repo} has no revision {revision!r}",
             f"leave out {option('revision')} for the default branch, or name a branch, tag or commit",
         ),
-        (errors.EntryNotFoundError, "source.missing-file", f"{what}: {_first_line(error)}", None),
+        (errors.EntryNotFoundError, "source.missing-file", f"{what}: {first_line(error)}", None),
         (
             errors.HFValidationError,
             "source.not-found",
@@ -77,9 +77,10 @@ def explain(error: Exception, repo: str, revision: str | None, file: str | None 
         return MoeqError("source.network", f"{what}: the Hub answered HTTP {status}", "try again later")
     hint = "check the network, a proxy (HTTPS_PROXY) or a mirror (HF_ENDPOINT); downloaded repositories open as folders"
     failed = f"{no_folder}the Hub cannot be reached" if file is None else "the download failed"
-    return MoeqError("source.network", f"{what}: {failed}: {_first_line(error)}", hint)
+    return MoeqError("source.network", f"{what}: {failed}: {first_line(error)}", hint)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of the client, which may quote anything."""
     lines = str(error).splitlines()
     return ascii(lines[0][:200])[1:-1] if lines else type(error).__name__

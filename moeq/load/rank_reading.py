@@ -229,7 +229,7 @@ def _target(entry: TensorEntry, shape: tuple[int, ...], device: torch.device | N
     """Return `into` if it fits, else a new tensor."""
     import torch
 
-    dtype = torch_dtype(_stored(entry.dtype))
+    dtype = torch_dtype("U8" if entry.dtype == "F8_E8M0" else entry.dtype)  # exponents are read as bytes
     if into is None or into.dtype != dtype or tuple(into.shape) != shape or not into.is_contiguous():
         return torch.empty(shape, dtype=dtype, device=device)
     return into
@@ -273,8 +273,3 @@ def _by_pieces(
         return
     with ThreadPoolExecutor(len(shares)) as pool:
         list(pool.map(carry, shares))
-
-
-def _stored(dtype: str) -> str:
-    """Return the dtype that moeq reads a stored dtype as: exponents are bytes."""
-    return "U8" if dtype == "F8_E8M0" else dtype

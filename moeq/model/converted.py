@@ -124,9 +124,7 @@ class ConvertedCheckpoint(Checkpoint):
         else:
             homes = [(0, entry.matrices)]
         shards = [self._unpack(entry, matrices, stack, expert - first) for first, matrices in homes]
-        whole = join_shards(entry.matrices[stack].spec, shards)
-        if entry.source_group is not None:
-            whole = ungroup(whole, entry.source_group)
+        whole = ungroup(join_shards(entry.matrices[stack].spec, shards), entry.source_group)
         if role in ("w13", "w2"):
             return whole
         return dict(split_projections(whole))[role]  # type: ignore[index]

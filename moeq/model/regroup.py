@@ -58,13 +58,15 @@ def repeat_groups(matrix: QuantizedMatrix, spec: MatrixSpec) -> QuantizedMatrix:
     return replace(matrix, spec=spec, scales=scales, zeros=repeated(matrix.zeros))
 
 
-def ungroup(matrix: QuantizedMatrix, group: int) -> QuantizedMatrix:
-    """Convert a matrix back to its former groups of `group`.
+def ungroup(matrix: QuantizedMatrix, group: int | None) -> QuantizedMatrix:
+    """Convert a matrix back to its former groups of `group`; None if it was not regrouped.
 
     Raises MoeqError `source.regrouped` if the parts of a group no longer agree, since the file was changed.
     """
     import torch
 
+    if group is None:
+        return matrix
     times = group // matrix.spec.group_size
     spec = replace(matrix.spec, group_size=group)
 

@@ -21,7 +21,7 @@ from moeq.checkpoint.disk import closing_fd
 from moeq.checkpoint.files import SeenFiles
 from moeq.checkpoint.header import raw_header
 from moeq.checkpoint.hub import looks_like_repository, without_bars
-from moeq.checkpoint.hub_errors import transport_errors
+from moeq.checkpoint.hub_errors import first_line, transport_errors
 from moeq.checkpoint.jsonfile import MAX_CONFIG_BYTES
 from moeq.checkpoint.manifest import MANIFEST_NAME, FileDigest, Manifest
 from moeq.errors import MoeqError
@@ -282,6 +282,6 @@ def _explained(repo: str, folder: Path | None = None) -> Iterator[None]:
                 "check org and name, and that the token has write access: https://huggingface.co/settings/tokens"
                 + again,
             ) from None
-        reason = f"HTTP {status}" if status else (str(cause).splitlines() or [type(cause).__name__])[0][:200]
+        reason = f"HTTP {status}" if status else first_line(cause)
         code = "environment.hub-upload" if folder else "environment.hub"
         raise MoeqError(code, f"{repo}: the Hub could not be written to: {reason}", "try again" + again) from None

@@ -199,7 +199,7 @@ class _Reader:
             part.field: self._decoded(words, name) for name, (part, *_) in self._parts.items() if part.field != "codes"
         }
         tall = QuantizedMatrix(self._own, codes=found["scales"], scales=found["scales"], zeros=found.get("zeros"))
-        matrix = tall if self._group is None else ungroup(tall, self._group)  # does not look at codes
+        matrix = ungroup(tall, self._group)  # does not look at codes
         numbers = {"scales": matrix.scales, "zeros": matrix.zeros, "bias": found.get("bias")}
         shape = len(matrix.scales) // self._own.n, self._projections, -1
         data = {

@@ -347,7 +347,7 @@ class Packer(UnitWorker[PackUnit, Range]):
             if not same_matrix(unpacked, padded):
                 losses += self._lost(layout, padded, expert)
             stored.append(shard.padding.unpad(unpacked))
-        held = self._ungrouped(join_shards(regrouped.spec, stored)) if losses else matrix
+        held = ungroup(join_shards(regrouped.spec, stored), self._layer.entry.source_group) if losses else matrix
         digests = tuple((projection, logical_digest(part)) for projection, part in split_projections(held))
         kept = unrestorable(self._checkpoint, unit.layer, expert, unit.role, held, exact=not losses)
         return ExpertResult(written, digests, frozenset(kept), losses, tuple(hashes))
@@ -365,10 +365,6 @@ class Packer(UnitWorker[PackUnit, Range]):
                 "correct the quantisation config: desc_act has to be true if g_idx is out of order",
             )
         return matrix
-
-    def _ungrouped(self, matrix: QuantizedMatrix) -> QuantizedMatrix:
-        group = self._layer.entry.source_group
-        return matrix if group is None else ungroup(matrix, group)
 
     def _layouts(self) -> list[Layout]:
         """Return the layout of every shard, calibrated over all experts of its rank if needed."""

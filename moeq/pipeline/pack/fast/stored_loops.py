@@ -53,21 +53,13 @@ def transpose_awq_back(transposed_words, words):  # type: ignore[no-untyped-def]
             for i in range(8):
                 block[i] = line[8 * w + _COLUMN_OF_NIBBLE[i]]
             for j in range(4):
-                _swap(block, j, j + 4, uint32(16), uint32(0x0000FFFF))
+                block[j], block[j + 4] = _swapped(block[j], block[j + 4], uint32(16), uint32(0x0000FFFF))
             for j in (0, 1, 4, 5):
-                _swap(block, j, j + 2, uint32(8), uint32(0x00FF00FF))
+                block[j], block[j + 2] = _swapped(block[j], block[j + 2], uint32(8), uint32(0x00FF00FF))
             for j in (0, 2, 4, 6):
-                _swap(block, j, j + 1, uint32(4), uint32(0x0F0F0F0F))
+                block[j], block[j + 1] = _swapped(block[j], block[j + 1], uint32(4), uint32(0x0F0F0F0F))
             for j in range(8):
                 words[8 * k + j, w] = block[j]
-
-
-@loop
-def _swap(block, first, second, shift, low):  # type: ignore[no-untyped-def]
-    """Exchange the high fields of one word with the low fields of another."""
-    x, y = block[first], block[second]
-    block[first] = (x & low) | ((y & low) << shift)
-    block[second] = ((x >> shift) & low) | (y & ~low)
 
 
 @loop
