@@ -243,6 +243,20 @@ class TestOwnKernels:
         assert batches.expects_unquantized_inputs.fget(None) is False
         assert batches.supports_lora() is False
 
+    def test_layers_are_prepared_for_the_tokens_of_all_ranks(self, monkeypatch) -> None:
+        prepared = {}
+        monkeypatch.setattr(own_experts, "prepared_layer", lambda packed, **named: prepared.update(named))
+        moe = SimpleNamespace(
+            moe_parallel_config=SimpleNamespace(dp_size=3, pcp_size=2), experts_per_token=4, max_num_tokens=16,
+            in_dtype=torch.float16, hidden_dim=256, activation=MoEActivation.SILU, swiglu_limit=None,
+            gemm1_alpha=None, gemm1_beta=None, gemm1_clamp_limit=None, is_act_and_mul=True,
+        )  # fmt: skip
+        given = own_experts.activation_arguments(moe)
+        own_experts._prepare(moe, SimpleNamespace(), 8, "H200")
+        wanted = {"top_k": 4, "max_tokens": 96, "dtype": torch.float16, "hidden_size": 256}
+        assert prepared == {**wanted, "num_experts": 8, "gpu": "H200", **given}
+        assert given["activation"] == "silu"
+
     def test_adapters_by_the_number_of_their_slices(self) -> None:
         first = [torch.ones(1), torch.ones(2)], [torch.ones(3), torch.ones(4)]
         second = [torch.ones(5)], [torch.ones(6)]

@@ -73,3 +73,24 @@ def test_strided_input(device: torch.device) -> None:
     routed = route(6, 256, 4, 2, device=device)
     check(packed, layer, Routed(routed.x[:, 128:], routed.weights, routed.ids))
     check(packed, layer, Routed(routed.x[:, ::2], routed.weights, routed.ids.long()))
+
+
+@pytest.mark.parametrize(
+    ("layout", "element", "group", "activations"),
+    [
+        ("int8-w8a8/1", "int8", -1, None),
+        ("fp8-identity/1", "e4m3", -1, "fp8"),
+        ("fp8-block-identity/1", "e4m3", 128, "fp8"),
+    ],
+)
+def test_a_token_of_zeros_gives_zeros(
+    device: torch.device, layout: str, element: str, group: int, activations: str | None
+) -> None:
+    """Rows are divided by a scale that follows from their maximum."""
+    packed, _ = make_layer(Recipe(layout, element, experts=2, intermediate=128, group_size=group), device)
+    routed = route(3, packed.w13.k, 2, 1, device=device)
+    routed.x[1] = 0
+    y = fused_moe(routed.x, packed, routed.weights, routed.ids, activation_dtype=activations)
+    assert torch.equal(y[1], torch.zeros_like(y[1]))
+    assert bool(y[0].any())
+    assert bool(y.isfinite().all())

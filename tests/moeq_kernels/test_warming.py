@@ -14,7 +14,8 @@ import pytest
 import torch
 from support.cases import Recipe, make_layer
 
-from moeq_kernels import prepare, warmup
+from moeq_kernels import cuda, prepare, replay, warmup
+from moeq_kernels.errors import KernelEnvironmentError
 
 # Compiling is impossible in a process that interprets, and so is knowing what code depends on.
 BUILDS = """
@@ -230,3 +231,14 @@ def test_warming_in_the_interpreter_has_nothing_to_do(device: torch.device) -> N
     if device.type == "cpu":
         packed, _ = make_layer(Recipe())
         assert warmup([prepare(packed, top_k=2, max_tokens=8)]).kernels == 0
+
+
+def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    with pytest.raises(KernelEnvironmentError, match="the CUDA driver cannot be loaded: libcuda"):
+        cuda.Driver()
+    with pytest.raises(KernelEnvironmentError, match="the CUDA driver has no such graphs: libcuda"):
+        replay.Graphs()

@@ -491,6 +491,12 @@ def _module(name: str) -> _Module:
     return _Module(name)
 
 
+def device_function(name: str) -> Any:
+    """Return a function of device code, `module:function` relative to `moeq_kernels`, to be called with values."""
+    module, _, function = name.partition(":")
+    return getattr(_module(f"moeq_kernels.{module}"), function)
+
+
 def run_all(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> None:
     """Run launches in order: Gluon kernels here, others in Triton's interpreter."""
     for launch in launches:
@@ -502,8 +508,7 @@ def run_all(launches: Iterable[Launch], roots: Mapping[str, Tensor]) -> None:
 
 def run(launch: Launch, roots: Mapping[str, Tensor]) -> None:
     """All programs of a launch, one after the other."""
-    module, _, name = launch.kernel.partition(":")
-    kernel = getattr(_module(f"moeq_kernels.{module}"), name)
+    kernel = device_function(launch.kernel)
     given: dict[str, Any] = {}
     for key, argument in launch.arguments.items():
         given[key] = argument
