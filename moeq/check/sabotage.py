@@ -26,7 +26,6 @@ class Sabotage:
     """Kind of damage."""
 
     name: str  #: short name
-    what: str  #: description for people
     possible: Callable[[MatrixSpec], bool]  #: function that says whether a matrix of that spec can have it
     damage: Damage  #: function that does it
     both_halves: bool = False  #: whether it takes gate and up together
@@ -147,26 +146,17 @@ def _change_group(matrix: QuantizedMatrix, rows: slice, generator: torch.Generat
 
 #: Damages to one expert, in the order of the report. The self-test adds swapped experts and swapped arguments.
 SABOTAGES: tuple[Sabotage, ...] = (
-    Sabotage("flip a code", "one bit of one weight", lambda spec: True, _flip_code),
-    Sabotage("swap two scales", "two scales exchanged", lambda spec: True, _swap_scales),
-    Sabotage("transpose a tile", "a 16 x 16 tile of codes transposed", lambda spec: True, _transpose_tile),
-    Sabotage("drop a zero point", "one zero point forgotten", lambda spec: not spec.symmetric, _drop_zero),
-    Sabotage("shift a group", "scales moved on by one", lambda spec: True, _shift_groups),
-    Sabotage("change a group", "two input features in each other's group", lambda spec: spec.act_order, _change_group),
-    Sabotage("change a bias", "one bias 12.5 % larger", lambda spec: spec.bias_dtype is not None, _change_bias),
-    Sabotage("e8m0 off by one", "one scale twice as large", lambda spec: spec.scale_dtype == "e8m0", _next_scale),
-    Sabotage("e4m3 scale off by one", "one scale a step larger", lambda spec: spec.scale_dtype == "e4m3", _next_scale),
+    Sabotage("flip a code", lambda spec: True, _flip_code),
+    Sabotage("swap two scales", lambda spec: True, _swap_scales),
+    Sabotage("transpose a tile", lambda spec: True, _transpose_tile),
+    Sabotage("drop a zero point", lambda spec: not spec.symmetric, _drop_zero),
+    Sabotage("shift a group", lambda spec: True, _shift_groups),
+    Sabotage("change a group", lambda spec: spec.act_order, _change_group),
+    Sabotage("change a bias", lambda spec: spec.bias_dtype is not None, _change_bias),
+    Sabotage("e8m0 off by one", lambda spec: spec.scale_dtype == "e8m0", _next_scale),
+    Sabotage("e4m3 scale off by one", lambda spec: spec.scale_dtype == "e4m3", _next_scale),
     Sabotage(
-        "change the second scale",
-        "the scale of a whole matrix 1.6 % larger",
-        lambda spec: spec.scale_dtype == "e4m3" and spec.role == "w2",
-        _change_second_scale,
+        "change the second scale", lambda spec: spec.scale_dtype == "e4m3" and spec.role == "w2", _change_second_scale
     ),
-    Sabotage(
-        "swap gate and up",
-        "the halves of w13 exchanged",
-        lambda spec: spec.role == "w13" and spec.gated,
-        _swap_halves,
-        both_halves=True,
-    ),
+    Sabotage("swap gate and up", lambda spec: spec.role == "w13" and spec.gated, _swap_halves, both_halves=True),
 )

@@ -121,7 +121,7 @@ def test_a_damage_without_numeric_effect_is_for_the_digest(conversions, checkpoi
         codes[rows.start + int(place[0]), int(place[1])] = 8
         return replace(matrix, codes=codes, scales=scales), "sign of a zero"
 
-    kind = Sabotage("sign of a zero", "", lambda spec: True, harmless)
+    kind = Sabotage("sign of a zero", lambda spec: True, harmless)
     monkeypatch.setattr("moeq.check.selftest.SABOTAGES", (kind,))
     name = "ct-mxfp4-qwen3moe"
     report = selftest(conversions(name, FIRST_LAYOUT[name]), checkpoints / name)
@@ -132,7 +132,7 @@ def test_a_damage_without_numeric_effect_is_for_the_digest(conversions, checkpoi
 
 
 def test_an_unnoticed_damage_fails_the_selftest(conversions, checkpoints, monkeypatch) -> None:
-    nothing = Sabotage("nothing", "", lambda spec: True, lambda matrix, rows, generator: (matrix, "nothing was done"))
+    nothing = Sabotage("nothing", lambda spec: True, lambda matrix, rows, generator: (matrix, "nothing was done"))
     monkeypatch.setattr("moeq.check.selftest.SABOTAGES", (nothing,))
     name = "gptq-int4-g32-qwen3moe"
     report = selftest(conversions(name, FIRST_LAYOUT[name]), checkpoints / name)
@@ -148,7 +148,7 @@ def test_a_damage_elsewhere_is_a_false_alarm(conversions, checkpoints, monkeypat
         half = matrix.spec.n // 2
         return flip.damage(matrix, slice(half, matrix.spec.n), generator)
 
-    kind = Sabotage("astray", "", lambda spec: spec.role == "w13", astray)
+    kind = Sabotage("astray", lambda spec: spec.role == "w13", astray)
     monkeypatch.setattr("moeq.check.selftest.SABOTAGES", (kind,))
     name = "gptq-int4-g32-qwen3moe"
     report = selftest(conversions(name, FIRST_LAYOUT[name]), checkpoints / name)
