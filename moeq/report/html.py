@@ -161,8 +161,8 @@ class Drawing:
 def heat_drawing(chart: HeatMap) -> Drawing:
     """Draw the errors of a product, layers down and experts across."""
     size = max(3.0, min(_CELL, _WIDEST / max(1, len(chart.experts))))
-    columns_apart = next(step for step in (1, 2, 4, 8, 16) if step * size >= 26 or step == 16)
-    rows_apart = next(step for step in (1, 2, 4, 8) if step * size >= 12 or step == 8)
+    columns_apart = next(step for step in (1, 2, 4, 8, 16) if step * size >= 26)
+    rows_apart = next(step for step in (1, 2, 4) if step * size >= 12)
     texts = [Text(str(_LEFT), "12", "expert", "axis")]
     for column in range(0, len(chart.experts), columns_apart):
         x = _LEFT + size * (column + 0.5)

@@ -37,7 +37,7 @@ def engine_text(engine: str) -> str:
     return f"{_ENGINES.get(name, name)} {version}".rstrip()
 
 
-def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: bool = False) -> None:
+def render_part(console: Console, answer: Answer, part: LayerGroup, *, verbose: bool) -> None:
     """Print the verdict for layers that are encoded alike, what `convert` writes, and why not the other backends."""
     verdict = part.verdict
     where = deployment_text(verdict.deployment)

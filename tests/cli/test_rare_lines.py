@@ -243,6 +243,33 @@ class TestEnds:
             run(["gpus"])
 
 
+@pytest.mark.parametrize(
+    ("variables", "asked"),
+    [
+        ({"_MOEQ_COMPLETE": "complete_bash", "COMP_WORDS": "moeq plan --t"}, "plan"),
+        ({"_MOEQ_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "moeq convert a --t"}, "convert"),
+        ({"_MOEQ_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "moeq --he"}, None),
+        ({"COMP_WORDS": "moeq plan --t"}, "gpus"),
+    ],
+)
+def test_the_command_whose_line_a_shell_completes(
+    variables: dict[str, str], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_MOEQ_COMPLETE", "COMP_WORDS", "_TYPER_COMPLETE_ARGS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found: list[str | None] = []
+
+    def parser(name: str | None) -> Callable[..., int]:
+        found.append(name)
+        return lambda **given: 0
+
+    monkeypatch.setattr(app, "parser", parser)
+    assert run(["gpus"]) == 0
+    assert found == [asked]
+
+
 def test_values_that_a_shell_proposes() -> None:
     assert {"H100", "CPU"} < set(completion.gpus())
     assert completion.engines()[:3] == ["vllm", "sglang", "moeq"]

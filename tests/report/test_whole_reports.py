@@ -84,7 +84,7 @@ def backends() -> list[BackendResult]:
     return [
         ran,
         replace(ran, layer=1, backend="TRITON", selected=False, error=0.003, expert=(2, 1.5), microseconds=None),
-        BackendResult(1, "CUTLASS", False, refused="no [kernel] here"),
+        BackendResult(1, "CUTLASS", False, refused=f"no [kernel] here{' or there' * 12}"),
     ]
 
 

@@ -60,7 +60,7 @@ def is_sglang(engine: str) -> bool:
     return True
 
 
-def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str = "") -> Verdict:
+def judge_sglang(config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, title: str) -> Verdict:
     """Judge a checkpoint's experts on a deployment with SGLang 0.5.23.
 
     Integer weights, FP8, MXFP4, NVFP4 and W4AFP8 on CUDA are followed. Others are refused with the kind `NOT_FOLLOWED`.

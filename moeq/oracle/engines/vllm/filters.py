@@ -119,7 +119,7 @@ def _zen_group(case: Case) -> Iterator[Failure]:
 MARLIN_GROUPS = (-1, 32, 64, 128)
 
 
-def marlin_shape(case: Case, group: int | None, *, tile_padding: bool = True) -> Iterator[Failure]:
+def marlin_shape(case: Case, group: int | None, *, tile_padding: bool) -> Iterator[Failure]:
     """Run Marlin's shape test and yield each cause (vLLM has one text for all of them).
 
     Source: `check_moe_marlin_supports_config` of vLLM 0.33.0; sizes are unpadded and per rank.

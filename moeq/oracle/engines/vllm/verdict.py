@@ -9,8 +9,7 @@ from typing import Any
 from moeq.deploy.deployment import Deployment
 from moeq.oracle.engines.vllm.advisories import advisories_for
 from moeq.oracle.engines.vllm.case import Case
-from moeq.oracle.engines.vllm.configs.question import PREFIX
-from moeq.oracle.engines.vllm.counterfactuals import Admits, admit_all, nearest_yes, sensitivity
+from moeq.oracle.engines.vllm.counterfactuals import Admits, nearest_yes, sensitivity
 from moeq.oracle.engines.vllm.gates import run_gates
 from moeq.oracle.engines.vllm.outcome import Outcome, derive_dp, resolve, runs_as
 from moeq.oracle.engines.vllm.parameters import with_tensors
@@ -32,10 +31,10 @@ def judge_vllm(
     deployment: Deployment,
     title: str,
     *,
-    prefix: str = PREFIX,
-    explain: bool = True,
-    admits: Admits = admit_all,
-    tensors: Sequence[StoredTensor] = (),
+    prefix: str,
+    explain: bool,
+    admits: Admits,
+    tensors: Sequence[StoredTensor],
 ) -> Verdict:
     """Judge a checked `quantization_config` by the tables of one version of vLLM (see `moeq.oracle.judge.judge`)."""
     choice = choose_engine(deployment.engine)

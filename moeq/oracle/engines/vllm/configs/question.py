@@ -173,7 +173,7 @@ def skipped_by(entries: Iterable[str] | None, prefix: str) -> bool:
     return any(entry in prefix for entry in entries or ())
 
 
-def skipped_module(entries: Iterable[str] | None, prefix: str, fused: str | None = None) -> bool:
+def skipped_module(entries: Iterable[str] | None, prefix: str, fused: str | None) -> bool:
     """Tell whether a list of exact module names skips the experts: one of them lies in the experts' module.
 
     Shared experts count as experts, unless they are part of a fused module.
