@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from oracle.asking import gpu
+from oracle.asking import POLICY, gpu
+from oracle.examples import SHAPE
 
 from moeq.deploy.deployment import Gpu
 from moeq.deploy.gpus import parse_gpu
 from moeq.errors import MoeqError
 from moeq.oracle.devices import DeviceTerm, device_term, nearest_device
+from moeq.oracle.engines.vllm.case import DEFAULT_ALL2ALL, Case, Method
+from moeq.oracle.engines.vllm.gates import _blocks
 from moeq.oracle.loaders import PlannedLayer, common, loaders_of, loads_in, sglang_reads
 from moeq.oracle.sweep import Cell, deployments, matrix, matrix_markdown, required_axes, unmet
 
@@ -225,3 +228,46 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 )
 def test_layers_that_sglang_reads(config: dict[str, Any], linear: str | None, reads: bool) -> None:
     assert sglang_reads(config, linear) is reads
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "ranks", "shared"),
+    [
+        ({}, "single", 1, 1),
+        ({"tp": 2}, "tp", 2, 2),
+        ({"pcp": 2}, "tp", 2, 2),
+        ({"dp": 2}, "dp", 2, 2),
+        ({"dp": 2, "tp": 2, "eplb": True}, "dp+eplb", 4, 4),
+        ({"ep": 2, "tp": 2}, "ep", 2, 1),
+        ({"ep": 2, "dp": 2}, f"ep:{DEFAULT_ALL2ALL}", 2, 1),
+        ({"ep": 2, "pcp": 2}, f"ep:{DEFAULT_ALL2ALL}", 2, 1),
+        ({"ep": 2, "dp": 2, "all2all": "deepep_low_latency", "eplb": True}, "ep:deepep_low_latency+eplb", 2, 1),
+        ({"ep": 2, "dp": 2, "all2all": "unheard-of"}, f"ep:{DEFAULT_ALL2ALL}", 2, 1),
+    ],
+)
+def test_names_of_parallel_forms(options: dict[str, Any], form: str, ranks: int, shared: int) -> None:
+    case = Case(POLICY, gpu("H100", **options), SHAPE, Method("", "wna16", "gptq", "kInt4Static"))
+    assert (case.parallel_form, case.ranks, case.moe_tp) == (form, ranks, shared)
+    assert case.intermediate == SHAPE.intermediate_size // shared
+
+
+@pytest.mark.parametrize(
+    ("tp", "inner", "text"),
+    [
+        (1, 200, "intermediate size per rank 200 does not divide into blocks of 128 x 64"),
+        (1, 128, None),
+        (2, 256, None),
+        (2, 384, "intermediate size per rank 192 does not divide into blocks of 128 x 64"),
+    ],
+)
+def test_blocks_of_a_rank(tp: int, inner: int, text: str | None) -> None:
+    method = Method("Fp8MoEMethod", "fp8", "fp8", "kFp8Static128BlockSym", block=(128, 64))
+    case = Case(POLICY, gpu("H100", tp=tp), replace(SHAPE, intermediate_size=inner), method)
+    assert [one.text for one in _blocks(case)] == ([] if text is None else [text])
+
+
+@pytest.mark.parametrize(("tp", "wrong"), [(1, False), (2, True)])
+def test_columns_of_blocks_count_where_a_rank_holds_a_part(tp: int, wrong: bool) -> None:
+    method = Method("Fp8MoEMethod", "fp8", "fp8", "kFp8Static128BlockSym", block=(64, 128))
+    case = Case(POLICY, gpu("H100", tp=tp), replace(SHAPE, intermediate_size=192 * tp), method)
+    assert bool(list(_blocks(case))) is wrong
