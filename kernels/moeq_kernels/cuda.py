@@ -4,8 +4,8 @@ A launch by Triton costs the host 10 to 30 us: it binds arguments and looks up b
 work that depends on the number of tokens only once; a call then writes addresses and launches. Structures follow cuda.h
 of CUDA 12, and a test compares them with the header.
 
-ctypes is used instead of cuda-bindings because that saves nothing: beside a driver that does nothing, either takes the
-host 0.5 us per launch and 0.4 us per graph launch, and cuda-bindings comes with torch's CUDA wheels only.
+ctypes is used because cuda-bindings would save nothing: with a driver that does nothing, either of them takes the host
+0.5 us per launch and 0.4 us per graph launch, and cuda-bindings comes with torch's CUDA wheels only.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from moeq_kernels.gpu import Gpu
 from moeq_kernels.launch import Launch, Schedule
 from moeq_kernels.replay import Replay, Replays, relaxed
 
+#: Values of CUlaunchAttributeID, CUfunction_attribute and CUfunc_cache.
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 PREFER_SHARED = 1
+#: Bytes of shared memory that a kernel gets without the attribute.
 SHARED_WITHOUT_ASKING = 48 * 1024
 #: CUtensorMapL2promotion by bytes that a miss brings into the L2 cache.
 L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
@@ -125,7 +127,7 @@ _THREAD = threading.local()
 
 
 def enter(device: int) -> None:
-    """Make the context of torch's current device current in this thread, unless it was here before.
+    """Make the context of torch's current device current in this thread, unless the thread has done so before.
 
     A device is current for torch before the thread has a context. The thread gets one in its first call of the CUDA
     runtime, which may come after its first call of a layer, because torch's allocator caches memory.
@@ -177,13 +179,13 @@ class TensorMap:
         blocks, steps = (c_uint32 * rank)(*reversed(block)), (c_uint32 * rank)(*[1] * rank)
         self._kept = (sizes, strides, blocks, steps)
         addresses = tuple(ctypes.addressof(one) for one in self._kept)
-        self._before = (self.address, MAP_TYPES[area.dtype], rank)
-        self._behind = (*addresses, 0, swizzle, L2_PROMOTIONS[promotion], 0)
+        self._leading = (self.address, MAP_TYPES[area.dtype], rank)
+        self._trailing = (*addresses, 0, swizzle, L2_PROMOTIONS[promotion], 0)
 
     def at(self, base: int) -> None:
         """Point the descriptor at the address `base`."""
         cuda = driver()
-        status = cuda.encode(*self._before, base, *self._behind)
+        status = cuda.encode(*self._leading, base, *self._trailing)
         cuda.check(status, f"describing {self.area} to the copy engine")
         self.base = base
 
@@ -264,7 +266,8 @@ class Bound:
             parameters = (c_void_p * len(arguments))()
             for place, value in enumerate(arguments):
                 if isinstance(value, Area | Box):
-                    users[number[(value.area if isinstance(value, Box) else value).root]] |= bit
+                    root = (value.area if isinstance(value, Box) else value).root
+                    users[number[root]] |= bit
                 if isinstance(value, Area):
                     pointers.append((parameters, place, (number[value.root], value.offset)))
                 elif isinstance(value, Box):
@@ -280,7 +283,7 @@ class Bound:
             sizes = tuple(size_of(one) for one in arguments)
             if sizes != code.parameters:
                 told = f"{code.name} takes parameters of {code.parameters} bytes, not of {sizes}"
-                raise KernelEnvironmentError(told, "another Triton passes others")
+                raise KernelEnvironmentError(told, "another release of Triton passes other parameters")
             attribute = LaunchAttribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
             dependent = bool(launch.options.get("launch_pdl"))
             x, y, z = (*launch.programs, 1, 1)[:3]
@@ -292,13 +295,16 @@ class Bound:
         self._replays = Replays(users)
         self._addresses: Sequence[int] = ()  # addresses written last
         # Order of `_pointers`: the roots, then offsets within the workspace, then offsets within other roots.
-        self._place = number["workspace"]
-        behind = sorted({key for *_, key in pointers if key[1]}, key=lambda key: (key[0] != self._place, key))
-        self._offsets = [offset for root, offset in behind if root == self._place]
-        self._placed, self._behind = -1, list[int]()  # last address of the workspace, and the addresses within it
+        self._workspace = number["workspace"]
+        inner = {key for *_, key in pointers if key[1]}  # root and offset
+        inner_keys = sorted(inner, key=lambda key: (key[0] != self._workspace, key))
+        self._offsets = [offset for root, offset in inner_keys if root == self._workspace]
+        self._workspace_address = -1  # last address of the workspace
+        self._workspace_pointers = list[int]()  # addresses within it
         self._maps: Sequence[int] | None = None  # descriptors of the layer that was called last
-        self._others = behind[len(self._offsets) :]
-        index = {(root, 0): root for root in range(len(roots))} | {key: len(roots) + i for i, key in enumerate(behind)}
+        self._others = inner_keys[len(self._offsets) :]
+        index = {(root, 0): root for root in range(len(roots))}
+        index |= {key: len(roots) + i for i, key in enumerate(inner_keys)}
         self._pointers = (c_uint64 * len(index))()
         self._pack: Callable[..., None] = struct.Struct(f"{len(index)}Q").pack_into
         for parameters, place, key in pointers:
@@ -333,11 +339,12 @@ class Bound:
     def _point(self, addresses: Sequence[int]) -> None:
         """Write the addresses of the roots, and of everything within them, where the parameters point."""
         self._addresses = ()
-        place = addresses[self._place]
-        if place != self._placed:
-            self._placed, self._behind = place, [place + offset for offset in self._offsets]
+        workspace = addresses[self._workspace]
+        if workspace != self._workspace_address:
+            self._workspace_address = workspace
+            self._workspace_pointers = [workspace + offset for offset in self._offsets]
         others = [addresses[root] + offset for root, offset in self._others] if self._others else ()
-        self._pack(self._pointers, 0, *addresses, *self._behind, *others)
+        self._pack(self._pointers, 0, *addresses, *self._workspace_pointers, *others)
         for one in self._moving:
             last, moving, parameters, at, root, offset = one
             base = addresses[root] + offset

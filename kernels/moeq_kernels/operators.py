@@ -31,7 +31,7 @@ class Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
         raise KernelUnsupportedError(
-            "packed experts have no gradients, and a backward pass came to them",
+            "packed experts have no gradients, but a backward pass reached them",
             "call the layer under torch.no_grad(), or train the checkpoint before it is quantised",
         )
 

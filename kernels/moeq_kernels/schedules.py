@@ -90,10 +90,10 @@ def _ends(family: str, problem: Problem, tokens: int) -> tuple[int, ...]:
     plan_for = FAMILIES[family].plan_for
     exact = getattr(FAMILIES[family], "EXACT_EDGES", (getattr(FAMILIES[family], "MAX_EXACT_PAIRS", 0),))
 
-    def key(one: int) -> Any:
-        return plan_for(problem, one), [one * problem.top_k <= limit for limit in exact]
+    def key(count: int) -> Any:
+        return plan_for(problem, count), [count * problem.top_k <= limit for limit in exact]
 
-    keys = [key(one) for one in range(1, tokens + 1)]
+    keys = [key(count) for count in range(1, tokens + 1)]
     changes = [i + 1 for i in range(len(keys) - 1) if keys[i] != keys[i + 1]]
     return (*changes, tokens) if tokens else ()
 
@@ -104,9 +104,8 @@ def builds(family: str, problem: Problem, tokens: int) -> set[Specialisation]:
     edges = {0, *_ends(family, problem, last)}
     edges |= {pairs // problem.top_k for pairs in (*PAIR_LIMITS, w4a16.MAX_COPIED_ROWS * problem.experts)}
     edges |= {*TOKEN_LIMITS, w8a8.MAX_SINGLE_ROW_PAIRS // problem.top_k}
-    looked = {one + offset for one in edges for offset in (0, 1)}
     found: set[Specialisation] = set()
-    for one in looked:
-        if 1 <= one <= last:
-            found |= {specialise(launch) for launch in schedule(family, problem, one).launches}
+    for count in {edge + offset for edge in edges for offset in (0, 1)}:
+        if 1 <= count <= last:
+            found |= {specialise(launch) for launch in schedule(family, problem, count).launches}
     return found

@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Compile every kernel that serving DST needs, in parallel, into the cache on disk. Needs no GPU with --gpu.
 
-    Where none of --tp, --ep and --dp is given, ranks are those that DST was converted for, and so is --dtype.
+    Without --tp, --ep and --dp, the ranks are those that DST was converted for. --dtype has the same default.
     """
     from moeq.load.torch_loader import open_converted
     from moeq.load.warmup import kernel_gpu, warm_up
@@ -61,7 +61,9 @@ def served(given: options.GivenDeployment, manifest: Manifest) -> Deployment:
     """Return the deployment that was given; ranks and dtype default to those of the conversion."""
     converted, named = Deployment.from_json(manifest.deployment), given.named
     ranks = {"tp", "ep", "dp"}
-    missing = (set() if named.keys() & ranks else ranks) | {"dtype"} - named.keys()
+    missing = set() if named.keys() & ranks else ranks
+    if "dtype" not in named:
+        missing = missing | {"dtype"}
     try:
         return given.make(**{name: getattr(converted, name) for name in missing})
     except MoeqError as error:

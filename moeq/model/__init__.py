@@ -22,7 +22,7 @@ from moeq.spelling import option
 def open(path_or_repo: str | Path, revision: str | None = None, *, name: str | None = None) -> Checkpoint:
     """Open a checkpoint: a local folder (source or converted) or a Hugging Face repository.
 
-    Reads config and headers only and imports no torch.
+    Only the config and the headers are read, without importing torch.
 
     Args:
         path_or_repo: folder, or name of a repository.
@@ -68,7 +68,7 @@ def _without_collection() -> Iterator[None]:
 
 
 def _repository(text: str, revision: str | None) -> Source:
-    """Open a repository of safetensors; one of GGUF files if it holds no others."""
+    """Open a repository by its safetensors files, or by its GGUF files if it has no others."""
     try:
         return open_repository(text, revision)
     except MoeqError as error:
@@ -81,7 +81,7 @@ def _repository(text: str, revision: str | None) -> Source:
 
 
 def _source(path_or_repo: str | Path, revision: str | None, name: str | None) -> Source:
-    """Open a folder if it exists, else a repository if the text has the form of its name."""
+    """Open a folder if it exists, otherwise a repository if the text has the form of a repository's name."""
     text = str(path_or_repo)
     # Unlike Path.exists, this returns False for texts that cannot be paths.
     if isinstance(path_or_repo, str) and not os.path.exists(text):

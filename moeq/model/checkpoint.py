@@ -83,7 +83,7 @@ class Checkpoint(Shown):
         return None if self.quantization_config is None else checked(self.quantization_config)
 
     def scale_faults(self, layer: int) -> tuple[ScaleFault, ...]:
-        """Return the faults of a layer's static activation scales: missing by the headers, unusable if read."""
+        """Return the faults of a layer's static activation scales: missing ones and, once read, unusable ones."""
         if layer not in self._scale_faults:
             self._scale_faults[layer] = tuple(missing_scales(self.experts(layer)))
         return self._scale_faults[layer]
@@ -96,8 +96,8 @@ class Checkpoint(Shown):
         """Read the static activation scales of all layers, so that `scale_faults` tells of their values as well.
 
         Args:
-            find: place of a source tensor in the files that are read, or None where it is not among them.
-            opened: opens a file by name and returns its descriptor; None for the files of the source.
+            find: function from a source tensor to its place in the files that are read; None if it is not in them.
+            opened: function that opens a file by name and returns its descriptor; None for the files of the source.
 
         Raises:
             MoeqError: `source.truncated`, `source.unreadable`.
@@ -221,7 +221,8 @@ def _not_moe(source: Source, facts: Facts, declaration: Declaration | None) -> M
     declared = facts.experts()
     if declared and declaration and declaration.refusal:
         message = f"{source.name}: {declaration.refusal} ({declaration.origin})"
-        return MoeqError("source.unsupported-format", message, "look for a GPTQ, AWQ, compressed-tensors or MXFP4 one")
+        hint = "look for a checkpoint in GPTQ, AWQ, compressed-tensors or MXFP4"
+        return MoeqError("source.unsupported-format", message, hint)
     detail = "its config declares no experts" if not declared else f"its config declares {declared} experts"
     # A model that declares no experts is dense, not broken.
     return MoeqError(

@@ -1,4 +1,4 @@
-"""The plan as a document, `moeq.plan/1`: every unit with its byte ranges, and what the whole needs. No torch."""
+"""The plan as a document, `moeq.plan/1`: every unit with its byte ranges, and what the conversion needs. No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Needs:
     """Memory, disk and time that a conversion takes."""
 
     memory: Memory  #: memory and workers
-    disk_bytes: int  #: bytes that its files take, the restore data and copies of side files included
+    disk_bytes: int  #: bytes that the output files take, the restore data and copies of side files included
     seconds: float  #: time at `RATES`; an estimate
     ways: Mapping[str, Way]  #: unit id to the way that it takes
     kinds: tuple[UnitKind, ...]  #: units by kind
@@ -79,7 +79,7 @@ def plan_document(job: Job, needs: Needs) -> dict[str, Any]:
     """Make the document, without its `schema`.
 
     `digest` names the job: the same source, deployment, options and version give the same digest and the same bytes.
-    `memory`, `disk` and `time` depend on the workers and do not count for it.
+    `memory`, `disk` and `time` depend on the workers and are not part of the digest.
     """
     plan, source, memory = job.plan, job.checkpoint.source, needs.memory
     return {
@@ -130,7 +130,7 @@ class PlanFile:
     """Facts of a plan's file that a conversion has to know."""
 
     digest: str  #: the plan's digest
-    request: JobRequest | None  #: what was asked for; None in files of versions that did not keep it
+    request: JobRequest | None  #: the request that was planned; None in files of older versions
 
 
 def read_plan(path: Path) -> PlanFile:

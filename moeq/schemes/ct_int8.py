@@ -46,15 +46,16 @@ class Int8(Format):
             context.refuse(f"weight_scale is {list(scale)}, expected {[n, 1]} or one number")
         context.expect_input_features(k)
         context.expect_shape(parts, "weight_zero_point", scale, ("I8",))
-        size = k // scale[1] if grouped else k
-        granularity: Granularity
+        group_size = k // scale[1] if grouped else k
         scale_dtype = context.float_name(parts, "weight_scale")
         symmetric = "weight_zero_point" not in parts
-        spec = context.spec(parts, n, k, "int8", size, scale_dtype, symmetric=symmetric)
+        spec = context.spec(parts, n, k, "int8", group_size, scale_dtype, symmetric=symmetric)
+        granularity: Granularity = "channel"
+        extent = (1, -1)
         if scale in ((1,), (1, 1), ()):
             granularity, extent = "tensor", (-1, -1)
-        else:
-            granularity, extent = ("group", (1, size)) if spec.num_groups > 1 else ("channel", (1, -1))
+        elif spec.num_groups > 1:
+            granularity, extent = "group", (1, group_size)
         return self._described(spec, context.declared, Encoding("i8", "one signed byte per code", granularity, extent))
 
     def unpack(self, parts: Mapping[str, Tensor], spec: MatrixSpec, scheme: Scheme) -> QuantizedMatrix:

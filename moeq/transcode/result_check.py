@@ -22,12 +22,12 @@ from moeq.transcode.planned_result import planned_result
 from moeq.transcode.target_formats import ENGINE_TARGETS
 from moeq.transcode.transcode_plan import TranscodePlan, make_transcode_plan
 
-#: GPUs of which one has to run the result.
+#: GPUs, at least one of which has to run the result.
 GPUS = ("H100", "B200", "A100", "MI300X")
 
 
 def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
-    """Say what will not load the result: engines on any GPU, transformers because of names.
+    """Return warnings: vLLM runs the result on none of the GPUs, or transformers does not find names of the result.
 
     Raises MoeqError `usage.target` if the engine cannot load the written experts, whatever the GPU.
     """
@@ -55,7 +55,7 @@ def warnings(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[str, ...]:
 
 
 def with_loadable_modules(checkpoint: Checkpoint, plan: TranscodePlan) -> TranscodePlan:
-    """Return the plan with those modules beside the experts as floats that vLLM cannot load in the target's format.
+    """Return the plan in which modules beside the experts become floats if vLLM cannot load them in the target format.
 
     Floats keep every value. The plan is returned unchanged if one of the GPUs runs it, or if floats do not help.
     """
@@ -84,18 +84,18 @@ class Refusal:
 def engine_refusal(checkpoint: Checkpoint, plan: TranscodePlan) -> Refusal | None:
     """Return why vLLM's newest known version runs the result on none of several GPUs; None if one does.
 
-    All linear modules and names are judged, as for a plan. None also where the config does not say enough to ask.
+    All linear modules and names are judged, as for a plan. If the config lacks `top_k`, the result is None as well.
     """
     layer, verdicts = _refused_layer(checkpoint, plan)
     if layer is None:
         return None
-    before = {gate for where in _places() for gate in _faults(_judged(checkpoint, where, layer))}
-    unloadable = [verdict for verdict in verdicts if not before.issuperset(_faults(verdict))]
+    source_faults = {gate for where in _deployments() for gate in _faults(_judged(checkpoint, where, layer))}
+    unloadable = [verdict for verdict in verdicts if not source_faults.issuperset(_faults(verdict))]
     chosen = (unloadable or verdicts)[0]
     return Refusal(f"layer {layer}: {chosen.refusal}", bool(unloadable))
 
 
-def _places() -> list[Deployment]:
+def _deployments() -> list[Deployment]:
     return [Deployment(parse_gpu(gpu)) for gpu in GPUS]
 
 
@@ -103,7 +103,7 @@ def _refused_layer(checkpoint: Checkpoint, plan: TranscodePlan) -> tuple[int | N
     """Return the first layer that vLLM runs on no GPU, and the verdict of each GPU; None if there is none."""
     if checkpoint.info.top_k is None:
         return None, []
-    result, places = planned_result(checkpoint, plan), _places()
+    result, places = planned_result(checkpoint, plan), _deployments()
     for layer, *_ in group_alike_layers(result, places[0]).values():
         # One GPU that runs it is enough: the others are not asked.
         judged = (_judged(result, where, layer) for where in places)
@@ -118,7 +118,7 @@ def _judged(checkpoint: Checkpoint, where: Deployment, layer: int) -> Verdict:
 
 
 def _faults(verdict: Verdict) -> Iterator[str]:
-    """Yield why experts cannot be loaded as they are stored."""
+    """Yield the reasons why the engine cannot load the experts as they are stored."""
     return (gate.text for gate in verdict.gates if gate.code == "G13" and not gate.passed)
 
 

@@ -17,7 +17,8 @@ from moeq_kernels.problem import Problem
 from moeq_kernels.records import PackedMatrix
 from moeq_kernels.sorting import Sorted
 
-#: Least steps (of STEP_BYTES of words) of a share of the queue kernel's two products, and of a unit of several tiles.
+#: Least steps, of STEP_BYTES of words each, in a share of the gate-up product, in a share of the down product, and in a
+#: unit of several tiles (queue kernel).
 MIN_UP_STEPS, MIN_DOWN_STEPS, BUNDLED_STEPS = 4, 4, 8
 STEP_BYTES = 16384
 #: Arguments that the kernel for both products takes once per product.
@@ -49,10 +50,10 @@ def _narrow(
     splits = plan.down_splits if matrix is problem.w2 else plan.gate_up_splits
     columns, pairs = out.shape[-1], x.shape[0]
     blocks = -(-columns // (128 if epilogue.gated else 256))
-    shared = epilogue.gated and splits > 1
+    is_split = epilogue.gated and splits > 1
     arguments, constants = _common(matrix, x, out, epilogue, kernel.step, 2, kernel.tokens)
     arguments |= {
-        "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if shared else None,
+        "partial": arena.take(torch.float32, splits, pairs, 2 * columns) if is_split else None,
         "arrived": rows.cleared,
         "tiles": rows.tiles,
         "count": _steps(matrix, x, kernel.step),
@@ -60,9 +61,9 @@ def _narrow(
     }
     constants |= {"TOKENS": kernel.tokens, "STEP": kernel.step, "STAGES": kernel.stages, "SPLITS": splits}
     constants["AFTER"] = kernel.after
-    capped = {"maxnreg": kernel.registers} if kernel.registers else {}
+    register_limit = {"maxnreg": kernel.registers} if kernel.registers else {}
     name = "hopper.w4a16.device.narrow:expert_product_narrow"
-    return problem.launch(name, (blocks * splits, rows.most), arguments, constants, num_warps=4, **capped)
+    return problem.launch(name, (blocks * splits, rows.most), arguments, constants, num_warps=4, **register_limit)
 
 
 def queue_launch(
@@ -75,8 +76,8 @@ def queue_launch(
     up, constants = _common(problem.w13, x, middle, problem.epilogue, kernel.step, 2, box)
     down, _ = _common(problem.w2, middle, out, PLAIN, kernel.step, 2, box)
     count = _steps(problem.w2, middle, kernel.step)
-    smaller = max(1, STEP_BYTES // (32 * KINDS[kind_of(problem.w13)].bits * kernel.step))
-    bundle = max(1, BUNDLED_STEPS * smaller // count)
+    steps_per_block = max(1, STEP_BYTES // (32 * KINDS[kind_of(problem.w13)].bits * kernel.step))
+    bundle = max(1, BUNDLED_STEPS * steps_per_block // count)
     shares = (kernel.up + kernel.down) * programs
     arguments = {
         **{f"up_{name}": up[name] for name in _PER_PRODUCT},
@@ -91,9 +92,10 @@ def queue_launch(
         "num_tiles": rows.num_tiles,
         "most": rows.most,
         "wanted_up": kernel.up * programs,
-        "least_up": MIN_UP_STEPS * smaller,
+        "least_up": MIN_UP_STEPS * steps_per_block,
         "wanted_down": kernel.down * programs,
-        "least_down": MIN_DOWN_STEPS * smaller if bundle == 1 else count + 1,
+        # Units of several tiles are not cut: no share has more than all steps.
+        "least_down": MIN_DOWN_STEPS * steps_per_block if bundle == 1 else count + 1,
         "bundle": bundle,
         "up_pair_tiles": up["pair_tiles"],
         "up_count": _steps(problem.w13, x, kernel.step),

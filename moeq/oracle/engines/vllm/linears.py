@@ -1,4 +1,4 @@
-"""LinearModule modules of vLLM's model classes that ask the quantisation config for a method, beside experts.
+"""Linear modules beside the experts for which vLLM's model classes ask the quantisation config for a method.
 
 `tools/extract.py linears` builds the classes and writes `linears.json`.
 """
@@ -23,8 +23,7 @@ class LinearModule:
     path: str  #: path below the layer in the engine: `self_attn.qkv_proj`
     shards: tuple[str, ...]  #: paths of the modules of a checkpoint that it is made of, `self_attn.q_proj` first
     listed: bool  #: whether the config is asked about the shards, too
-    #: How ranks divide it: by `row`s of the stored matrix transposed (input features), by `column`s (output features),
-    #: `whole` for none.
+    #: How ranks divide it: by `row` (input features), by `column` (output features), or `whole` if they do not.
     split: str
 
 
@@ -34,7 +33,7 @@ def _row(version: str, architecture: str) -> Mapping[str, Any]:
 
 
 def renamings(version: str, architecture: str) -> Mapping[str, str] | None:
-    """Return the starts of names in a checkpoint that a class replaces in entries of configs; None if it tells none."""
+    """Return the new start of a name by its start in a checkpoint, for entries of configs; None if a class has none."""
     found: Mapping[str, str] | None = _row(version, architecture).get("renamed")
     return found
 
@@ -42,9 +41,9 @@ def renamings(version: str, architecture: str) -> Mapping[str, str] | None:
 @cache
 def _shards_by_leaf() -> dict[str, list[str]]:
     """Map a fused module's name to its shards' names, as some class declares them."""
-    modules = [row["modules"] for rows in read_facts("linears.json").values() for row in rows]
-    rows = [(path, shards) for one in modules for path, (_, *shards) in one.items()]
-    return {_leaf(path): [_leaf(name) for name in shards] for path, shards in rows if shards}
+    tables = [row["modules"] for rows in read_facts("linears.json").values() for row in rows]
+    modules = [(path, shards) for table in tables for path, (_split, *shards) in table.items()]
+    return {_leaf(path): [_leaf(name) for name in shards] for path, shards in modules if shards}
 
 
 def _leaf(path: str) -> str:
@@ -57,6 +56,6 @@ def linears_of(version: str, architecture: str) -> tuple[LinearModule, ...]:
     found = []
     for path, (split, *shards) in _row(version, architecture).get("modules", {}).items():
         above, _, leaf = path.rpartition(".")
-        named = tuple(shards) or tuple(f"{above}.{one}" for one in _shards_by_leaf().get(leaf, ())) or (path,)
-        found.append(LinearModule(path, named, bool(shards), split))
+        usual_shards = tuple(f"{above}.{shard}" for shard in _shards_by_leaf().get(leaf, ()))
+        found.append(LinearModule(path, tuple(shards) or usual_shards or (path,), bool(shards), split))
     return tuple(found)
