@@ -193,3 +193,14 @@ def test_lengths_that_a_server_does_not_say(length: str) -> None:
         return
     with refuses("source.network", "file: the server ignores ranges and does not say how long the file is"):
         ranges._length(response, "file")
+
+
+@pytest.mark.parametrize("status", [408, 425, 429, 500, 501, 502, 503, 504, 505])
+def test_answers_after_which_a_range_is_asked_for_again(status: int, url, slept, monkeypatch) -> None:
+    monkeypatch.setattr(Busy, "statuses", [status])
+    if status in (501, 505):
+        with pytest.raises(HfHubHTTPError, match=str(status)):
+            RangeReader({}, 1 << 20).read(url, "file", 0, 5)
+        return
+    assert RangeReader({}, 1 << 20).read(url, "file", 0, 5) == (b"bytes", 9)
+    assert slept == [0.5]
