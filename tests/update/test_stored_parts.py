@@ -1,0 +1,52 @@
+"""Which matrices the gather kernel reads as a checkpoint stores them, without decoding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from update.made import W2, W13, made
+
+import moeq
+from moeq.layouts.registry import get_layout
+from moeq.matrix import MatrixSpec
+from moeq.update.device import Gather
+
+
+def specs(**changes: Any) -> list[MatrixSpec]:
+    return [replace(one, **changes) for one in (W13, W2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "changes", "direct"),
+    [
+        ("ct-int4-g128-qwen3moe", "marlin-wna16/1", {"group_size": 128}, True),
+        ("ct-mxfp4-qwen3moe", "moeq-mxfp4/1", {"element": "e2m1", "scale_dtype": "e8m0"}, True),
+        ("ct-mxfp4-qwen3moe", "marlin-mxfp4/1", {"element": "e2m1", "scale_dtype": "e8m0"}, True),
+        ("gptq-int4-g32-qwen3moe", "marlin-wna16/1", {}, False),
+        ("ct-int4-g128-qwen3moe", "marlin-wna16/1", {"group_size": 128, "symmetric": False}, False),
+        ("ct-int4-g128-qwen3moe", "marlin-wna16/1", {"group_size": 128, "bias_dtype": "bf16"}, False),
+    ],
+)
+def test_matrices_of_codes_and_scales_alone(name, layout, changes, direct, checkpoints) -> None:
+    scheme = moeq.open(checkpoints / name).scheme_of(0)
+    layer = made(layout, scheme, *specs(**changes))
+    for role in ("w13", "w2"):
+        found = Gather(layer, role)._stored_parts
+        assert sorted(found) == (["codes", "scales"] if direct else []), role
+
+
+@pytest.mark.parametrize("layout", ["moeq-mxfp4/1", "marlin-mxfp4/1"])
+def test_exponents_that_a_layout_holds(layout: str, checkpoints) -> None:
+    scheme = moeq.open(checkpoints / "ct-mxfp4-qwen3moe").scheme_of(0)
+    gather = Gather(made(layout, scheme, *specs(element="e2m1", scale_dtype="e8m0")), "w2")
+    least, most = get_layout(layout).exact_scales or (0, 254)
+    assert least == 0
+    scales = torch.zeros(4, 4, dtype=torch.uint8)
+    for largest in (most, most + 1):
+        scales[1, 2] = largest
+        assert gather._scales_fit(scales) == (largest == most)
+    for number, holds in ((3.0, True), (float("inf"), False), (float("nan"), False)):
+        assert gather._scales_fit(torch.tensor([[1.0, number]])) == holds
