@@ -91,3 +91,11 @@ def test_ranks_are_no_room_for_damage(checkpoints, tmp_path) -> None:
     )
     with refuses("usage.selftest", f"{folder} is written rank by rank", "self-test a conversion for one rank"):
         selftest(folder, checkpoints / "mxfp4-gptoss")
+
+
+def test_without_kernels_no_device_is_asked_for(converted) -> None:
+    options = run_check.CheckOptions(kernels=False, digests=False, device="tpu")
+    report = run_check.run_check(converted["ct-w8a8-qwen3moe"], options=options)
+    assert (report.device, report.layers, report.digests_checked, report.derivation) == (
+        "no kernels were run", (), 0, (),
+    )  # fmt: skip
