@@ -129,3 +129,5 @@ def test_experts_that_the_layer_has_not_are_refused(entries, expert: int | None)
     with refuses("usage.eplb", text, "place each expert by its number in the model"):
         plan_places(entries["once"], Rank(ep_rank=0, ep_size=2), [0, expert, 1])
     assert [part.experts for part in plan_places(entries["once"], Rank(), [2, 2, 3])] == [(2, 3), (2, 4)]
+    for places, runs in (([0, 1, 2], [(0, 3)]), ([3, 0, 1, 3], [(3, 4), (0, 2), (3, 4)]), ([1], [(1, 2)])):
+        assert [part.experts for part in plan_places(entries["once"], Rank(), places)] == runs
