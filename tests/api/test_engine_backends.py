@@ -53,7 +53,9 @@ def test_backends_that_are_run(checkpoints: Path, tmp_path: Path, monkeypatch: p
     rows[-1].build(0)
     assert built[-1][2] == others[-1].flag
     nothing = replace(verdict, selected=None)
-    assert [row.name for row in chosen_backends(nothing, opened, cpu, every=False)] == [CONVERTED]
+    alone = replace(opened, manifest=replace(opened.manifest, layers=opened.manifest.layers[:1]))
+    for one_or_all in (opened, alone):
+        assert [row.name for row in chosen_backends(nothing, one_or_all, cpu, every=False)] == [CONVERTED]
 
 
 class Engine:
@@ -82,7 +84,8 @@ class Engine:
     def layer(self, opened: Any, number: int, *given: Any) -> tuple[str, Any]:
         extent = CheckOptions(layers=(number,), tokens=(3,), experts=range(4))
         (check,), _ = layer_checks(self.opened, extent, torch.device("cpu"))
-        return torch_layer(check, self.spoil)(number)
+        found: tuple[str, Any] = torch_layer(check, self.spoil)(number)
+        return found
 
 
 @pytest.fixture

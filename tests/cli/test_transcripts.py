@@ -71,9 +71,10 @@ def folded(text: str) -> Iterator[str]:
 def typed(line: str, stream: type[io.StringIO]) -> list[str]:
     """Run one line and return what it prints."""
     program, *words = shlex.split(line)
-    if program != "moeq":
-        {"flip": flip, "hide": os.unlink}[program](*words)
+    if program in ("flip", "hide"):
+        flip(words[0]) if program == "flip" else os.unlink(words[0])
         return []
+    assert program == "moeq"
     out, err = stream(), stream()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run(words)

@@ -92,8 +92,8 @@ def test_deployments_of_a_sweep() -> None:
         ("A100", 1, 1, "bf16"),
         ("A100", 2, 1, "bf16"),
     ]
-    (found,) = deployments(gpu("H100", dtype="fp16"), [parse_gpu("MI300X")], [1], [4])
-    assert (found.dtype, found.ep) == ("fp16", 4)
+    (one,) = deployments(gpu("H100", dtype="fp16"), [parse_gpu("MI300X")], [1], [4])
+    assert (one.dtype, one.ep) == ("fp16", 4)
 
 
 def cell(name: str, tp: int, ep: int, backend: str | None, **more: Any) -> Cell:
