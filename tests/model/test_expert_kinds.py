@@ -128,3 +128,10 @@ def test_sizes_that_no_layout_has(converted) -> None:
     assert caught.value.code == "source.bad-manifest"
     with pytest.raises(MoeqError, match="cannot be what was written"):
         _wanted_tensors(replace(entry, layout="none/1"), matrix)
+
+
+def test_parts_of_no_format_and_no_config() -> None:
+    found = experts({f"{number}.{name}.strange": (8, 16) for number in (0, 1) for name in ("w1", "w2", "w3")})
+    with pytest.raises(MoeqError, match="strange") as caught:
+        found.kind(0)
+    assert caught.value.code.startswith("source.")
