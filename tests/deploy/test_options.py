@@ -15,7 +15,12 @@ from moeq.errors import MoeqError
 
 
 def test_defaults() -> None:
-    assert make_deployment({"gpu": "H100"}) == Deployment(parse_gpu("H100"))
+    made = make_deployment({"gpu": "H100"})
+    assert made == Deployment(parse_gpu("H100"))
+    switches = {"batched": False, "lora": False, "eplb": False, "redundant_experts": 0, "env": (), "packages": ()}
+    names = {"all2all": None, "dtype": "bf16", "backend": "auto", "engine": "vllm@0.33.0", "quantization": None}
+    ranks = dict.fromkeys(("tp", "ep", "dp", "pcp"), 1)
+    assert asdict(made) == {"gpu": asdict(parse_gpu("H100")), **ranks, **switches, **names}
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), [("V100", "fp16"), ("T4", "fp16"), ("A100", "bf16"), ("MI250X", "bf16")])
