@@ -10,6 +10,7 @@ import pytest
 from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor, write_model
 
 from moeq.errors import MoeqError
+from moeq.gguf import source as source_module
 from moeq.gguf.header import GgufTensor
 from moeq.gguf.source import choose_files, entry_of, is_gguf, names_repository_file
 from moeq.model import open as open_checkpoint
@@ -83,6 +84,14 @@ def test_files_that_are_no_model(names: list[str], asked: str | None, code: str,
 )
 def test_files_of_a_repository(text: str, expected: bool) -> None:
     assert names_repository_file(text) is expected
+
+
+def test_a_file_of_a_repository_may_lie_in_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is opened then is asked of the Hub."""
+    monkeypatch.setattr(source_module, "GgufRepository", lambda *given: given)
+    assert source_module.open_gguf_repository("org/repo", None) == ("org/repo", None, None)
+    assert source_module.open_gguf_repository("org/repo/a.gguf", "main") == ("org/repo", "main", "a.gguf")
+    assert source_module.open_gguf_repository("org/repo/in/a.gguf", None) == ("org/repo", None, "in/a.gguf")
 
 
 @pytest.mark.parametrize(
