@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf.constants import GGML_QUANT_SIZES
 from gguf_files import gguf_bytes, moe_metadata, moe_tensors, random_tensor, text, write_model
 
 from moeq.errors import MoeqError
@@ -262,3 +263,7 @@ def test_two_thousand_damaged_headers() -> None:
             codes.append(error.code)
     assert len(codes) > 1000
     assert all(code.startswith("source.") for code in codes)
+
+
+def test_sizes_of_blocks_are_the_librarys() -> None:
+    assert {int(kind): (kind.name.lower(), *sizes) for kind, sizes in GGML_QUANT_SIZES.items()} == TYPES

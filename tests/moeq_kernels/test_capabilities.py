@@ -10,6 +10,7 @@ from support.cases import Recipe, make_layer, route
 from support.comparison import compare
 
 from moeq_kernels import CAPABILITIES
+from moeq_kernels.activations import GATED, UNGATED
 from moeq_kernels.formats import FORMATS
 
 
@@ -28,3 +29,11 @@ def test_every_claimed_group_size_runs(capability, device: torch.device) -> None
             packed, layer = make_layer(Recipe(capability.layout, element, dtype=dtype, **sizes), device)
             result = compare(packed, layer, route(2, 256, 2, 1, dtype=dtype, device=device))
             assert result.passed, f"groups of {group}: {result.ratio:.2f} times the error of 16-bit products"
+
+
+def test_what_kernels_of_every_layout_do() -> None:
+    for one in CAPABILITIES:
+        assert (one.biases, one.expert_parallel, one.router_weight_on_input, one.interpreter) == (True,) * 4
+        assert (one.minimum_cuda, one.rocm) == ((8, 0), ("gfx942", "gfx950"))
+        assert (one.activations, one.ungated_activations) == (GATED, UNGATED)
+        assert one.activation_formats == ("standard", "batched")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from transcode.test_floats import deepseek_v4
 
 from moeq.errors import MoeqError
-from moeq.transcode.expert_pack import LOADER_NAME, MANIFEST_NAME, PACK_NAME
+from moeq.transcode.expert_pack import LOADER_NAME, MANIFEST_NAME, PACK_NAME, PackPlan, plan_pack
 from moeq.transcode.transcode import check, transcode
 
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -65,3 +67,30 @@ def test_refusals(checkpoints: Path, tmp_path: Path) -> None:
     assert caught.value.code == "source.bad-config"
     with pytest.raises(MoeqError, match="the format has names of its own"):
         check(tmp_path / "source", "expert-pack", names="mlp")
+
+
+def pack_of(*layers: tuple[int, int, tuple[str, ...]], top_k: int | None = 2) -> PackPlan:
+    """Plan a pack of layers: number, experts, and projections of each expert."""
+    sizes = {"gate": (64, 32), "up": (64, 32), "down": (32, 64)}
+    specs = {role: SimpleNamespace(spec=SimpleNamespace(k=k, n=n)) for role, (k, n) in sizes.items()}
+    surveys: Any = [
+        SimpleNamespace(layer=number, kinds=[{role: specs[role] for role in roles}] * experts)
+        for number, experts, roles in layers
+    ]
+    checkpoint: Any = SimpleNamespace(info=SimpleNamespace(name="model", top_k=top_k))
+    return plan_pack(checkpoint, surveys, [{f"{number}.w1": ((32, 64), "U8")} for number, *_ in layers])
+
+
+def test_a_pack_is_of_layers_that_are_alike() -> None:
+    roles = ("gate", "up", "down")
+    found = pack_of((0, 4, roles), (1, 4, roles))
+    assert (found.name, found.layer, found.num_layers, found.num_experts, found.top_k) == (PACK_NAME, None, 2, 4, 2)
+    assert found.sizes == ((64, 32), (64, 32), (32, 64))
+    assert list(found.tensors) == ["0.w1", "1.w1"]
+    for layers in ([(1, 4, roles)], [(0, 4, roles), (1, 3, roles)], [(0, 4, ("up", "down"))]):
+        with pytest.raises(MoeqError, match="model: an expert pack has the same number of experts") as refused:
+            pack_of(*layers)
+        assert (refused.value.code, "deepseek-v4" in str(refused.value.hint)) == ("usage.target", True)
+    with pytest.raises(MoeqError, match=r"model: config\.json has no num_experts_per_tok") as refused:
+        pack_of((0, 4, roles), top_k=None)
+    assert refused.value.code == "source.bad-config"
