@@ -1,6 +1,6 @@
 """Model families as data: what `config.json` and tensor names do not say by themselves.
 
-Values are those of the families' own modelling code (transformers 5.23, vLLM 0.33); explicit config keys win.
+Values come from the families' own modelling code (transformers 5.23, vLLM 0.33). Explicit config keys take precedence.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-#: Place of the experts in the unquantised checkpoint: one module per projection and expert, or stacked parameters with
-#: gate and up as two halves of the rows, as interleaved rows, or transposed.
+#: Form of the experts in the unquantised checkpoint: one module per projection and expert, or stacked parameters with
+#: gate and up rows as two halves, with interleaved gate and up rows, or transposed.
 Stacking = Literal["per-expert", "halves", "interleaved", "transposed"]
 
 _W123 = ("w1", "w3", "w2")
@@ -20,11 +20,11 @@ class ModelFamily:
     """One model family."""
 
     title: str  #: name for people
-    model_types: tuple[str, ...]  #: `model_type` values, of the text config where nested
+    model_types: tuple[str, ...]  #: values of `model_type` in the config, or in its text config where that is nested
     experts: str = "mlp.experts"  #: path of the experts module under a layer
-    #: Spelling of gate, up and down; an empty gate where there is none.
+    #: Names of the gate, up and down modules; the gate's is empty if experts have no gate.
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    #: Place of experts in the family's own checkpoints. Quantised exports of any family may be per-expert.
+    #: Form of the experts in the family's own checkpoints. Quantised exports of any family may be per-expert.
     stacking: Stacking = "per-expert"
     layers: tuple[str, ...] = ("model.layers",)  #: paths of the decoder layers in published checkpoints
     router: str = "mlp.gate"  #: router module under a layer

@@ -1,9 +1,9 @@
-"""A checkpoint in a Hugging Face repository: configs and headers only, through `huggingface_hub`. No torch.
+"""A checkpoint in a Hugging Face repository: configs and headers, read through `huggingface_hub`. Imports no torch.
 
 The revision is resolved to a commit once and everything is read at that commit. Configs and the index go through the
-client's cache; headers are fetched by range requests, so a terabyte costs some tens of megabytes. Weight files are
-downloaded (through the cache) only when data is asked for; with `stream_into` they are fetched and dropped one by one.
-What is read of them is compared with the digests that the repository's listing has (`moeq.checkpoint.hub_digests`).
+client's cache. Headers are fetched by range requests: opening a terabyte downloads some tens of megabytes. Weight files
+are downloaded (through the cache) only when data is asked for; `stream_into` fetches and drops them one by one. Their
+bytes are compared with the digests in the repository's listing (`moeq.checkpoint.hub_digests`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ T = TypeVar("T")
 #: First request per weight file, in bytes; most headers of sharded checkpoints fit.
 FIRST_RANGE = 1 << 20
 
-#: Headers of all files together; the largest published checkpoint needs about 80 MB.
+#: Most bytes of the headers of all files together; the largest published checkpoint needs about 80 MB.
 MAX_TOTAL_HEADERS = 512 << 20
 
-#: Longest range of a weight file that is asked for at once.
+#: Most bytes of a weight file that one request asks for.
 MAX_RANGE = 64 << 20
 
-#: Bytes of weight files that one sample reads; an expert of DeepSeek-V3 in FP8 has 42 MiB.
+#: Most bytes of weight files that one sample reads; an expert of DeepSeek-V3 in FP8 has 42 MiB.
 MAX_SAMPLE = 64 << 20
 
+#: Headers that are fetched at the same time.
 _CONCURRENCY = 8
 
 #: Seconds before each further attempt of a call whose connection was closed half-way.
@@ -54,7 +55,7 @@ _RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
 def looks_like_repository(text: str) -> bool:
-    """Return whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`), and not that of a path."""
+    """Return whether `text` has the form `org/name` (letters, digits, `-`, `_`, `.`) rather than that of a path."""
     parts = text.split("/")
     return len(parts) == 2 and all(
         part
@@ -66,7 +67,7 @@ def looks_like_repository(text: str) -> bool:
 
 
 def open_repository(repo: str, revision: str | None) -> Source:
-    """Open a repository; its cached copy, with a warning, where the Hub cannot be reached or `HF_HUB_OFFLINE` is set.
+    """Open a repository, or its cached copy if `HF_HUB_OFFLINE` is set or (with a warning) the Hub cannot be reached.
 
     Raises MoeqError `source.gated`, `source.not-found`, `source.revision`, `source.offline`, `source.network`, each
     with the next step; and the errors of header and index validation.
@@ -84,7 +85,7 @@ def open_repository(repo: str, revision: str | None) -> Source:
 
 
 def _cached_instead(repo: str, revision: str | None, error: MoeqError) -> Source:
-    """Open the snapshot in the client's cache. Raises the Hub's error where that is not complete."""
+    """Open the snapshot in the client's cache. Raises the Hub's error where the snapshot is not complete."""
     try:
         source = _cached(repo, revision)
     except MoeqError:
@@ -152,11 +153,11 @@ class HubSource(Source):
     def stream_into(self, folder: Path, pieces: Path) -> WeightStream:
         """Keep weight files on disk only while the returned stream holds them.
 
-        Ranges of the others are still read, by requests; `path` refuses them.
+        Ranges of a file that is not on disk are read by requests; `path` refuses such a file.
 
         Args:
-            pieces: folder of the digests of their pieces, by which ranges of files are checked that are gone again.
-                It may be shared, and outlives the stream.
+            pieces: folder for the digests of the files' pieces, which check ranges of files that are no longer on disk.
+                Several streams may share it, and it outlives them.
         """
         sizes = {file.name: file.size for file in self.files}
         self._pieces = pieces
@@ -188,7 +189,7 @@ class HubSource(Source):
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """Every file of the repository, those in folders included."""
+        """Names of all files of the repository, with the files in folders."""
         return tuple(self._sizes)
 
     def size_of(self, file: str) -> int:
@@ -237,7 +238,7 @@ class HubSource(Source):
         return bytes(self._read_ranges(entry.file, entry.start, entry.end))
 
     def _known_pieces(self, file: str) -> bytes:
-        """Return the digests of a file's pieces; where there are none yet, the file is fetched for them."""
+        """Return the digests of a file's pieces; fetch and drop the file if it has none yet."""
         assert self.stream is not None
         assert self._pieces is not None
         known = self._digests.pieces_of(file, self.size_of(file), self._pieces)
@@ -328,7 +329,7 @@ class HubSource(Source):
             return list(pool.map(fetch, files))
 
     def _call(self, action: Callable[[], T], expected: Expected | None = None, file: str | None = None) -> T:
-        """Run a client call, again where its connection is closed half-way, and turn its errors into ours.
+        """Run a client call, repeat it where its connection is closed half-way, and turn its errors into MoeqErrors.
 
         Args:
             expected: the answer that is accepted; None for ranges, which are checked where they are read.
@@ -381,7 +382,7 @@ def _sha256(repo: str, info: ModelInfo) -> dict[str, str]:
 
 
 def _fetch_header(reader: RangeReader, url: str, file: str, size: int | None) -> tuple[bytes, int]:
-    """Fetch the first bytes of a remote file, up to its data, and its size; two requests where they are many."""
+    """Return the first bytes of a remote file, up to its data, and its size; a long header takes a second request."""
     first, total = reader.read(url, file, 0, FIRST_RANGE)
     if size is not None and total != size:
         detail = f"{file}: the repository lists {size:,} bytes, the server sends a file of {total:,}"
@@ -406,7 +407,7 @@ def _require_size(path: Path, expected: Expected) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Turn off the client's progress bars: small files need none, and streamed ones have ours."""
+    """Turn off the client's progress bars: small files need none, and moeq shows its own for streamed files."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_progress_bars_disabled():

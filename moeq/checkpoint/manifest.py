@@ -1,7 +1,7 @@
-"""`moeq.json`: what a converted checkpoint is, where it came from, and the digests that prove it. No torch.
+"""`moeq.json`: what a converted checkpoint is, where it came from, and the digests that prove it. Imports no torch.
 
-A loader reads this file first and refuses on any mismatch; its presence also marks a conversion as finished, since
-it is written last.
+A loader reads this file first and refuses the checkpoint on any mismatch. The file is written last, so its presence
+marks a conversion as finished.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST_SCHEMA = "moeq.manifest/2"
 #: Schema without `files`, whose digests cover only what was packed.
 _OLD_SCHEMA = "moeq.manifest/1"
 
-#: Digests of every expert of the largest published models take 20 MB.
+#: Limit on the size of `moeq.json`; the digests of every expert of the largest published models take 20 MB.
 MAX_MANIFEST_BYTES = 256 << 20
 
 #: Upper bound of an axis; no array could have a larger one.
@@ -52,14 +52,14 @@ class MatrixEntry:
     """One stacked matrix (`w13` or `w2`) of one layer."""
 
     spec: MatrixSpec  #: the logical matrix of one expert, before padding
-    padded_n: int  #: output features as stored (`w13`: both halves)
-    padded_k: int  #: input features as stored
+    padded_n: int  #: output features as stored, with padding (`w13`: gate and up together)
+    padded_k: int  #: input features as stored, with padding
     tensors: Mapping[str, str]  #: part (`weight`, `scale`, `zero`, `bias`) to the name of the stacked tensor `[E, ...]`
     padded_group: int | None = None  #: group size as stored, where a single group was padded to several; else None
 
     @property
     def padded_spec(self) -> MatrixSpec:
-        """The spec that the layout packed."""
+        """Spec with the padded sizes, which the layout packed."""
         padded = self.spec.with_sizes(n=self.padded_n, k=self.padded_k)
         return padded if self.padded_group is None else dataclasses.replace(padded, group_size=self.padded_group)
 
@@ -73,12 +73,12 @@ class RankEntry:
     experts: tuple[int, int]
     #: `(start, stop)` of its intermediate features: rows of gate and of up, columns of w2.
     intermediate: tuple[int, int]
-    matrices: Mapping[StackedRole, MatrixEntry]  #: its `w13` and `w2`, sizes those of the shard
+    matrices: Mapping[StackedRole, MatrixEntry]  #: the rank's `w13` and `w2`, with the sizes of its shard
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Form in which a layer serves several ranks."""
+    """Way in which several ranks get their parts of a layer."""
 
     axis: Literal["tp", "ep"] | None = None  #: what the deployment cuts: `tp`, `ep`, or None for a single rank
     #: `unsharded`, one packing that a loader reads whole or slices, or `ranks`, one packing per rank.
@@ -94,19 +94,19 @@ class LayerEntry:
     prefix: str  #: module path of the experts, such as `model.layers.0.mlp.experts`
     num_experts: int  #: routed experts, the leading axis of every stacked tensor
     layout: str
-    #: `w13` and `w2`; where the layer is written rank by rank their tensors are those of `ranks` instead.
+    #: `w13` and `w2` of the whole layer; their tensors are in `ranks` where the layer is written rank by rank.
     matrices: Mapping[StackedRole, MatrixEntry]
     #: Projection to one logical digest per expert (see `moeq.digest`).
     digests: Mapping[Projection, tuple[str, ...]] = field(default_factory=dict)
     sharding: Sharding = field(default_factory=Sharding)  #: how ranks get their part
     ranks: tuple[RankEntry, ...] = ()  #: one entry per rank where the layer is written rank by rank; else empty
-    losses: int = 0  #: stored numbers that packing changed, allowed explicitly; the digests are then of what is stored
+    losses: int = 0  #: numbers that packing changed with the user's permission; `digests` then cover the stored numbers
     #: Group size of the source, where its groups were cut into smaller ones that repeat the scale
-    #: (`moeq.model.regroup`); the matrices here have the smaller groups, the digests are of the source's.
+    #: (`moeq.model.regroup`); `matrices` have the smaller groups, `digests` cover the source's groups.
     source_group: int | None = None
 
     def source_spec(self, role: StackedRole) -> MatrixSpec:
-        """Return the spec of a matrix as the source has it."""
+        """Return the spec of a matrix with the source's group size."""
         spec = self.matrices[role].spec
         return spec if self.source_group is None else dataclasses.replace(spec, group_size=self.source_group)
 
@@ -138,9 +138,9 @@ class RestoreEntry:
     files: tuple[str, ...] = ()  #: the source's weight files, in order
     kept: tuple[str, ...] = ()  #: source tensors kept verbatim
     missing: tuple[str, ...] = ()  #: names of source files that were not kept (pickles, files of no index)
-    copied: tuple[str, ...] = ()  #: files beside the weights that are as they were in the source
-    stripped: tuple[str, ...] = ()  #: JSON files that the conversion has without the code that they named
-    no_code: bool = False  #: whether all code was left out
+    copied: tuple[str, ...] = ()  #: files beside the weights that were copied unchanged
+    stripped: tuple[str, ...] = ()  #: JSON files that were copied without their references to code
+    no_code: bool = False  #: whether all code was left out of the conversion
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class FileDigest:
     """Digests of a file."""
 
     bytes: int
-    blake3: str  #: hex BLAKE3 of the file; of a weight file, of its first bytes up to the data
+    blake3: str  #: hex BLAKE3 of the whole file, or of a weight file's first bytes up to its data
     tensors: Mapping[str, TensorDigest] = field(default_factory=dict)  #: digests of every tensor of a weight file
 
 
@@ -172,7 +172,7 @@ class SourceEntry:
 
 @dataclass(frozen=True)
 class JobEntry:
-    """Job that the folder is the result of, by which the same command recognises that it is done."""
+    """Conversion that made the folder; the same command compares it to see that there is nothing left to do."""
 
     plan: str  #: digest of the plan: source headers, options, layouts and output tensors
     sample: str  #: digest of sampled blocks of a local source's weights; empty for a commit of a repository
@@ -185,9 +185,9 @@ class Manifest:
 
     moeq_version: str
     source: SourceEntry
-    model: Mapping[str, Any]  #: what `moeq inspect --json` says of the source
+    model: Mapping[str, Any]  #: output of `moeq inspect --json` for the source
     backend: str
-    deployment: Mapping[str, Any]  #: deployment that it was converted for
+    deployment: Mapping[str, Any]  #: deployment that the checkpoint was converted for
     layers: tuple[LayerEntry, ...]
     digest: str  #: definition of the digests (`moeq.digest.DIGEST_NAME`)
     advisories: tuple[str, ...] = ()  #: codes of engine defects that touch this deployment
@@ -196,10 +196,10 @@ class Manifest:
     restore: RestoreEntry | None = None
     #: Every other file of the folder, by name; None in manifests of versions that did not record them.
     files: Mapping[str, FileDigest] | None = None
-    intact: bool = True  #: whether the seal, a digest of all the rest, is right; not written to the file
-    #: Loaders that take it, as far as its writer knew (`vLLM 0.33.0 ...`); empty if it knew none.
+    intact: bool = True  #: whether the seal, a digest of everything else, is right; not written to the file
+    #: Loaders that its writer knew to load the checkpoint (`vLLM 0.33.0 ...`); empty if there was none.
     loads_in: tuple[str, ...] = ()
-    job: JobEntry | None = None  #: what was asked for; None in manifests of versions that did not record it
+    job: JobEntry | None = None  #: conversion that was asked for; None in manifests of versions that did not record it
 
     def layer(self, layer: int) -> LayerEntry:
         """Return the entry of a layer. Raises MoeqError `usage.no-such-layer`."""
@@ -226,7 +226,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read `moeq.json` of a converted checkpoint.
 
     Raises MoeqError `source.missing` where there is no folder, `usage.not-converted` for a source checkpoint,
-    `source.no-manifest` where there is none, `source.bad-manifest` where it cannot be understood.
+    `source.no-manifest` where the folder has no manifest, `source.bad-manifest` where the manifest is not valid.
     """
     path = folder / MANIFEST_NAME
     if not os.path.lexists(path):
@@ -279,7 +279,7 @@ def parse_manifest(raw: bytes, path: Path) -> Manifest:
 
 
 def _check(manifest: Manifest, path: Path) -> None:
-    """Check that a manifest is consistent in itself. Raises MoeqError `source.bad-manifest`."""
+    """Check that the entries of a manifest agree with each other. Raises MoeqError `source.bad-manifest`."""
     layers = [entry.layer for entry in manifest.layers]
     if not layers:
         _refuse(path, "layers", "is empty")
@@ -306,7 +306,7 @@ def _check(manifest: Manifest, path: Path) -> None:
 
 
 def _check_source_group(path: Path, place: str, entry: LayerEntry) -> None:
-    """Refuse a group size of the source that does not consist of whole written groups."""
+    """Refuse a source's group size that is not a multiple of the written group size."""
     if entry.source_group is None:
         return
     _size(path, place, entry.source_group)

@@ -51,13 +51,13 @@ class Source(ABC):
         revision: commit of a Hub source, else None.
         side_configs: quantisation configs in files of their own, by file name.
         index: name of the index file, or None where there is none.
-        warnings: whatever is unusual about the files.
+        warnings: warnings about unusual files.
         stale: tensors that engines load although the index does not name them (`moeq.checkpoint.index.Merged`).
         expert_names: names of the tensors that conversion consumes; everything else is copied unchanged. Set by
             `moeq.model.open`, which knows the experts.
-        reread: read tensors twice and compare.
-        remote: whether reading a tensor is a request.
-        metadata: `__metadata__` of all weight files.
+        reread: whether tensors are read twice and compared.
+        remote: whether reading a tensor sends a request over the network.
+        metadata: `__metadata__` of all weight files, merged.
     """
 
     reread = False
@@ -81,7 +81,7 @@ class Source(ABC):
         self._identity: str | None = None
 
     def _take(self, weights: Weights, headers: Sequence[Header], names: Iterable[str]) -> None:
-        """Take the tensors that headers tell of; `names` lists the files of the top folder."""
+        """Store the tensors, files and warnings of the headers; `names` lists the files of the top folder."""
         merged = merge_headers(weights, headers)
         self.tensors, self.stale = merged.tensors, merged.stale
         self.files = tuple(FileEntry(header.file, header.size) for header in headers)
@@ -97,23 +97,23 @@ class Source(ABC):
     def open(self, file: str) -> int:
         """Open a file of the checkpoint for reading.
 
-        Raises MoeqError `source.changed` where it is not the file that was opened first; `source.not-a-file`,
+        Raises MoeqError `source.changed` if the file changed after it was first opened; `source.not-a-file`,
         `source.missing-file`, `source.unreadable`.
         """
         return open_regular(self.path(file), file)
 
     def read_file(self, file: str, limit: int) -> bytes:
-        """Read all bytes of a file, the same every time. Raises as `open`, and `source.too-large`."""
+        """Read all bytes of a file, at most `limit`. Raises as `open`, and `source.too-large`."""
         with closing_fd(self.open(file)) as fd:
             return read_whole(fd, file, limit)
 
     def size_of(self, file: str) -> int:
-        """Return the bytes of a file other than a weight file. Raises as `open`."""
+        """Return the size in bytes of a file that is no weight file. Raises as `open`."""
         with closing_fd(self.open(file)) as fd:
             return os.fstat(fd).st_size
 
     def require_unchanged(self) -> None:
-        """Look again at everything that was read so far. Raises MoeqError `source.changed`."""
+        """Check that no file that was read so far has changed. Raises MoeqError `source.changed`."""
         return  # a commit of a repository does not change
 
     def require_inside(self, file: str) -> None:
@@ -121,15 +121,15 @@ class Source(ABC):
         return  # a repository has no such links
 
     def side_files(self) -> tuple[str, ...]:
-        """List all other files of the top folder: tokenizer, generation config, licence, ..."""
+        """List the files of the top folder beside weights and index: tokenizer, generation config, licence, ..."""
         return self._side_files
 
     def has_side_file(self, file: str) -> bool:
-        """Return whether `side_files` lists a file, without making any."""
+        """Return whether `side_files` lists a file, without creating files."""
         return file in self.side_files()
 
     def identity(self) -> str:
-        """Return a digest that changes when the config or any tensor's place does. Reads no data; made once."""
+        """Return a hex digest that changes when the config or any tensor's place does, from headers alone."""
         if self._identity is None:
             self._identity = self._make_identity()
         return self._identity
@@ -149,7 +149,7 @@ class Source(ABC):
             raise MoeqError("source.no-such-tensor", f"{self.name} has no tensor {ascii(name)[:200]}") from None
 
     def read_bytes(self, file: str, start: int, end: int) -> bytearray:
-        """Read bytes `[start, end)` of a file. None of them stay mapped or cached.
+        """Read bytes `[start, end)` of a file into a new buffer; no memory map stays open.
 
         Raises MoeqError `source.truncated` where the file has become shorter than its header said.
         """
@@ -172,12 +172,12 @@ class Source(ABC):
                 raise two_reads(file, start, start + len(view))
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, and no byte besides."""
+        """Read one tensor, and no other bytes of its file."""
         entry = self.entry(name)
         return tensor_of(self.read_bytes(entry.file, entry.start, entry.end), entry.dtype, entry.shape, name)
 
     def peek(self, entry: TensorEntry) -> bytes:
-        """Read the bytes of one small tensor while a checkpoint is opened; of a repository, without its file."""
+        """Read the bytes of one small tensor while a checkpoint is opened; a repository downloads no whole file."""
         return bytes(self.read_bytes(entry.file, entry.start, entry.end))
 
     def read_rows(self, entry: TensorEntry, first: int, stop: int) -> Tensor:
@@ -191,7 +191,7 @@ class Source(ABC):
         return self.read_rows(entry, row, row + 1)[0]
 
 
-#: Torch dtype by safetensors dtype, for those torch has.
+#: Safetensors dtype to the name of the torch dtype, where torch has one.
 _TORCH_DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -216,7 +216,7 @@ _TORCH_DTYPES = {
 
 
 def tensor_of(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) -> Tensor:
-    """Make a tensor of stored bytes. Raises MoeqError `source.unsupported-dtype`."""
+    """Make a tensor from stored bytes of a safetensors dtype. Raises MoeqError `source.unsupported-dtype`."""
     import torch
 
     if dtype not in _TORCH_DTYPES:
@@ -224,7 +224,7 @@ def tensor_of(data: bytearray, dtype: str, shape: tuple[int, ...], name: str) ->
     torch_dtype = getattr(torch, _TORCH_DTYPES[dtype])
     if not data:
         return torch.empty(shape, dtype=torch_dtype)
-    # A copy of its own, so alignment of the file does not matter and nothing else can change it.
+    # The tensor owns `data`, a copy: alignment in the file does not matter, and nothing else can change its bytes.
     return torch.frombuffer(data, dtype=torch.uint8).view(torch_dtype).reshape(shape)
 
 
@@ -250,7 +250,7 @@ class LocalSource(Source):
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Paths that belong to the checkpoint with all that is in them."""
+        """Folders that belong to the checkpoint with everything inside."""
         return (self.folder,)
 
     def path(self, file: str) -> Path:

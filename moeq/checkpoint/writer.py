@@ -21,14 +21,13 @@ from moeq.checkpoint.header import DTYPE_BITS
 from moeq.checkpoint.outputs import OutputFolder
 from moeq.errors import MoeqError
 
-#: Data begins at a multiple of this, and writes of such multiples bypass the page cache (a page, and more than any
-#: disk's block).
+#: Alignment in bytes of a file's data and of writes that bypass the page cache: one page, at least any disk's block.
 BLOCK = 4096
 
-#: Shorter writes go through the page cache: a disk takes few large ones better than many small ones.
+#: Fewest bytes of a write that bypasses the page cache, which joins shorter ones: disks write large pieces faster.
 _MIN_DIRECT_BYTES = 16 * 1024
 
-#: Bytes for the page cache are gathered up to this, since they have to wait until no direct write is under way.
+#: Most bytes that are gathered for the page cache, because such writes have to wait for direct writes under way.
 _MAX_GATHERED_BYTES = 4 * 2**20
 
 
@@ -39,7 +38,7 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 @dataclass(frozen=True)
 class FileForm:
-    """Everything about a safetensors file but its data."""
+    """Everything about a safetensors file except its data."""
 
     header: bytes  #: first bytes of the file, up to its data
     ranges: Mapping[str, tuple[int, int]]  #: tensor name to `(start, stop)`, bytes of the file
@@ -67,7 +66,7 @@ def file_form(
 
 
 def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
-    """Refuse at once where the file system cannot hold files that are about to be made.
+    """Refuse at once if the file system cannot hold files (name to size in bytes) that are about to be made.
 
     Raises MoeqError `resources.disk-full`, with the arithmetic; `environment.write`.
     """
@@ -89,7 +88,7 @@ def require_free_space(folder: OutputFolder, sizes: Mapping[str, int]) -> None:
 
 
 def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> None:
-    """Make a file of its final size with its first bytes; data that is already in it stays.
+    """Create a file of its final size and write its header; data that is already in the file stays.
 
     Several processes may do this at once: whatever the order of their steps, none undoes what another has written.
     Raises MoeqError `resources.disk-full` where the file system cannot hold the file, `environment.write`,
@@ -108,8 +107,8 @@ def prepare_file(folder: OutputFolder, name: str, header: bytes, size: int) -> N
 class OutputFile:
     """A prepared file, open for writing in place from any thread; written bytes are in the file after `sync`.
 
-    Whole blocks are written past the page cache where the file system can: a copy less and no pages to fill, which is
-    most of what writing costs. Memory has to begin as far past a multiple of `BLOCK` as its place in the file for that.
+    Whole blocks bypass the page cache where the file system supports it, which saves a copy and the filling of pages,
+    most of the cost of writing. For that, address in memory and place in the file have to be equal modulo `BLOCK`.
 
     Raises:
         MoeqError: `environment.planted`.
@@ -124,7 +123,7 @@ class OutputFile:
         self._lock = threading.Lock()
 
     def write(self, data: memoryview, position: int) -> None:
-        """Write all of `data` to a place of the file. Raises OSError."""
+        """Write all of `data` at byte `position` of the file. Raises OSError."""
         first = -position % BLOCK
         last = first + max(len(data) - first, 0) // BLOCK * BLOCK
         if self._direct < 0 or last - first < _MIN_DIRECT_BYTES:
@@ -162,7 +161,7 @@ class OutputFile:
         write_at(self.fd, b"".join(run), start)
 
     def _write_direct(self, data: memoryview, position: int) -> int:
-        """Write past the page cache; returns the bytes written, fewer than all where the file system refuses."""
+        """Write past the page cache; return the number of bytes written, fewer than all if the file system refuses."""
         done = 0
         while done < len(data) and done % BLOCK == 0:
             try:
@@ -194,7 +193,7 @@ class Sink(Protocol):
     fd: int
 
     def write(self, data: memoryview, position: int) -> None:
-        """Take all of `data` for a place of the file."""
+        """Write all of `data` at byte `position` of the file."""
 
     def sync(self) -> None:
         """Flush everything to disk."""

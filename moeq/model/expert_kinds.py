@@ -37,7 +37,7 @@ Unit = Mapping[StoredName, Mapping[str, TensorEntry]]
 
 @dataclass(frozen=True)
 class ExpertKind:
-    """Kind of an expert: the scheme of each of its projections, by headers and config."""
+    """Schemes of an expert's projections, found from headers and config."""
 
     projections: Mapping[StoredName, Described]  #: `gate`, `up`, `down`, or `gate_up` where gate and up are one tensor
     #: Whether gate and up rows of a `gate_up` tensor are interleaved instead of two halves; None if unknown.
@@ -59,7 +59,7 @@ class ExpertKind:
         return list(dict.fromkeys(described.scheme for described in self.projections.values()))
 
     def problems(self) -> list[str]:
-        """List the reasons why this kind cannot be converted, apart from its formats."""
+        """List the reasons, other than its formats, why this kind cannot be converted."""
         if self.interleaved is None and "gate_up" in self.projections:
             return [UNKNOWN_ORDER]
         try:
@@ -88,11 +88,11 @@ class ExpertKind:
         if "gate_up" in self.projections and role in ("gate", "up"):
             return replace(found, role=role, n=found.n // 2)
         if role == "w13" and "gate" in self.projections:
-            return _joined(self.projections["gate"].spec, found)
+            return _joined_spec(self.projections["gate"].spec, found)
         return replace(found, role=role)
 
 
-def _joined(gate: MatrixSpec, up: MatrixSpec) -> MatrixSpec:
+def _joined_spec(gate: MatrixSpec, up: MatrixSpec) -> MatrixSpec:
     joined = replace(gate, role="w13", n=gate.n + up.n)
     if replace(up, role="w13", n=joined.n) != joined:
         inconsistent("gate and up projections", f"differ and cannot be fused: gate {gate}, up {up}")
@@ -113,7 +113,7 @@ class Experts:
     Attributes:
         num_experts: number of experts found.
         flat: whether experts are stacked along the rows of 2-D tensors (DBRX) instead of an axis of their own.
-        transposed: whether stacked tensors that are not quantised are transposed.
+        transposed: whether stacked tensors that are not quantised are stored transposed.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Experts:
     ) -> None:
         self.layer = layer
         self._declared_sets = declared_sets
-        self.num_experts = _count(layer, declared_experts)
-        self.flat = layer.fused and _flat(layer)
+        self.num_experts = _expert_count(layer, declared_experts)
+        self.flat = layer.fused and _is_flat(layer)
         self.transposed = layer.fused and transposed
         self._declaration = declaration
         self._interleaved = interleaved
@@ -198,7 +198,7 @@ class Experts:
             found = match_format(sigs[projection], declared[projection])
             if found is None:
                 method = self._declaration.method if self._declaration else None
-                _unknown(self.layer.module(projection, expert), sigs[projection], method)
+                _refuse_unknown(self.layer.module(projection, expert), sigs[projection], method)
             formats[projection] = found
         hints = _k_hints({projection: formats[projection].out_features(sigs[projection]) for projection in formats})
         gated = "gate" in formats or "gate_up" in formats
@@ -224,7 +224,7 @@ def is_whole(part: str, entry: TensorEntry) -> bool:
 
 
 def _headers_only(declaration: Declaration | None) -> Declared:
-    """Make a declaration for tensors that are quantised although no config says so."""
+    """Return the declaration of tensors that are quantised although the config does not say so."""
     if declaration and declaration.default:
         return declaration.default
     return Declared(method=declaration.method if declaration else "", rule="tensor headers")
@@ -269,13 +269,13 @@ def _is_uniform(layer: LayerExperts, count: int) -> bool:
     )
 
 
-def _flat(layer: LayerExperts) -> bool:
+def _is_flat(layer: LayerExperts) -> bool:
     weights = [entries[FUSED] for (_, part), entries in layer.parts.items() if part == "weight" and FUSED in entries]
     return bool(weights) and all(len(entry.shape) == 2 for entry in weights)
 
 
-def _count(layer: LayerExperts, declared: int | None) -> int:
-    if layer.fused and _flat(layer):
+def _expert_count(layer: LayerExperts, declared: int | None) -> int:
+    if layer.fused and _is_flat(layer):
         rows = {entry.shape[0] for entry in layer.tensors()}
         if not declared or len(rows) != 1 or rows.pop() % declared:
             detail = f"rows {sorted(entry.shape[0] for entry in layer.tensors())} do not split into {declared} experts"
@@ -303,7 +303,7 @@ def _count(layer: LayerExperts, declared: int | None) -> int:
 
 
 def _k_hints(outputs: Mapping[StoredName, int]) -> dict[StoredName, int]:
-    """Return the input features of each projection: the output features of its sibling."""
+    """Return the input features of each projection, which are its sibling's output features."""
     hints: dict[StoredName, int] = {}
     up = outputs.get("up") or outputs.get("gate") or (outputs["gate_up"] // 2 if "gate_up" in outputs else None)
     down = outputs.get("down")
@@ -314,7 +314,7 @@ def _k_hints(outputs: Mapping[StoredName, int]) -> dict[StoredName, int]:
     return hints
 
 
-def _unknown(module: str, parts: Mapping[str, PartSig], method: str | None) -> NoReturn:
+def _refuse_unknown(module: str, parts: Mapping[str, PartSig], method: str | None) -> NoReturn:
     shown = ", ".join(f"{part} {sig.dtype}{list(sig.shape)}" for part, sig in sorted(parts.items()))
     declared = f"the config says {method}, and " if method else ""
     detail = f"{module}: {declared}no format that moeq knows has the tensors {shown[:400]}"

@@ -1,8 +1,8 @@
 """AWQ in its three packings, and the config that names them. Checked against AutoAWQ 0.2.9.
 
 "gemm": codes packed along `N` in int32 words, eight nibbles in a fixed shuffled order. `qweight` I32 `[K, N / 8]`,
-`qzeros` I32 `[G, N / 8]` (absent where symmetric), `scales` `[G, N]`, optional `bias` `[N]`. Zero points are stored as
-they are. GPTQModel and AutoRound write the same.
+`qzeros` I32 `[G, N / 8]` (absent where symmetric), `scales` `[G, N]`, optional `bias` `[N]`. Zero points are stored
+without an offset. GPTQModel and AutoRound write the same packing.
 
 "gemv": codes packed along `K`, nibbles in natural order, scales and zero points padded to whole words. `qweight` I32
 `[N, K / 8]`, `qzeros` I32 `[N, Z]`, `scales` F16 `[N, 8 * Z]`, where `Z` is the number of words that hold `G` nibbles,
@@ -36,7 +36,7 @@ PARTS: PartRoles = {"qweight": "codes", "scales": "scale", "qzeros": "zeros", "b
 #: Nibble of a word that holds column `8 * c + j`, for `j` = 0 .. 7.
 NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
-#: Spellings of the on-disk packing. exllama is a runtime kernel for the gemm packing.
+#: Other names of packings in configs. exllama is a runtime kernel for the gemm packing.
 _VARIANTS = {"exllama": "gemm", "llm-awq": "gemv_fast"}
 
 
@@ -129,7 +129,7 @@ class Awq(Format):
 
 
 def _check_width(bits: int, context: Context) -> None:
-    """Refuse widths that writers pack differently: 4 bits are alike, and 8 bits are known of GPTQModel only."""
+    """Refuse widths that writers pack differently: all pack 4 bits alike, and only GPTQModel's 8 bits are known."""
     if bits == 4 or (bits == 8 and "gptqmodel" in (context.declared.writer or "").lower()):
         return
     raise MoeqError(
@@ -175,7 +175,7 @@ class _PaddedAwq(Format):
     def _describe_padded(
         self, parts: Parts, context: Context, n: int, k: int, scales: int, storage: str, packing: str
     ) -> Described:
-        """Describe `[n, k]` codes of 4 bits under rows of `scales` stored scales."""
+        """Describe `[n, k]` codes of 4 bits with `scales` stored scales per row."""
         size = padded_group_size(context, k, scales)
         scale_dtype = context.float_name(parts, "scales")
         spec = context.spec(parts, n, k, "int4", size, scale_dtype, symmetric=False)
@@ -220,7 +220,7 @@ class AwqGemv(_PaddedAwq):
 
 
 def padded_group_size(context: Context, k: int, scales: int) -> int:
-    """Return the declared group size: padded rows of `scales` numbers do not tell it."""
+    """Return the declared group size, which the number of stored scales (`scales`, padded) cannot tell."""
     size = context.declared.group_size
     if size is None:
         context.refuse("scales are padded, so the group size has to be declared, and it is not")

@@ -1,7 +1,7 @@
-"""Base classes of checkpoint formats: recognise, describe, decode and rebuild one projection of one expert. No torch.
+"""Base classes of checkpoint formats: recognise, describe, decode and rebuild one projection of one expert.
 
-A format is one `Format` (or `ReadOnlyFormat`) subclass and one row in the registry. `matches` and
-`describe` look at headers and config only; `unpack` and `repack` see data.
+A format is one `Format` (or `ReadOnlyFormat`) subclass and one row in the registry. `matches` and `describe` look at
+headers and config only and import no torch; `unpack` and `repack` read data.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moeq.schemes.declared import Declared
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Parts that hold the static scale of a projection's activations, and whether they hold its reciprocal.
+#: Part that holds the static scale of a projection's activations -> whether it holds the scale's reciprocal.
 ACTIVATION_SCALES = {"input_scale": False, "input_global_scale": True}
 
 
@@ -47,7 +47,7 @@ FLOAT_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Context:
-    """Facts beside the parts that a format may use."""
+    """Facts that a format may use beside the headers of the parts."""
 
     where: str  #: module name, for messages
     role: Role
@@ -98,7 +98,7 @@ class Context:
         symmetric: bool = True,
         act_order: bool = False,
     ) -> MatrixSpec:
-        """Make the spec of a projection; role, gate and bias are read alike in every format."""
+        """Make the spec of a projection; `role`, `gated` and the bias are found in the same way for every format."""
         return MatrixSpec(
             role=self.role,
             n=n,
@@ -113,7 +113,7 @@ class Context:
         )
 
     def resolve_groups(self, k: int, groups: int) -> int:
-        """Return the group size: the declared one, checked against the groups found; the last one may be partial.
+        """Return the group size: the declared one, checked against the number of groups; the last group may be partial.
 
         Raises MoeqError `source.inconsistent` with both numbers.
         """
@@ -156,15 +156,15 @@ PartRoles = Mapping[str, PartRole]
 
 @dataclass(frozen=True)
 class FastView:
-    """Storage of a format whose bytes the fast path can read as matrices of codes, scales and zero points.
+    """Description of stored bytes that the fast path can read as matrices of codes, scales and zero points.
 
     Codes are 4 or 8 bits wide, in little-endian words along K; zero points are packed likewise along N.
     """
 
     transposed: bool = False  #: whether stored matrices have their rows along K (or groups) instead of along N
-    #: Nibble of each of 8 columns, where eight codes along N are packed into a word.
+    #: Position in the word of each of 8 columns' nibbles, where eight codes along N are packed into a word; else None.
     nibble_of_column: tuple[int, ...] | None = None
-    signed: bool = False  #: whether codes are two's complement bytes; the logical ones are offset by 128
+    signed: bool = False  #: whether codes are two's complement bytes; logical codes add 128 to them
     repeated_scales: bool = False  #: whether several rows may share one stored scale, as the scheme's group shape says
     divisors: tuple[str, ...] = ()  #: parts that hold the reciprocal of a second-level scale
 
@@ -179,10 +179,10 @@ class Described:
 
 @dataclass(frozen=True)
 class Encoding:
-    """Contribution of a format to a `Scheme` beside the sizes."""
+    """What a format knows of a `Scheme` beside the sizes."""
 
     storage: str  #: container of a code
-    packing: str  #: place of a code in its container, for people
+    packing: str  #: place of a code in its container, in words
     granularity: Granularity = "group"
     group_shape: tuple[int, int] = (1, -1)  #: `(rows, columns)` that share a scale, -1 for a whole axis
     scale2: ScaleKey | None = None
@@ -200,7 +200,7 @@ class Format(ABC):
     #: Roles of the parts whose every stored bit is in the matrix: `repack` must give them back unchanged.
     bijective: ClassVar[tuple[PartRole, ...]] = ()
     padded_scales: ClassVar[bool] = False  #: whether the writer fills rows of scales with zeros
-    refusal: ClassVar[str | None] = None  #: None; see `ReadOnlyFormat`
+    refusal: ClassVar[str | None] = None  #: reason why the format is not converted; None for all but `ReadOnlyFormat`
 
     def title_of(self, scheme: Scheme) -> str:
         """Return the short name of a scheme for people."""
@@ -212,10 +212,10 @@ class Format(ABC):
 
     @abstractmethod
     def matches(self, parts: Parts, declared: Declared | None) -> bool:
-        """Return whether the parts are of this format: suffixes, dtypes and ranks, the config only where those tie."""
+        """Return whether the parts are of this format by names, dtypes and ranks; the config only breaks ties."""
 
     def out_features(self, parts: Parts) -> int:
-        """Return `N`, which every format's headers tell by themselves."""
+        """Return `N` from the headers alone, which suffice in every format."""
         role, axis = self.rows
         return parts[self.name_of(role, parts)].shape[axis]
 
@@ -230,7 +230,7 @@ class Format(ABC):
     def _described(
         self, spec: MatrixSpec, declared: Declared, encoding: Encoding, zero_point: ZeroPoint | None = None
     ) -> Described:
-        """Join sizes, what the config says and how the format encodes to a scheme.
+        """Return the scheme made from the sizes, the config's declaration and the format's encoding, with its spec.
 
         Without `zero_point`, zero points are stored as they are if the matrix has some.
         """
@@ -256,21 +256,23 @@ class Format(ABC):
 
     @abstractmethod
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
-        """Return the stored tensor of one part, the inverse of `unpack`; None where the matrix does not tell.
+        """Return the stored tensor of one part, the inverse of `unpack`; None if the matrix does not determine it.
 
-        Nothing here is trusted: conversion compares what is rebuilt with the source and keeps every tensor that
-        differs, except where `is_bijective` says that it cannot.
+        The result is not trusted: conversion compares it with the source and keeps every tensor that differs, except
+        where `is_bijective` says that none can differ.
 
-        The matrix is the projection as it is stored (a fused gate/up tensor: all its rows, in stored order); `part` is
-        never the bias, and `sig` is what the source has.
+        Args:
+            matrix: the projection as it is stored; a fused gate/up tensor has all its rows, in stored order.
+            part: name of the part, never the bias.
+            sig: dtype and shape of the part in the source.
         """
 
     def is_bijective(self, part: str, spec: MatrixSpec) -> bool:
-        """Return whether every stored bit of the part is in a matrix of these sizes: see `bijective`."""
+        """Return whether a matrix of these sizes holds every stored bit of the part (see `bijective`)."""
         return self.parts.get(part) in self.bijective
 
     def fast_view_of(self, scheme: Scheme) -> FastView | None:
-        """Return how the fast path reads this scheme: `fast_view`, unless a format has forms that it cannot read."""
+        """Return how the fast path reads this scheme, or None; formats override it for schemes that it cannot read."""
         return self.fast_view
 
     def rebuild(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
@@ -296,7 +298,7 @@ class ReadOnlyFormat(Format):
 
 
 def matrices(parts: Parts, **wanted: tuple[str, ...]) -> tuple[PartSig, ...] | None:
-    """Return parts by name, if all have two axes and one of their dtypes (empty: any); otherwise None."""
+    """Return the named parts if all have two axes and one of their accepted dtypes (empty: any); otherwise None."""
     found = tuple(sig for name in wanted if (sig := parts.get(name)) is not None and len(sig.shape) == 2)
     fits = all(not dtypes or sig.dtype in dtypes for sig, dtypes in zip(found, wanted.values(), strict=False))
     return found if fits and len(found) == len(wanted) else None
@@ -307,7 +309,7 @@ INTEGERS = ("I32", "I64")
 
 
 def float_matrix(spec: MatrixSpec, values: Tensor, parts: Mapping[str, Tensor]) -> QuantizedMatrix:
-    """Make a matrix of numbers under scales of 1. Raises MoeqError `source.bad-data` if some are not finite."""
+    """Make a matrix of floats with scales of 1. Raises MoeqError `source.bad-data` if some are not finite."""
     import torch
 
     if not bool(torch.isfinite(values).all()):

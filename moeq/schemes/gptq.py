@@ -116,7 +116,7 @@ def _refusal(fields: Fields, variant: str) -> str | None:
 
 
 def _dynamic_rules(fields: Fields, default: Declared) -> list[tuple[str, Declared | None]]:
-    """Read GPTQModel's `dynamic`, regex to overrides. Excluding rules (`-:`) come first, then file order."""
+    """Return the rules of GPTQModel's `dynamic` table: excluding ones (`-:`) first, the others in file order."""
     rules: list[tuple[str, Declared | None]] = []
     for text, overrides in fields.table_of("dynamic").items():
         pattern = text[2:] if text.startswith(("-:", "+:")) else text
@@ -196,7 +196,7 @@ class Gptq(Format):
     def repack(self, matrix: QuantizedMatrix, part: str, sig: PartSig, scheme: Scheme) -> Tensor | None:
         spec = matrix.spec
         if scheme.checkpoint_format == "gptq_p" and 8 % spec.bits:
-            return None  # bit planes
+            return None  # bit planes are not rebuilt
         if part == "qweight":
             return pack_stream(matrix.codes, spec.bits, sig.shape[0]).t().contiguous()
         if part == "scales":
@@ -248,7 +248,7 @@ def stored_zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
 
 
 def _zeros(qzeros: Tensor, spec: MatrixSpec, scheme: Scheme) -> Tensor:
-    """Return effective zero points, uint8 `[N, G]`; those of a symmetric matrix must be the constant."""
+    """Return effective zero points, uint8 `[N, G]`; refuse a symmetric matrix's unless they are the constant."""
     stored = stored_zeros(qzeros, spec, scheme)
     raw = scheme.zero_point == "stored"
     if spec.symmetric:
@@ -323,7 +323,7 @@ def _check_symmetric(stored: Tensor, spec: MatrixSpec, raw: bool) -> None:
 
 
 def _check_corruption(qzeros: Tensor, bits: int) -> None:
-    """Refuse words whose higher fields are all ones, which AutoGPTQ 0.7 made of a zero point of 0: unrecoverable."""
+    """Refuse words whose higher fields are all ones: AutoGPTQ 0.7 overwrote them where a zero point was 0."""
     import torch
 
     if 32 % bits:
@@ -361,7 +361,7 @@ def read_group_index(g_idx: Tensor | None, spec: MatrixSpec) -> Tensor | None:
 
 
 def impossible_groups(index: list[int], num_groups: int, group_size: int) -> str | None:
-    """Return why a group index is none that a quantiser writes: groups that do not exist, or of wrong sizes."""
+    """Return why no quantiser writes this group index (groups that do not exist or have wrong sizes), or None."""
     low, high = min(index), max(index)
     if low < 0 or high >= num_groups:
         return f"ranges from {low} to {high}; indices are 0 to {num_groups - 1}"

@@ -6,14 +6,14 @@ bytes whose shape is `(0, bits)`, from the file's metadata.
 
 `Int4Tensor`: `_weight_qdata` `[N, K / 2]` bytes, low half first, two's complement, `_weight_scale` and
 `_weight_zero_point` `[K / group, N]`. A number is `code * scale + zero_point`. Zero points are 0 where activations are
-float8; `_weight_int4`, of shape `(0, 1)` there and `(0, 0)` elsewhere, is added likewise.
+float8. There `moeq.model.missing_sizes` adds `_weight_int4` of shape `(0, 1)`, elsewhere of shape `(0, 0)`.
 
 `Float8Tensor`: `_weight_qdata` F8_E4M3 `[N, K]`, `_weight_scale` F32 `[N, 1]`, `[1, 1]`, or one per block.
 
 `MXTensor`: `_weight_qdata` F8_E4M3 `[N, K]` or U8 `[N, K / 2]`, low half first, `_weight_scale` F8_E8M0 `[N, K / 32]`.
-`NVFP4Tensor`: the latter with `_weight_scale` F8_E4M3 `[N, K / 16]` and perhaps one `_weight_per_tensor_scale`. Scales
-may lie in cuBLAS's order, `[32 ceil(N / 128), 16 ceil(G / 4)]`: blocks of 128 x 4 as 32 rows of four runs
-(`to_blocked`).
+`NVFP4Tensor`: `_weight_qdata` U8 as in `MXTensor`, `_weight_scale` F8_E4M3 `[N, K / 16]` and perhaps one
+`_weight_per_tensor_scale`. Scales of both may be in cuBLAS's order, `[32 ceil(N / 128), 16 ceil(G / 4)]`: blocks of
+128 x 4 as 32 rows of four runs (`to_blocked`).
 
 Checked against torchao 0.18; packing of `Int4Tensor` is that of FBGEMM 1.9 (`pack_int4`).
 """
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
 METHOD = "torchao"
 
-#: Part that `moeq.model.missing_sizes` adds.
+#: Part that `moeq.model.missing_sizes` adds to integers in bytes; its last size is the number of bits.
 BITS = "_weight_bits"
 
-#: Part that it adds to packed int4; the last size says whether zero points are 0.
+#: Part that `moeq.model.missing_sizes` adds to packed int4; its last size is 1 if all zero points are 0, else 0.
 INT4 = "_weight_int4"
 
-#: Part that it adds to matrices under scales of 32 or 16 numbers.
+#: Part that `moeq.model.missing_sizes` adds to matrices with one scale per 32 or 16 numbers.
 MX = "_weight_mx"
 
 #: Parts of other kinds of matrices, which change what the layer computes.
@@ -97,7 +97,7 @@ def _declared(config: object, origin: str) -> Declared:
         raise MoeqError("source.bad-config", f"{origin}: {ascii(config)[:80]} is no config of torchao")
     kind, data = config["_type"][:100], _data(config)
     mapping = _data_name(data, "mapping_type") or _data_name(data, "weight_mapping_type")
-    # Weights of int8 configs are always symmetric; `act_mapping_type` is that of activations.
+    # Weights of int8 configs are always symmetric; `act_mapping_type` describes the activations.
     symmetric = kind.startswith("Int8") and "Intx" not in kind if mapping is None else mapping.startswith("SYMMETRIC")
     activation = None
     if kind.startswith("Int8DynamicActivation"):
@@ -132,7 +132,7 @@ class _TorchAo(ReadOnlyFormat):
 
 
 class TorchAoInt(_TorchAo):
-    """Integers of 1 to 8 bits: an affine grid, as engines' formats have it."""
+    """Integers of 1 to 8 bits with scales and integer zero points, as in the formats of engines."""
 
     id = "torchao-int"
     title = "torchao: integers in bytes (`Int8Tensor`, `IntxUnpackedToInt8Tensor`)"
@@ -250,7 +250,7 @@ class TorchAoInt4(_TorchAo):
 
 
 class TorchAoFloat8(_TorchAo):
-    """FP8 under scales of rows, of the matrix, or of blocks."""
+    """FP8 with one scale per row, per matrix or per block."""
 
     id = "torchao-float8"
     title = "torchao: FP8 (`Float8Tensor`)"
@@ -284,7 +284,7 @@ class TorchAoFloat8(_TorchAo):
 
 
 class TorchAoMx(_TorchAo):
-    """FP8 or FP4 under one scale per 32 or 16 numbers."""
+    """FP8 or FP4 with one scale per 32 or 16 numbers."""
 
     id = "torchao-mx"
     title = "torchao: MXFP8, MXFP4 and NVFP4 (`MXTensor`, `NVFP4Tensor`)"
@@ -325,7 +325,7 @@ class TorchAoMx(_TorchAo):
         return _TWINS[spec.element, spec.scale_dtype][0].unpack(plain, spec, scheme)
 
 
-#: Formats with the same codes and scales, by the dtypes of both, and the bytes of codes that share a scale.
+#: Dtypes of codes and scales -> format with the same codes and scales, and the bytes of codes that share a scale.
 _TWINS: dict[tuple[str, str], tuple[Format, int]] = {
     ("e4m3", "e8m0"): (Mxfp8(), 32),
     ("e2m1", "e8m0"): (Mxfp4Packed(), 16),

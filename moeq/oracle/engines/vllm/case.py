@@ -33,7 +33,7 @@ SEQUENCE_PARALLEL_MODELS = frozenset(
 
 
 def is_integer(text: str) -> bool:
-    """Tell whether `int` parses a text."""
+    """Tell whether Python's `int` accepts a text."""
     try:
         int(text)
     except ValueError:
@@ -46,7 +46,7 @@ class Method:
     """One integration of the engine, and the facts that it reads from a config and passes to selection."""
 
     name: str  #: engine's class, `AutoGPTQMoEMethod`
-    family: str  #: family of the policy
+    family: str  #: name of its backend family in the policy
     config: str  #: config class that filters compare: `gptq`, `awq`, `ct`, `moe_wna16`, `quark`, `mxfp4`, ..
     weight_key: str  #: weight key that the integration builds; it may differ from the checkpoint
     activation_key: str | None = None  #: requested activation key, or None
@@ -78,7 +78,7 @@ class Method:
 class Case:
     """One method, shape and deployment, under one policy.
 
-    `brief` stops at the first failed rule: counterfactuals need only yes or no.
+    In a `brief` case, checks stop at the first failed rule: counterfactuals need only yes or no.
     """
 
     policy: EnginePolicy
@@ -153,12 +153,12 @@ class Case:
 
     @property
     def physical_experts(self) -> int:
-        """Number of experts that all ranks hold: those of the layer and the replicas of load balancing."""
+        """Number of experts that all ranks hold: the layer's experts and the replicas of load balancing."""
         return self.shape.num_experts + self.deployment.redundant_experts
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the model's class splits tokens over tensor-parallel ranks before the experts, with the default kind.
+        """Whether the model's class splits tokens over tensor-parallel ranks, as it does with the default all-to-all.
 
         Source: `ParallelConfig.use_sequence_parallel_moe`, and the classes that pass it on, vLLM 0.26.0 to 0.33.0.
         """
@@ -180,7 +180,7 @@ class Case:
         return self._env.get(name)
 
     def flag(self, name: str) -> str | None:
-        """Return a boolean variable in the spelling of the tables: `1`, `0` or None."""
+        """Return a variable in the spelling of the tables: `1` or `0` if it is boolean, None if it is unset."""
         value = self._env.get(name)
         if value is None:
             return None

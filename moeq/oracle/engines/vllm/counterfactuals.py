@@ -14,7 +14,9 @@ from moeq.oracle.records import MoeShape
 from moeq.spelling import option
 
 Config = Mapping[str, Any]
+#: Decides a changed question.
 Again = Callable[[Config, MoeShape, Deployment], Outcome]
+#: Tells whether a change may suggest a deployment.
 Admits = Callable[[Deployment], bool]
 
 
@@ -23,13 +25,14 @@ def admit_all(_: Deployment) -> bool:
     return True
 
 
+#: Tensor-parallel sizes and group sizes that are tried.
 TP_SIZES = (1, 2, 4, 8, 16)
 GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change that a user can make, and the changed question."""
+    """One change that a user can make (`text` describes it), and the changed question."""
 
     text: str
     config: Config
@@ -122,7 +125,7 @@ def _switches(case: Case, d: Deployment) -> Iterator[tuple[str, Deployment]]:
 
 
 def equipped(case: Case, d: Deployment, rows: Iterable[Variant]) -> Iterator[tuple[str, Deployment]]:
-    """Yield deployments with all packages and variables that a variant lacks."""
+    """Yield, for each variant, words and deployment with all packages and variables that the variant lacks."""
     for row in rows:
         packages = [name for name in row.packages if not case.package(name)]
         unmet = [(name, allowed[0]) for name, allowed in row.env if case.flag(name) not in allowed]
@@ -177,7 +180,7 @@ def _ct_configs(config: Config) -> Iterator[tuple[str, Config]]:
 
 
 def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tuple[tuple[str, str], ...]:
-    """Find the environment variables and packages whose other value would change what runs, with their values."""
+    """Return (name, present value) of the variables and packages with which another value changes what runs."""
     case = outcome.case
     found: list[tuple[str, str]] = []
     rows = candidate_variants(case)
@@ -185,7 +188,7 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
         present = case.package(package)
         if again(with_package(case.deployment, package, not present)).runs != outcome.runs:
             found.append((package, "present" if present else "absent"))
-    # A variable that is set matters if unsetting it changes the outcome; an unset one is tried if a class reads it.
+    # A set variable is tried unset; an unset one is tried with a value that some class asks for.
     others: dict[str, str | None] = {name: allowed[0] for row in rows for name, allowed in row.env}
     others.update({name: None for name, _ in case.deployment.env})
     for name, value in sorted(others.items()):
@@ -195,7 +198,7 @@ def sensitivity(outcome: Outcome, again: Callable[[Deployment], Outcome]) -> tup
 
 
 def candidate_variants(case: Case) -> list[Variant]:
-    """List the variants of the family's classes on this device: no switch helps other classes."""
+    """List the variants of the family's classes on this device; no switch makes a class of another device run."""
     return [variant for row in _classes(case) for variant in row.variants.get(case.device, ())]
 
 

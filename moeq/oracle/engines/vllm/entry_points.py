@@ -41,15 +41,15 @@ _OF_MODEL = {("mxfp4:gpt_oss", "mxfp4"): "gpt_oss_mxfp4", ("fp8:deepseek_v4", "f
 
 
 def canonical(name: str) -> str:
-    """Return the entry point behind a method's name."""
+    """Return the entry point that reads the config of a method in force."""
     return _ENTRIES.get(name, name)
 
 
 def declared_kind(config: Mapping[str, Any], shape: MoeShape, policy: EnginePolicy, device: str) -> str:
-    """Return what a config declares, in the spelling of the tables of names: its method, and a detail that matters.
+    """Return the method that a config declares with the detail that matters, as the policy's `names` spell it.
 
-    GPTQ and AWQ that the MoeWNA16 method does not take are `-odd`. MXFP4 distinguishes gpt-oss, FP8 DeepSeek-V4, and
-    ModelOpt its algorithm. Kimi-K3's compressed MXFP4 is plain MXFP4.
+    GPTQ and AWQ that the MoeWNA16 method does not take end in `-odd`. A suffix tells gpt-oss from other MXFP4 models,
+    DeepSeek-V4 from other FP8 models, and ModelOpt's algorithms apart. Kimi-K3's compressed MXFP4 is plain MXFP4.
     """
     declared = str(config.get("quant_method", ""))
     if declared == "gptq":
@@ -78,7 +78,7 @@ def _normalized(config: Mapping[str, Any]) -> str | None:
 
 
 def grouped_act_order(config: Mapping[str, Any]) -> bool:
-    """Tell whether `desc_act` meets more than one group, in the base config or in a rule."""
+    """Tell whether the base config or a rule has `desc_act` with more than one group."""
     found = [rule for rule in (config.get("dynamic") or {}).values() if isinstance(rule, Mapping)]
     rules = [{**config, **rule} for rule in found]
     return any(row.get("desc_act") and row.get("group_size") != -1 for row in [config, *rules])
@@ -139,7 +139,7 @@ def entry_of(policy: EnginePolicy, device: str, config: Mapping[str, Any], shape
     return canonical(_OF_MODEL.get((kind, found), found))
 
 
-#: Entry point -> reader. A method without a checkpoint config quantises while loading.
+#: Entry point -> reader of its config. Without a config, `read_online` is used: the engine quantises while loading.
 READERS: dict[str, Reader] = {
     "": unquantized,
     "gptq": read_gptq,
@@ -158,5 +158,5 @@ READERS: dict[str, Reader] = {
     "experts_int8": read_online,
 }
 
-#: Methods that no selection function serves.
+#: Methods whose experts run without a selection function.
 OUTSIDE = ("torchao", "fbgemm_fp8", "fp_quant", "bitsandbytes", "gguf", "hqq", "eetq")

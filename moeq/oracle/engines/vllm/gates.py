@@ -50,7 +50,7 @@ class GateRule:
 
 
 def _is_refused(stage: Stage, *, elsewhere: bool) -> bool:
-    """Tell whether this device refuses the names of the methods, and others accept them (`elsewhere`) or do not."""
+    """Tell whether this device refuses the method's name, and `elsewhere` says whether another device accepts it."""
     case, declared, asked = stage.case, stage.declared, stage.case.deployment.quantization
     named = (declared or asked is not None) and case.device
     if not named or in_force(case.policy, case.device, declared, asked) is not None:
@@ -136,7 +136,7 @@ def _aiter(case: Case) -> bool:
     return all(reason.code != "P01_DEVICE" for reason in class_reasons(replace(case, brief=False), row, "none"))
 
 
-#: Methods that support load balancing, with the supporting backends; None for all backends.
+#: Methods that support expert load balancing, with the backends that support it; None for all backends.
 _EPLB: dict[str, tuple[str, ...] | None] = {
     "UnquantizedFusedMoEMethod": None,
     "Fp8MoEMethod": None,
@@ -156,7 +156,8 @@ _EPLB: dict[str, tuple[str, ...] | None] = {
     "QuarkW8A8Mxfp8MoEMethod": None,
 }
 
-_EPLB_BEFORE_0_28 = ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16RDNA3MoEMethod")
+#: Methods that supported expert load balancing on every backend before vLLM 0.27.
+_EPLB_BEFORE_0_27 = ("CompressedTensorsWNA16MoEMethod", "CompressedTensorsWNA16RDNA3MoEMethod")
 
 
 def _eplb(stage: Stage) -> Iterator[Failed]:
@@ -165,14 +166,14 @@ def _eplb(stage: Stage) -> Iterator[Failed]:
         return
     name, backend = case.method.name, stage.selected.backend if stage.selected else None
     backends = _EPLB.get(name, ())
-    older = not case.policy.since("0.27.0") and name in _EPLB_BEFORE_0_28
-    supported = "Online" in name or backends is None or backend in backends or older
+    supported_before = not case.policy.since("0.27.0") and name in _EPLB_BEFORE_0_27
+    supported = "Online" in name or backends is None or backend in backends or supported_before
     if not supported:
         text = f"EPLB: {name} does not support it{f' for {backend}' if backends else ''}"
         yield Failed("NotImplementedError", text, "no expert load balancing", "EPLB")
 
 
-#: Method -> divisor of hidden size and intermediate size per rank, and the error otherwise.
+#: Method -> required divisor of hidden size and intermediate size per rank, and the error where it leaves a rest.
 _MULTIPLES = {
     "ModelOptMxFp8FusedMoE": (32, "ValueError"),
     "Mxfp8OnlineMoEMethod": (32, "ValueError"),
@@ -180,6 +181,7 @@ _MULTIPLES = {
     "QuarkW8A8Mxfp8MoEMethod": (32, "ValueError"),
     "CompressedTensorsW4A8Fp8MoEMethod": (256, "AssertionError"),
 }
+#: Methods that halve the group size until it divides the sizes per rank.
 _HALVED = ("MoeWNA16Method", "QuarkW4A16Int4MoEMethod")
 
 
@@ -198,12 +200,12 @@ def _create(stage: Stage) -> Iterator[Failed]:
 def _groups(case: Case) -> Iterator[Failed]:
     method = case.method
     group, hidden, inner = method.group_size, transported_hidden(case), case.intermediate
-    whole = ("MoeWNA16Method", "AutoAWQMoEMethod", "HummingMoEMethod")
-    if method.name in whole and group is not None and group < 0:
+    divides_by_group = method.name in ("MoeWNA16Method", "AutoAWQMoEMethod", "HummingMoEMethod")
+    if divides_by_group and group is not None and group < 0:
         yield Failed(
             "RuntimeError", f"group_size {group} gives a negative number of groups", "requantise with a group size"
         )
-    elif method.name in whole and group == 0:
+    elif divides_by_group and group == 0:
         yield Failed("ZeroDivisionError", "group_size 0 gives no number of groups", "requantise with a group size")
     elif method.name in _HALVED and group is not None:
         shrunk = shrunk_group(hidden, inner, group)
@@ -249,7 +251,7 @@ def _convert(stage: Stage) -> Iterator[Failed]:
     case, selected = stage.case, stage.selected
     if selected is None:
         return
-    known = {
+    facts = {
         "config": case.method.config,
         "family": case.method.family,
         "backend": selected.backend,
@@ -257,7 +259,7 @@ def _convert(stage: Stage) -> Iterator[Failed]:
         "platform": case.gpu.platform,
     }
     for row in case.policy.no_converter:
-        if all(row.get(key, value) == value for key, value in known.items()):
+        if all(row.get(key, value) == value for key, value in facts.items()):
             text = f"conversion to {selected.backend}: {row['text']}"
             yield Failed(row["error"], text, "another backend", "CONVERSION")
     if selected.backend == "CUTLASS_MXFP4_MXFP4":
@@ -318,6 +320,7 @@ def _swizzled_scales(case: Case, sizes: Sizes) -> Iterator[Failed]:
             yield Failed("RuntimeError", text, remedy, "CONVERSION")
 
 
+#: Activation keys that the one-sided all-to-all of FlashInfer can dispatch.
 _FLASHINFER_ONE_SIDED = ("kNvfp4Dynamic", "kMxfp8Dynamic", "kFp8Dynamic128Sym", "none")
 
 
@@ -367,7 +370,7 @@ def _options(stage: Stage) -> Iterator[Failed]:
 
 
 def _balancing(case: Case) -> Iterator[Failed]:
-    """Check where experts may be balanced. Source: `ParallelConfig` and `FusedMoE`, vLLM 0.26.0 to 0.33.0."""
+    """Check that the deployment allows expert load balancing (`ParallelConfig`, `FusedMoE`, vLLM 0.26.0 to 0.33.0)."""
     platforms = ("cuda", "rocm", "xpu") if case.policy.since("0.31.0") else ("cuda", "rocm")
     if case.gpu.platform not in platforms:
         text = f"expert load balancing exists on {', '.join(platforms)}, not on {case.gpu.platform}"
@@ -394,7 +397,7 @@ _CPU_KERNELS = {
 
 
 def _first_call(stage: Stage) -> Iterator[Failed]:
-    """Check what CPU kernels refuse when they are called; checked by running the kernels of vLLM 0.32.0."""
+    """Check what CPU kernels refuse only when they are called, as the kernels of vLLM 0.32.0 do."""
     case = stage.case
     experts = stage.selected.experts or "" if stage.selected and case.gpu.platform == "cpu" else ""
     if experts.endswith("TritonExperts"):
@@ -412,24 +415,24 @@ def _first_call(stage: Stage) -> Iterator[Failed]:
 
 
 GATES: tuple[GateRule, ...] = (
-    GateRule("G0", "method detection", "The method a checkpoint declares, or the one the user names.", _method),
-    GateRule("G1", "platform list", "Methods that a platform's build leaves out.", _platform),
-    GateRule("G2", "minimum capability", "Least CUDA compute capability of a method.", _capability),
-    GateRule("G3", "activation dtype", "dtypes a method and the device take.", _dtype),
-    GateRule("G5", "sizes per rank", "Division over ranks, then round-up by the backend's rule.", _sizes),
-    GateRule("G6", "load balancing", "EPLB is the method's to support, not the backend's.", _eplb),
+    GateRule("G0", "method detection", "The checkpoint's method has to match the one that the user names.", _method),
+    GateRule("G1", "platform list", "Builds of the engine for some platforms leave methods out.", _platform),
+    GateRule("G2", "minimum capability", "Every method has a least CUDA compute capability.", _capability),
+    GateRule("G3", "activation dtype", "The method and the device have to accept the dtype.", _dtype),
+    GateRule("G5", "sizes per rank", "Sizes are divided by the ranks, then rounded up by the backend's rule.", _sizes),
+    GateRule("G6", "load balancing", "Methods, not backends, support expert load balancing.", _eplb),
     GateRule("G7", "create weights", "Parameters are allocated: groups have to divide the sizes.", _create),
     GateRule("G8", "conversion", "Load-time conversion has to know the config class.", _convert),
     GateRule("G9", "kernel creation", "Prepare and experts objects are made and checked against each other.", _kernel),
-    GateRule("G10", "options", "Values of options that this version of the engine does not have.", _options),
-    GateRule("G11", "first call", "What a kernel refuses only when it is called.", _first_call),
+    GateRule("G10", "options", "This version of the engine has to know the values of its options.", _options),
+    GateRule("G11", "first call", "Some kernels refuse a deployment only when they are called.", _first_call),
 )  # fmt: skip
 
 
 def run_gates(stage: Stage) -> tuple[Gate, ...]:
-    """Return every gate's result, up to the first failure in a brief case.
+    """Return the results of all gates, or those up to the first failure in a brief case.
 
-    G4, selection itself, is not among them: it is the verdict.
+    G4, the selection itself, is the verdict and has no result here.
     """
     found = []
     for rule in GATES:

@@ -39,14 +39,15 @@ _FAMILY_OF_ENTRY = {
     "fp8": "fp8",
     "deepseek_v4_fp8": "mxfp4-generic",
 }
+#: Placeholder until the config is read.
 _OPEN = Method("", "wna16", "none", "none")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one question, up to kernel creation."""
+    """Answer to one question: the selection and the results of all gates."""
 
-    case: Case  #: question; its method is a placeholder if the config was refused
+    case: Case  #: the question; its method is a placeholder if the config was refused
     entry: str  #: entry point that read the config
     selection: Selection
     gates: tuple[Gate, ...]
@@ -57,20 +58,23 @@ class Outcome:
     uncalibrated: tuple[int, ...] = ()  #: experts without a static activation scale that the engine's method reads
 
     def stage(self, row: CandidateReport | None) -> Stage:
-        """Return the input of the gates if that backend were selected."""
+        """Return the input of the gates as if the backend of `row` were selected."""
         return Stage(
             self.case, self.entry, row, declared_kind(self.config, self.case.shape, self.case.policy, self.case.device)
         )
 
     @property
     def runs(self) -> str | None:
-        """Backend and class that really run, or None; counterfactuals compare it."""
+        """Backend and class that really run, `BACKEND/Class`, or None; counterfactuals compare it."""
         chosen = self.selection.selected
         return f"{chosen.backend}/{chosen.experts}" if chosen and all(gate.passed for gate in self.gates) else None
 
 
 def derive_dp(deployment: Deployment, notes: list[str] | None = None) -> Deployment:
-    """Fill in `dp` from `ep` and `tp`: expert parallelism takes every rank in this engine."""
+    """Return the deployment with `dp` from `ep` and `tp`: expert parallelism takes every rank in this engine.
+
+    A derived `dp` adds a sentence to `notes`.
+    """
     inner = deployment.tp * deployment.pcp
     if deployment.ep > 1 and deployment.dp == 1 and deployment.ep % inner == 0:
         dp = deployment.ep // inner
@@ -112,7 +116,7 @@ def method_of(
 ) -> Method | str:  # fmt: skip
     """Return the method that a config gives one layer's experts, or another module (see `ConfigQuestion`).
 
-    Where the engine refuses the config, the answer is why.
+    The result is the text of the refusal where the engine refuses the config.
     """
     entry, probe = _probe(policy, config, shape, deployment)
     try:
@@ -124,7 +128,7 @@ def method_of(
 def _probe(
     policy: EnginePolicy, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment, *, brief: bool = False
 ) -> tuple[str, Case]:
-    """Return the entry point that reads a config, and the case without its method."""
+    """Return the entry point that reads a config, and the case with a placeholder for its method."""
     entry = entry_of(policy, policy.device(deployment.gpu) or "", config, shape, deployment.quantization)
     return entry, Case(policy, deployment, shape, replace(_OPEN, family=_FAMILY_OF_ENTRY.get(entry, "wna16")), brief)
 
@@ -178,7 +182,7 @@ def _refused(probe: Case, entry: str, refusal: ConfigRefusal, config: Mapping[st
 _ACTIVATION_BITS = {"kMxfp8": 8, "kFp8": 8, "kInt8": 8, "kMxfp4": 4, "kNvfp4": 4, "kMxfp6": 6}
 #: Words in names of classes that run 16-bit activations under every activation key.
 _WEIGHT_ONLY = ("Marlin", "Int4Emulation", "Mxfp8Emulation")
-#: Emulations that round 16-bit activations to the values of 4-bit ones, whatever key they are asked with.
+#: Emulations that round activations to values of 4 bits, whatever activation key they are asked with.
 _ROUNDED_TO_4_BITS = ("Nvfp4QuantizationEmulationTritonExperts", "OCP_MXQuantizationEmulationTritonExperts")
 #: Families that hand Humming the activation type; elsewhere it keeps 16 bits whatever key its class was asked with.
 _HUMMING_QUANTISES = ("mxfp4", "mxfp4-generic", "w4a8-fp8")
@@ -189,7 +193,7 @@ _MEGAKERNEL_BITS = {"FLASHINFER_MOE_EP_CUTEDSL": 4, "FLASHINFER_MOE_EP_DEEP_GEMM
 
 
 def runs_as(case: Case, chosen: CandidateReport) -> str:
-    """Return the precision that really runs, such as `W4A16`: several kernels ignore the requested activation type."""
+    """Return the precision that really runs, such as `W4A16`; several kernels ignore the requested activation type."""
     experts = chosen.experts or ""
     bits = _key_bits(chosen.activation_key or "none")
     if any(word in experts for word in _WEIGHT_ONLY) or case.method.config == "experts_int8":

@@ -24,7 +24,7 @@ _INTEGERS = ("wna16", "w4a8-fp8", "w4a8-int8", "humming")
 _OPTIONAL = ("bias", "g_idx", "qzeros", "weight_shape", "weight_zero_point", "weight_g_idx")
 #: Parts that loaders pass over where the method has no parameter for them.
 _PASSED_OVER = ("bias", "g_idx", "weight_g_idx", "weight_shape")
-#: Parts that hold the codes of integers, and those of their groups.
+#: Parts that hold integer codes, and parts that hold scales or zero points of their groups.
 _PACKED, _GROUPED = ("qweight", "weight_packed"), ("scales", "qzeros", "weight_scale", "weight_zero_point")
 #: Parts that hold static scales of activations.
 _ACTIVATION_SCALES = ("input_scale", "input_global_scale")
@@ -44,6 +44,7 @@ _LOADS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("float16", "bfloat16", "float32"), (*_FLOATS, "F8_E4M3", "F8_E8M0")),
 }
 
+#: Parameter name -> torch dtype, and shape in words such as `K/8`; None where the method's own loader converts values.
 Parameters = Mapping[str, tuple[str, Sequence[str] | None]]
 
 #: Parameters of methods that quantise float weights while they load.
@@ -61,7 +62,7 @@ def key_of(method: Method) -> str:
 
 
 def parameters_of(version: str, method: Method) -> Parameters | None:
-    """Look up the parameters that a method creates: name -> dtype and stored shape; None if no version's are known."""
+    """Look up the parameters that a method creates: name -> dtype and stored shape; None if they are not known."""
     row = row_of(version, read_facts("parameters.json").get(key_of(method), ()))
     if row:
         known: Parameters = row["parameters"]
@@ -76,8 +77,8 @@ def parameters_of(version: str, method: Method) -> Parameters | None:
 def unfit_part(version: str, method: Method, stored: Mapping[str, tuple[str, tuple[int, ...]]]) -> str | None:
     """Return which part of a linear module a method cannot load, or None.
 
-    Methods of a config give linear modules the parameters that they give experts. The packed weights tell the sizes
-    with which the shapes of scales and zero points of integers are compared.
+    A config's methods create the same parameters for linear modules as for experts. The packed weights tell `N` and
+    `K`, from which the expected shapes of scales and zero points of integers follow.
     """
     created = parameters_of(version, method) or {}
     needed = {name.removeprefix("w2_"): row for name, row in created.items() if name.startswith("w2_")}
@@ -118,7 +119,7 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
     created = _ONLINE_PARAMETERS if online else parameters_of(case.policy.version, case.method)
     placeholder = case.method.name == "MoeWNA16Method" and not case.method.zero_points
     packing = f"{outcome.config.get('quant_method')} {outcome.config.get('packing_format')}"
-    if created and placeholder and "awq" in packing:  # only GPTQ's files get one
+    if created and placeholder and "awq" in packing:  # only for GPTQ's files the method creates placeholder zeros
         created = {name: row for name, row in created.items() if not name.endswith("qzeros")}
     problem = None if created is None else next(_problems(case, created, tensors), None)
     problem = problem or _other_packing(case, packing, tensors)
@@ -132,9 +133,9 @@ def check_tensors(outcome: Outcome, tensors: Sequence[StoredTensor]) -> Gate | N
 
 
 def _cut_blocks(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None:
-    """Return why scales of blocks cannot be repeated for the smaller blocks that the engine makes for a rank's shard.
+    """Return why scales of blocks cannot be repeated for the smaller blocks of a rank's shard; None if they can.
 
-    The loader repeats every scale, those of a cut last block too, and then has more than the parameter takes.
+    The loader repeats every scale, also that of a cut last block, and then has more scales than the parameter takes.
     Source: vLLM 0.29.0 to 0.33.0, `RoutedExperts.weight_loader`, `weight_scale_refine`.
     """
     stored, case = outcome.config.get("weight_block_size") or [128, 128], outcome.case
@@ -150,9 +151,9 @@ def _cut_blocks(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None
 
 
 def _cut_groups(case: Case, tensors: Sequence[StoredTensor]) -> str | None:
-    """Return why the groups of a four-bit float format cannot be split between the ranks that share an expert.
+    """Return why ranks cannot split the groups of a four-bit float format; None if they can.
 
-    Every rank loads whole groups, and its last one stays unfilled (vLLM 0.26.0 to 0.33.0, `RoutedExperts._load_w2`).
+    Every rank loads whole groups, and its last group stays unfilled (vLLM 0.26.0 to 0.33.0, `RoutedExperts._load_w2`).
     """
     key, inner, ranks = case.method.weight_key or "", case.shape.intermediate_size, case.moe_tp
     group = 32 if key.startswith("kMxfp4") else 16
@@ -163,7 +164,7 @@ def _cut_groups(case: Case, tensors: Sequence[StoredTensor]) -> str | None:
 
 
 def _other_packing(case: Case, packing: str, tensors: Sequence[StoredTensor]) -> str | None:
-    """Return why MoeWNA16's loader, which takes AWQ's and GPTQ's words apart by the config, gets the other ones."""
+    """Return why MoeWNA16's loader gets GPTQ's words where the config says AWQ, or the reverse; None if it does not."""
     bits = case.method.bits or 0
     for tensor in tensors if case.method.name == "MoeWNA16Method" and bits else ():
         n, k = _sizes(case, tensor)
@@ -191,7 +192,7 @@ def uncalibrated(case: Case, tensors: Sequence[StoredTensor]) -> tuple[int, ...]
 
 
 def _zero_points(case: Case) -> Iterator[str]:
-    """Yield why MoeWNA16's loader does not store zero points."""
+    """Yield the reasons why MoeWNA16's loader does not store the zero points."""
     if case.method.name != "MoeWNA16Method" or not case.method.zero_points:
         return
     if case.deployment.ep > 1:
@@ -203,7 +204,7 @@ def _zero_points(case: Case) -> Iterator[str]:
 def _problems(case: Case, created: Parameters, tensors: Sequence[StoredTensor]) -> Iterator[str]:
     yield from _zero_points(case)
     loaded: set[str] = set()
-    for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # what is wrong with the weights says most
+    for tensor in sorted(tensors, key=lambda row: "scale" in row.part):  # weights first: their problem says most
         head = "w2" if tensor.projection == "down" else "w13"
         name = _parameter(case, created, head, _part(case, tensor))
         where = f"{tensor.projection}.{tensor.part} ({tensor.dtype} {list(tensor.shape)}{tensor.which})"
@@ -249,7 +250,7 @@ def _parameter(case: Case, created: Parameters, head: str, part: str) -> str | N
 
 
 def _converted(case: Case, tensor: StoredTensor) -> str | None:
-    """Return what a loader that converts takes instead of a tensor, which has to have that many numbers."""
+    """Return what a converting loader takes where it cannot take this tensor; None where the numbers are as many."""
     if tensor.part in _ACTIVATION_SCALES:
         return None if math.prod(tensor.shape) == 1 else "one number"
     if tensor.part in _PASSED_OVER:
@@ -302,7 +303,7 @@ def _value(word: str, values: Mapping[str, int]) -> int:
 
 
 def _remedy(outcome: Outcome, tensors: Sequence[StoredTensor]) -> str | None:
-    """Name the change of config.json that makes the config describe the file, where one field does."""
+    """Return the change of one config.json field that makes the config describe the file; None if no field does."""
     if outcome.entry == "deepseek_v4_fp8":
         fp8 = any(tensor.part == "weight" and tensor.dtype == "F8_E4M3" for tensor in tensors)
         return f'"expert_dtype": "{"fp8" if fp8 else "fp4"}" in config.json'

@@ -37,8 +37,8 @@ class BackendLayout:
 
     layout: str
     only: Only
-    lossy: bool  #: whether the engine changes numbers when it makes this layout. It is then written only on request
-    since: str | None  #: first version of the engine that reads it, where older ones read other bytes; else None
+    lossy: bool  #: whether the engine changes numbers when it makes this layout; moeq then writes it only on request
+    since: str | None  #: first version that reads these bytes, where older versions read other bytes; else None
 
 
 def _layouts(family: str, backend: str) -> tuple[BackendLayout, ...]:
@@ -54,7 +54,7 @@ def _layouts(family: str, backend: str) -> tuple[BackendLayout, ...]:
 
 
 def _order(row: BackendLayout) -> tuple[Any, ...]:
-    """Sort layouts of one backend so that a row without a condition comes after those that have it."""
+    """Return a sort key: layouts without a condition come after the backend's layouts that have the condition."""
     only = row.only
     return (
         *(only.dtype is None, only.env is None, only.activations is None, only.weights is None, only.weights or ()),
@@ -72,7 +72,7 @@ class Backend:
     flag: str | None = None  #: value of the backend option that selects it, or None
     filters: tuple[str, ...] = ()  #: names of the checks on the whole backend
     layouts: tuple[BackendLayout, ...] = ()  #: what its kernel reads; the first layout whose conditions hold applies
-    unread: tuple[Only, ...] = ()  #: conditions under which it reads bytes of no layout
+    unread: tuple[Only, ...] = ()  #: conditions under which it reads none of moeq's layouts
     no_layout: str | None = None  #: reason for a missing layout
     as_it_is: bool = False  #: whether it reads the bytes of the checkpoint
     native: bool = False  #: whether it computes in the number types of the checkpoint (see `CandidateReport.native`)
@@ -132,7 +132,7 @@ def _family(
     for backend, names in classes.items():
         rows = row.get("backends", {})
         facts = dict(rows.get(backend, {}))
-        same = facts.pop("like", backend)  # a backend that reads what another one does
+        same = facts.pop("like", backend)  # name of the backend whose layouts this one reads
         facts = {"no_layout": row.get("no_layout")} | (rows.get(same, {}) if same != backend else {}) | facts
         filters = tuple(facts.pop("filters", ()))
         facts["filters"] = filters if checked else ()
@@ -143,7 +143,7 @@ def _family(
 
 
 def _all_searches(searches: Mapping[str, Mapping[str, SearchTable]]) -> Iterator[tuple[int, str, Search]]:
-    """Yield every distinct search with its request and a rank: automatic ones first, then those of few backends."""
+    """Yield (rank, request, search) of every distinct search; the rank is 0 for `auto`, else the number of backends."""
     # Devices share tables and rows share texts: ten thousand rows hold about a hundred searches.
     tables = {(asked, id(row)): row for rows in searches.values() for asked, row in rows.items()}
     for asked, text in dict.fromkeys((asked, text) for (asked, _), row in tables.items() for text in row.rows.values()):
@@ -160,7 +160,7 @@ class EnginePolicy:
 
     engine: str
     version: str
-    digest: str  #: digest of the package that the tables were extracted from
+    digest: str  #: hex digest of the engine's package that the tables were extracted from
     backend_flag: str  #: engine's option that requests a backend
     families: Mapping[str, Family]
     classes: Mapping[str, ExpertsClass]
@@ -175,7 +175,7 @@ class EnginePolicy:
     all2all: tuple[str, ...]  #: every all-to-all kind
     activations: tuple[str, ...]  #: every activation function that the version has
     no_converter: tuple[Mapping[str, Any], ...]  #: pairs of config class and backend whose converter raises
-    advisories: tuple[Mapping[str, Any], ...]
+    advisories: tuple[Mapping[str, Any], ...]  #: known defects of the engine, with the versions that have them
     _nearest: dict[Gpu, str | None] = field(default_factory=dict, compare=False)
 
     @property
@@ -196,7 +196,7 @@ class EnginePolicy:
         """Return the experts class that a backend runs; None if the engine's method runs a kernel without a class."""
         if row is None or row.experts is None:
             return None
-        # Two classes have this name: the second one takes 8-bit activations.
+        # Two classes have the name that CPU_INT4 runs: its class is the one for 8-bit activations.
         return self.classes.get(f"W4A8:{row.experts}" if row.backend == "CPU_INT4" else row.experts)
 
     def device(self, gpu: Gpu) -> str | None:
@@ -249,7 +249,7 @@ def _activations(classes: Mapping[str, ExpertsClass]) -> tuple[str, ...]:
 
 @cache
 def knowledge(engine: str) -> dict[str, Any]:
-    """Load `backends.toml`: what classes drop, converters that raise and advisories, for every version."""
+    """Load the engine's `backends.toml`: facts about classes and backends, converters that raise, and advisories."""
     return tomllib.loads(files("moeq.oracle").joinpath("engines", engine, "backends.toml").read_text(encoding="utf-8"))
 
 
@@ -265,6 +265,6 @@ def load_policy(engine: str) -> EnginePolicy:
 
 
 def _stored(folder: Traversable, version: str) -> dict[str, Any]:
-    """Read a version's stored tables; those of a close release are the changes from the tables of another one."""
+    """Read a version's stored tables, which may be stored as changes from the tables of a close release."""
     stored: dict[str, Any] = json.loads(folder.joinpath(f"{version}.json").read_text(encoding="utf-8"))
     return patched(_stored(folder, stored["like"]), stored["changes"]) if "like" in stored else stored

@@ -14,7 +14,8 @@ from moeq.oracle.engines.vllm.tables import ExpertsClass, Variant
 from moeq.oracle.records import Reason
 
 Failure = tuple[str, str | None]
-#: Check of a class, by its variant for the case's keys (see `class_reasons`) and the activation key it is asked with.
+#: Check of an experts class: it takes the case, the class, the class's variant for the case's keys, and the activation
+#: key that the class is asked with.
 Check = Callable[[Case, ExpertsClass, Variant, str], Iterator[Failure]]
 
 
@@ -29,11 +30,11 @@ class Rule:
 
 
 def _rule(code: str, title: str, explain: str) -> Callable[[Check], Rule]:
-    """Return a decorator that makes a rule of its check."""
+    """Return a decorator that turns a check into a rule."""
     return lambda check: Rule(code, title, explain, check)
 
 
-@_rule("P01_DEVICE", "device", "Platform first, then architecture, then optional packages and switches.")
+@_rule("P01_DEVICE", "device", "The class needs its platform and architecture, then its packages and switches.")
 def _device(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     for package in variant.packages:
         if not case.package(package):
@@ -83,7 +84,7 @@ _FORM_WORDS = {
 }
 
 
-@_rule("P05_PARALLEL", "parallel form", "Expert, data parallelism, all-to-all kind and load balancing.")
+@_rule("P05_PARALLEL", "parallel form", "The class must support the form of parallelism and its all-to-all.")
 def _parallel(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     accepted, form, d = variant.parallel, case.parallel_form, case.deployment
     if form in accepted:
@@ -131,7 +132,7 @@ def _router_dtype(case: Case, row: ExpertsClass, variant: Variant, activation: s
         yield f"fp32 router logits with routing {case.shape.routing} (only with {allowed})", "bf16 router logits"
 
 
-@_rule("P10_HIDDEN", "hidden size", "A multiple the kernel's tiles need.")
+@_rule("P10_HIDDEN", "hidden size", "The hidden size must be a multiple that the kernel's tiles need.")
 def _hidden(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     multiple = variant.hidden
     if multiple is None or case.shape.hidden_size % multiple:
@@ -150,7 +151,7 @@ def _format(case: Case, row: ExpertsClass, variant: Variant, activation: str) ->
         yield f"activations are {case.format}, the kernel takes {row.format}", _FORMAT_REMEDY[row.format]
 
 
-@_rule("P12_BATCH_INVARIANT", "batch invariance", "Results that do not depend on the batch.")
+@_rule("P12_BATCH_INVARIANT", "batch invariance", "Results must not depend on the batch where that is asked for.")
 def _batch_invariance(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     if case.flag("VLLM_BATCH_INVARIANT") == "1" and not variant.batch_invariant:
         yield "VLLM_BATCH_INVARIANT=1 asks for batch-invariant results", "unset VLLM_BATCH_INVARIANT"
@@ -187,7 +188,7 @@ def _experts(case: Case, row: ExpertsClass, variant: Variant, activation: str) -
         yield f"{count} experts{f' ({replicas} redundant)' if replicas else ''}, at most {most}", remedy
 
 
-@_rule("L03_INTERMEDIATE", "intermediate size", "A multiple the kernel's tiles need, per rank.")
+@_rule("L03_INTERMEDIATE", "intermediate size", "The size per rank must be a multiple that the kernel's tiles need.")
 def _intermediate(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     multiple = dict(variant.intermediate_by).get(case.shape.activation, variant.intermediate)
     multiple = multiple and lcm(multiple, row.shard_multiple)
@@ -216,7 +217,7 @@ def _bias(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> I
         yield "experts have biases", None
 
 
-@_rule("L07_LIMIT", "activation limit", "The clamp of the gated activation, for some activations only.")
+@_rule("L07_LIMIT", "activation limit", "Some classes clamp only some gated activations to the limit.")
 def _limit(case: Case, row: ExpertsClass, variant: Variant, activation: str) -> Iterator[Failure]:
     accepted, limit = variant.limit, case.shape.swiglu_limit
     if limit is not None and accepted is not None and case.shape.activation not in accepted:
@@ -232,7 +233,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
-    """Find the nearest tensor-parallel size, or expert parallelism, whose shard fits."""
+    """Return a remedy, the nearest tensor-parallel size (or expert parallelism) whose shard fits; None without one."""
     if case.brief:
         return None
     total, tp = case.shape.intermediate_size, case.deployment.tp
@@ -245,9 +246,10 @@ def nearest_tp(case: Case, fits: Callable[[int], bool]) -> str | None:
 
 
 def class_reasons(case: Case, row: ExpertsClass, activation: str) -> tuple[Reason, ...]:
-    """List every failed rule of an experts class, in the order of evaluation; one where it is not for the device.
+    """Return a reason per failed rule of an experts class, in the order of evaluation.
 
-    The rules look at the class's variant for the case's keys, or at its first one if it does not know the keys.
+    A class without variants for the device fails the device rule alone. Other rules look at the class's variant for the
+    case's keys, or at its first variant if none knows the keys.
     """
     variants, gpu = row.variants.get(case.device), case.gpu
     if variants is None:

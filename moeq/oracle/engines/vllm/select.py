@@ -16,8 +16,9 @@ from moeq.oracle.engines.vllm.tables import Attempt, Search, SearchTable, parse_
 from moeq.oracle.records import AS_IT_IS, CandidateReport, EngineError, Reason
 from moeq.spelling import option, together
 
+#: Rule code -> its place in the engine's order of evaluation.
 _ORDER = {rule.code: index for index, rule in enumerate(RULES)}
-#: Reasons of a backend that the automatic order passes over, and that its name may still select.
+#: Codes of the reasons why the automatic order passes over a backend, which its name may still select.
 ORDER_CODES = ("F10_ACTIVATION_KEY", "F11_NOT_LISTED", "F12_LIMIT")
 _NOTHING = Search((), ("NotImplementedError", "NO_BACKEND"))
 _UNKNOWN = Search((), ("ValueError", "OVERRIDE_UNKNOWN"))
@@ -31,7 +32,7 @@ class Selection:
     error: EngineError | None
     candidates: tuple[CandidateReport, ...]
     notes: tuple[str, ...] = ()
-    reported: str | None = None
+    reported: str | None = None  #: backend in the engine's log, if another one runs; else None
 
 
 # ------------------------------------------------------------------------------------------------ the order of trial
@@ -62,9 +63,9 @@ def factor_value(case: Case, factor: str) -> str:
 
 
 def _search_form(case: Case) -> str:
-    """Return the parallel form that decides the order.
+    """Return the parallel form that decides the order of trial.
 
-    Context-parallel ranks do not count as data-parallel ones there, except in the order for LoRA.
+    The order does not count context-parallel ranks as data-parallel ones, except the order for LoRA.
     """
     form, deployment = case.parallel_form, case.deployment
     return form if deployment.dp > 1 or deployment.lora else form.replace(f"ep:{DEFAULT_ALL2ALL}", "ep")
@@ -81,7 +82,7 @@ def search_of(case: Case, family: Family, asked: str) -> Search:
     if tables is None:
         return _NOTHING
     table = tables.get(asked)
-    if table is None:  # a name that the version does not know has the table of another unknown one, else the usual one
+    if table is None:  # the version does not know this name: take the table of another unknown name, else of `auto`
         table = next((table for table in tables.values() if table.usual == _UNKNOWN), tables["auto"])
     words = (_word(case, table, factor) for factor in table.factors)
     return parse_search(table.search(tuple(word for word in words if word)))
@@ -105,18 +106,18 @@ def activation_of(case: Case, attempt: Attempt) -> str:
 
 def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) -> CandidateReport:
     """Judge one backend: report its first class that fits, else the closest one with every failed rule."""
-    before = filter_reasons(case, backend)
-    if case.brief and before:
+    filtered = filter_reasons(case, backend)
+    if case.brief and filtered:
         attempts = itertools.islice(attempts, 1)  # the class does not matter any more
     best: tuple[int, int] = (-1, 0)
-    experts, reasons, key = "", before, "none"
+    experts, reasons, key = "", filtered, "none"
     for attempt in attempts:
         activation = activation_of(case, attempt)
         found = class_reasons(case, case.policy.classes[attempt.experts], activation)
         # The class that fails latest is the one that the engine would report; a class that fits ends the search.
         score = (min((_ORDER[reason.code] for reason in found), default=len(_ORDER)), -len(found))
         if score > best:
-            best, experts, reasons, key = score, attempt.experts, before + found, activation
+            best, experts, reasons, key = score, attempt.experts, filtered + found, activation
         if not found:
             break
     layout, lossy = (None, None) if case.brief else layout_of(case, backend)
@@ -137,9 +138,9 @@ def candidate_report(case: Case, backend: Backend, attempts: Iterable[Attempt]) 
 
 
 def layout_of(case: Case, backend: Backend) -> tuple[str | None, str | None]:
-    """Return the ids (layout, lossy layout) of what the backend's kernel reads in this case; one of them is None.
+    """Return the id of the layout that the backend's kernel reads in this case, as (lossless, lossy).
 
-    A layout is lossy if making it changes numbers. Both are None without a layout.
+    A layout is lossy if making it changes numbers. At least one of the two ids is None, both where moeq has no layout.
     """
     if not any(_holds(case, only) for only in backend.unread):
         for row in backend.layouts:
@@ -167,8 +168,8 @@ def _no_layout(backend: Backend, layout: str | None, lossy: str | None) -> str |
     if layout is not None:
         return None
     why = AS_IT_IS if backend.as_it_is else backend.no_layout or "moeq has no offline layout for it"
-    how = together([option("layout", lossy), option("allow_lossy", True)])
-    return f"{why}; {how} writes that" if lossy else why
+    options = together([option("layout", lossy), option("allow_lossy", True)])
+    return f"{why}; {options} writes that" if lossy else why
 
 
 def on_device(case: Case, backend: Backend) -> bool:
@@ -184,7 +185,7 @@ def _by_backend(attempts: Iterable[Attempt]) -> dict[str, list[Attempt]]:
 
 
 def candidate_reports(case: Case, family: Family) -> tuple[CandidateReport, ...]:
-    """Judge every backend of the family, in the automatic order; those outside this order come last."""
+    """Judge every backend of the family, in the automatic order; backends outside this order come last."""
     search = search_of(case, family, "auto")
     tried = _by_backend((*search.attempts, *([_as_made(case, search.unchecked)] if search.unchecked else [])))
     reports = [candidate_report(case, family.backends[name], attempts) for name, attempts in tried.items()]
@@ -278,7 +279,7 @@ def _unprintable(case: Case, search: Search, chosen: CandidateReport | None) -> 
 
 
 def _as_made(case: Case, attempt: Attempt) -> Attempt:
-    """Return a candidate that is taken unasked, with the activation key of its class for the weights."""
+    """Return a candidate that the engine takes without asking its class, with the class's own activation key."""
     row, weight = case.policy.classes[attempt.experts], case.method.weight_key
     pairs = [
         pair for variant in row.variants.get(case.device, ()) for pair in sorted(variant.pairs) if pair[0] == weight
@@ -290,7 +291,7 @@ def _as_made(case: Case, attempt: Attempt) -> Attempt:
 
 
 def _with(candidates: tuple[CandidateReport, ...], chosen: CandidateReport) -> tuple[CandidateReport, ...]:
-    """Replace a candidate by the selected report: a requested backend may run another class than the automatic one."""
+    """Put the selected report in place of the same backend's: a request may run another class than the order does."""
     return tuple(chosen if row.backend == chosen.backend and not row.supported else row for row in candidates)
 
 

@@ -16,7 +16,10 @@ Tables = dict[str, Any]
 
 
 def patched(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply `vllm_tables.storing.changes`: None removes a key, a table changes a table, anything else replaces."""
+    """Return a table with changes applied (the inverse of `vllm_tables.storing.changes`).
+
+    A change to None removes a key, a table changes a table, and any other value replaces the old one.
+    """
     found = dict(table)
     for key, value in changes.items():
         if value is None:
@@ -28,7 +31,7 @@ def patched(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def unpacked(stored: Mapping[str, Any]) -> Tables:
-    """Expand stored tables; rows of a search that equal a shorter row stay left out, and `names` is by device."""
+    """Expand stored tables. A search still has no row where a shorter key's row is equal; `names` is by device."""
 
     def devices(listed: str) -> list[str]:
         return list(stored["devices"]) if listed == "*" else listed.split(" ")
@@ -91,12 +94,12 @@ class Variant:
     """Conditions under which a class accepts some pairs of keys on some devices: one row of the extracted table."""
 
     pairs: frozenset[tuple[str, str]]  #: accepted `(weight key, activation key)`; activation `*` is any
-    activations: tuple[str, ...]
-    parallel: frozenset[str]  #: parallel forms, as `Case.parallel_form` names them
+    activations: tuple[str, ...]  #: accepted activation functions
+    parallel: frozenset[str]  #: accepted parallel forms, as `Case.parallel_form` names them
     routing: tuple[str, ...] | None = None  #: routing methods; None for all
     #: Routing methods that take fp32 router logits; None for all of `routing`.
     fp32_logits: tuple[str, ...] | None = None
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()  #: accepted activation dtypes
     lora: bool = False  #: whether adapters on experts are accepted
     bias: bool = True  #: whether expert biases are accepted
     limit: tuple[str, ...] | None = None  #: activation functions that may have a clamp; None for all
@@ -108,12 +111,12 @@ class Variant:
     hash_routing: bool = True  #: whether experts may be chosen by token id
     decomposed: bool = True  #: whether the router may stay outside the kernel
     batch_invariant: bool = False  #: whether results do not depend on the batch
-    packages: tuple[str, ...] = ()  #: optional packages that it needs
-    #: Environment variables that it depends on, each with the accepted values (None: unset).
+    packages: tuple[str, ...] = ()  #: optional packages that the class needs
+    #: Environment variables that the class depends on, each with the accepted values (None: unset).
     env: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
 
     def admits(self, weight: str, activation: str) -> bool:
-        """Return whether a pair of keys is among its own."""
+        """Return whether the variant accepts a pair of weight and activation keys."""
         return (weight, activation) in self.pairs or (weight, "*") in self.pairs
 
 
@@ -146,8 +149,8 @@ class ExpertsClass:
     drops_zero_points: bool = False  #: whether stored zero points are silently dropped
     drops_scaling: bool = False  #: whether the routed scaling factor and the clamp are silently dropped
     asserted_dtypes: tuple[str, ...] | None = None  #: dtypes that are asserted when the kernel is made
-    shard_multiple: int = 1  #: divisor of a rank's intermediate size that selection itself asks for
-    #: Whether it refuses tokens that the model's class has split over tensor-parallel ranks.
+    shard_multiple: int = 1  #: divisor of a rank's intermediate size that selection itself requires
+    #: Whether the class refuses tokens that the model's class has split over tensor-parallel ranks.
     whole_sequences: bool = False
 
     @property
@@ -184,7 +187,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Search:
-    """Candidates of a selection function in order, and its end if none of them fits."""
+    """Candidates of a selection function in order, and what follows if none of them fits: an error or a last one."""
 
     attempts: tuple[Attempt, ...]
     error: tuple[str, str] | None = None  #: exception type and kind of error at the end, or None
@@ -211,7 +214,7 @@ def _attempt(text: str) -> Attempt:
 
 @dataclass(frozen=True)
 class SearchTable:
-    """Searches for one requested backend on a device, by those factors of a case that matter."""
+    """Searches for one requested backend on a device, by the factors of a case that change the search."""
 
     factors: tuple[str, ...]  #: names of the factors, in the order of a row's key
     same: Mapping[str, Mapping[str, str]]  #: factor -> value -> value that represents it

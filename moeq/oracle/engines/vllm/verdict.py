@@ -69,11 +69,11 @@ class _Trials:
     ) -> None:  # fmt: skip
         self._policy, self._config, self._shape, self._prefix = policy, config, shape, prefix
         self._tensors = tensors
-        # The config is kept beside its answer: its id must stay its own.
+        # Keys hold the id of a config. The config is kept beside its answer, so that no other object gets this id.
         self._known: dict[tuple[int, MoeShape, Deployment], tuple[Mapping[str, Any], Outcome]] = {}
 
     def __call__(self, config: Mapping[str, Any], shape: MoeShape, deployment: Deployment) -> Outcome:
-        """Decide a changed question; the tensors of the file belong to the unchanged checkpoint only."""
+        """Decide a changed question; the file's tensors are checked only if the checkpoint is unchanged."""
         key = (id(config), shape, deployment)
         if key not in self._known:
             outcome = resolve(self._policy, config, shape, deployment, prefix=self._prefix, brief=True)
@@ -84,7 +84,7 @@ class _Trials:
 
 
 def _beside(outcome: Outcome, other: Outcome) -> str:
-    """Describe the decision of the newer neighbour of a version between two known ones."""
+    """Return a note that compares a decision with the other known version's (see `EngineChoice.other`)."""
     name = other.case.policy.name
     if outcome.runs == other.runs:
         return f"{name} decides the same"
@@ -134,9 +134,9 @@ def _transport_notes(case: Case) -> tuple[str, ...]:
 
 
 def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
-    """Return what convert writes, or the reason for nothing: the engine's choice, else the next backend that allows it.
+    """Return what convert writes, for the engine's choice or else the next possible backend; or the reason for nothing.
 
-    A backend allows it if its bytes can be made offline, it passes every gate, and its kernel drops nothing that the
+    A backend is possible if its bytes can be made offline, it passes every gate, and its kernel drops nothing that the
     checkpoint has: moeq never writes bytes that silently give wrong outputs. No other backend replaces a native one
     (`CandidateReport.native`).
     """
@@ -145,13 +145,13 @@ def convert_target(outcome: Outcome) -> tuple[ConvertTarget | None, str | None]:
     rows = [selected] if selected is not None else []
     if not forced and not (selected is not None and selected.native):
         rows += [row for row in outcome.selection.candidates if row.supported and row != selected]
-    against: list[str] = []
+    reasons: list[str] = []
     for row in rows:
         reason = _unwritable(outcome, row)
         if reason is None:
-            return _target(case, row, selected, against[0] if against else None), None
-        against.append(f"{row.backend}: {reason}")
-    return None, "; ".join(against) or None
+            return _target(case, row, selected, reasons[0] if reasons else None), None
+        reasons.append(f"{row.backend}: {reason}")
+    return None, "; ".join(reasons) or None
 
 
 def _unwritable(outcome: Outcome, row: CandidateReport) -> str | None:
@@ -178,7 +178,7 @@ def _reached_by_name(case: Case, row: CandidateReport) -> bool:
 
 
 def dropped_by(case: Case, row: CandidateReport) -> str | None:
-    """Name the parts of the checkpoint that the kernel silently drops, or None."""
+    """Return the parts of the checkpoint that the kernel silently drops, in words; None if it drops none."""
     flags = case.policy.class_of(row)
     if flags is None:
         return None

@@ -42,7 +42,7 @@ _FP8_INPUTS = {
 
 @dataclass(frozen=True)
 class _Weights:
-    """Bits, group size (a block for FP8) and symmetry, of the whole model or of one module."""
+    """Bits, group size (a block for FP8) and symmetry of the whole model's weights, or of one module's."""
 
     bits: int
     group: int | tuple[int, int]
@@ -50,7 +50,7 @@ class _Weights:
 
 
 def read_inc(question: ConfigQuestion) -> Method:
-    """Read AutoRound (INC): data type and packing select the integration."""
+    """Return the method of an AutoRound (INC) config: data type, packing and bits select it."""
     config, policy = question.config, question.policy
     type_ = str(config.get("data_type") or "int")
     type_ = "fp" if type_ == "fp8" and policy.since("0.29.0") else type_
@@ -84,7 +84,7 @@ def read_inc(question: ConfigQuestion) -> Method:
 
 
 def _group(question: ConfigQuestion, value: Any) -> int | tuple[int, int]:
-    """Return a group size: one number, or since 0.29.0 a block of FP8."""
+    """Return a group size: one number, or since 0.29.0 the two sizes of an FP8 block."""
     if isinstance(value, list) and question.policy.since("0.29.0") and [type(size) for size in value] == [int, int]:
         return value[0], value[1]
     return integer({"group_size": value}, "group_size")
@@ -95,7 +95,7 @@ def _backend(config: Config) -> Any:
 
 
 def _check_names(question: ConfigQuestion, bits: int, type_: str, packing: str) -> None:
-    """Refuse widths, data types, packings and backends that a version does not list."""
+    """Refuse bits, data types, packings and backends that the version does not list."""
     config, since = question.config, question.policy.since
     widths = (2, 3, 4, 5, 6, 7, 8) if since("0.30.0") else (2, 3, 4, 8)
     types = ("int", *(("mx_fp",) if since("0.27.0") else ()), *(("fp",) if since("0.29.0") else ()))
@@ -111,7 +111,7 @@ def _check_names(question: ConfigQuestion, bits: int, type_: str, packing: str) 
 
 
 def _check_weights(question: ConfigQuestion, base: _Weights, type_: str, packing: str) -> None:
-    """Check what the config class asserts about a data type; MX types with a suffix (`mx_fp4e2m1`) pass unchecked."""
+    """Check the assertions of the config class about a data type; it skips MX types with a suffix (`mx_fp4e2m1`)."""
     config = question.config
     auto = _backend(config) == "auto"
     newer = question.policy.since("0.29.0")
@@ -151,7 +151,7 @@ def _inputs(config: Config, expected: Mapping[str, Any]) -> list[tuple[bool, str
 
 
 def _of_module(question: ConfigQuestion, base: _Weights) -> _Weights | None:
-    """Return what `extra_config` and the list of quantised blocks give a module; None if it stays unquantised."""
+    """Return a module's weights by `extra_config` and the list of quantised blocks; None if it stays unquantised."""
     config = question.config
     name = question.engine_path(question.renamed(question.fused or question.prefix))
     extra: dict[str, Config] = {question.renamed(key): row for key, row in (config.get("extra_config") or {}).items()}
@@ -178,7 +178,7 @@ def _of_module(question: ConfigQuestion, base: _Weights) -> _Weights | None:
 
 
 def _entry(extra: Mapping[str, Config], name: str) -> Config | None:
-    """Return a module's own entry of `extra_config`, else that of the first expression which is found in its name."""
+    """Return a module's own entry of `extra_config`, else that of the first expression found in its name, or None."""
     if name in extra:
         return extra[name]
     return next((row for key, row in extra.items() if set(key) & set(r"*+?^$()[]{}|\\") and _searched(key, name)), None)
@@ -187,7 +187,7 @@ def _entry(extra: Mapping[str, Config], name: str) -> Config | None:
 def _searched(pattern: str, name: str) -> bool:
     try:
         return re.search(pattern, name) is not None
-    except re.error:  # which the engine passes over
+    except re.error:  # the engine passes over invalid expressions
         return False
 
 
@@ -209,7 +209,7 @@ def _one_size(group: int | tuple[int, int]) -> int:
 
 
 def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
-    """Return the method of integers outside experts, where no fallback takes what Marlin refuses."""
+    """Return the method of integer weights outside experts, where nothing takes weights that Marlin refuses."""
     bits, sym, gpu = weights.bits, weights.sym, question.probe.gpu
     if question.platform == "cuda" and bits not in (4, 8) and question.policy.since("0.30.0"):
         return humming_method(question.probe, bits, group, sym)
@@ -227,16 +227,16 @@ def _integer_linear(question: ConfigQuestion, weights: _Weights, group: int, pac
 
 
 def _integer_experts(question: ConfigQuestion, weights: _Weights, group: int, packing: str) -> Method:
-    """Return the method of integers; `packing` is the packing format and the backend, of which either names GPTQ."""
+    """Return the method of integer experts; `packing` joins packing format and backend, as either may name GPTQ."""
     policy, bits, sym = question.policy, weights.bits, weights.sym
     if question.platform == "cuda" and bits not in (4, 8) and policy.since("0.30.0"):
         return humming_method(question.probe, bits, group, sym)
     if question.platform == "cpu" or (question.platform == "xpu" and not policy.since("0.27.0")):
         return unquantized()
     awq = "gptq" not in packing
-    # The shape test of this integration does not let Marlin pad.
+    # This integration tests the shape without letting Marlin pad it.
     fails = marlin_fails(question, group, tile_padding=False)
-    if not policy.since("0.27.0"):  # it looks at the device and the zero points, too
+    if not policy.since("0.27.0"):  # older versions test the device and the zero points, too
         capability = question.probe.gpu.capability or (0, 0)
         fails = fails or question.platform != "cuda" or capability < (7, 5) or (awq and (bits != 4 or sym))
     if awq:

@@ -20,8 +20,8 @@ from moeq.oracle.engines.vllm.configs.question import (
 from moeq.oracle.engines.vllm.policy import EnginePolicy
 from moeq.spelling import option
 
-#: Classes that name gate, up and down otherwise than `gate_proj`, `up_proj`, `down_proj`: what they give `FusedMoE` as
-#: `ckpt_names` (vLLM 0.33.0). Without a gate half the engine asks for a projection called None.
+#: Model class -> names of gate, up and down, where these are not `gate_proj`, `up_proj`, `down_proj`: the `ckpt_names`
+#: of `FusedMoE` (vLLM 0.33.0). Where experts have no gate, the engine asks for a projection called None.
 _PROJECTIONS = {
     **dict.fromkeys(
         ("DeepseekV4ForCausalLM", "Lfm2MoeForCausalLM", "MiniMaxM2ForCausalLM", "MixtralForCausalLM",
@@ -30,13 +30,13 @@ _PROJECTIONS = {
     ),
     "NemotronHForCausalLM": ("up_proj", "None", "down_proj"),
 }  # fmt: skip
-# Formats whose groups quantise activations: weights without `input_activations` have to be floats.
+#: Formats whose groups quantise activations: weights without `input_activations` have to be floats.
 _ACTIVATION_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """One `weights` or `input_activations` block with its defaults; `group` is None if the block has none."""
+    """One `weights` or `input_activations` block with its defaults; `group` is None without a group size."""
 
     bits: int
     type: str
@@ -55,9 +55,9 @@ class Arguments:
 
 
 def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
-    """Read a block with the validation of compressed-tensors.
+    """Read a block as compressed-tensors does; None for an empty block.
 
-    Raises ConfigRefusal if its validators refuse the block.
+    Raises ConfigRefusal if the validators of compressed-tensors refuse the block.
     """
     if not block:
         return None
@@ -66,7 +66,7 @@ def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
     if strategy is None:
         strategy = "tensor" if group is None else "group" if group > 0 else "channel"
     order = ("group" if order else None) if isinstance(order, bool) else order
-    made = Arguments(
+    arguments = Arguments(
         bits=block.get("num_bits", 8),
         type=str(block.get("type", "int")),
         strategy=str(strategy).lower(),
@@ -78,8 +78,8 @@ def _arguments(block: Mapping[str, Any] | None) -> Arguments | None:
         scale_dtype=str(block["scale_dtype"]).removeprefix("torch.") if block.get("scale_dtype") else None,
         block=_block(block.get("block_structure")),
     )
-    _validate(made)
-    return made
+    _validate(arguments)
+    return arguments
 
 
 def _block(shape: Any) -> tuple[int, ...] | None:
@@ -115,6 +115,7 @@ def _entry_matches(entry: str, name: str, engine_name: str) -> bool:
     return re.match(entry[3:], engine_name) is not None if entry.startswith("re:") else entry == name
 
 
+#: Name and content of a config group.
 Group = tuple[str, Mapping[str, Any]]
 
 #: Class of the experts' module in the engine. It counts as a linear layer unless a target names it.
@@ -122,7 +123,7 @@ _EXPERTS_CLASS = "RoutedExperts"
 
 
 def _groups(config: Config, policy: EnginePolicy) -> dict[str, Group]:
-    """Collect target -> (name, group) in order. Every group is validated; groups of attention alone do not count."""
+    """Return target -> (name, group) in order. Every group is validated; groups for attention alone are left out."""
     targets: dict[str, Group] = {}
     for key, group in (config.get("config_groups") or {}).items():
         listed = list(group.get("targets") or ())
@@ -168,7 +169,7 @@ def _names_experts(target: str) -> bool:
 
 
 def _scheme(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what makes two groups the same scheme, whatever their names and targets."""
+    """Return weights, activations and format of a group; groups in which these are equal are one scheme."""
     return _arguments(group.get("weights")), _arguments(group.get("input_activations")), group.get("format")
 
 
@@ -181,7 +182,7 @@ def _check_sparsity(config: Config) -> None:
 
 
 def read_compressed_tensors(question: ConfigQuestion) -> Method:
-    """Read a config of compressed-tensors: projections of expert 0 only, then the first scheme that matches."""
+    """Return the method of the first scheme that matches a config's groups for the projections of expert 0."""
     config = question.config
     _check_sparsity(config)
     targets = _groups(config, question.policy)
@@ -218,25 +219,26 @@ def _words(arguments: Arguments | None) -> str:
     return f"{arguments.type}{arguments.bits} per {scope}, {kind}, {'sym' if arguments.symmetric else 'asym'}"
 
 
+#: Returns the method if (question, weights, input activations, format) are of this scheme, else None.
 Scheme = Callable[[ConfigQuestion, Arguments, Arguments | None, str], Method | None]
 
 
-def _mx(row: Arguments) -> bool:
+def _is_mxfp4(row: Arguments) -> bool:
     return row.matches(4, "float", "group") and row.group == 32 and row.symmetric
 
 
 def _mxfp4_fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if not question.policy.since("0.32.0") or not _mx(weights) or inputs is None or weights.dynamic:
+    if not question.policy.since("0.32.0") or not _is_mxfp4(weights) or inputs is None or weights.dynamic:
         return None
     if not inputs.matches(8, "float", "token", "group") or not inputs.dynamic or not inputs.symmetric:
         return None
-    # The key's scales are float32 whatever the checkpoint says: groups of 32 are not the MXFP8 key.
+    # The engine builds the key with float32 scales whatever the checkpoint says: groups of 32 do not get the MXFP8 key.
     key = "kFp8DynamicTokenSym" if inputs.strategy == "token" else f"kFp8Dynamic{inputs.group}Sym"
     return Method("CompressedTensorsW4A8Mxfp4MoEMethod", "mxfp4-generic", "ct", "kMxfp4Static", key, 4, 32)
 
 
 def _mxfp4(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if not _mx(weights):
+    if not _is_mxfp4(weights):
         return None
     return Method("CompressedTensorsW4A4Mxfp4MoEMethod", "mxfp4-ct", "ct", "kMxfp4Static", None, 4, 32)
 
@@ -272,7 +274,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
         if weights.bits == 8 and weights.group != -1 and not policy.since("0.29.0"):
             text = "8-bit weights trip an assertion of this version unless their group_size says -1"
             refuse(text, "vLLM 0.29 and newer", error="AssertionError", kind="BARE_ASSERTION")
-        group = 0 if weights.group is None else weights.group  # it does not read what is not there as -1
+        group = 0 if weights.group is None else weights.group  # these versions read a missing group size as 0, not -1
     return Method(
         "CompressedTensorsWNA16MoEMethod" if policy.since("0.27.0") else "CompressedTensorsWNA16MarlinMoEMethod",
         "wna16",
@@ -292,7 +294,7 @@ def _wna16(question: ConfigQuestion, weights: Arguments, inputs: Arguments | Non
 
 
 def _wna16_built_in(question: ConfigQuestion, weights: Arguments) -> Method | None:
-    """Return the method with its own Triton kernel (before 0.27.0), for shapes that Marlin refuses and on ROCm."""
+    """Return the method that has its own kernel before 0.27.0, for shapes that Marlin refuses and on ROCm, or None."""
     rocm = question.platform == "rocm"
     group = -1 if weights.group is None else weights.group
     ordered = weights.strategy == "group" and weights.actorder in ("group", "dynamic")
@@ -351,14 +353,14 @@ def _fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None,
         activation = "kFp8Dynamic128Sym"
     elif inputs.strategy == "token":
         activation = "kFp8DynamicTokenSym"
-    else:  # per tensor; the dynamic one gets the key of blocks
+    else:  # activations per tensor: the engine gives dynamic ones the key of blocks
         activation = "kFp8Dynamic128Sym" if inputs.dynamic else "kFp8StaticTensorSym"
     block = (weights.block[0], weights.block[1]) if weights.block else None
     return Method("CompressedTensorsW8A8Fp8MoEMethod", "fp8", "ct", weight, activation, 8, -1, block=block)
 
 
 def _int8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | None, format_: str) -> Method | None:
-    if inputs is None:  # the engine compares bits that are not there
+    if inputs is None:  # the engine reads the bits of the missing activations
         refuse(f"weights {_words(weights)} need input activations", error="AttributeError")
     if weights.bits != 8 or inputs.bits != 8 or not weights.symmetric or weights.dynamic:
         return None
@@ -394,7 +396,7 @@ def _w4a8_fp8(question: ConfigQuestion, weights: Arguments, inputs: Arguments | 
 
 
 def _reads_as_hopper(question: ConfigQuestion) -> bool:
-    """Tell whether the engine reads capability 9.0; gfx90a has it as well."""
+    """Tell whether the engine reads capability 9.0 from the device, as it does from Hopper and gfx90a."""
     gpu = question.probe.gpu
     return (gpu.platform == "cuda" and gpu.capability == (9, 0)) or gpu.arch == "gfx90a"
 

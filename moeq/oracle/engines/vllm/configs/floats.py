@@ -26,19 +26,20 @@ from moeq.oracle.engines.vllm.select import search_of
 
 
 def read_gpt_oss(question: ConfigQuestion) -> Method:
-    """Read MXFP4 of gpt-oss: only a requested activation type is read from the config."""
+    """Return the method of gpt-oss in MXFP4, which reads only a requested activation type from the config."""
     activation = _REQUESTED.get(str(_asked_activation(question.config)))
     return Method("GptOssMxfp4MoEMethod", "mxfp4", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
 def read_mxfp4(question: ConfigQuestion) -> Method:
-    """Read MXFP4 of other models, which have a selection function of their own since 0.27.0."""
+    """Return the method of other models in MXFP4, which have a selection function of their own since 0.27.0."""
     if not question.policy.since("0.27.0"):  # one method for all models
         return read_gpt_oss(question)
     activation = _REQUESTED.get(str(_asked_activation(question.config)))
     return Method("Mxfp4MoEMethod", "mxfp4-generic", "mxfp4", "kMxfp4Static", activation, 4, 32)
 
 
+#: Requested activation type -> activation key; None for 16-bit activations.
 _REQUESTED = {"bf16": None, "mxfp8": "kMxfp8Dynamic", "mxfp4": "kMxfp4Dynamic", "fp8": "kFp8StaticTensorSym"}
 
 
@@ -59,7 +60,7 @@ def check_activation_request(method: Method, config: Config) -> None:
 
 
 def read_deepseek_v4(question: ConfigQuestion) -> Method:
-    """Read DeepSeek-V4: the model's `expert_dtype` selects FP8 or FP4 experts, and `moe_quant_algo` the kind of FP4.
+    """Return the method of DeepSeek-V4: `expert_dtype` selects FP8 or FP4 experts, `moe_quant_algo` the kind of FP4.
 
     Raises ConfigRefusal if `expert_dtype` is neither fp4 nor fp8.
     """
@@ -92,7 +93,7 @@ def block_key(rows: int, columns: int) -> str:
 
 
 def read_fp8(question: ConfigQuestion) -> Method:
-    """Read FP8 with scales per block (DeepSeek) or per tensor."""
+    """Return the method of FP8 with scales per block (DeepSeek) or per tensor."""
     config, case = question.config, question.probe
     listed = config.get("ignored_layers") or config.get("modules_to_not_convert")
     if skipped_module(listed, question.prefix, question.fused):
@@ -118,7 +119,7 @@ def read_fp8(question: ConfigQuestion) -> Method:
 
 
 def _block_method(question: ConfigQuestion, base: Method, block: tuple[int, int]) -> Method:
-    """Refine blocks that a rank's shard would cut, or pad the shard to whole blocks."""
+    """Return the method with refined blocks where a rank's shard would cut them, or with a shard of padded blocks."""
     case = question.probe
     refined = refined_block(case, block) if question.policy.since("0.29.0") else None
     asked = case.deployment.backend
@@ -135,9 +136,9 @@ def _block_method(question: ConfigQuestion, base: Method, block: tuple[int, int]
 
 
 def refined_block(case: Case, block: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the largest square block, at least 32, that divides the checkpoint's block and every shard.
+    """Return the largest square block, at least 32 wide, that divides the checkpoint's block and every shard.
 
-    None means that no refinement is needed or possible.
+    The result is None where no refinement is needed or possible.
     """
     inner = case.intermediate
     if inner % block[0] == 0 and (case.moe_tp == 1 or inner % block[1] == 0):
@@ -180,6 +181,7 @@ def padded_shard(case: Case, block: tuple[int, int]) -> int | None:
 #: Codes per scale that NVFP4 kernels take.
 NVFP4_GROUP = 16
 
+#: ModelOpt's algorithm -> engine's method, backend family, weight key and activation key.
 _MODELOPT: dict[str, tuple[str, str, str, str | None]] = {
     "FP8": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
     "FP8_PER_CHANNEL_PER_TOKEN": ("ModelOptFp8MoEMethod", "fp8", "kFp8StaticTensorSym", "kFp8StaticTensorSym"),
@@ -217,7 +219,7 @@ def modelopt_reader(entry: str) -> Callable[[ConfigQuestion], Method]:
 
 
 def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method:
-    """Read NVIDIA ModelOpt: `quant_algo` selects the method of modules that are not excluded."""
+    """Return the method of an NVIDIA ModelOpt config: `quant_algo` selects it for modules that are not excluded."""
     config = question.config
     nested, producer = isinstance(config.get("quantization"), Mapping), config.get("producer")
     source: Mapping[str, Any] = config["quantization"] if nested else config
@@ -259,7 +261,7 @@ def read_modelopt(question: ConfigQuestion, algorithms: Sequence[str]) -> Method
     return replace(method, group_size=stated) if method.family == "nvfp4" and stated != NVFP4_GROUP else method
 
 
-#: Keys that the engine asks for where `quantization` nests the algorithm.
+#: Keys that the engine requires in NVFP4 configs where `quantization` nests the algorithm.
 _NESTED_NVFP4 = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 #: Algorithms that the engine normalises in configs that nest them (0.33.0, `_normalize_quantization_config`).
 _NORMALIZED = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION", "")
@@ -294,7 +296,7 @@ def _block_size(row: Config) -> int:
 
 
 def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
-    """Return the method of experts by their row in `quantized_layers`, which may stand for a child or the parent."""
+    """Return the method of experts by their row in `quantized_layers`: their own, a child's or the parent's."""
     row = _mixed_row(table, question.prefix)
     algorithm = _algorithm(row)
     if question.fused is not None and algorithm and algorithm not in _MIXED:
@@ -308,8 +310,8 @@ def _mixed(question: ConfigQuestion, table: Mapping[str, Config]) -> Method:
 
 def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
     stems = ("language_model.model.", "model.language_model.")
-    other = (b + prefix.removeprefix(a) for a, b in (stems, stems[::-1]) if prefix.startswith(a))
-    names = [prefix, *other]
+    respelled = (new + prefix.removeprefix(old) for old, new in (stems, stems[::-1]) if prefix.startswith(old))
+    names = [prefix, *respelled]
     for name in names:
         if name in table:
             return table[name]
@@ -322,9 +324,9 @@ def _mixed_row(table: Mapping[str, Config], prefix: str) -> Config:
 
 
 def excluded(entries: Iterable[str], question: ConfigQuestion) -> bool:
-    """Tell whether ModelOpt's exclude list names a module: exact names, parts of names, or wildcards.
+    """Tell whether ModelOpt's exclude list names a module, by exact names, parts of names, or wildcards.
 
-    Parts and wildcards are compared with a fused module's own name, not with those of its shards.
+    Parts and wildcards are compared with a fused module's own name, not with its shards' names.
     """
     if question.renamings is not None:
         ends = (entry for entry in entries if entry.endswith("*") and not entry.endswith(".*") and len(entry) > 1)

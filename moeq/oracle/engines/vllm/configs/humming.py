@@ -1,7 +1,7 @@
 """Reader of `--quantization humming`: Humming reads the checkpoint's own config, and has one backend.
 
-Source: vLLM's `quantization/humming.py` and `utils/humming`, and the schemas of humming-kernels 0.1.19. Since 0.31 the
-activations follow from weights, GPU and config (`check_and_fallback_input_schema`); before, they are the config's.
+Source: vLLM's `quantization/humming.py` and `utils/humming`, and the schemas of humming-kernels 0.1.19. Since 0.31,
+weights, GPU and config determine the activations (`check_and_fallback_input_schema`); older versions use the config's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moeq.oracle.engines.vllm.configs.question import (
 )
 from moeq.spelling import option
 
-#: A key that no experts class lists.
+#: Made-up key that no experts class lists.
 _NO_KEY = "kHummingOther"
 
 
@@ -46,12 +46,12 @@ class HummingWeights:
 
 @dataclass(frozen=True)
 class HummingInputs:
-    """Quantised activations: kind (`fp8`, `int8`, `fp4`, `int4`), group along K (0: per token), static scales."""
+    """Quantised activations in Humming's terms."""
 
-    kind: str
-    group: int = 0
-    static: bool = False
-    powers: bool = False
+    kind: str  #: `fp8`, `int8`, `fp4` or `int4`
+    group: int = 0  #: activations per scale along K; 0 for one scale per token
+    static: bool = False  #: whether scales are static
+    powers: bool = False  #: whether group scales are powers of two (E8M0)
 
     @property
     def bits(self) -> int:
@@ -71,7 +71,7 @@ class HummingInputs:
 
 
 def read_humming(question: ConfigQuestion) -> Method:
-    """Read a config for Humming's method: the experts' weights, and the activations that it runs them with."""
+    """Return Humming's method for a config: the experts' weights, and the activations that Humming runs them with."""
     layer = _layer(question, "weights")
     if layer is None:
         return unquantized()
@@ -88,7 +88,7 @@ def read_humming(question: ConfigQuestion) -> Method:
 
 
 def _method(weights: HummingWeights, inputs: HummingInputs | None, newer: bool) -> Method:
-    """Return the method; its key leaves out activations per token that classes take as they take 16-bit ones."""
+    """Return the method. Its activation key is None where classes take per-token activations as 16-bit ones."""
     key = inputs.key if inputs else None
     per_token = {
         "kFp8DynamicTokenSym": ("kInt", "kUint", "kMxfp", "kNvfp4", "kFp8Static128"),
@@ -158,14 +158,14 @@ def _assert(holds: bool, text: str) -> None:
 
 
 def _integers(question: ConfigQuestion, bits: int, group: int, symmetric: bool) -> HummingWeights:
-    """Return integers with scales per group (or per row: group -1), under the key that selection asks with."""
+    """Return integer weights with scales per group (or per row: group -1), with the key that selection asks with."""
     zeros, newer = not symmetric, question.policy.since("0.31.0")
     if group > 0:
         # Before 0.31 the key says four bits, and before 0.30 no class lists groups.
-        known = question.policy.since("0.30.0")
-        key = weight_only_key(bits if newer else 4, True, group) if known else _NO_KEY
+        listed = question.policy.since("0.30.0")
+        key = weight_only_key(bits if newer else 4, True, group) if listed else _NO_KEY
         return HummingWeights("uint", bits, group, key, zeros)
-    # The key of 4 and 8 bits leaves the group open, has float16 scales and no zero points.
+    # The key of 4- and 8-bit integers leaves the group open, and stands for float16 scales without zero points.
     open_key = symmetric and (not newer or (bits in (4, 8) and question.probe.deployment.dtype == "fp16"))
     return HummingWeights("uint", bits, group, f"kInt{bits if newer else 4}Static" if open_key else _NO_KEY, zeros)
 
@@ -302,7 +302,7 @@ def _inputs(question: ConfigQuestion, declared: str) -> HummingInputs | None:
 
 
 def _declared_inputs(case: Case, asked: HummingInputs | None) -> HummingInputs | None:
-    """Return the activations that run before 0.31: per token and of 8 bits, or of 16 where a GPU lacks FP8."""
+    """Return the activations that run before 0.31: 8 bits with scales per token, or None (16 bits) without FP8."""
     if asked is None:
         return None
     fp8 = (case.gpu.capability or (0, 0)) >= (8, 9)
@@ -311,13 +311,14 @@ def _declared_inputs(case: Case, asked: HummingInputs | None) -> HummingInputs |
     return HummingInputs(asked.kind)
 
 
-#: Activations that are tried in place of ones that do not work, in the engine's order; 16 bits come last.
+#: Kind of activations -> kinds that the engine tries in its place if it does not work, in order; 16 bits come last.
 _INSTEAD = {"fp8": ("int8",), "fp4": ("fp8", "int8"), "int8": ("fp8",), "int4": ("int8", "fp8")}
+#: Kind of activations -> least compute capability times 10.
 _LEAST_SM = {"fp8": 89, "fp4": 100, "int8": 75, "int4": 75}
 
 
 def runtime_inputs(case: Case, weights: HummingWeights, asked: HummingInputs | None) -> HummingInputs | None:
-    """Return the activations that run: the ones asked for, others that work, or None for 16 bits.
+    """Return the activations that run since 0.31: the requested ones, others that work, or None for 16 bits.
 
     Raises ConfigRefusal if not even 16-bit activations work.
     """

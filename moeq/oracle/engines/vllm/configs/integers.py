@@ -24,7 +24,7 @@ from moeq.spelling import option
 
 
 def read_gptq(question: ConfigQuestion) -> Method:
-    """Read GPTQ: `AutoGPTQConfig`, with the MoeWNA16 fallback if Marlin's shape test fails."""
+    """Return the method of a GPTQ config: `AutoGPTQConfig`, or MoeWNA16 if Marlin's shape test fails."""
     config = question.config
     bits, group = integer(config, "bits"), integer(config, "group_size")
     desc_act, sym = bool(required(config, "desc_act")), bool(required(config, "sym"))
@@ -47,7 +47,7 @@ def read_gptq(question: ConfigQuestion) -> Method:
 
 
 def read_gptq_linear(config: Config, path: str) -> Method | None:
-    """Return what GPTQ's config gives a linear module that is no expert's; None if a rule leaves it unquantised.
+    """Return the method of a linear module outside experts by GPTQ's config; None if a rule leaves it unquantised.
 
     Source: `get_linear_quant_method`, vLLM 0.26.0 to 0.33.0.
 
@@ -92,7 +92,10 @@ def check_gptq_bits(bits: int, sym: bool) -> None:
 
 
 def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
-    """Return the first rule of `dynamic` (GPTQModel) that matches the fused prefix; `-:` skips, the others override."""
+    """Return the overrides of the first rule of `dynamic` (GPTQModel) that matches the prefix, or None.
+
+    A rule that skips the module, such as one with `-:`, gives `{"skip": True}`.
+    """
     for pattern, overrides in (config.get("dynamic") or {}).items():
         if re.match(pattern.removeprefix("-:").removeprefix("+:"), prefix):
             skips = pattern.startswith("-:") or not isinstance(overrides, Mapping)
@@ -101,7 +104,7 @@ def dynamic_rule(config: Config, prefix: str) -> dict[str, Any] | None:
 
 
 def read_moe_wna16(question: ConfigQuestion) -> Method:
-    """Read a GPTQ or AWQ checkpoint for `--quantization moe_wna16`."""
+    """Return the method of a GPTQ or AWQ checkpoint for `--quantization moe_wna16`."""
     config = question.config
     declared = str(config.get("quant_method", ""))
     bits, group = integer(config, "bits"), integer(config, "group_size")
@@ -112,7 +115,7 @@ def read_moe_wna16(question: ConfigQuestion) -> Method:
     elif declared == "awq":
         zero = bool(required(config, "zero_point"))
         check_awq_fallback(question)
-        # Entries are not renamed for classes with images, as those of other configs are.
+        # The engine does not rename these entries for classes with images, although it renames other configs' entries.
         names = (question.prefix, question.fused or question.prefix)
         if any(skipped_by(config.get("modules_to_not_convert"), question.engine_path(name)) for name in names):
             return unquantized()
@@ -124,9 +127,9 @@ def read_moe_wna16(question: ConfigQuestion) -> Method:
 def moe_wna16(
     question: ConfigQuestion, bits: int, group: int, *, zero_points: bool, note: str | None = None
 ) -> Method:  # fmt: skip
-    """Return MoeWNA16, which takes shapes that Marlin refuses. Its key is symmetric even with zero points."""
+    """Return MoeWNA16's method, which takes shapes that Marlin refuses. Its key is symmetric even with zero points."""
     policy = question.policy
-    built_in = not policy.since("0.27.0")  # it has its own Triton kernel and selects nothing
+    built_in = not policy.since("0.27.0")  # older versions have a Triton kernel in the method and select nothing
     if bits not in (4, 8) and not built_in:
         refuse(f"moe_wna16 takes 4 and 8 bits, this is {bits}")
     if bits == 8 and group != -1 and not built_in and not policy.since("0.29.0"):
@@ -142,7 +145,7 @@ def moe_wna16(
 
 
 def read_awq(question: ConfigQuestion) -> Method:
-    """Read AWQ: `AutoAWQConfig`, 4 bits, with the MoeWNA16 fallback."""
+    """Return the method of a 4-bit AWQ config: `AutoAWQConfig`, or MoeWNA16 if Marlin's shape test fails."""
     config = question.config
     bits, group = integer(config, "w_bit", "bits"), integer(config, "q_group_size", "group_size")
     zero = bool(required(config, "zero_point"))
@@ -186,10 +189,10 @@ def humming_method(case: Case, bits: int, group: int, symmetric: bool) -> Method
     newer = case.policy.since("0.31.0")
     if newer and (capability < (7, 5) or (capability < (8, 0) and case.deployment.dtype == "bf16")):
         refuse(f"Humming has no kernels for {case.deployment.dtype} activations on {case.gpu.name}", "dtype fp16")
-    if not newer:  # the key says four bits whatever the checkpoint has, and a class takes any key with a group
+    if not newer:  # older keys say four bits whatever the checkpoint has, and classes take any key with a group
         key = weight_only_key(4, symmetric or group >= 0, group if group > 0 else 128)
     elif group >= 0:
         key = weight_only_key(bits, symmetric, group or 128)
-    else:  # Humming has no key for scales per channel: the made-up key is one that no class lists.
+    else:  # Humming has no key for scales per channel: no class lists this made-up key.
         key = f"kUint{bits}StaticRow"
     return Method("HummingMoEMethod", "humming", "inc", key, None, bits, group)

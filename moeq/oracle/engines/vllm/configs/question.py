@@ -24,7 +24,7 @@ PREFIX = "model.layers.0.mlp.experts"
 
 
 class ConfigRefusal(Exception):
-    """Refusal of a config before any backend is considered."""
+    """Refusal of a config before any backend is considered; `error` is the type of the engine's exception."""
 
     def __init__(self, error: str, kind: str, text: str, hint: str | None = None, code: str | None = None) -> None:
         super().__init__(text)
@@ -38,26 +38,26 @@ class ConfigQuestion:
     config: Config
     probe: Case
     prefix: str = PREFIX  #: module path of the experts, or of another linear module
-    #: None for experts; of another linear module, the path of the fused one that it is part of, or its own.
+    #: Path of the fused module that another linear module is part of, or the module's own path; None for experts.
     fused: str | None = None
 
     @property
     def renamings(self) -> Mapping[str, str] | None:
-        """Starts of names that the model class replaces in entries of the config; None if it tells the config none."""
+        """Prefixes that the model class replaces in entries of the config, old to new; None if it does not do so."""
         return renamings(self.policy.version, self.probe.shape.architecture)
 
     def renamed(self, name: str) -> str:
-        """Return a name of the checkpoint or of its config as the engine's module is called."""
+        """Return the name of the engine's module for a name in the checkpoint or its config."""
         for old, new in (self.renamings or {}).items():
             name = name.replace(old, new, 1) if name.startswith(old) else name
         return name
 
     @property
     def shards(self) -> list[str]:
-        """Paths of the modules of the checkpoint that a fused module is made of, where the config is asked for them."""
+        """Checkpoint paths of the modules that the fused module joins, where the engine asks the config for them."""
         fused = self.fused or ""
-        known = linears_of(self.policy.version, self.probe.shape.architecture) if fused else ()
-        found = next((one for one in known if one.listed and f".{fused}".endswith(f".{one.path}")), None)
+        linears = linears_of(self.policy.version, self.probe.shape.architecture) if fused else ()
+        found = next((one for one in linears if one.listed and f".{fused}".endswith(f".{one.path}")), None)
         return [fused.removesuffix(found.path) + shard for shard in found.shards] if found else []
 
     @property
@@ -67,7 +67,7 @@ class ConfigQuestion:
 
     @property
     def policy(self) -> EnginePolicy:
-        """Version of the engine."""
+        """Policy of the engine's version."""
         return self.probe.policy
 
     @property
@@ -76,7 +76,7 @@ class ConfigQuestion:
         return self.probe.gpu.platform
 
     def engine_path(self, path: str) -> str:
-        """Return a module's path within the engine's class (see the function of this name)."""
+        """Return a module's path within the engine's class, for the case's architecture."""
         return engine_path(self.probe.shape.architecture, path)
 
 
@@ -91,9 +91,9 @@ def engine_path(architecture: str, path: str) -> str:
 
 
 def moved_experts(question: ConfigQuestion) -> ConfigQuestion:
-    """Return the question with the path at which older versions keep Gemma-4's experts: `moe.experts` of a layer.
+    """Return the question with the path at which versions before 0.31 keep Gemma-4's experts: `moe.experts` of a layer.
 
-    Some of them rename entries of the config that end there. Source: `gemma4.py`, vLLM 0.26.0 to 0.30.0.
+    Versions since 0.28 rename entries of the config that end in `experts`. Source: `gemma4.py`, vLLM 0.26.0 to 0.30.0.
     """
     shape, policy = question.probe.shape, question.policy
     if not shape.architecture.startswith("Gemma4") or question.fused is not None or policy.since("0.31.0"):
@@ -120,12 +120,12 @@ Reader = Callable[[ConfigQuestion], Method]
 def refuse(
     text: str, hint: str | None = None, code: str = "G0", *, error: str = "ValueError", kind: str = "CONFIG"
 ) -> NoReturn:
-    """Raise the refusal of a config for which the engine raises an error, or goes on without experts."""
+    """Raise ConfigRefusal for a config at which the engine raises `error`, or which it runs without experts."""
     raise ConfigRefusal(error, kind, text, hint, code)
 
 
 def check_layer(case: Case) -> None:
-    """Check what the engine asserts about a layer before it reads any config; division of sizes is gate G5."""
+    """Check the engine's assertions about a layer before it reads any config; gate G5 checks the division of sizes."""
     if case.shape.activation not in case.policy.activations:
         text = f"{case.policy.name} has no activation {case.shape.activation}"
         refuse(text, f"it has {', '.join(case.policy.activations)}", "P03_ACTIVATION", kind="SHAPE")
@@ -153,7 +153,7 @@ def built_in_kernel(case: Case, method: Method) -> Method:
 
 
 def required(config: Config, *names: str) -> Any:
-    """Return the value of the first spelling of a key that exists; refuse the config if none does."""
+    """Return the value of the first of a key's spellings that the config has; refuse the config if it has none."""
     for name in names:
         if name in config:
             return config[name]
@@ -174,7 +174,7 @@ def skipped_by(entries: Iterable[str] | None, prefix: str) -> bool:
 
 
 def skipped_module(entries: Iterable[str] | None, prefix: str, fused: str | None) -> bool:
-    """Tell whether a list of exact module names skips the experts: one of them lies in the experts' module.
+    """Tell whether a list of exact module names skips a module; experts are skipped if a name lies in their module.
 
     Shared experts count as experts, unless they are part of a fused module.
     """
@@ -189,7 +189,7 @@ def marlin_fails(question: ConfigQuestion, group: int, *, tile_padding: bool = T
 
 
 def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
-    """Return the key of weight-only integers: 4 bits distinguish group 32, and uncommon widths channel scales."""
+    """Return the key of weight-only integers. Only 4-bit keys tell group 32, only uncommon widths channel scales."""
     asym = "" if symmetric else "Asym"
     if bits == 8:
         return f"kInt8Static{asym}"
@@ -198,11 +198,12 @@ def weight_only_key(bits: int, symmetric: bool, group: int) -> str:
     return f"kUint{bits}Static{'Channel' if group == -1 else ''}{asym}"
 
 
+#: Backends that do not apply the scales per output channel of experts that are quantised while loading.
 _NO_CHANNEL_SCALES = ("MARLIN", "CPU", "CPU_W8A8", "FLASHINFER_CUTLASS", "FLASHINFER_TRTLLM")
 
 
 def check_selected(case: Case, backend: str) -> None:
-    """Check what integrations assert about the selected backend. Raises ConfigRefusal if the engine stops there."""
+    """Check the integration's assertions about the selected backend. Raises ConfigRefusal if one of them fails."""
     name, marlin = case.method.name, backend in ("MARLIN", "BATCHED_MARLIN")
     if case.method.marlin_assertion and not marlin:
         what = "act-order" if case.method.act_order else "per-channel scales"
